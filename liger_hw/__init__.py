@@ -1,0 +1,3 @@
+from liger_hw.backends import use_backend
+
+__all__ = ["use_backend"]

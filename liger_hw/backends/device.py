@@ -1,0 +1,52 @@
+"""What a launch may know about the hardware it runs on: plain data, so a test can build one by hand."""
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: one value per torch device, hashed on every launch
+class Device:
+    """Facts about one GPU (or the CPU). Heuristics read these and nothing else.
+
+    Attributes:
+        vendor: "nvidia", "amd", "intel" or "cpu".
+        arch: the vendor's name of the architecture: "sm90", "gfx942", "pvc", "cpu".
+        warp_size: lanes of one warp / wavefront / sub-group.
+        num_cores: SMs / CUs / Xe cores.
+        shared_memory: bytes of shared memory one program may use.
+        registers: 32-bit registers each lane has when a core is filled with one block of `max_threads`.
+        max_threads: lanes of one program at most.
+        core_threads: lanes resident on one core at most.
+        l2: bytes of last-level cache.
+        bandwidth: memory bandwidth in GB/s, from the data sheet; 0 where nobody wrote it down.
+        launch_options: options every launch on this vendor passes to its compiler.
+        name: what the driver calls it; empty for a description that no driver gave.
+    """
+
+    vendor: str
+    arch: str
+    warp_size: int
+    num_cores: int
+    shared_memory: int
+    registers: int = 64
+    max_threads: int = 1024
+    core_threads: int = 2048
+    l2: int = 0
+    bandwidth: int = 0
+    launch_options: dict = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def max_warps(self) -> int:
+        """The most warps one program may have: 32 of 32 lanes, 16 of 64."""
+        return self.max_threads // self.warp_size
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names an implementation may be registered under, most specific first."""
+        if self.vendor == "cpu":
+            return ("reference",)
+        return (f"{self.vendor}:{self.arch}", self.vendor, "triton", "reference")
+
+    def with_facts(self, **facts) -> "Device":
+        """A copy with what a driver reported; a fact that it did not (None or 0) stays as it is."""
+        return replace(self, **{name: value for name, value in facts.items() if value})

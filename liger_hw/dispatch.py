@@ -1,0 +1,125 @@
+"""Two decorators: `op` picks who computes, `raw` hides a launch from tracers.
+
+    @op
+    def rms_norm(x, weight, eps=1e-6):          # signature, docs, CPU path and parity oracle
+        return ...
+
+    @rms_norm.register("triton")                # any GPU
+    @rms_norm.register("amd:gfx942")            # this one only, and it wins there
+
+`op` is `functools.singledispatch`, keyed by where the first tensor lives.
+"""
+
+import functools
+
+import torch
+
+from liger_hw import backends, tuning
+from liger_hw._triton import AVAILABLE
+
+OPS = {}  # name -> op, for the parity matrix and the docs
+
+
+def widen(x):
+    """At least fp32, for the arithmetic inside a reference; a float64 input stays float64 and makes it the oracle."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def op(reference):
+    """Make `reference` the default implementation, the documentation and the oracle of an op of its name."""
+    implementations, chosen, name = {"reference": reference}, {}, reference.__name__
+
+    def choose(device):
+        """The implementation that serves tensors on `device`: the first name of its chain that has one."""
+        names = backends.backends_for(device)
+        for candidate in names:
+            if candidate in implementations:
+                return candidate
+        raise NotImplementedError(
+            f"{name} has no implementation for backend {backends.forced()!r}, which is forced here (tried {', '.join(names)}); "
+            f"it has {', '.join(sorted(implementations))}. Set LIGER_HW_BACKEND to one of them or unset it"
+        )
+
+    @functools.wraps(reference)
+    def call(x, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return _choice_while_tracing(call, x.device.type, x.device.index)(x, *args, **kwargs)
+        key = x.device, backends._forced
+        implementation = chosen.get(key)
+        if implementation is None:
+            implementation = chosen[(x.device, backends.forced())] = implementations[choose(x.device)]
+        return implementation(x, *args, **kwargs)
+
+    def register(backend):
+        """Make a function of the same signature the implementation for `backend`, a name of `Device.backends`."""
+
+        def decorator(implementation):
+            implementations[backend] = implementation
+            chosen.clear()
+            return implementation
+
+        return decorator
+
+    call.reference, call.register, call.implementations, call.choose = reference, register, implementations, choose
+    OPS[name] = call
+    return call
+
+
+@torch._dynamo.assume_constant_result
+def _choice_while_tracing(op, device_type, index):
+    """Nothing of dispatch is traced: the compiler sees the chosen function."""
+    return op.implementations[op.choose(torch.device(device_type, index))]
+
+
+_library = torch.library.Library("liger_hw", "DEF") if AVAILABLE else None
+_plain = (torch.Tensor, torch.nn.Parameter)
+
+
+def raw(fake=None, mutates=()):
+    """Make a function that launches kernels an op of `torch.ops.liger_hw`, and call it directly wherever that is safe.
+
+    Eager calls run the function itself: a registered op with autograd costs 36 us more a step. Under torch.compile, a
+    dispatch mode (FakeTensor, selective checkpointing, FLOP counting) or for a tensor subclass, the registered op is
+    called, which those can see, save, shard or refuse.
+
+    Args:
+        fake: a function of the same arguments that returns empty outputs of the right shapes and dtypes.
+        mutates: names of the tensor arguments written to.
+    """
+
+    def decorate(function):
+        name = function.__name__.strip("_")
+        if _library is None:
+            return function
+        _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
+
+        @functools.wraps(function)
+        def run(*args):
+            if tuning.autotuning() and not mutates:
+                tuning.tune_first_use(lambda: function(*args), args[0].device)
+            return function(*args)
+
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"liger_hw::{name}", fake or _fakes_nothing, lib=_library)
+        opaque = getattr(torch.ops.liger_hw, name).default
+
+        @functools.wraps(function)
+        def call(x, *args):
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) not in _plain:
+                return opaque(x, *args)
+            return run(x, *args)
+
+        call.opaque = opaque
+        return call
+
+    return decorate
+
+
+def _fakes_nothing(*args):
+    """For ops that only write to their arguments."""
+
+
+def check(condition, argument: str, got, allowed: str) -> None:
+    """Raise a ValueError that names the argument, what came and what is allowed, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{argument}: got {got}, allowed: {allowed}")

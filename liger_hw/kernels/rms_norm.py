@@ -1,0 +1,353 @@
+r"""Root-mean-square norm over the last dimension, alone or after a residual addition.
+
+    s    = x (+ residual)                                   rounded to x's dtype
+    rstd = 1 / sqrt(mean(s^2) + eps)
+    y    = s rstd (w + offset)
+
+    m  = dy (w + offset)
+    ds = rstd (m - s rstd mean(m s rstd)) (+ ds_out)        dx = dresidual = ds
+    dw = sum over rows of dy s rstd
+
+Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), with a residual reads and writes one more of
+each (4RC), and saves rstd (R, fp32); backward reads s and dy and writes ds (3RC, with a residual also reads ds_out, 4RC)
+plus one fp32 partial dw a program. Both are bound by memory. A row that does not fit one block is read twice.
+"""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import check, op, raw, widen
+from liger_hw.kernels._math import in_row, in_tile, reduce_partials, rounded, rows_of
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+CASTING_MODES = ("llama", "gemma", "none")
+
+
+def _validate(x, weight, casting_mode, residual=None):
+    check(x.is_floating_point() and x.ndim > 0, "x", f"{x.dtype} of shape {tuple(x.shape)}", "floating point rows")
+    check(casting_mode in CASTING_MODES, "casting_mode", repr(casting_mode), ", ".join(CASTING_MODES))
+    if weight is not None:
+        check(
+            weight.shape == x.shape[-1:],
+            "weight",
+            f"shape {tuple(weight.shape)}",
+            f"({x.shape[-1]},), x's last dimension",
+        )
+        check(weight.device == x.device, "weight", f"a tensor on {weight.device}", f"{x.device}, where x is")
+    if residual is not None:
+        got = f"{residual.dtype} of shape {tuple(residual.shape)} on {residual.device}"
+        like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
+        check(like, "residual", got, f"{x.dtype} of shape {tuple(x.shape)} on {x.device}, as x")
+
+
+@op
+def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    """Scale each row of `x` to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
+
+    Args:
+        x: (..., C), any floating dtype and strides.
+        weight: (C,), any floating dtype, or None for no scale.
+        eps: added to the mean square.
+        offset: added to the weight; Gemma stores its weight less one and passes 1.0.
+        casting_mode: "llama" rounds the normalised row to `x.dtype` before scaling (LlamaRMSNorm), "gemma" scales in
+            fp32 and rounds once (GemmaRMSNorm with offset 1, T5-style and Olmo2RMSNorm with 0), "none" rounds to
+            `x.dtype` after every operation.
+
+    Returns:
+        (..., C) in `x.dtype`.
+
+    Raises:
+        ValueError: `weight` does not fit `x`, or `casting_mode` is unknown.
+    """
+    _validate(x, weight, casting_mode)
+    if casting_mode == "none":
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return y if weight is None else (y * (weight.to(x.dtype) + offset)).to(x.dtype)
+    wide = widen(x)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = widen(y.to(x.dtype)) if casting_mode == "llama" else y
+        y = y * (widen(weight) + offset)
+    return y.to(x.dtype)
+
+
+@op
+def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    """`rms_norm` of `x + residual`, and that sum, as a pre-norm transformer block uses them.
+
+    Args:
+        x: (..., C).
+        residual: like `x`.
+        weight, eps, offset, casting_mode: as in `rms_norm`.
+
+    Returns:
+        (y, s): the normalised sum and the sum, both (..., C) in `x.dtype`; s is rounded before it is normalised.
+
+    Raises:
+        ValueError: `residual` is not like `x`, `weight` does not fit, or `casting_mode` is unknown.
+    """
+    _validate(x, weight, casting_mode, residual)
+    s = x + residual
+    return rms_norm.reference(s, weight, eps, offset, casting_mode), s
+
+
+def _block(cols, device):
+    """A whole row in one block up to 16 fp32 values for every 64 registers a lane has, then loops over such blocks."""
+    most = device.max_threads * min(32, device.registers // 2)
+    return min(power_of_2(cols), most)
+
+
+@tuned
+def rms_norm_forward_config(cols, itemsize, device):
+    block = _block(cols, device)
+    rows = max(1, min(16, 1024 // block))  # short rows share a program
+    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane=8 if block <= 2048 else 16))
+
+
+@tuned
+def rms_norm_backward_config(cols, itemsize, device):
+    block = min(_block(cols, device), device.max_threads * 16)  # three live rows: half as many values a lane
+    rows = max(1, min(16, 1024 // block))
+    warps = row_warps(rows * block, device, per_lane=8 if block <= 2048 else 16)
+    return Config({"ROWS": rows, "COLS": block}, warps, programs=max(1, min(8, 16 // warps)))
+
+
+@triton.jit
+def _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols: tl.constexpr):
+    """x, or x + residual rounded and stored: the row that is normalised, in fp32."""
+    x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
+    if RESIDUAL is not None:
+        x += tl.load(RESIDUAL + row[:, None] * residual_stride + at, mask, other=0.0).to(tl.float32)
+        x = rounded(x, S.dtype.element_ty)
+        tl.store(S + row[:, None] * cols + at, x, mask)
+    return x
+
+
+@triton.jit
+def _square(x, dtype: tl.constexpr, CASTING: tl.constexpr):
+    return rounded(x * x, dtype) if CASTING == "none" else x * x
+
+
+@triton.jit
+def _rstd(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
+    if CASTING == "none":
+        return rounded(1.0 / tl.sqrt(rounded(rounded(mean, dtype) + eps, dtype)), dtype)
+    else:
+        return 1.0 / tl.sqrt(mean + eps)
+
+
+@triton.jit
+def _load_weight(W, at, offset, dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):
+    w = tl.load(W + at, in_row(at, cols, COLS), other=0.0).to(tl.float32)
+    return rounded(rounded(w, dtype) + offset, dtype) if CASTING == "none" else w + offset
+
+
+@triton.jit
+def _scale(x, rstd, W, at, offset, dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):
+    y = x * rstd[:, None]
+    if W is not None:
+        if CASTING != "gemma":
+            y = rounded(y, dtype)
+        y *= _load_weight(W, at, offset, dtype, CASTING, cols, COLS)
+    return y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_forward(
+    X, RESIDUAL, W, Y, S, RSTD, rows, x_stride, residual_stride, eps, offset,
+    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = Y.dtype.element_ty
+    if cols <= COLS:
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = _load_sum(X, RESIDUAL, S, row, col, mask, x_stride, residual_stride, cols)
+        rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
+        tl.store(Y + row[:, None] * cols + col, _scale(x, rstd, W, col, offset, dtype, CASTING, cols, COLS), mask)
+    else:
+        total = tl.zeros((ROWS, COLS), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
+            total += _square(x, dtype, CASTING)
+        rstd = _rstd(tl.sum(total, 1) / cols, eps, dtype, CASTING)
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
+            tl.store(Y + row[:, None] * cols + at, _scale(x, rstd, W, at, offset, dtype, CASTING, cols, COLS), mask)
+    tl.store(RSTD + row, rstd, row < rows)
+
+
+@triton.jit
+def _load_normed(S, DY, W, rstd, row, at, mask, s_stride, dy_stride, offset,
+                 dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """The normalised row, the gradient that reaches it and the gradient of the weight."""
+    normed = tl.load(S + row[:, None] * s_stride + at, mask, other=0.0).to(tl.float32) * rstd[:, None]
+    dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
+    if W is not None:
+        dw = dy * (normed if CASTING == "gemma" else rounded(normed, dtype))
+        return normed, dy * _load_weight(W, at, offset, dtype, CASTING, cols, COLS), dw
+    else:
+        return normed, dy, dy
+
+
+@triton.jit
+def _store_ds(DS, DS_OUT, ds, row, at, mask, ds_out_stride, cols: tl.constexpr):
+    if DS_OUT is not None:
+        ds += tl.load(DS_OUT + row[:, None] * ds_out_stride + at, mask, other=0.0).to(tl.float32)
+    tl.store(DS + row[:, None] * cols + at, ds, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_backward(
+    S, W, RSTD, DY, DS_OUT, DS, DW, rows, s_stride, dy_stride, ds_out_stride, offset,
+    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # a fixed number of programs stride over the rows, each summing its own dw
+    col = tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = S.dtype.element_ty
+    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    if W is not None:
+        DW += tl.program_id(0).to(tl.int64) * cols
+    if cols <= COLS:
+        dw = tl.zeros((1, COLS), tl.float32)
+        for start in range(first, rows, step):
+            row = (start + tl.arange(0, ROWS)).to(tl.int64)
+            mask = in_tile(row, col, rows, cols, ROWS, COLS)
+            rstd = tl.load(RSTD + row, row < rows, other=0.0)
+            normed, m, dw_rows = _load_normed(
+                S, DY, W, rstd, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING, cols, COLS
+            )
+            ds = rstd[:, None] * (m - normed * (tl.sum(m * normed, 1) / cols)[:, None])
+            _store_ds(DS, DS_OUT, ds, row, col, mask, ds_out_stride, cols)
+            if W is not None:
+                dw += tl.sum(dw_rows, 0)[None, :]
+        if W is not None:
+            tl.store(DW + col, dw, in_row(col, cols, COLS))
+    else:
+        if W is not None:
+            for start in range(0, cols, COLS):
+                tl.store(DW + start + col, tl.zeros((1, COLS), tl.float32), in_row(start + col, cols, COLS))
+        for start_row in range(first, rows, step):
+            row = (start_row + tl.arange(0, ROWS)).to(tl.int64)
+            rstd = tl.load(RSTD + row, row < rows, other=0.0)
+            total = tl.zeros((ROWS, COLS), tl.float32)
+            for start in range(0, cols, COLS):
+                at = start + col
+                mask = in_tile(row, at, rows, cols, ROWS, COLS)
+                normed, m, dw_rows = _load_normed(
+                    S, DY, W, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING, cols, COLS
+                )
+                total += m * normed
+            mean = (tl.sum(total, 1) / cols)[:, None]
+            for start in range(0, cols, COLS):
+                at = start + col
+                mask = in_tile(row, at, rows, cols, ROWS, COLS)
+                normed, m, dw_rows = _load_normed(
+                    S, DY, W, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING, cols, COLS
+                )
+                _store_ds(DS, DS_OUT, rstd[:, None] * (m - normed * mean), row, at, mask, ds_out_stride, cols)
+                if W is not None:  # this program's own partial sum, so read and written back in L2
+                    dw = tl.load(DW + at, in_row(at, cols, COLS), other=0.0)
+                    tl.store(DW + at, dw + tl.sum(dw_rows, 0)[None, :], in_row(at, cols, COLS))
+
+
+def _fake_forward(x, residual, weight, eps, offset, casting_mode):
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rstd = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    return y, torch.empty_like(y) if residual is not None else y.new_empty(0), rstd
+
+
+@raw(_fake_forward)
+def _rms_norm_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+    eps: float, offset: float, casting_mode: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    cols, device = x.shape[-1], device_of(x)
+    y, s, rstd = _fake_forward(x, residual, weight, eps, offset, casting_mode)
+    x = rows_of(x)
+    residual = None if residual is None else rows_of(residual)
+    config = rms_norm_forward_config(cols, x.element_size(), device)
+    rows = rstd.numel()
+    launch(
+        rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
+        x, residual, weight, y, s, rstd, rows, x.stride(0), 0 if residual is None else residual.stride(0),
+        eps, offset, cols, casting_mode,
+    )  # fmt: skip
+    return y, s, rstd
+
+
+def _fake_backward(s, weight, rstd, dy, ds_out, offset, casting_mode, weight_grad):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format), torch.empty_like(
+        weight
+    ) if weight_grad else dy.new_empty(0)
+
+
+@raw(_fake_backward)
+def _rms_norm_backward(
+    s: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, ds_out: torch.Tensor | None,
+    offset: float, casting_mode: str, weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    cols, device = dy.shape[-1], device_of(dy)
+    ds = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    s, dy = rows_of(s), rows_of(dy)
+    ds_out = None if ds_out is None else rows_of(ds_out)
+    config = rms_norm_backward_config(cols, s.element_size(), device)
+    programs = config.grid_for(-(-rstd.numel() // config["ROWS"]))
+    dw = torch.empty(programs, cols, dtype=torch.float32, device=dy.device) if weight is not None else None
+    launch(
+        rms_norm_backward, (programs, 1, 1), config,
+        s, weight, rstd, dy, ds_out, ds, dw, rstd.numel(), s.stride(0), dy.stride(0),
+        0 if ds_out is None else ds_out.stride(0), offset, cols, casting_mode,
+    )  # fmt: skip
+    return ds, reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, casting_mode):
+        y, _, rstd = _rms_norm_forward(x, None, weight, eps, offset, casting_mode)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset, ctx.casting_mode = offset, casting_mode
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = _rms_norm_backward(x, weight, rstd, dy, None, ctx.offset, ctx.casting_mode, ctx.needs_input_grad[1])
+        return dx, dw if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class FusedAddRMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, casting_mode):
+        y, s, rstd = _rms_norm_forward(x, residual, weight, eps, offset, casting_mode)
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.offset, ctx.casting_mode = offset, casting_mode
+        ctx.set_materialize_grads(False)
+        return y, s
+
+    @staticmethod
+    def backward(ctx, dy, ds_out):
+        s, weight, rstd = ctx.saved_tensors
+        if dy is None:  # only the sum was used
+            return ds_out, ds_out, None, None, None, None
+        ds, dw = _rms_norm_backward(s, weight, rstd, dy, ds_out, ctx.offset, ctx.casting_mode, ctx.needs_input_grad[2])
+        return ds, ds, dw if ctx.needs_input_grad[2] else None, None, None, None
+
+
+@rms_norm.register("triton")
+def _(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    _validate(x, weight, casting_mode)
+    return RMSNormFunction.apply(x, weight, eps, offset, casting_mode)
+
+
+@fused_add_rms_norm.register("triton")
+def _(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    _validate(x, weight, casting_mode, residual)
+    return FusedAddRMSNormFunction.apply(x, residual, weight, eps, offset, casting_mode)
