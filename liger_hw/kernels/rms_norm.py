@@ -111,7 +111,7 @@ def rms_norm_backward_config(cols, itemsize, device):
     block = min(_block(cols, device), device.max_threads * 16)  # three live rows: half as many values a lane
     rows = max(1, min(16, 1024 // block))
     warps = row_warps(rows * block, device, per_lane=8 if block <= 2048 else 16)
-    return Config({"ROWS": rows, "COLS": block}, warps, programs=max(1, min(8, 16 // warps)))
+    return Config({"ROWS": rows, "COLS": block, "STAGES": 1}, warps, programs=max(1, min(8, 16 // warps)))
 
 
 @triton.jit
@@ -139,18 +139,27 @@ def _rstd(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(W, at, offset, dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):
-    w = tl.load(W + at, in_row(at, cols, COLS), other=0.0).to(tl.float32)
+def _load_weight(W, at, cols: tl.constexpr, COLS: tl.constexpr):
+    if W is not None:
+        return tl.load(W + at, in_row(at, cols, COLS), other=0.0)
+    else:
+        return None
+
+
+@triton.jit
+def _factor(w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """w + offset in fp32. Apart from the load, which a loop over rows does once and keeps in 16 bits."""
+    w = w.to(tl.float32)
     return rounded(rounded(w, dtype) + offset, dtype) if CASTING == "none" else w + offset
 
 
 @triton.jit
-def _scale(x, rstd, W, at, offset, dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):
+def _scale(x, rstd, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
     y = x * rstd[:, None]
-    if W is not None:
+    if w is not None:
         if CASTING != "gemma":
             y = rounded(y, dtype)
-        y *= _load_weight(W, at, offset, dtype, CASTING, cols, COLS)
+        y *= _factor(w, offset, dtype, CASTING)
     return y
 
 
@@ -166,7 +175,11 @@ def rms_norm_forward(
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
         x = _load_sum(X, RESIDUAL, S, row, col, mask, x_stride, residual_stride, cols)
         rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
-        tl.store(Y + row[:, None] * cols + col, _scale(x, rstd, W, col, offset, dtype, CASTING, cols, COLS), mask)
+        tl.store(
+            Y + row[:, None] * cols + col,
+            _scale(x, rstd, _load_weight(W, col, cols, COLS), offset, dtype, CASTING),
+            mask,
+        )
     else:
         total = tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
@@ -179,19 +192,24 @@ def rms_norm_forward(
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
             x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
-            tl.store(Y + row[:, None] * cols + at, _scale(x, rstd, W, at, offset, dtype, CASTING, cols, COLS), mask)
+            tl.store(
+                Y + row[:, None] * cols + at,
+                _scale(x, rstd, _load_weight(W, at, cols, COLS), offset, dtype, CASTING),
+                mask,
+            )
     tl.store(RSTD + row, rstd, row < rows)
 
 
 @triton.jit
-def _load_normed(S, DY, W, rstd, row, at, mask, s_stride, dy_stride, offset,
-                 dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+def _load_normed(
+    S, DY, w, rstd, row, at, mask, s_stride, dy_stride, offset, dtype: tl.constexpr, CASTING: tl.constexpr
+):
     """The normalised row, the gradient that reaches it and the gradient of the weight."""
     normed = tl.load(S + row[:, None] * s_stride + at, mask, other=0.0).to(tl.float32) * rstd[:, None]
     dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
-    if W is not None:
+    if w is not None:
         dw = dy * (normed if CASTING == "gemma" else rounded(normed, dtype))
-        return normed, dy * _load_weight(W, at, offset, dtype, CASTING, cols, COLS), dw
+        return normed, dy * _factor(w, offset, dtype, CASTING), dw
     else:
         return normed, dy, dy
 
@@ -206,7 +224,7 @@ def _store_ds(DS, DS_OUT, ds, row, at, mask, ds_out_stride, cols: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward(
     S, W, RSTD, DY, DS_OUT, DS, DW, rows, s_stride, dy_stride, ds_out_stride, offset,
-    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # a fixed number of programs stride over the rows, each summing its own dw
     col = tl.arange(0, COLS)[None, :]
@@ -215,20 +233,21 @@ def rms_norm_backward(
     if W is not None:
         DW += tl.program_id(0).to(tl.int64) * cols
     if cols <= COLS:
-        dw = tl.zeros((1, COLS), tl.float32)
-        for start in range(first, rows, step):
+        w = _load_weight(W, col, cols, COLS)
+        dw = tl.zeros((ROWS, COLS), tl.float32)
+        for start in tl.range(first, rows, step, num_stages=STAGES):
             row = (start + tl.arange(0, ROWS)).to(tl.int64)
             mask = in_tile(row, col, rows, cols, ROWS, COLS)
             rstd = tl.load(RSTD + row, row < rows, other=0.0)
             normed, m, dw_rows = _load_normed(
-                S, DY, W, rstd, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING, cols, COLS
+                S, DY, w, rstd, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING
             )
             ds = rstd[:, None] * (m - normed * (tl.sum(m * normed, 1) / cols)[:, None])
             _store_ds(DS, DS_OUT, ds, row, col, mask, ds_out_stride, cols)
             if W is not None:
-                dw += tl.sum(dw_rows, 0)[None, :]
+                dw += dw_rows
         if W is not None:
-            tl.store(DW + col, dw, in_row(col, cols, COLS))
+            tl.store(DW + col, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
     else:
         if W is not None:
             for start in range(0, cols, COLS):
@@ -240,21 +259,23 @@ def rms_norm_backward(
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
+                w = _load_weight(W, at, cols, COLS)
                 normed, m, dw_rows = _load_normed(
-                    S, DY, W, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING, cols, COLS
+                    S, DY, w, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING
                 )
                 total += m * normed
             mean = (tl.sum(total, 1) / cols)[:, None]
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
+                w = _load_weight(W, at, cols, COLS)
                 normed, m, dw_rows = _load_normed(
-                    S, DY, W, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING, cols, COLS
+                    S, DY, w, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING
                 )
                 _store_ds(DS, DS_OUT, rstd[:, None] * (m - normed * mean), row, at, mask, ds_out_stride, cols)
                 if W is not None:  # this program's own partial sum, so read and written back in L2
-                    dw = tl.load(DW + at, in_row(at, cols, COLS), other=0.0)
-                    tl.store(DW + at, dw + tl.sum(dw_rows, 0)[None, :], in_row(at, cols, COLS))
+                    sum_so_far = tl.load(DW + at, in_row(at, cols, COLS), other=0.0)
+                    tl.store(DW + at, sum_so_far + tl.sum(dw_rows, 0)[None, :], in_row(at, cols, COLS))
 
 
 def _fake_forward(x, residual, weight, eps, offset, casting_mode):
