@@ -26,4 +26,17 @@ def fused_add_norms(dtype, device="cpu"):
         yield (x, randn(*x.shape, dtype=dtype, device=device), w), options
 
 
-SAMPLES = {"rms_norm": norms, "fused_add_rms_norm": fused_add_norms}
+def gated(dtype, device="cpu", options=({},)):
+    for shape in [(5, 123), (3, 1024), (2, 3, 2500), (1,), (0, 16)]:
+        gate, up = randn(*shape, dtype=dtype, device=device), randn(*shape, dtype=dtype, device=device)
+        for option in options:
+            yield (gate, up), option
+    yield (randn(4, 64, dtype=dtype, device=device), randn(4, 64, dtype=dtype, grad=False, device=device)), options[0]
+    yield (randn(4, 64, dtype=dtype, grad=False, device=device), randn(4, 64, device=device)), options[0]  # fp32 up
+
+
+def geglus(dtype, device="cpu"):
+    return gated(dtype, device, ({}, {"approximate": "none"}))
+
+
+SAMPLES = {"rms_norm": norms, "fused_add_rms_norm": fused_add_norms, "swiglu": gated, "geglu": geglus}

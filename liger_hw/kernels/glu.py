@@ -1,0 +1,297 @@
+r"""Gated linear units: an activation of the gate times the up projection.
+
+    y   = f(gate) up                                        f(gate) rounded to gate's dtype, then the product to y's
+    dgate = dy up f'(gate)
+    dup   = dy f(gate)
+
+    silu         f(x) = x s(x)                              f'(x) = s(x) (1 + x (1 - s(x)))             s: sigmoid
+    gelu, tanh   f(x) = x (1 + t) / 2                       f'(x) = (1 + t) / 2 + x (1 - t^2) u'(x) / 2
+                 t = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3)
+    gelu, erf    f(x) = x (1 + erf(x / sqrt(2))) / 2        f'(x) = f(x) / x + x exp(-x^2 / 2) / sqrt(2 pi)
+
+Letters: R rows of C columns. Traffic: forward reads gate and up and writes y (3RC), backward reads gate, up and dy and
+writes their gradients (5RC), computing f again rather than keeping it. Both are bound by memory. Contiguous tensors are
+one long row; the halves of a fused projection are rows with a stride.
+"""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import Function, check, op, raw, widen
+from liger_hw.kernels._math import rounded, rows_of, tanh
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, tuned
+
+GELU = {"tanh": "gelu_tanh", "none": "gelu_erf"}  # torch's names of the approximation -> the kernel's activation
+
+
+def _validate(gate, up, approximate="tanh"):
+    check(gate.is_floating_point() and gate.ndim > 0, "gate", gate, "floating point rows")
+    like = up.is_floating_point() and up.shape == gate.shape and up.device == gate.device
+    check(like, "up", up, gate)
+    check(approximate in GELU, "approximate", approximate, tuple(GELU))
+
+
+@op
+def swiglu(gate, up, in_place=False):
+    """silu(gate) * up (arXiv:2002.05202), as LlamaMLP computes it.
+
+    Args:
+        gate: (..., C), any floating dtype. Rows may be strided (the halves of a fused projection are read where they
+            are); other layouts are copied once.
+        up: (..., C), like `gate`; another floating dtype promotes the result.
+        in_place: the gradients take the memory of `gate` and `up` in backward. For a module that owns both and hands
+            them to nothing else. A second backward then raises a RuntimeError, as does the backward of any other
+            function that saved one of them. Has no effect where only one of the two wants a gradient, in the reference
+            (a CPU), and under torch.compile, which reuses dead memory by itself.
+
+    Returns:
+        (..., C), contiguous, in the promoted dtype; silu(gate) is rounded to `gate.dtype` before the product.
+
+    Raises:
+        ValueError: `up` does not fit `gate`, or with `in_place` one of them is a leaf that wants a gradient, overlaps
+            the other or itself, or has no unit stride.
+    """
+    _validate(gate, up)
+    return torch.nn.functional.silu(widen(gate)).to(gate.dtype) * up
+
+
+@op
+def geglu(gate, up, approximate="tanh", in_place=False):
+    """gelu(gate) * up (arXiv:2002.05202), as GemmaMLP computes it.
+
+    Args:
+        gate, up, in_place: as in `swiglu`.
+        approximate: "tanh" or "none" (the error function), as in torch.nn.functional.gelu.
+
+    Returns:
+        (..., C), contiguous, in the promoted dtype; gelu(gate) is rounded to `gate.dtype` before the product.
+
+    Raises:
+        ValueError: as in `swiglu`, or `approximate` is unknown.
+    """
+    _validate(gate, up, approximate)
+    return torch.nn.functional.gelu(widen(gate), approximate=approximate).to(gate.dtype) * up
+
+
+def _tile(width, itemsize):
+    """4 KiB of each tensor: 16 values of 16 bits for each of 128 lanes. Short rows share a tile."""
+    elements = 4096 // itemsize
+    cols = min(width, elements)
+    return {"ROWS": elements // cols, "COLS": cols}
+
+
+@tuned
+def glu_forward_config(width, itemsize, device):
+    return Config(_tile(width, itemsize), num_warps=4)
+
+
+@tuned
+def glu_backward_config(width, itemsize, device):
+    return Config(_tile(width, itemsize), num_warps=4)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """f(x), in the order of torch's own arithmetic, so that it rounds to the same 16-bit value."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_erf")
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _activate_with_slope(x, ACTIVATION: tl.constexpr):
+    """f(x) and f'(x)."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACTIVATION == "gelu_tanh":
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        half = 0.5 * (1.0 + t)
+        return x * half, half + 0.5 * x * (1.0 - t * t) * (0.7978845608028654 + 0.1070322243 * x * x)
+    else:
+        tl.static_assert(ACTIVATION == "gelu_erf")
+        half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * half, half + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+
+
+@triton.jit
+def _own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The rows and columns of this program's tile, and whether all of them exist."""
+    blocks = tl.cdiv(cols, COLS)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
+    col = (tl.program_id(0) % blocks).to(tl.int64) * COLS
+    whole = (row + ROWS <= rows) & (col + COLS <= cols)
+    return (row + tl.arange(0, ROWS))[:, None], (col + tl.arange(0, COLS))[None, :], whole
+
+
+@triton.jit
+def _forward_tile(G, U, Y, row, col, mask, g_stride, u_stride, y_stride, ACTIVATION: tl.constexpr):
+    g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
+    u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
+    tl.store(Y + row * y_stride + col, rounded(_activate(g, ACTIVATION), G.dtype.element_ty) * u, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def glu_forward(
+    G, U, Y, rows, cols, g_stride, u_stride, y_stride,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, col, whole = _own_tile(rows, cols, ROWS, COLS)
+    if whole:  # a mask at an odd width would make every access as wide as one value
+        _forward_tile(G, U, Y, row, col, None, g_stride, u_stride, y_stride, ACTIVATION)
+    else:
+        mask = (row < rows) & (col < cols)
+        _forward_tile(G, U, Y, row, col, mask, g_stride, u_stride, y_stride, ACTIVATION)
+
+
+@triton.jit
+def _backward_tile(
+    G, U, DY, DG, DU, row, col, mask, g_stride, u_stride, dy_stride, dg_stride, du_stride, ACTIVATION: tl.constexpr
+):
+    g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
+    dy = tl.load(DY + row * dy_stride + col, mask).to(tl.float32)
+    f, slope = _activate_with_slope(g, ACTIVATION)
+    if DG is not None:
+        u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
+        tl.store(DG + row * dg_stride + col, dy * u * slope, mask)
+    if DU is not None:
+        tl.store(DU + row * du_stride + col, dy * f, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def glu_backward(
+    G, U, DY, DG, DU, rows, cols, g_stride, u_stride, dy_stride, dg_stride, du_stride,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, col, whole = _own_tile(rows, cols, ROWS, COLS)
+    if whole:
+        _backward_tile(
+            G, U, DY, DG, DU, row, col, None, g_stride, u_stride, dy_stride, dg_stride, du_stride, ACTIVATION
+        )
+    else:
+        mask = (row < rows) & (col < cols)
+        _backward_tile(
+            G, U, DY, DG, DU, row, col, mask, g_stride, u_stride, dy_stride, dg_stride, du_stride, ACTIVATION
+        )
+
+
+def _launch(kernel, find_config, activation, *tensors):
+    """Launch `kernel` over tensors of one shape, the first of them there, the absent ones None."""
+    first = tensors[0]
+    if all(x is None or x.is_contiguous() for x in tensors):
+        rows, cols, strides, width = 1, first.numel(), [0] * len(tensors), 4096
+    else:
+        cols = first.shape[-1]
+        rows, width = first.numel() // cols, min(power_of_2(cols), 4096)
+        tensors, strides = zip(*((None, 0) if x is None else rows_of(x) for x in tensors))
+    config = find_config(width, first.element_size(), device_of(first))
+    tiles = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
+    launch(kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides, activation)
+
+
+def _fake_forward(gate, up, activation):
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+@raw(_fake_forward)
+def _glu_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    y = _fake_forward(gate, up, activation)
+    _launch(glu_forward, glu_forward_config, activation, gate, up, y)
+    return y
+
+
+def _fake_backward(gate, up, dy, activation, gate_grad, up_grad):
+    return gate.new_empty(gate.shape if gate_grad else 0), up.new_empty(up.shape if up_grad else 0)
+
+
+@raw(_fake_backward)
+def _glu_backward(
+    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dgate, dup = _fake_backward(gate, up, dy, activation, gate_grad, up_grad)
+    _launch(
+        glu_backward, glu_backward_config, activation,
+        gate, up, dy, dgate if gate_grad else None, dup if up_grad else None,
+    )  # fmt: skip
+    return dgate, dup
+
+
+@raw(mutates=("gate", "up"))
+def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str) -> None:
+    _launch(glu_backward, glu_backward_config, activation, gate, up, dy, gate, up)
+
+
+def _check_in_place(gate, up):
+    """That gradients can be written over `gate` and `up` without touching anything else."""
+    for name, x in (("gate", gate), ("up", up)):
+        check(not x.is_leaf, name, "a leaf that wants a gradient", "with in_place, an intermediate result")
+        rows, stride = rows_of(x)
+        own = rows.data_ptr() == x.data_ptr() and (x.numel() <= x.shape[-1] or stride >= x.shape[-1])
+        check(own, name, f"strides {x.stride()}", "with in_place, rows of unit stride that do not overlap")
+    check(_disjoint(gate, up), "up", "memory shared with gate", "with in_place, memory of its own")
+
+
+def _disjoint(a, b):
+    """Whether no value of `a` lies in `b`, both rows: apart, or side by side in rows of one stride, of one dtype."""
+    if a.numel() == 0:
+        return True
+    cols = a.shape[-1]
+    steps, distance = a.numel() // cols - 1, b.data_ptr() - a.data_ptr()
+    width, stride_a, stride_b = cols * a.element_size(), _row_bytes(a), _row_bytes(b)
+    reach_a, reach_b = steps * stride_a + width, steps * stride_b + cols * b.element_size()
+    if distance >= reach_a or -distance >= reach_b:
+        return True
+    return a.dtype == b.dtype and stride_a == stride_b and width <= distance % stride_a <= stride_a - width
+
+
+def _row_bytes(x):
+    return rows_of(x)[1] * x.element_size()
+
+
+class GLUFunction(Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation, in_place):
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.in_place, ctx.overwritten = activation, in_place, False
+        return _glu_forward(gate, up, activation)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if ctx.overwritten:
+            raise RuntimeError(
+                "a second backward through swiglu or geglu with in_place=True: the first one wrote the gradients over "
+                "gate and up. Pass in_place=False to go backward twice"
+            )
+        gate, up = ctx.saved_tensors
+        if ctx.in_place and all(ctx.needs_input_grad[:2]):
+            _glu_backward_in_place(gate, up, dy, ctx.activation)
+            ctx.overwritten = True
+            torch.autograd.graph.increment_version((gate, up))  # whoever else saved them finds out
+            return gate.detach(), up.detach(), None, None
+        dgate, dup = _glu_backward(gate, up, dy, ctx.activation, *ctx.needs_input_grad[:2])
+        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None, None
+
+
+def _glu(gate, up, activation, in_place):
+    in_place = in_place and not torch.compiler.is_compiling()
+    if in_place and torch.is_grad_enabled() and gate.requires_grad and up.requires_grad:
+        _check_in_place(gate, up)
+    return GLUFunction.apply(gate, up, activation, in_place)
+
+
+@swiglu.register("triton")
+def _(gate, up, in_place=False):
+    _validate(gate, up)
+    return _glu(gate, up, "silu", in_place)
+
+
+@geglu.register("triton")
+def _(gate, up, approximate="tanh", in_place=False):
+    _validate(gate, up, approximate)
+    return _glu(gate, up, GELU[approximate], in_place)
