@@ -1,3 +1,26 @@
-from liger_hw.backends import use_backend
+"""Fused Triton kernels for training language models on NVIDIA, AMD and Intel GPUs, from one source.
 
-__all__ = ["use_backend"]
+Nothing runs at import and every name loads what it needs on first use: no GPU, no Triton and no transformers cost only
+the names that need them.
+"""
+
+from liger_hw._lazy import lazy_names
+
+_NAMES = {
+    "backends": ("use_backend",),
+    "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),
+    "kernels.layer_norm": ("layer_norm",),
+    "kernels.glu": ("geglu", "swiglu"),
+    "kernels.rope": ("rope",),
+    "kernels.cross_entropy": ("CrossEntropyOutput", "cross_entropy"),
+    "kernels.fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
+    "transformers.patching": ("patch", "unpatch"),
+    "transformers.modules": (
+        "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
+        "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+    ),
+    "transformers.monkey_patch": ("apply_liger_kernel_to_llama",),
+    "transformers.auto_model": ("AutoLigerKernelForCausalLM",),
+}  # fmt: skip
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -1,0 +1,19 @@
+"""The names of `liger_kernel.transformers`, loaded when they are used. Most work without transformers installed."""
+
+from liger_hw._lazy import lazy_names
+
+_NAMES = {
+    "modules": (
+        "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
+        "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+    ),
+    "functional": ("CrossEntropyOutput",),
+    "patching": ("patch", "unpatch"),
+    "monkey_patch": (
+        "MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance",
+        "apply_liger_kernel_to_llama",
+    ),
+    "auto_model": ("AutoLigerKernelForCausalLM",),
+}  # fmt: skip
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

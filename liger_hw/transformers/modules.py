@@ -1,0 +1,210 @@
+"""The ops as modules, under the names, constructors and attributes of `liger_kernel.transformers`.
+
+Constructor arguments of the original that steer how its kernels reuse memory (`in_place`, `row_mode`) are kept as
+attributes and have no effect: these modules never write over their caller's tensors.
+"""
+
+import torch
+from torch import nn
+
+from liger_hw.dispatch import check
+from liger_hw.kernels.cross_entropy import cross_entropy
+from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
+
+__all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedAddRMSNorm",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "liger_rotary_pos_emb",
+]
+
+INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
+
+
+def _initial(init_fn, size):
+    check(init_fn in INITIALISERS, "init_fn", repr(init_fn), ", ".join(INITIALISERS))
+    return nn.Parameter(INITIALISERS[init_fn](size))
+
+
+class LigerRMSNorm(nn.Module):
+    """`rms_norm` with its weight.
+
+    Args:
+        hidden_size: width of the rows.
+        eps: added to the mean square.
+        offset: added to the weight; 1.0 for Gemma, with init_fn="zeros".
+        casting_mode: "llama", "gemma" or "none": see `liger_hw.rms_norm`.
+        init_fn: "ones" or "zeros".
+        in_place, row_mode: without effect.
+        elementwise_affine: have a weight at all.
+    """
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True, row_mode=None,
+        elementwise_affine=True,
+    ):  # fmt: skip
+        super().__init__()
+        self.register_parameter("weight", _initial(init_fn, hidden_size) if elementwise_affine else None)
+        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
+
+    def forward(self, hidden_states):
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+
+    def extra_repr(self):
+        size = None if self.weight is None else tuple(self.weight.shape)
+        return f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """`fused_add_rms_norm` with its weight; arguments as `LigerRMSNorm`. Returns (normalised sum, sum)."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
+    def forward(self, hidden_states, residual):
+        eps, offset, mode = self.variance_epsilon, self.offset, self.casting_mode
+        return fused_add_rms_norm(hidden_states, residual, self.weight, eps, offset, mode)
+
+
+class LigerLayerNorm(nn.Module):
+    """`layer_norm` with weight and bias.
+
+    Args:
+        hidden_size: width of the rows.
+        eps: added to the variance.
+        bias: accepted for compatibility. There is a bias either way, and it starts at zero either way.
+        init_fn: "ones" or "zeros", of the weight.
+    """
+
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones"):
+        super().__init__()
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.weight, self.bias = _initial(init_fn, hidden_size), nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, hidden_states):
+        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)).
+
+    Backward writes over the activations of gate_proj and up_proj, which this module owns: a second backward through the
+    same forward raises a RuntimeError.
+
+    Args:
+        config: has hidden_size, intermediate_size and hidden_act, which must be "silu" or "swish".
+
+    Raises:
+        ValueError: another hidden_act.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
+
+    def forward(self, x):
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), in_place=True))
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), GELU by its tanh approximation whatever `config` says.
+
+    Backward as in `LigerSwiGLUMLP`.
+
+    Args:
+        config: has hidden_size and intermediate_size.
+    """
+
+    def forward(self, x):
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), in_place=True))
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """`cross_entropy` of logits (N, V) and targets (N,).
+
+    The gradient is made in backward, in memory of its own: the logits stay readable and a second backward is right.
+
+    Args:
+        as in `liger_hw.cross_entropy`.
+
+    Returns:
+        the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
+    """
+
+    def __init__(
+        self, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
+        return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+    ):  # fmt: skip
+        super().__init__()
+        _check_loss(label_smoothing, reduction, softcap)
+        self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, _input, target):
+        return cross_entropy(
+            _input, target, self.weight, self.ignore_index, self.label_smoothing, self.lse_square_scale, self.softcap,
+            reduction=self.reduction, return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy, return_predicted_tokens=self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """`fused_linear_cross_entropy` of (lin_weight (V, H), _input (N, H), target (N,), bias (V,) or None), in that order.
+
+    Args:
+        as in `liger_hw.fused_linear_cross_entropy`.
+
+    Returns:
+        the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
+    """
+
+    def __init__(
+        self, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
+        softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False,
+        return_predicted_tokens=False,
+    ):  # fmt: skip
+        super().__init__()
+        _check_loss(label_smoothing, reduction, softcap)
+        self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        return fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.label_smoothing,
+            self.lse_square_scale, self.softcap, reduction=self.reduction, accum_dtype=self.accum_dtype,
+            use_token_scaling=self.use_token_scaling, return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy, return_predicted_tokens=self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def _check_loss(label_smoothing, reduction, softcap):
+    check(0 <= label_smoothing <= 1, "label_smoothing", label_smoothing, "0 to 1")
+    check(reduction in ("none", "sum", "mean"), "reduction", repr(reduction), "none, sum, mean")
+    check(softcap is None or softcap > 0, "softcap", softcap, "None or more than 0")

@@ -1,0 +1,218 @@
+"""Patch any Hugging Face model by structure, and unpatch it.
+
+    summary = liger_hw.patch(model)      # print(summary) shows what was replaced by which op, what was left, and why
+    liger_hw.unpatch(model)
+
+There is no list of models: `recognition` proves which op computes what each module computes, `swapping` changes the
+module's class, `loss` replaces head and loss where the model has the common tail.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from liger_hw.dispatch import check
+from liger_hw.transformers import loss, recognition, swapping
+from liger_hw.transformers.recognition import Match
+
+logger = logging.getLogger("liger_hw")
+
+FLAGS = {
+    "rope": True,
+    "rms_norm": True,
+    "layer_norm": True,
+    "swiglu": True,
+    "geglu": True,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": True,
+}
+_known = {}  # what a probe of a module depends on -> its Match or None
+
+
+@dataclass
+class Summary:
+    """What `patch` did.
+
+    Attributes:
+        replaced: (class name, op with its options) -> number of modules.
+        left: (class name, reason) -> number of modules that look as if an op could serve them and were left alone.
+    """
+
+    replaced: Counter = field(default_factory=Counter)
+    left: Counter = field(default_factory=Counter)
+
+    def __str__(self):
+        rows = [("class", "modules", "now")]
+        rows += [(name, str(count), what) for (name, what), count in self.replaced.items()]
+        rows += [(name, str(count), f"as it was: {why}") for (name, why), count in self.left.items()]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
+
+
+def check_flags(flags):
+    """`FLAGS` with the caller's changes.
+
+    Raises:
+        ValueError: a flag is unknown, or both losses are asked for.
+    """
+    for name in flags:
+        check(name in FLAGS, name, "a flag of this name", ", ".join(FLAGS))
+    flags = FLAGS | flags
+    both = flags["cross_entropy"] and flags["fused_linear_cross_entropy"]
+    check(not both, "cross_entropy", "True with fused_linear_cross_entropy=True", "one of the two")
+    return flags
+
+
+def patch(model, **flags):
+    """Let `model`'s norms, gated MLPs, rotary embeddings and loss run on this library's ops.
+
+    Results are the same: a module is replaced only when the op was shown to give its bits. Parameters, their names,
+    hooks, saving, loading, copying and adapters stay as they are. A model patched before is patched anew.
+
+    Args:
+        model: a `torch.nn.Module`, usually a `PreTrainedModel` or a PEFT model around one. A class of models
+            (`LlamaForCausalLM`) instead: every model of its family built from now on, until `unpatch` of that class.
+        rope, rms_norm, layer_norm, swiglu, geglu: whether to replace parts of that kind. Default True.
+        fused_linear_cross_entropy: compute the loss without the logits, in training when labels are given. The forward
+            then also takes `skip_logits`: None means just that, True does so in evaluation too and returns no logits,
+            False computes the logits. Default True.
+        cross_entropy: compute the loss from the logits with the op `cross_entropy`. Default False.
+
+    Returns:
+        a `Summary`, which is also logged once at level INFO; None for a class.
+
+    Raises:
+        ValueError: an unknown flag, or cross_entropy together with fused_linear_cross_entropy.
+    """
+    flags = check_flags(flags)
+    if isinstance(model, type):
+        return _patch_class(model, flags)
+    check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module or a class of models")
+    unpatch(model)
+    summary = Summary()
+    for module in list(model.modules()):
+        name = type(module).__name__
+        found, why = _find(module, flags)
+        for part, match in found:
+            summary.replaced[type(part).__name__, str(match)] += 1
+            swapping.swap(part, match)
+        if why:
+            summary.left[name, why] += 1
+    logger.info("patched %s\n%s", type(model).__name__, summary)
+    return summary
+
+
+def unpatch(model):
+    """Undo `patch`: every module gets its own class back. For a class of models, models built from now on are plain."""
+    if isinstance(model, type):
+        return _unpatch_class(model)
+    for module in model.modules():
+        if swapping.is_swapped(module):
+            swapping.restore(module)
+
+
+def _find(module, flags):
+    """([(module to swap, match)], reason why not or None): what can be done about one module."""
+    if type(module).__module__.startswith("liger_hw."):
+        return [], None
+    if "forward" in vars(module):
+        interesting = _looks_replaceable(module)
+        return [], "its forward was replaced on the instance" if interesting else None
+    if _owns_a_loss(module):
+        return _find_loss(module, flags)
+    match = _recognised(
+        ("part", *_facts(module)), lambda: recognition.match_norm(module) or recognition.match_glu(module)
+    )
+    if match is None and flags["rope"]:
+        cls = type(module)
+        match, why = _recognised(("rope", cls), lambda: recognition.match_rope(cls))
+        if why:
+            return [], why
+    if match is None:
+        return [], "no op gives the same bits" if _looks_replaceable(module) else None
+    return ([(module, match)], None) if flags.get(match.op, True) else ([], f"{match.op}=False")
+
+
+def _facts(module):
+    """All that a probe of `module` depends on: its class, the shapes it has parameters of, its children's kinds and its
+    plain attributes."""
+    shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
+    children = tuple(
+        (name, type(c), getattr(c, "bias", None) is None, str(c) if next(c.parameters(), None) is None else None)
+        for name, c in module.named_children()
+    )
+    plain = tuple(
+        (k, v) for k, v in vars(module).items() if type(v) in (int, bool, str, float, type(None)) and k != "training"
+    )
+    return type(module), shapes, children, plain
+
+
+def _recognised(key, find):
+    if key not in _known:
+        _known[key] = find()
+    return _known[key]
+
+
+def _looks_replaceable(module):
+    name = type(module).__name__.lower()
+    return any(part in name for part in ("norm", "mlp", "feedforward", "experts"))
+
+
+def _owns_a_loss(module):
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError:
+        return False
+    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
+
+
+def _find_loss(model, flags):
+    if not (flags["fused_linear_cross_entropy"] or flags["cross_entropy"]):
+        return [], None
+    head = model.get_output_embeddings()
+    if not loss.computes_loss_with_its_loss_function(model):
+        return [], "its forward does not call loss_function"
+    chosen = tuple((name, flags[name]) for name in ("cross_entropy", "fused_linear_cross_entropy"))
+    owner = (model, Match("causal_lm", options=chosen))
+    if flags["cross_entropy"]:
+        return [owner], None
+    if getattr(head, "liger_is_head", False):  # another model around or inside this one shares it
+        return [owner], None
+    if type(head) is not torch.nn.Linear:
+        return [], f"its head is a {type(head).__name__}: logits as they were"
+    return [(head, Match("head")), owner], None
+
+
+_built_from_now_on = {}  # base class of a family -> its own post_init, or None where it inherits it
+
+
+def _family(cls):
+    """The class that all models of `cls`'s family derive from: the one that derives from PreTrainedModel directly."""
+    from transformers import PreTrainedModel
+
+    check(issubclass(cls, PreTrainedModel), "model", cls.__name__, "a class of Hugging Face models")
+    return next(base for base in cls.__mro__ if PreTrainedModel in base.__bases__)
+
+
+def _patch_class(cls, flags):
+    family = _family(cls)
+    _unpatch_class(cls)
+    original = family.post_init
+
+    def post_init(self):
+        original(self)
+        patch(self, **flags)
+
+    _built_from_now_on[family] = vars(family).get("post_init")
+    family.post_init = post_init
+
+
+def _unpatch_class(cls):
+    family = _family(cls)
+    if family in _built_from_now_on:
+        own = _built_from_now_on.pop(family)
+        del family.post_init
+        if own is not None:
+            family.post_init = own

@@ -1,0 +1,214 @@
+"""Which op computes what a module computes: proved by running both, never guessed from a name.
+
+A probe is a shallow copy of the module on the CPU with random weights, every float attribute set to a telling value
+(a norm's fresh weight is one and its eps too small to see; both hide its arithmetic). The module's own forward and an
+op's reference run on the same random rows in fp32 and in bf16; a match is equality of every bit and of the dtype. The
+module itself, its weights, its device and torch's random state are not touched.
+"""
+
+import inspect
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
+from liger_hw.kernels.rope import rope
+
+DTYPES = (torch.float32, torch.bfloat16)
+WEIGHTLESS_WIDTH = 64
+HIDDEN, INTERMEDIATE = 32, 48  # of the probe of a gated MLP
+GLU_OPTIONS = ((swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"}))
+TELLING = 0.37  # a float attribute that takes part in the arithmetic shows at this value
+
+
+@dataclass(frozen=True)
+class Match:
+    """An op, with the options and attributes that make it compute what a class computes.
+
+    Attributes:
+        kind: "norm", "glu", "rope", or the parts of a loss, "head" and "causal_lm".
+        op: the name of the op, or "" where the kind says it.
+        options: keyword arguments of the op, as sorted pairs.
+        names: role -> attribute of the module (or global name, for rope), as pairs; None where the module has no such part.
+        mixed: the op also agrees where the operands have different dtypes.
+    """
+
+    kind: str
+    op: str = ""
+    options: tuple = ()
+    names: tuple = ()
+    mixed: bool = False
+
+    def __str__(self):
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"{self.op or self.kind}({options})" if options else self.op or self.kind
+
+
+def _match(kind, op, options, names, mixed=False):
+    return Match(kind, op.__name__, tuple(sorted(options.items())), tuple(names.items()), mixed)
+
+
+def _same(found, expected):
+    pairs = zip(found, expected) if isinstance(found, tuple) else [(found, expected)]
+    return all(torch.is_tensor(e) and f.dtype == e.dtype and f.shape == e.shape and torch.equal(f, e) for f, e in pairs)
+
+
+def _random(generator, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+
+
+def _clone(module, parameters, modules, **attributes):
+    """A module of the same class with other parameters and children, and float attributes that show in the result."""
+    clone = object.__new__(type(module))
+    state = {name: TELLING if type(value) is float else value for name, value in vars(module).items()}
+    hooks = {name: type(value)() for name, value in state.items() if name.endswith("_hooks")}
+    clone.__dict__.update(state | hooks | {"_parameters": parameters, "_modules": modules} | attributes)
+    return clone
+
+
+def _agrees(original, replacement, cases):
+    """Whether both functions give the same bits on every case; a function that cannot run a case does not agree."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+            return all(_same(replacement(*case), original(*case)) for case in cases)
+    except Exception:  # a stranger's forward on a stand-in of its module may fail in any way: then nothing is proved
+        return False
+
+
+def match_norm(module):
+    """The `Match` of a module that scales rows to unit size, or None.
+
+    RMSNorm with any rounding order, with `weight` or `1 + weight` or none; LayerNorm with or without weight and bias.
+    """
+    if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
+        return _match("norm", layer_norm, {}, {"weight": "weight", "bias": "bias", "eps": "eps"})
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if module._modules or module._buffers or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
+        return None
+    weight = next(iter(parameters), None)
+    width = parameters[weight].numel() if weight else WEIGHTLESS_WIDTH
+    modes = itertools.product(CASTING_MODES if weight else CASTING_MODES[:1], (0.0, 1.0) if weight else (0.0,))
+    ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in modes] + [(layer_norm, {})]
+    for (op, options), eps in itertools.product(ops, [name for name, v in vars(module).items() if type(v) is float]):
+        generator = torch.Generator().manual_seed(0)
+
+        def original(x, w, eps=eps):
+            return type(module).forward(_clone(module, {weight: w} if weight else {}, {}, **{eps: 0.05}), x)
+
+        def replacement(x, w, op=op, options=options):
+            return op.reference(x, w if weight else None, eps=0.05, **options)
+
+        def case(x_dtype, w_dtype, generator=generator):
+            x = 3 * _random(generator, 7, width, dtype=x_dtype)
+            return x, torch.nn.Parameter(_random(generator, width, dtype=w_dtype))
+
+        if _agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES]):
+            mixed = _agrees(original, replacement, [case(torch.bfloat16, torch.float32)])
+            names = {"weight": weight, "bias": None, "eps": eps} if op is layer_norm else {"weight": weight, "eps": eps}
+            return _match("norm", op, options, names, mixed)
+    return None
+
+
+def _linear(generator, rows, cols, bias, dtype):
+    linear = torch.nn.Linear(cols, rows, bias=bias, device="meta")
+    for name, p in list(linear._parameters.items()):
+        if p is not None:
+            linear._parameters[name] = torch.nn.Parameter(_random(generator, *p.shape, dtype=dtype) / 4)
+    return linear
+
+
+def match_glu(module):
+    """The `Match` of a gated MLP, down(f(gate(x)) * up(x)) with f SiLU or GELU, or None.
+
+    Gate and up may be two projections or the halves of one. What the projections are made of does not matter (they may
+    be quantised or carry adapters); their names do not either.
+    """
+    linears = {
+        name: c for name, c in module.named_children() if hasattr(c, "in_features") and hasattr(c, "out_features")
+    }
+    others = [c for name, c in module.named_children() if name not in linears]
+    owned = any(p is not None for p in module._parameters.values()) or module._buffers
+    if len(linears) not in (2, 3) or owned or any(next(c.parameters(), None) is not None for c in others):
+        return None
+    if any("dropout" in type(c).__name__.lower() for c in others):
+        return None
+    for order, (op, options) in itertools.product(_roles(linears), GLU_OPTIONS):
+        widths = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+        if "up" not in order:
+            widths["gate"] = (2 * INTERMEDIATE, HIDDEN)
+
+        def probe(dtype, generator, order=order, widths=widths):
+            return {
+                name: _linear(generator, *widths[role], getattr(linears[name], "bias", None) is not None, dtype)
+                for role, name in order.items()
+                if role in widths
+            }
+
+        def original(x, children):
+            return type(module).forward(_clone(module, {}, module._modules | children, training=True), x)
+
+        def replacement(x, children, order=order, op=op, options=options):
+            parts = {role: children[name] for role, name in order.items() if name in children}
+            gate, up = gate_and_up(parts["gate"], parts.get("up"), x, order.get("up_first", False))
+            return parts["down"](op.reference(gate, up, **options))
+
+        generator = torch.Generator().manual_seed(0)
+        cases = [(_random(generator, 2, 5, HIDDEN, dtype=dtype), probe(dtype, generator)) for dtype in DTYPES]
+        if _agrees(original, replacement, cases):
+            return _match("glu", op, options, order)
+    return None
+
+
+def _roles(linears):
+    """Every way to give the projections of an MLP their parts."""
+    if len(linears) == 3:
+        return [dict(zip(("gate", "up", "down"), names)) for names in itertools.permutations(linears)]
+    pairs = itertools.permutations(linears)
+    return [{"gate": g, "down": d, "up_first": first} for g, d in pairs for first in (False, True)]
+
+
+def gate_and_up(gate, up, x, up_first=False):
+    """The gate and up activations of `x`, from two projections or from the halves of one."""
+    if up is not None:
+        return gate(x), up(x)
+    halves = gate(x).chunk(2, dim=-1)
+    return halves[::-1] if up_first else halves
+
+
+def match_rope(cls):
+    """(Match, None) of a class whose forward calls a rotary function that rotates halves; (None, the reason) if it calls
+    one that this library has no op for; (None, None) if it calls none.
+
+    The function is looked up where the forward would find it, in the globals of its file.
+    """
+    forward = cls.forward
+    code = getattr(forward, "__code__", None)
+    names = [name for name in (code.co_names if code else ()) if "rotary" in name and name in forward.__globals__]
+    if not names:
+        return None, None
+    for name in names:
+        function = forward.__globals__[name]
+        if hasattr(forward, "__wrapped__") or forward.__closure__:
+            return None, "its forward is decorated or a closure"
+        if not callable(function) or tuple(_parameters(function))[:4] != ("q", "k", "cos", "sin"):
+            continue
+        if _agrees(lambda *a, f=function: tuple(f(*a)), rope.reference, [_rotary_case(d, d) for d in DTYPES]):
+            mixed_case = _rotary_case(torch.bfloat16, torch.float32)
+            mixed = _agrees(lambda *a, f=function: tuple(f(*a)), rope.reference, [mixed_case])
+            return _match("rope", rope, {}, {"function": name}, mixed), None
+    return None, f"{', '.join(names)} is not a rotation of halves"
+
+
+def _parameters(function):
+    function = function.forward if isinstance(function, torch.nn.Module) else function
+    return inspect.signature(function).parameters
+
+
+def _rotary_case(dtype, table_dtype, batch=2, length=5, width=16):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (_random(generator, batch, heads, length, width, dtype=dtype) for heads in (4, 2))
+    angle = _random(generator, batch, length, width // 2).repeat(1, 1, 2)
+    return q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype)

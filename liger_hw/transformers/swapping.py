@@ -1,0 +1,144 @@
+"""A module becomes faster by changing its class, and plain again by changing it back.
+
+The new class is a subclass whose forward calls an op; parameters, buffers, hooks and names stay where they are. So a
+copy of a patched module computes with the copy's weights, which a closure on `forward` would not, and nothing outside
+that one model changes.
+"""
+
+import functools
+import inspect
+import types
+
+import torch
+
+from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.rms_norm import rms_norm
+from liger_hw.kernels.rope import rope
+from liger_hw.transformers.recognition import gate_and_up
+
+OPS = {op.__name__: op for op in (rms_norm, layer_norm, swiglu, geglu)}
+
+
+def swap(module, match):
+    """Give `module` the subclass of its class that computes with `match`'s op."""
+    module.__class__ = patched_class(type(module), match)
+
+
+def restore(module):
+    """Give a swapped `module` its own class back."""
+    module.__class__ = type(module).liger_original
+
+
+def is_swapped(module):
+    return "liger_original" in vars(type(module))
+
+
+@functools.cache
+def patched_class(original, match):
+    """The subclass of `original` that computes with `match`'s op: one per class and match in a process.
+
+    Its name contains the original's, which other libraries look for. It has the same `__module__`, and pickles as the
+    original class and the match, to come back patched.
+    """
+    members = MEMBERS[match.kind](original, match)
+    name = members.pop("__name__", f"Liger{original.__name__}")
+    identity = {"__module__": original.__module__, "__qualname__": name, "__doc__": original.__doc__}
+    cls = type(name, (original,), identity | members | {"liger_original": original, "liger_match": match})
+    cls.__reduce_ex__ = functools.partialmethod(_reduce, cls)
+    return cls
+
+
+def _reduce(self, cls, protocol):
+    if type(self) is not cls:  # a subclass made by somebody else, FSDP for one, has its own way
+        return super(cls, self).__reduce_ex__(protocol)
+    _, _, *state = super(cls, self).__reduce_ex__(max(protocol, 2))
+    return _rebuild, (cls.liger_original, cls.liger_match), *state
+
+
+def _rebuild(original, match):
+    return object.__new__(patched_class(original, match))
+
+
+def _norm(original, match):
+    op, options, names = OPS[match.op], dict(match.options), dict(match.names)
+    weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names["eps"]
+    # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
+    widens_under_autocast = original.__module__.startswith("torch.nn")
+    mixed = match.mixed
+
+    def forward(self, *args, **kwargs):
+        if len(args) != 1 or kwargs:
+            return original.forward(self, *args, **kwargs)
+        x = args[0]
+        weight = getattr(self, weight_name) if weight_name else None
+        if weight is not None and weight.dtype != x.dtype and not mixed:
+            return original.forward(self, x)
+        if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+            return original.forward(self, x)
+        if bias_name:
+            return op(x, weight, getattr(self, bias_name), getattr(self, eps_name), **options)
+        return op(x, weight, eps=getattr(self, eps_name), **options)
+
+    return {"forward": forward}
+
+
+def _glu(original, match):
+    op, options, names = OPS[match.op], dict(match.options), dict(match.names)
+    gate_name, up_name, down_name = names["gate"], names.get("up"), names["down"]
+    up_first = names.get("up_first", False)
+
+    def forward(self, *args, **kwargs):
+        if len(args) != 1 or kwargs:
+            return original.forward(self, *args, **kwargs)
+        up = getattr(self, up_name) if up_name else None
+        gate, up = gate_and_up(getattr(self, gate_name), up, args[0], up_first)
+        return getattr(self, down_name)(op(gate, up, in_place=True, **options))
+
+    return {"forward": forward}
+
+
+def _rope(original, match):
+    name = dict(match.names)["function"]
+    forward = original.forward
+    rotate = rotation(forward.__globals__[name], match.mixed)
+    return {"forward": with_globals(forward, {name: rotate})}
+
+
+def rotation(original, mixed):
+    """A function of the signature of a model's own `apply_rotary_pos_emb`, computed by the op."""
+    takes_position_ids = (
+        "position_ids"
+        in inspect.signature(original.forward if isinstance(original, torch.nn.Module) else original).parameters
+    )
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        if cos.dtype != q.dtype and not mixed or q.dtype != k.dtype:
+            return original(q, k, cos, sin, *args, **kwargs)
+        args = args[1:] if takes_position_ids else args
+        kwargs.pop("position_ids", None)
+        return rope(q, k, cos, sin, *args, **kwargs)
+
+    return apply_rotary_pos_emb
+
+
+def with_globals(function, replaced):
+    """A copy of `function` that finds other objects under some of its global names."""
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **replaced},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(
+        copy, function, assigned=("__doc__", "__annotations__", "__module__", "__qualname__")
+    )
+
+
+MEMBERS = {
+    "norm": _norm,
+    "glu": _glu,
+    "rope": _rope,
+}  # kind -> members of the subclass; loss.py adds the parts of a loss
