@@ -1,72 +1,96 @@
 """A kernel launch that costs little host time, on the device that holds the tensors."""
 
+import functools
+
 import torch
 
 from liger_hw import backends
 from liger_hw._triton import interpreting
 
-_compiled = {}  # (kernel, config, what Triton specialises on, device index) -> compiled kernel
-_plain = {torch.Tensor, torch.nn.Parameter}  # types whose memory a kernel may read
-_INT32 = 2**31
-
 
 def launch(kernel, grid, config, *args):
     """Launch `kernel` over `grid`, a 3-tuple, with its arguments in order and `config`'s meta-parameters last.
 
-    Triton's own argument look-up costs 11 us for two arguments and more for each further one (on an H200's host); this
-    one remembers the compiled kernel under the same facts that Triton specialises on: dtypes, 16-byte alignment,
-    tensors over 2 GiB, integers that are 1, multiples of 16 or wider than 32 bits, and constants.
+    Triton's own look-up costs 11 us for two arguments and more for each further one (on an H200's host); this one
+    remembers the compiled kernel under the same facts that Triton specialises on: dtypes, 16-byte alignment, tensors
+    over 2 GiB, integers that are 1, multiples of 16 or wider than 32 bits, and constants.
 
-    A grid with a zero in it launches nothing.
+    The first argument is a tensor. A grid with a zero in it launches nothing.
 
     Raises:
         TypeError: an argument is a tensor subclass with its own dispatch, such as a DTensor, whose memory is not its own.
     """
     if 0 in grid:
         return
-    key, index = [kernel, config], None
-    for arg in args:
-        kind = type(arg)
-        if kind in _plain:
-            if index is None:
-                index = arg.get_device()
-            key.append(arg.dtype)
-            aligned, large = arg.data_ptr() & 15 == 0, arg.numel() * arg.element_size() >= _INT32
-            if large or not aligned:
-                key.append((aligned, large))
-        elif kind is int:
-            key.append(1 if arg == 1 else (arg & 15 == 0, -_INT32 <= arg < _INT32))
-        elif kind is float:
-            key.append(float)
-        elif isinstance(arg, torch.Tensor):
-            _accept(kind)
-            return launch(kernel, grid, config, *args)
-        else:
-            key.append(arg)
-    key.append(index)
-    key = tuple(key)
-    compiled = _compiled.get(key)
+    known = _kernels.get(id(kernel))  # not the kernel: its hash is computed from its source
+    if known is None:
+        known = _kernels[id(kernel)] = _key_function(kernel), {}
+    key_of, compiled_kernels = known
+    index = args[0].get_device()
+    key = key_of(config, index, *args)
+    compiled = compiled_kernels.get(key)
     if compiled is None:
-        _first_launch(key, kernel, grid, config, args)
-    elif index == torch.accelerator.current_device_index():
-        compiled[grid](*args, *config.meta.values())
-    else:
+        _first_launch(compiled_kernels, key, kernel, grid, config, args)
+    elif index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
             compiled[grid](*args, *config.meta.values())
+    elif getattr(_runtime_knobs().launch_enter_hook, "calls", None) == []:  # nobody profiles: skip what hooks would see
+        compiled.run(
+            *grid, _current_stream()(index), compiled.function, compiled.packed_metadata, None, None, None,
+            *args, *config.meta.values(),
+        )  # fmt: skip
+    else:
+        compiled[grid](*args, *config.meta.values())
 
 
-def _first_launch(key, kernel, grid, config, args):
-    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+_kernels = {}  # id(kernel) -> (its key function, {key: compiled kernel})
+
+
+def _key_function(kernel):
+    """(config, index, arguments) -> the facts a compiled kernel depends on; generated, as a loop takes twice as long."""
+    if interpreting():
+        return lambda *args: None
+    facts = ["config", "index"]
+    for p in kernel.params:
+        if p.is_constexpr:
+            facts.append(p.name)
+        elif p.name.isupper():  # a pointer; with its type, so that every new subclass is met once and checked
+            facts.append(
+                f"None if {p.name} is None else "
+                f"(type({p.name}), {p.name}.dtype, {p.name}.data_ptr() & 15, {p.name}.nbytes >> 31)"
+            )
+        else:
+            integer = f"{p.name} >> 31" if p.do_not_specialize else f"({p.name} == 1, {p.name} & 15, {p.name} >> 31)"
+            facts.append(f"{integer} if type({p.name}) is int else type({p.name})")  # None: the kernel does without
+    names = ", ".join(f"{p.name}=None" for p in kernel.params)  # the config's meta-parameters are not passed
+    return eval(f"lambda config, index, {names}: ({', '.join(facts)})")
+
+
+def _first_launch(compiled_kernels, key, kernel, grid, config, args):
+    for arg in args:
+        # a subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another
+        if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
+    device = args[0].device
+    if device.type == "meta":  # shapes without data: there is nothing to compute
+        return
     options = config.options(backends.detected(device))
     if interpreting():
         kernel[grid](*args, *config.meta.values(), **options)
     else:
         with torch.accelerator.device_index(device.index):
-            _compiled[key] = kernel[grid](*args, *config.meta.values(), **options)
+            compiled_kernels[key] = kernel[grid](*args, *config.meta.values(), **options)
 
 
-def _accept(kind):
-    """A subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another."""
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise TypeError(f"a Triton kernel cannot read a {kind.__name__}; pass its local tensor")
-    _plain.add(kind)
+@functools.cache
+def _runtime_knobs():
+    from triton import knobs
+
+    return knobs.runtime
+
+
+@functools.cache
+def _current_stream():
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream

@@ -20,13 +20,14 @@ VENDORS = {"nvidia": nvidia, "amd": amd, "intel": intel}
 # The facts are a plain GPU's: the Triton interpreter on a CPU runs whatever configuration they give.
 CPU = Device("cpu", "cpu", warp_size=32, num_cores=4, shared_memory=64 * 1024)
 
+_META = torch.device("meta")
 _devices: dict[torch.device, Device] = {}
 _UNREAD = object()
 _forced: str | None | object = _UNREAD
 
 
 def describe(device: torch.device) -> Device:
-    """The `Device` behind a torch device, asked of its driver. Unknown architectures get their nearest relative's facts."""
+    """The `Device` behind a torch device, asked of its driver; an unknown architecture is treated like its nearest."""
     for vendor in VENDORS.values():
         if vendor.owns(device):
             found = vendor.describe(device)
@@ -43,6 +44,16 @@ def detected(device: torch.device) -> Device:
     if found is None:
         found = _devices[device] = describe(device)
     return found
+
+
+@contextmanager
+def meta_tensors_are_on(device: torch.device):
+    """Within, meta tensors are taken to live on `device`: shows what would run there, and how, without running it."""
+    _devices[_META] = detected(device)
+    try:
+        yield
+    finally:
+        del _devices[_META]
 
 
 def device_of(tensor: torch.Tensor) -> Device:

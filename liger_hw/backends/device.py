@@ -17,6 +17,7 @@ class Device:
         max_threads: lanes of one program at most.
         core_threads: lanes resident on one core at most.
         l2: bytes of last-level cache.
+        async_copy: loads of a pipelined loop go to shared memory without passing through registers.
         bandwidth: memory bandwidth in GB/s, from the data sheet; 0 where nobody wrote it down.
         launch_options: options every launch on this vendor passes to its compiler.
         name: what the driver calls it; empty for a description that no driver gave.
@@ -32,6 +33,7 @@ class Device:
     core_threads: int = 2048
     l2: int = 0
     bandwidth: int = 0
+    async_copy: bool = False
     launch_options: dict = field(default_factory=dict)
     name: str = ""
 

@@ -63,7 +63,13 @@ def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a matrix of its last dimension's rows with unit stride inside a row; a view where the strides allow it."""
+def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`x` as rows of its last dimension with unit stride inside a row, and the stride between rows.
+
+    A view wherever the strides allow it; the shape of what is returned is not for use.
+    """
+    if x.is_contiguous():
+        return x, x.shape[-1]
     x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return x, x.stride(0)
