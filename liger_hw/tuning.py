@@ -5,7 +5,8 @@
         return ...
 
 Order: a winner measured on this machine, a winner shipped with the package, the heuristic. `X_config` is the
-configuration of the kernel `X` in the same file; a winner is used only while that kernel's code is what was measured.
+configuration of the kernel `X` in the same file, "X(4096, 2)" the key of its winners for one shape; a winner is used
+only while that kernel's code and Triton are what was measured.
 """
 
 import ast
@@ -14,22 +15,21 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 import os
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from liger_hw._triton import AVAILABLE, triton
 from liger_hw.backends.device import Device
 
 logger = logging.getLogger(__name__)
 
-CONFIGS = {}  # name -> tuned function, for the tools
+CONFIGS = {}  # name of the kernel -> tuned function, for the tools
 HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"
 
 
@@ -38,7 +38,8 @@ class Config:
     """How to launch one kernel.
 
     Attributes:
-        meta: Triton meta-parameters by name, in the order of the kernel's last parameters.
+        meta: Triton meta-parameters by name, in the order of the kernel's last parameters: powers of two that span a
+            tile, and STAGES, how far a kernel's own loop loads ahead.
         num_warps: warps per program.
         num_stages: stages of the compiler's loop pipeliner.
         programs: for kernels whose grid does not grow with the rows: programs per core.
@@ -102,39 +103,55 @@ def read_table(file: Path) -> dict:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("ignoring the tuning table %s: %s", file, error)
+        warn_once(f"ignoring the tuning table {file}: {error}")
         return {}
 
 
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 def kernel_hash(kernel) -> str:
-    """A hash of a Triton kernel's code and of the jit functions it calls; comments and layout do not count."""
-    seen, todo = {}, [kernel]
+    """A hash of a Triton kernel's code, of the jit functions it calls and of the constants they name; comments and
+    layout do not count."""
+    seen, todo = {}, [kernel.fn]
     while todo:
-        function = todo.pop().fn
-        if function.__qualname__ in seen:
+        function = todo.pop()
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name in seen:
             continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        seen[function.__qualname__] = ast.dump(tree)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        called = (function.__globals__.get(name) for name in sorted(names))
-        todo += [f for f in called if f is not todo and hasattr(f, "fn") and inspect.isfunction(f.fn)]
+        words = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(function.__globals__))
+        named = {word: function.__globals__[word] for word in words}
+        constants = {word: value for word, value in named.items() if isinstance(value, (int, float, str))}
+        seen[name] = f"{ast.unparse(tree)}{constants}"  # not ast.dump, whose output changes with Python's version
+        todo += [value.fn for value in named.values() if inspect.isfunction(getattr(value, "fn", None))]
     return hashlib.sha256("".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
 
 
+_LARGEST_TILE = 2**20  # elements of one Triton tensor
+
+
 def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
-    """The Config in a table's entry if it was measured on this code, can be launched and has the kernel's parameters."""
+    """The Config in a table's entry, if it was measured on this code and can be launched."""
     try:
         if (entry["kernel"], entry["triton"]) != (kernel, triton.__version__):
             return None
         config = Config(entry["meta"], entry["num_warps"], entry["num_stages"], entry["programs"], like.device, source)
-        numbers = [*config.meta.values(), config.num_warps, config.num_stages, config.programs]
-        if list(config.meta) != list(like.meta) or not all(type(n) is int and 0 < n < 2**31 for n in numbers):
-            raise ValueError(f"expected positive integers for {list(like.meta)}")
-        if config.num_warps > like.device.max_warps or config.num_warps & (config.num_warps - 1):
-            raise ValueError(f"num_warps={config.num_warps}, allowed: powers of two up to {like.device.max_warps}")
+        if list(config.meta) != list(like.meta):
+            raise ValueError(f"meta={config.meta}, allowed: {list(like.meta)}")
+        tile = [size for name, size in config.meta.items() if name != "STAGES"]
+        counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
+        if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
+            raise ValueError(f"{config.to_json()}, allowed: positive integers")
+        if math.prod(tile) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
+            raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements at most")
+        if config.num_warps > like.device.max_warps:
+            raise ValueError(f"num_warps={config.num_warps}, allowed: {like.device.max_warps} at most")
         return config
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("ignoring a malformed %s winner of the tuning table: %r", source, error)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
         return None
 
 
@@ -144,14 +161,15 @@ _asked: set | None = None  # (tuned function, shape, device) looked up while rec
 
 def tuned(heuristic):
     """Make a heuristic the default of a configuration that tables override. See the module's docstring."""
-    module = heuristic.__module__
-    name = f"{module.rpartition('.')[2]}.{heuristic.__name__}"
+    module, name = heuristic.__module__, heuristic.__name__.removesuffix("_config")
+    if name in CONFIGS and CONFIGS[name].__module__ != module:
+        raise ValueError(f"two kernels are called {name}: in {CONFIGS[name].__module__} and in {module}")
 
     def key(*shape) -> str:
         return f"{name}({', '.join(map(str, shape))})"
 
     def kernel():
-        return getattr(sys.modules[module], heuristic.__name__.removesuffix("_config"))
+        return getattr(sys.modules[module], name)
 
     @functools.cache
     def look_up(*shape_and_device) -> Config:
@@ -211,8 +229,8 @@ def entry_for(config, shape, winner: Config, seconds: float, default_seconds: fl
         "triton": triton.__version__,
         "device": winner.device.name,
         "date": time.strftime("%Y-%m-%d"),
-        "ms": round(seconds * 1e3, 5),
-        "heuristic_ms": round(default_seconds * 1e3, 5),
+        "ms": _ms(seconds),
+        "heuristic_ms": _ms(default_seconds),
     }
 
 
@@ -226,31 +244,34 @@ def record(file: Path, entries: dict) -> None:
     part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
+        with FileLock(f"{file}.lock", timeout=60):
             part.write_text(json.dumps(read_table(file) | entries, indent=1, sort_keys=True) + "\n")
             part.replace(file)
     except OSError as error:
-        part.unlink(missing_ok=True) if part.exists() else None
-        logger.warning("the tuning table %s could not be written, so its winners are lost: %s", file, error)
+        warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
+        with suppress(OSError):
+            part.unlink()
     forget()
 
 
 def neighbours(config: Config) -> list[Config]:
-    """The search space: the heuristic's choice and what lies one doubling away from it in each number."""
-    device = config.device
-    found = {}
-    for scale in (0.5, 1, 2):
-        for parameter in config.meta:
-            meta = config.meta | {parameter: int(config.meta[parameter] * scale)}
-            for num_warps in (config.num_warps // 2, config.num_warps, config.num_warps * 2):
-                for programs in {config.programs, 2 * config.programs, max(config.programs // 2, 1)}:
-                    for num_stages in {config.num_stages, config.num_stages + 1}:
-                        if min(meta.values()) >= 1 and 1 <= num_warps <= device.max_warps:
-                            candidate = replace(
-                                config, meta=meta, num_warps=num_warps, programs=programs, num_stages=num_stages
-                            )
-                            found.setdefault(json.dumps(candidate.to_json()), candidate)
-    return list(found.values())
+    """What lies one halving or doubling away from `config` in one number, or in one number and the warps together."""
+    found = []
+
+    def add(meta, **changes):
+        candidate = replace(config, meta=config.meta | meta, **changes)
+        if min(candidate.meta.values()) >= 1 and 1 <= candidate.num_warps <= config.device.max_warps:
+            found.append(candidate)
+
+    for scale in (0.5, 2):
+        num_warps = int(config.num_warps * scale)
+        add({}, num_warps=num_warps)
+        add({}, programs=max(int(config.programs * scale), 1))
+        add({}, num_stages=max(int(config.num_stages * scale), 1))
+        for name, value in config.meta.items():
+            add({name: int(value * scale)})
+            add({name: int(value * scale)}, num_warps=num_warps)
+    return found
 
 
 def bench(function) -> float:
@@ -258,69 +279,113 @@ def bench(function) -> float:
     return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
 
 
-def tune(function, file: Path | None = None, progress=lambda done, total: None, margin: float = 0.03) -> dict:
-    """Measure the neighbours of every configuration that `function()` looks up and keep the winners.
-
-    Args:
-        function: runs the op; must be safe to repeat.
-        file: the table to write; the user's cache by default.
-        progress: called with (candidates done, candidates in all) after each.
-        margin: a winner is kept only if it beats the heuristic by more than this share; the tables stay small.
-
-    Returns:
-        key -> entry, for every configuration asked for; entries without "meta" kept the heuristic.
-    """
+def configurations_of(function) -> list[tuple]:
+    """(tuned function, shape, device) of every configuration that `function()` looks up, in the order of their keys."""
     global _asked
     _asked = set()
     try:
         function()
-        asked = sorted(_asked, key=lambda item: item[0].key(*item[1]))
+        return sorted(_asked, key=lambda item: item[0].key(*item[1]))
     finally:
         _asked = None
-    spaces = [(config, shape, neighbours(config.heuristic(*shape, device))) for config, shape, device in asked]
-    total, done, kept, report = sum(len(space) for _, _, space in spaces), 0, {}, {}
-    for config, shape, space in spaces:
-        times = []
-        for candidate in space:
-            try:
-                with override(config.key(*shape), candidate):
-                    times.append(bench(function))
-            except Exception as error:  # compilers reject a candidate in many ways; none of them may end the search
-                logger.debug("%s cannot run %s: %s", config.key(*shape), candidate, error)
-                times.append(float("inf"))
-            done += 1
-            progress(done, total)
-        best = min(range(len(space)), key=times.__getitem__)
+
+
+def tune(function, file: Path | None = None, skip=(), progress=lambda key, tried, best: None, margin=0.03) -> dict:
+    """Search, for every configuration that `function()` looks up, from its heuristic downhill, and keep the winners.
+
+    A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
+
+    Args:
+        function: runs the op; must be safe to repeat.
+        file: the table to write; the user's cache by default.
+        skip: keys to leave alone.
+        progress: called with (key, candidates tried, the best Config so far) after each candidate.
+        margin: a winner is kept only if it beats the heuristic by more than this share, twice; the tables stay small.
+
+    Returns:
+        key -> {"ms", "heuristic_ms", "candidates"}, and the whole entry of the table where a winner was kept.
+    """
+    report = {}
+    for config, shape, device in configurations_of(function):
         key = config.key(*shape)
-        report[key] = {"ms": times[best] * 1e3, "heuristic_ms": times[0] * 1e3, "candidates": len(space)}
-        if times[best] < times[0] * (1 - margin):
-            kept[key] = report[key] = entry_for(config, shape, space[best], times[best], times[0])
-    if kept:
-        record(file or cache_file(asked[0][2]), kept)
+        if key in skip:
+            continue
+        default = config.heuristic(*shape, device)
+        times = {}  # candidate as text -> seconds
+
+        def seconds(candidate, key=key, times=times):
+            name = json.dumps(candidate.to_json())
+            if name not in times:
+                times[name] = _seconds(function, key, candidate)
+            return times[name]
+
+        best, found = None, default
+        while found is not best:
+            best = found
+            for candidate in (best, *neighbours(best)):
+                if seconds(candidate) < seconds(found):
+                    found = candidate
+                progress(key, len(times), found)
+        report[key] = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default)), "candidates": len(times)}
+        if seconds(best) < seconds(default) * (1 - margin):
+            again, default_again = _seconds(function, key, best), _seconds(function, key, default)
+            if again < default_again * (1 - margin):
+                report[key] |= entry_for(config, shape, best, again, default_again)
+                record(file or cache_file(device), {key: {k: v for k, v in report[key].items() if k != "candidates"}})
     return report
 
 
-@functools.cache
-def autotuning() -> bool:
-    """Whether LIGER_HW_AUTOTUNE=1 asks to measure each configuration at its first use. Read once."""
-    return os.environ.get("LIGER_HW_AUTOTUNE") == "1"
+def _seconds(function, key, candidate) -> float:
+    try:
+        with override(key, candidate):
+            return bench(function)
+    except Exception as error:  # compilers reject a candidate in many ways; none of them may end the search
+        logger.debug("%s cannot run %s: %s", key, candidate, error)
+        return math.inf
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 5)
+
+
+def calls_within(function) -> list:
+    """What `function()` launches, as one repeatable callable for each `raw` function it runs."""
+    global observer
+    calls, before = [], observer
+
+    def remember(launches, args, repeatable):
+        calls.append(functools.partial(launches, *args))
+        return launches(*args)
+
+    observer = remember
+    try:
+        function()
+        return calls
+    finally:
+        observer = before
 
 
 _tried = set()
 
 
-def tune_first_use(function, device: torch.device) -> None:
-    """Under LIGER_HW_AUTOTUNE=1: tune `function`'s configurations unless this machine has winners or tried before."""
+def _call_and_tune(launches, args, repeatable: bool):
+    """`launches(*args)`; then tune what it looked up, unless this machine has winners or tried before."""
     global _asked
-    if not autotuning() or device.type == "cpu" or _asked is not None or _overrides:
-        return
+    if not repeatable or args[0].device.type in ("cpu", "meta") or _asked is not None or _overrides:
+        return launches(*args)
     _asked = set()
     try:
-        function()
-        keys = {config.key(*shape) for config, shape, _ in _asked}
-        known = {c.key(*s) for c, s, d in _asked if c(*s, d).source == LOCAL}
+        result = launches(*args)
+        wanted = _asked
     finally:
         _asked = None
-    if keys - known - _tried:
-        _tried.update(keys)
-        tune(function)
+    new = {config.key(*shape) for config, shape, here in wanted if config(*shape, here).source != LOCAL} - _tried
+    if new:
+        _tried.update(new)
+        every = {config.key(*shape) for config, shape, _ in wanted}
+        tune(functools.partial(launches, *args), skip=every - new)
+    return result
+
+
+# Called as (function, its arguments, whether it may be repeated) in place of every `raw` function, unless it is None.
+observer = _call_and_tune if os.environ.get("LIGER_HW_AUTOTUNE") == "1" else None
