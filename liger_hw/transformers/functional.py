@@ -26,8 +26,9 @@ __all__ = [
 
 
 def liger_cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0,
-    lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
+    return_predicted_tokens=False,
 ):  # fmt: skip
     """Cross entropy of logits `input` (N, V), in the argument order of `torch.nn.functional.cross_entropy`.
 
@@ -89,6 +90,6 @@ def liger_geglu(a, b):
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """`liger_hw.rope`. `position_ids` is accepted as Hugging Face once had it and has no effect: cos and sin are already
-    those of the positions. The inputs are not written to."""
+    """`liger_hw.rope`. `position_ids` is accepted as Hugging Face once had it and has no effect: cos and sin are
+    already those of the positions. The inputs are not written to."""
     return rope(q, k, cos, sin, unsqueeze_dim)

@@ -1,61 +1,51 @@
 """Logits that are computed when somebody looks at them.
 
-Between a language model's head and its loss there is at most a scale, a softcap, a cast or a slice of rows. `LazyLogits`
-stands for the head's output, remembers those steps, and is consumed by a fused linear cross entropy that never holds
-the logits. Whatever else is done to it, it computes the logits as the head would have, replays the steps, and goes on as
-that tensor.
+Between a language model's head and its loss there is at most a scale, a softcap, a cast or a slice of rows.
+`LazyLogits` stands for the head's output, remembers those steps, and is consumed by a fused linear cross entropy that
+never holds the logits. Whatever else is done to it, it computes the logits as the head would have, replays the steps,
+and goes on as that tensor.
 """
 
 import torch
 from torch.utils._pytree import tree_map
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types whose memory is their own, which a DTensor's is not
+
 
 class LazyLogits:
-    """scale, softcap, cast and slice of `linear(hidden, weight, bias)`, not yet computed.
+    """scale, softcap, cast and slice of `head(hidden)`, not yet computed.
 
     Args:
         hidden: (..., H).
-        weight: (V, H).
-        bias: (V,) or None.
+        head: a `torch.nn.Linear` of H to V. Its weight is looked up when it is needed: that is where sharding engines
+            put it back.
         steps: what happened to the logits since, as (name, argument) pairs.
-        extras: a dictionary that every descendant shares; the loss leaves its by-products there.
+        of: the `LazyLogits` that these descend from. Descendants share `extras`, where the loss leaves its by-products.
     """
 
-    def __init__(self, hidden, weight, bias, steps=(), extras=None, context=None):
-        self.hidden, self.weight, self.bias, self.steps = hidden, weight, bias, steps
-        self.extras = {} if extras is None else extras
-        kind = hidden.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        self.context = context or (
-            autocast,
-            torch.get_autocast_dtype(kind) if autocast else hidden.dtype,
-            hidden._version,
-            weight._version,
-        )
+    def __init__(self, hidden, head, steps=(), of=None):
+        self.hidden, self.head, self.steps = hidden, head, steps
+        self.extras = {} if of is None else of.extras
+        self.autocast_dtype = _autocast_dtype(hidden.device.type) if of is None else of.autocast_dtype
+        self.vocabulary = head.weight.shape[0] if of is None else of.vocabulary
+        self.versions = _version(hidden), _version(head.weight) if of is None else of.versions[1]
         self.value = None
 
-    def then(self, name, argument=None, hidden=None):
-        """These logits after one more step, or after a step on rows, which the hidden states take at once."""
-        if self.value is not None:  # somebody may have written to it
-            return NotImplemented
-        hidden = self.hidden if hidden is None else hidden
-        steps = self.steps + ((name, argument),) if name else self.steps
-        context = self.context[:2] + (hidden._version, self.context[3])
-        return LazyLogits(hidden, self.weight, self.bias, steps, self.extras, context)
+    def then(self, name, argument=None):
+        """These logits after one more step, or None if they have been computed: somebody may have written to them."""
+        if self.value is None:
+            return LazyLogits(self.hidden, self.head, (*self.steps, (name, argument)), self)
 
     @property
     def operands(self):
         """hidden, weight and bias in the dtype that the head would compute in."""
-        autocast, dtype, *_ = self.context
-        if not autocast:
-            return self.hidden, self.weight, self.bias
-        return self.hidden.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        tensors, dtype = (self.hidden, self.head.weight, self.head.bias), self.autocast_dtype
+        return tensors if dtype is None else tuple(None if x is None else x.to(dtype) for x in tensors)
 
     def scale_and_softcap(self):
-        """(logit_scale, softcap) such that the steps are softcap * tanh(logit_scale * logits / softcap), softcap None for
-        no tanh; None where no such numbers exist."""
-        numerator, denominator, capped = 1.0, 1.0, False
-        cap = None
+        """(logit_scale, softcap) of the ops for these steps, softcap None where there is no tanh; None where the ops
+        have no such numbers."""
+        numerator, denominator, capped, cap = 1.0, 1.0, False, None
         for name, argument in self.steps:
             if name == "to":
                 continue
@@ -81,20 +71,21 @@ class LazyLogits:
                 for one, so that the logits of that forward can no longer be had.
         """
         if self.value is None:
-            autocast, dtype, hidden_version, weight_version = self.context
-            if (self.hidden._version, self.weight._version) != (hidden_version, weight_version):
+            weight, dtype = self.head.weight, self.autocast_dtype
+            if type(weight) not in PLAIN or (_version(self.hidden), _version(weight)) != self.versions:
                 raise RuntimeError(
-                    "the logits were not kept in the forward, and the head's weight or the hidden states have changed since "
-                    "then (an optimizer step?). Read outputs.logits before that, or call the model with skip_logits=False"
+                    "the logits were not kept in the forward, and since then the head's weight or the hidden states "
+                    "have changed (an optimizer step?) or been sharded. Read outputs.logits before that, or call the "
+                    "model with skip_logits=False"
                 )
-            with torch.autocast(self.hidden.device.type, dtype if autocast else None, enabled=autocast):
-                value = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
+            with torch.autocast(self.hidden.device.type, dtype, enabled=dtype is not None):
+                value = torch.nn.functional.linear(self.hidden, weight, self.head.bias)
                 for name, argument in self.steps:
                     value = APPLY[name](value, argument)
             self.value = value
         return self.value
 
-    shape = property(lambda self: self.hidden.shape[:-1] + self.weight.shape[:1])
+    shape = property(lambda self: self.hidden.shape[:-1] + (self.vocabulary,))
     ndim = property(lambda self: self.hidden.ndim)
     device = property(lambda self: self.hidden.device)
     requires_grad = property(lambda self: self.materialise().requires_grad)
@@ -102,7 +93,7 @@ class LazyLogits:
     @property
     def dtype(self):
         casts = [argument for name, argument in self.steps if name == "to"]
-        return casts[-1] if casts else self.context[1]
+        return casts[-1] if casts else self.autocast_dtype or self.hidden.dtype
 
     def dim(self):
         return self.ndim
@@ -125,27 +116,27 @@ class LazyLogits:
             if dtype == self.dtype and self.value is None:
                 return self
             later = self.then("to", dtype)
-            if later is not NotImplemented:
+            if later is not None:
                 return later
         return self.materialise().to(*args, **kwargs)
 
     def __mul__(self, other):
-        later = self.then("mul", other) if type(other) in (int, float) else NotImplemented
-        return self.materialise() * other if later is NotImplemented else later
+        later = self.then("mul", other) if type(other) in (int, float) else None
+        return self.materialise() * _real(other) if later is None else later
 
     __rmul__ = __mul__
 
     def __truediv__(self, other):
-        later = self.then("div", other) if type(other) in (int, float) else NotImplemented
-        return self.materialise() / other if later is NotImplemented else later
+        later = self.then("div", other) if type(other) in (int, float) else None
+        return self.materialise() / _real(other) if later is None else later
 
     def tanh(self):
         later = self.then("tanh")
-        return self.materialise().tanh() if later is NotImplemented else later
+        return self.materialise().tanh() if later is None else later
 
     def __getitem__(self, index):
         if self.value is None and _selects_rows(index, self.ndim):
-            return self.then(None, hidden=self.hidden[index])
+            return LazyLogits(self.hidden[index], self.head, self.steps, self)
         return self.materialise()[index]
 
     def __setitem__(self, index, value):
@@ -160,8 +151,7 @@ class LazyLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        real = (args, kwargs or {})
-        args, kwargs = tree_map(lambda x: x.materialise() if isinstance(x, cls) else x, real)
+        args, kwargs = tree_map(_real, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __reduce__(self):
@@ -181,6 +171,19 @@ def _itself(value):
     return value
 
 
+def _real(x):
+    return x.materialise() if isinstance(x, LazyLogits) else x
+
+
+def _version(x):
+    """How often `x` was written to."""
+    return None if x.is_inference() else x._version
+
+
+def _autocast_dtype(device_type):
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def _selects_rows(index, ndim):
     """Whether indexing by slices leaves the vocabulary, the last dimension, whole."""
     index = index if isinstance(index, tuple) else (index,)
@@ -192,8 +195,7 @@ def _selects_rows(index, ndim):
 
 def _materialising(name):
     def method(self, *args):
-        args = [a.materialise() if isinstance(a, LazyLogits) else a for a in args]
-        return getattr(self.materialise(), name)(*args)
+        return getattr(self.materialise(), name)(*map(_real, args))
 
     method.__name__ = name
     return method

@@ -1,8 +1,8 @@
 """The loss of a language model without its logits.
 
-`model.forward` arms the head; the armed head returns `LazyLogits`; the model's own code scales, caps and slices them; the
-model's loss function, replaced, hands them to `fused_linear_cross_entropy`. The model's forward is not rewritten, so
-whatever else it does (labels of its own making, auxiliary losses, other outputs) stays as it is.
+`model.forward` arms the head; the armed head returns `LazyLogits`; the model's own code scales, caps and slices them;
+the model's loss function, replaced, hands them to `fused_linear_cross_entropy`. The model's forward is not rewritten,
+so whatever else it does (labels of its own making, auxiliary losses, other outputs) stays as it is.
 """
 
 import functools
@@ -13,14 +13,13 @@ import torch
 from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.transformers import swapping
-from liger_hw.transformers.lazy_logits import LazyLogits
+from liger_hw.transformers.lazy_logits import PLAIN, LazyLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
 RENAMED = {"ce_weight": "weight"}  # of the linear op -> of the plain one
 LINEAR_CE_OPTIONS = (*CE_OPTIONS, "accum_dtype", "use_token_scaling", "ce_weight")
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def causal_lm_loss(
@@ -95,7 +94,9 @@ def _head(original, match):
         computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
         if not computes_alike or type(hidden) not in PLAIN or type(weight) not in PLAIN or hidden.numel() == 0:
             return original.forward(self, hidden)
-        return LazyLogits(hidden, weight, self.bias)
+        if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
+            self.set_reshard_after_forward(False, recurse=False)
+        return LazyLogits(hidden, self)
 
     return {"forward": forward, "liger_is_head": True}
 

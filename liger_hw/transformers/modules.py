@@ -173,7 +173,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """`fused_linear_cross_entropy` of (lin_weight (V, H), _input (N, H), target (N,), bias (V,) or None), in that order.
+    """`fused_linear_cross_entropy` of (lin_weight (V, H), _input (N, H), target (N,), bias (V,) or None).
 
     Args:
         as in `liger_hw.fused_linear_cross_entropy`.

@@ -125,7 +125,7 @@ def _find(module, flags):
     match = _recognised(
         ("part", *_facts(module)), lambda: recognition.match_norm(module) or recognition.match_glu(module)
     )
-    if match is None and flags["rope"]:
+    if match is None:
         cls = type(module)
         match, why = _recognised(("rope", cls), lambda: recognition.match_rope(cls))
         if why:

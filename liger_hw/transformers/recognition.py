@@ -8,6 +8,7 @@ module itself, its weights, its device and torch's random state are not touched.
 
 import inspect
 import itertools
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -32,23 +33,25 @@ class Match:
         kind: "norm", "glu", "rope", or the parts of a loss, "head" and "causal_lm".
         op: the name of the op, or "" where the kind says it.
         options: keyword arguments of the op, as sorted pairs.
-        names: role -> attribute of the module (or global name, for rope), as pairs; None where the module has no such part.
-        mixed: the op also agrees where the operands have different dtypes.
+        names: role -> attribute of the module (for rope: global name), as pairs; None where it has no such part.
+        narrow, wide: the op agrees, too, where x (for rope: q and k) has a narrower, a wider dtype than the weight (the
+            tables).
     """
 
     kind: str
     op: str = ""
     options: tuple = ()
     names: tuple = ()
-    mixed: bool = False
+    narrow: bool = False
+    wide: bool = False
 
     def __str__(self):
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
         return f"{self.op or self.kind}({options})" if options else self.op or self.kind
 
 
-def _match(kind, op, options, names, mixed=False):
-    return Match(kind, op.__name__, tuple(sorted(options.items())), tuple(names.items()), mixed)
+def _match(kind, op, options, names, narrow=False, wide=False):
+    return Match(kind, op.__name__, tuple(sorted(options.items())), tuple(names.items()), narrow, wide)
 
 
 def _same(found, expected):
@@ -72,7 +75,13 @@ def _clone(module, parameters, modules, **attributes):
 def _agrees(original, replacement, cases):
     """Whether both functions give the same bits on every case; a function that cannot run a case does not agree."""
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
             return all(_same(replacement(*case), original(*case)) for case in cases)
     except Exception:  # a stranger's forward on a stand-in of its module may fail in any way: then nothing is proved
         return False
@@ -106,9 +115,9 @@ def match_norm(module):
             return x, torch.nn.Parameter(_random(generator, width, dtype=w_dtype))
 
         if _agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES]):
-            mixed = _agrees(original, replacement, [case(torch.bfloat16, torch.float32)])
+            narrow, wide = (_agrees(original, replacement, [case(*pair)]) for pair in (DTYPES[::-1], DTYPES))
             names = {"weight": weight, "bias": None, "eps": eps} if op is layer_norm else {"weight": weight, "eps": eps}
-            return _match("norm", op, options, names, mixed)
+            return _match("norm", op, options, names, narrow, wide)
     return None
 
 
@@ -179,8 +188,8 @@ def gate_and_up(gate, up, x, up_first=False):
 
 
 def match_rope(cls):
-    """(Match, None) of a class whose forward calls a rotary function that rotates halves; (None, the reason) if it calls
-    one that this library has no op for; (None, None) if it calls none.
+    """(Match, None) of a class whose forward calls a rotary function that rotates halves; (None, the reason) if it
+    calls one that this library has no op for; (None, None) if it calls none.
 
     The function is looked up where the forward would find it, in the globals of its file.
     """
@@ -189,20 +198,26 @@ def match_rope(cls):
     names = [name for name in (code.co_names if code else ()) if "rotary" in name and name in forward.__globals__]
     if not names:
         return None, None
+    if hasattr(forward, "__wrapped__") or forward.__closure__:
+        return None, "its forward is decorated or a closure"
     for name in names:
         function = forward.__globals__[name]
-        if hasattr(forward, "__wrapped__") or forward.__closure__:
-            return None, "its forward is decorated or a closure"
-        if not callable(function) or tuple(_parameters(function))[:4] != ("q", "k", "cos", "sin"):
+        if not callable(function) or list(parameters(function))[:4] != ["q", "k", "cos", "sin"]:
             continue
-        if _agrees(lambda *a, f=function: tuple(f(*a)), rope.reference, [_rotary_case(d, d) for d in DTYPES]):
-            mixed_case = _rotary_case(torch.bfloat16, torch.float32)
-            mixed = _agrees(lambda *a, f=function: tuple(f(*a)), rope.reference, [mixed_case])
-            return _match("rope", rope, {}, {"function": name}, mixed), None
+        if set(list(parameters(function))[4:]) - {"position_ids", "unsqueeze_dim"}:
+            continue
+
+        def original(*args, function=function):
+            return tuple(function(*args))
+
+        if _agrees(original, rope.reference, [_rotary_case(dtype, dtype) for dtype in DTYPES]):
+            narrow = _agrees(original, rope.reference, [_rotary_case(*DTYPES[::-1])])
+            return _match("rope", rope, {}, {"function": name}, narrow), None
     return None, f"{', '.join(names)} is not a rotation of halves"
 
 
-def _parameters(function):
+def parameters(function):
+    """The parameters of a function, or of a module's forward."""
     function = function.forward if isinstance(function, torch.nn.Module) else function
     return inspect.signature(function).parameters
 

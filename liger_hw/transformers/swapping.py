@@ -6,7 +6,6 @@ that one model changes.
 """
 
 import functools
-import inspect
 import types
 
 import torch
@@ -15,7 +14,7 @@ from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.kernels.rope import rope
-from liger_hw.transformers.recognition import gate_and_up
+from liger_hw.transformers.recognition import gate_and_up, parameters
 
 OPS = {op.__name__: op for op in (rms_norm, layer_norm, swiglu, geglu)}
 
@@ -65,15 +64,16 @@ def _norm(original, match):
     weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names["eps"]
     # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
     widens_under_autocast = original.__module__.startswith("torch.nn")
-    mixed = match.mixed
+    narrow, wide = match.narrow, match.wide
 
     def forward(self, *args, **kwargs):
         if len(args) != 1 or kwargs:
             return original.forward(self, *args, **kwargs)
         x = args[0]
         weight = getattr(self, weight_name) if weight_name else None
-        if weight is not None and weight.dtype != x.dtype and not mixed:
-            return original.forward(self, x)
+        if weight is not None and weight.dtype != x.dtype:
+            if not (wide if torch.promote_types(x.dtype, weight.dtype) == x.dtype else narrow):
+                return original.forward(self, x)
         if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
             return original.forward(self, x)
         if bias_name:
@@ -101,23 +101,25 @@ def _glu(original, match):
 def _rope(original, match):
     name = dict(match.names)["function"]
     forward = original.forward
-    rotate = rotation(forward.__globals__[name], match.mixed)
+    rotate = rotation(forward.__globals__[name], match.narrow)
     return {"forward": with_globals(forward, {name: rotate})}
 
 
-def rotation(original, mixed):
-    """A function of the signature of a model's own `apply_rotary_pos_emb`, computed by the op."""
-    takes_position_ids = (
-        "position_ids"
-        in inspect.signature(original.forward if isinstance(original, torch.nn.Module) else original).parameters
-    )
+def rotation(original, narrow):
+    """A function of the signature of a model's own `apply_rotary_pos_emb`, computed by the op.
+
+    Args:
+        original: the model's function.
+        narrow: whether it returns q and k in their own dtype where the tables are wider; otherwise they are promoted.
+    """
+    skipped = int("position_ids" in parameters(original))
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
-        if cos.dtype != q.dtype and not mixed or q.dtype != k.dtype:
+        if not q.dtype == k.dtype or cos.dtype != sin.dtype:
             return original(q, k, cos, sin, *args, **kwargs)
-        args = args[1:] if takes_position_ids else args
-        kwargs.pop("position_ids", None)
-        return rope(q, k, cos, sin, *args, **kwargs)
+        if q.dtype != cos.dtype and not narrow:
+            q, k, cos, sin = (x.to(torch.promote_types(q.dtype, cos.dtype)) for x in (q, k, cos, sin))
+        return rope(q, k, cos, sin, *args[skipped:], **{n: v for n, v in kwargs.items() if n != "position_ids"})
 
     return apply_rotary_pos_emb
 

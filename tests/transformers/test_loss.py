@@ -1,0 +1,246 @@
+"""The loss of a patched model is the loss of the model, however it is asked for."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+import liger_hw
+from liger_hw.transformers.lazy_logits import LazyLogits
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(7)},
+        {"num_items_in_batch": torch.tensor([7, 9])},
+        {"ignore_index": 5},
+        {"shift_labels": torch.arange(34).reshape(2, 17) % 128},
+        {"logits_to_keep": 17},
+        {"attention_mask": torch.ones(2, 17, dtype=torch.long)},
+    ],
+    ids=lambda extra: " ".join(map(str, extra.items())),
+)
+def test_arguments_mean_what_they_meant(extra):
+    plain, patched = tiny.pair()
+    inputs = tiny.tokens() | extra
+    inputs["labels"][inputs["labels"] == -100] = extra.get("ignore_index", -100)
+    expected, found = tiny.call(plain, **inputs), tiny.call(patched, **inputs)
+    assert tiny.is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    expected.loss.sum().backward(), found.loss.sum().backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_labels_by_position():
+    plain, patched = tiny.pair()
+    ids, labels = tiny.tokens().values()
+    positional = (ids, None, None, None, None, labels)
+    expected, found = plain(*positional), patched(*positional)
+    assert tiny.is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("skip_logits", [None, False, True])
+def test_tuples(skip_logits):
+    plain, patched = tiny.pair()
+    expected = tiny.call(plain, **tiny.tokens(), return_dict=False)
+    found = tiny.call(patched, **tiny.tokens(), return_dict=False, skip_logits=skip_logits)
+    assert type(found) is tuple and len(found) == len(expected)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    if skip_logits:
+        assert found[1] is None
+    else:
+        torch.testing.assert_close(torch.softmax(found[1], -1), torch.softmax(expected[1], -1))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("skip", [None, True, False])
+def test_skip_logits(labelled, training, skip):
+    plain, patched = tiny.pair()
+    inputs = tiny.tokens() if labelled else {"input_ids": tiny.tokens()["input_ids"]}
+    if skip and not labelled:
+        with pytest.raises(ValueError, match="skip_logits"):
+            patched(**inputs, skip_logits=skip)
+        return
+    expected = tiny.call(plain.train(training), **inputs)
+    found = tiny.call(patched.train(training), **inputs, skip_logits=skip)
+    if labelled:
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    if skip:
+        assert found.logits is None and found["loss"] is found.loss and "logits" not in found
+    else:
+        assert (type(found.logits) is LazyLogits) == (labelled and training and skip is None)
+        assert torch.equal(torch.clone(found.logits), expected.logits)
+
+
+def test_shift_labels_alone_give_no_loss_as_theirs_and_real_logits():
+    plain, patched = tiny.pair()
+    inputs = {"input_ids": tiny.tokens()["input_ids"], "shift_labels": tiny.tokens()["labels"]}
+    expected, found = tiny.call(plain, **inputs), tiny.call(patched, **inputs)
+    assert expected.loss is None and found.loss is None and torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+def test_logits_read_afterwards(family):
+    plain, patched = tiny.pair(family)
+    expected, found = tiny.call(plain, **tiny.tokens()), tiny.call(patched, **tiny.tokens())
+    lazy = found.logits
+    assert lazy.shape == expected.logits.shape and lazy.dtype == expected.logits.dtype and tiny.is_lazy(found)
+    assert torch.equal(lazy.argmax(-1), expected.logits.argmax(-1)) and torch.equal(lazy[0, 3], expected.logits[0, 3])
+    assert torch.equal(lazy.detach(), expected.logits)
+    (lazy * torch.ones(())).sum().backward(), expected.logits.sum().backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_weights_that_are_gone_are_an_error():
+    _, patched = tiny.pair()
+    outputs = patched(**tiny.tokens())
+    outputs.loss.backward()
+    torch.optim.SGD(patched.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="skip_logits=False"):
+        outputs.logits.sum()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_options_of_the_ops_pass_through_the_model(fused):
+    plain, patched = tiny.pair()
+    inputs, skip = tiny.tokens(), None if fused else False
+    options = {"label_smoothing": 0.2, "return_token_accuracy": True, "return_predicted_tokens": True}
+    found = tiny.call(patched, **inputs, **options, skip_logits=skip)
+    logits = plain(**inputs).logits[:, :-1].flatten(0, 1)
+    targets = inputs["labels"][:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.2)
+    torch.testing.assert_close(found.loss, expected)
+    if fused:
+        right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
+        torch.testing.assert_close(found.token_accuracy, right)
+        assert found.predicted_tokens.shape == (34,)
+
+
+def test_cross_entropy_of_real_logits():
+    plain, patched = tiny.pair(flags={"cross_entropy": True, "fused_linear_cross_entropy": False})
+    assert type(patched.lm_head) is torch.nn.Linear
+    tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
+
+
+def test_a_loss_function_of_the_users_own():
+    plain, patched = tiny.pair()
+    for m in (plain, patched):
+        m.loss_function = lambda logits, labels, vocab_size, **kwargs: (logits.float() ** 2).mean()
+    tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
+
+
+def test_labels_that_do_not_fit_give_their_error():
+    plain, patched = tiny.pair()
+    inputs = tiny.tokens() | {"logits_to_keep": 3}
+    with pytest.raises(ValueError) as expected:
+        plain(**inputs)
+    with pytest.raises(ValueError) as found:
+        patched(**inputs)
+    assert str(found.value) == str(expected.value)
+    assert not vars(patched.lm_head).get("liger_armed"), "an error leaves the head as it was"
+
+
+def test_biased_and_tied_heads():
+    plain, patched = tiny.pair("phi")  # its head has a bias
+    assert patched.lm_head.bias is not None
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+    plain, patched = tiny.pair("llama", tie_word_embeddings=True)
+    assert patched.lm_head.weight is patched.model.embed_tokens.weight
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+def test_frozen_parts():
+    for frozen in ("model", "lm_head"):
+        plain, patched = tiny.pair()
+        for m in (plain, patched):
+            getattr(m, frozen).requires_grad_(False)
+        tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+def test_heads_that_are_not_linear_keep_their_logits():
+    class Head(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    plain = tiny.model()
+    plain.lm_head.__class__ = Head
+    patched = copy.deepcopy(plain)
+    summary = liger_hw.patch(patched)
+    assert summary.left["LlamaForCausalLM", "its head is a Head: logits as they were"] == 1
+    tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
+
+
+def test_all_labels_ignored_is_no_loss():
+    _, patched = tiny.pair()
+    inputs = tiny.tokens()
+    inputs["labels"].fill_(-100)
+    loss = patched(**inputs).loss
+    loss.backward()
+    assert loss == 0 and not any(p.grad.any() for p in patched.parameters())
+
+
+class TestLazyLogits:
+    def make(self):
+        head = torch.nn.Linear(8, 12)
+        hidden = torch.randn(2, 5, 8)
+        return LazyLogits(hidden, head), head(hidden)
+
+    @pytest.mark.parametrize(
+        "steps, scale, softcap",
+        [
+            (lambda x: x, 1.0, None),
+            (lambda x: x * 2.0 / 4, 0.5, None),
+            (lambda x: torch.tanh(x / 30.0) * 30.0, 1.0, 30.0),
+            (lambda x: 30.0 * torch.tanh((x * 0.5) / 30.0).float(), 0.5, 30.0),
+            (lambda x: x.float().to(torch.float32).contiguous().tanh(), 1.0, 1.0),
+            (lambda x: x[:, :-1, :] / 3, 1 / 3, None),
+            (lambda x: x[..., 1:, :][:, -2:], 1.0, None),
+        ],
+    )
+    def test_steps_the_ops_know(self, steps, scale, softcap):
+        lazy, real = self.make()
+        lazy, real = steps(lazy), steps(real)
+        assert lazy.value is None and lazy.scale_and_softcap() == pytest.approx((scale, softcap))
+        assert lazy.shape == real.shape and lazy.dtype == real.dtype and torch.equal(lazy.materialise(), real)
+
+    @pytest.mark.parametrize(
+        "step",
+        [
+            lambda x: x + 1, lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., :7], lambda x: x[0, 0],
+            lambda x: x > 0, lambda x: -x, lambda x: x.view(-1, 12), lambda x: x @ torch.ones(12), lambda x: x**2,
+            lambda x: torch.cat([x, x]), lambda x: torch.nn.functional.softmax(x, dim=-1), lambda x: x.to("cpu", torch.half),
+            lambda x: x.tolist()[0][0][0] * torch.ones(()), lambda x: torch.stack(list(x)), lambda x: x[x > 0],
+            lambda x: torch.as_tensor(len(x)), lambda x: x * x, lambda x: x / x, lambda x: x == x, lambda x: x.to(torch.int),
+        ],
+    )  # fmt: skip
+    def test_any_other_step_computes(self, step):
+        lazy, real = self.make()
+        found = step(lazy)
+        assert type(found) is torch.Tensor and torch.equal(found, step(real))
+
+    def test_writing_to_them_counts(self):
+        lazy, real = self.make()
+        for x in (lazy, real):
+            x[..., 3] = -1.0
+            x.mul_(2.0)
+        assert torch.equal((lazy * 3.0).clone(), real * 3.0)
+
+    def test_what_the_ops_cannot_say(self):
+        lazy, _ = self.make()
+        capped = torch.tanh(lazy) * 2.0
+        assert (capped * 2.0).scale_and_softcap() is None and torch.tanh(capped).scale_and_softcap() is None
+        assert (torch.tanh(lazy) * -1.0).scale_and_softcap() is None
+
+    def test_copies_are_tensors(self):
+        import pickle
+
+        lazy, real = self.make()
+        assert "not computed" in repr(lazy)
+        assert torch.equal(copy.deepcopy(lazy), real) and torch.equal(pickle.loads(pickle.dumps(lazy)), real)

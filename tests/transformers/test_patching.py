@@ -1,0 +1,292 @@
+"""What patching does to a model besides making it faster: nothing."""
+
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import tiny
+import torch
+
+import liger_hw
+from liger_hw.transformers import monkey_patch, swapping
+from liger_hw.transformers.patching import FLAGS
+
+transformers = tiny.transformers
+
+
+def classes(model):
+    return [type(module) for module in model.modules()]
+
+
+def swapped(model):
+    return [module for module in model.modules() if swapping.is_swapped(module)]
+
+
+def kinds(model):
+    return {type(module).liger_match.op or type(module).liger_match.kind for module in swapped(model)}
+
+
+def logits(model, **inputs):
+    with torch.no_grad():
+        return model(input_ids=tiny.tokens()["input_ids"], use_cache=False, **inputs).logits
+
+
+def test_summary_says_what_was_done(caplog):
+    model = tiny.model("seed_oss")
+    with caplog.at_level(logging.INFO, "liger_hw"):
+        summary = liger_hw.patch(model)
+    assert len(caplog.records) == 1 and str(summary) in caplog.text
+    assert summary.replaced["SeedOssRMSNorm", "rms_norm(casting_mode='llama', offset=0.0)"] == 5
+    assert summary.replaced["SeedOssAttention", "rope"] == 2
+    assert summary.left["SeedOssMLP", "no op gives the same bits"] == 2
+    assert "SeedOssMLP" in str(summary) and "as it was" in str(summary)
+
+
+def test_unpatch_restores_exactly():
+    plain, patched = tiny.pair()
+    expected = logits(patched)
+    assert classes(patched) != classes(plain)
+    attributes = [set(vars(m)) for m in plain.modules()]
+    patched(**tiny.tokens()).loss.backward()
+    liger_hw.unpatch(patched)
+    assert classes(patched) == classes(plain) and [set(vars(m)) for m in patched.modules()] == attributes
+    assert torch.equal(logits(patched), expected) and torch.equal(logits(plain), expected)
+    assert type(patched(**tiny.tokens()).logits) is torch.Tensor
+
+
+def test_patching_twice_is_patching_once():
+    model = tiny.model()
+    liger_hw.patch(model)
+    once = classes(model)
+    liger_hw.patch(model)
+    assert classes(model) == once
+    liger_hw.patch(model, rope=False)
+    assert kinds(model) == {"rms_norm", "swiglu", "head", "causal_lm"}
+
+
+@pytest.mark.parametrize("flag, gone", [("rope", "rope"), ("rms_norm", "rms_norm"), ("swiglu", "swiglu")])
+def test_flags_leave_parts_alone(flag, gone):
+    model = tiny.model()
+    summary = liger_hw.patch(model, **{flag: False})
+    assert gone not in kinds(model) and any(why == f"{flag}=False" for _, why in summary.left)
+    liger_hw.patch(model, fused_linear_cross_entropy=False)
+    assert kinds(model) == {"rms_norm", "rope", "swiglu"}
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ({"rmsnorm": True}, "rmsnorm"),
+        ({"cross_entropy": True}, "fused_linear_cross_entropy"),
+        ({"rope": 1, "x": 0}, "x"),
+    ],
+)
+def test_bad_flags_are_errors(flags, named):
+    model = tiny.model()
+    for call in (liger_hw.patch, liger_hw.apply_liger_kernel_to_llama, monkey_patch._apply_liger_kernel_to_instance):
+        with pytest.raises(ValueError, match=named):
+            call(model=model, **flags)
+    assert not swapped(model)
+    with pytest.raises(ValueError, match="model"):
+        liger_hw.patch("llama")
+
+
+def test_patching_touches_one_model_only():
+    first, second = tiny.model(), tiny.model()
+    forward = transformers.LlamaForCausalLM.forward
+    rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    liger_hw.patch(first)
+    assert not swapped(second) and transformers.LlamaForCausalLM.forward is forward
+    assert transformers.models.llama.modeling_llama.apply_rotary_pos_emb is rotate
+    tiny.assert_learns_alike(second, first, **tiny.tokens())
+
+
+def test_probing_leaves_random_state_and_weights_alone():
+    model = tiny.model("gemma2")
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    liger_hw.patch(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_model_without_memory_can_be_patched():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny.TINY))
+    liger_hw.patch(model)
+    assert kinds(model) == {"rms_norm", "rope", "swiglu", "head", "causal_lm"}
+
+
+def test_copies_compute_with_their_own_weights():
+    plain, patched = tiny.pair()
+    copied = copy.deepcopy(patched)
+    assert classes(copied) == classes(patched)
+    for p, q in zip(copied.parameters(), plain.parameters()):
+        p.data += 0.1
+        q.data += 0.1
+    tiny.assert_learns_alike(plain, copied, **tiny.tokens())
+
+
+@pytest.mark.parametrize("through", ["pickle", "torch.save"])
+def test_pickles_come_back_patched(through):
+    plain, patched = tiny.pair()
+    if through == "pickle":
+        loaded = pickle.loads(pickle.dumps(patched))
+    else:
+        buffer = io.BytesIO()
+        torch.save(patched, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+    assert classes(loaded) == classes(patched)
+    tiny.assert_learns_alike(plain, loaded, **tiny.tokens())
+    liger_hw.unpatch(loaded)
+    assert classes(loaded) == classes(plain)
+
+
+def test_saved_models_load_as_plain_ones(tmp_path):
+    plain, patched = tiny.pair()
+    patched.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM and loaded.config.architectures == ["LlamaForCausalLM"]
+    assert torch.equal(logits(loaded), logits(plain))
+    again = liger_hw.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False)
+    assert kinds(again) == {"rms_norm", "swiglu", "head", "causal_lm"}
+    assert torch.equal(logits(again), logits(plain))
+
+
+def test_auto_model_patches_any_type():
+    config = transformers.AutoConfig.for_model("exaone4", **tiny.TINY)
+    assert "rms_norm" in kinds(liger_hw.AutoLigerKernelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_generates_the_same(family):
+    plain, patched = tiny.pair(family)
+    prompt = tiny.tokens()["input_ids"][:, :6]
+    mask = torch.ones_like(prompt)
+    for training in (False, True):
+        texts = [
+            m.train(training).generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False)
+            for m in (plain, patched)
+        ]
+        assert torch.equal(*texts)
+
+
+def test_training_mode_can_be_toggled():
+    plain, patched = tiny.pair()
+    tiny.assert_learns_alike(plain.eval(), patched.eval(), fused=False, **tiny.tokens())
+    tiny.assert_learns_alike(plain.train(), patched.train(), **tiny.tokens())
+    assert torch.equal(patched.eval()(**tiny.tokens()).logits, plain.eval()(**tiny.tokens()).logits)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    plain, patched = tiny.pair()
+    for m in (plain, patched):
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        m.enable_input_require_grads()
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+def test_a_replaced_forward_is_respected():
+    plain, patched = tiny.pair()
+    liger_hw.unpatch(patched)
+    patched.model.norm.forward = lambda x: 2 * x
+    summary = liger_hw.patch(patched)
+    assert summary.left["LlamaRMSNorm", "its forward was replaced on the instance"] == 1
+    plain.model.norm.forward = lambda x: 2 * x
+    assert torch.equal(logits(patched), logits(plain))
+
+
+def test_unusual_calls_go_to_the_original():
+    _, patched = tiny.pair()
+    x = torch.randn(2, 64)
+    layer = patched.model.layers[0]
+    assert torch.equal(layer.mlp(x=x), layer.mlp(x))
+    assert torch.equal(layer.input_layernorm(hidden_states=x), layer.input_layernorm(x))
+    with pytest.raises(TypeError):
+        layer.mlp(x, x)
+
+
+def test_signature_is_the_originals():
+    import inspect
+
+    plain, patched = tiny.pair()
+    assert inspect.signature(patched.forward) == inspect.signature(plain.forward)
+
+
+def test_modules_of_no_model_are_patched_too():
+    modules = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16), torch.nn.RMSNorm(16, eps=1e-5))
+    x = torch.randn(3, 16)
+    expected = modules(x)
+    summary = liger_hw.patch(modules)
+    assert summary.replaced["LayerNorm", "layer_norm"] == 1
+    torch.testing.assert_close(modules(x), expected)
+
+
+class Remote(torch.nn.Module):
+    """A norm as somebody's own model file might have it, under names that nobody knows."""
+
+    def __init__(self, scaled):
+        super().__init__()
+        self.gain, self.tiny_number, self.scale = torch.nn.Parameter(torch.ones(16)), 1e-5, 1.0
+        self.scaled = scaled
+
+    def forward(self, rows):
+        wide = rows.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny_number)
+        wide = wide * self.scale if self.scaled else wide
+        return self.gain * wide.to(rows.dtype)
+
+
+def test_names_do_not_matter_and_arithmetic_does():
+    recognised, scaled = Remote(False), Remote(True)
+    assert str(liger_hw.patch(torch.nn.Sequential(recognised)).replaced).count("rms_norm") == 1
+    assert not liger_hw.patch(torch.nn.Sequential(scaled)).replaced, "scale is 1.0 today and may not be tomorrow"
+    recognised.tiny_number = 0.5
+    x = torch.randn(3, 16)
+    assert torch.equal(recognised(x), Remote.forward(recognised, x))
+
+
+class TestClassLevel:
+    """Before a model exists, for trainers that patch first and build later."""
+
+    @pytest.fixture(autouse=True)
+    def undo(self):
+        yield
+        liger_hw.unpatch(transformers.LlamaForCausalLM)
+
+    def build(self, family="llama"):
+        config = transformers.AutoConfig.for_model(family, **tiny.TINY)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def test_models_built_later_are_patched(self, tmp_path):
+        before, plain = self.build(), tiny.model()
+        liger_hw.apply_liger_kernel_to_llama(rope=False)
+        assert kinds(self.build()) == {"rms_norm", "swiglu", "head", "causal_lm"}
+        assert not swapped(before) and not swapped(self.build("mistral"))
+        plain.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert swapped(loaded) and torch.equal(logits(loaded), logits(plain))
+        liger_hw.apply_liger_kernel_to_llama()
+        assert "rope" in kinds(self.build())
+
+    def test_unpatch_of_the_class_undoes_it(self):
+        own = dict(vars(transformers.LlamaPreTrainedModel))
+        monkey_patch._apply_liger_kernel("llama")
+        assert swapped(self.build())
+        liger_hw.unpatch(transformers.LlamaForCausalLM)
+        assert not swapped(self.build()) and dict(vars(transformers.LlamaPreTrainedModel)) == own
+
+    def test_signature_has_the_flags_that_frameworks_look_for(self):
+        import inspect
+
+        parameters = inspect.signature(liger_hw.apply_liger_kernel_to_llama).parameters
+        names = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu", "model"]
+        assert list(parameters) == names and set(names) - {"model"} <= set(FLAGS)
+        with pytest.raises(ValueError, match="geglu"):
+            liger_hw.apply_liger_kernel_to_llama(geglu=True)
+        with pytest.raises(ValueError, match="unheard_of"):
+            monkey_patch._apply_liger_kernel("unheard_of")

@@ -1,0 +1,72 @@
+"""Tiny Hugging Face models that hide nothing, and the one comparison of a patched with a plain one."""
+
+import copy
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+
+from liger_hw import patch  # noqa: E402
+
+VOCABULARY = 128
+TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+TINY |= dict(head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=64)
+TINY |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LOGIT_KNOBS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def model(family="llama", dtype=torch.float32, seed=0, **config):
+    """A plain model. Fresh norm weights are all one and knobs of the logits 1.0, which hides their arithmetic."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(family, **TINY | config)
+        for knob in LOGIT_KNOBS:
+            if hasattr(config, knob):
+                setattr(config, knob, 0.7)
+        plain = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+        for p in plain.parameters():
+            p.data += 0.3 * torch.randn_like(p)
+    return plain.train()
+
+
+def pair(family="llama", dtype=torch.float32, flags=(), **config):
+    """A plain model and its patched copy."""
+    plain = model(family, dtype, **config)
+    patched = copy.deepcopy(plain)
+    patch(patched, **dict(flags))
+    return plain, patched
+
+
+def tokens(batch=2, length=17, seed=0):
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def call(model, **inputs):
+    torch.manual_seed(1)  # for dropout
+    return model(**inputs, use_cache=False)
+
+
+def is_lazy(outputs):
+    """Whether the logits of a forward were never computed."""
+    return getattr(outputs.logits, "value", outputs.logits) is None
+
+
+def assert_learns_alike(plain, patched, fused=True, **inputs):
+    """The same loss and the same gradient of every parameter; returns both outputs."""
+    expected, found = call(plain, **inputs), call(patched, **inputs)
+    assert is_lazy(found) == fused, "the logits were computed" if fused else "the logits were not computed"
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    expected.loss.backward(), found.loss.backward()
+    for (name, p), q in zip(plain.named_parameters(), patched.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    plain.zero_grad(), patched.zero_grad()
+    return expected, found
