@@ -288,8 +288,8 @@ def _tune_case(case, args, report, note, console) -> None:
     try:
         inputs = case.make(device, DTYPES[args.dtype])
         for call in tuning.calls_within(lambda: shapes.step(op, inputs, case.options)):
-            for key, result in tuning.tune(call, args.output, skip=report, progress=progress).items():
-                report[key] = result
+            keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
+            report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:
         console.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
 

@@ -11,6 +11,7 @@
 """
 
 import functools
+import inspect
 
 import torch
 
@@ -28,6 +29,7 @@ def widen(x):
 def op(reference):
     """Make `reference` the default implementation, the documentation and the oracle of an op of its name."""
     implementations, chosen, name = {"reference": reference}, {}, reference.__name__
+    first = next(iter(inspect.signature(reference).parameters))
 
     def choose(device):
         """The implementation that serves tensors on `device`: the first name of its chain that has one."""
@@ -36,19 +38,20 @@ def op(reference):
             if candidate in implementations:
                 return candidate
         raise NotImplementedError(
-            f"{name} has no implementation for backend {backends.forced()!r}, which is forced here (tried {', '.join(names)}); "
-            f"it has {', '.join(sorted(implementations))}. Set LIGER_HW_BACKEND to one of them or unset it"
+            f"{name} has no implementation for backend {backends.forced()!r}, which is forced here "
+            f"(tried {', '.join(names)}); it has {', '.join(sorted(implementations))}. "
+            f"Set LIGER_HW_BACKEND to one of them or unset it"
         )
 
     @functools.wraps(reference)
-    def call(x, *args, **kwargs):
+    def call(*args, **kwargs):
+        device = (args[0] if args else kwargs[first]).device
         if torch.compiler.is_compiling():
-            return implementations[_choice_while_tracing(name, x.device.type, x.device.index)](x, *args, **kwargs)
-        key = x.device, backends._forced
-        implementation = chosen.get(key)
+            return implementations[_choice_while_tracing(name, device.type, device.index)](*args, **kwargs)
+        implementation = chosen.get((device, backends._forced))
         if implementation is None:
-            implementation = chosen[(x.device, backends.forced())] = implementations[choose(x.device)]
-        return implementation(x, *args, **kwargs)
+            implementation = chosen[(device, backends.forced())] = implementations[choose(device)]
+        return implementation(*args, **kwargs)
 
     def register(backend):
         """Make a function of the same signature the implementation for `backend`, a name of `Device.backends`."""
@@ -72,8 +75,10 @@ def _choice_while_tracing(name, device_type, index):
 
 
 class Function(torch.autograd.Function):
-    """An autograd function whose eager `apply` costs 2 us less (an H200's host): torch's own looks through every argument
-    for the remains of a functorch transform, which matters only within one."""
+    """An autograd function whose eager `apply` costs 2 us less (an H200's host).
+
+    torch's own looks through every argument for the remains of a functorch transform, which matters only within one.
+    """
 
     @classmethod
     def apply(cls, *args):

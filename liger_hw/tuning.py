@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from liger_hw import backends
 from liger_hw._triton import AVAILABLE, triton
 from liger_hw.backends.device import Device
 
@@ -102,7 +103,7 @@ def read_table(file: Path) -> dict:
         return table
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warn_once(f"ignoring the tuning table {file}: {error}")
         return {}
 
@@ -138,9 +139,10 @@ def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
     try:
         if (entry["kernel"], entry["triton"]) != (kernel, triton.__version__):
             return None
-        config = Config(entry["meta"], entry["num_warps"], entry["num_stages"], entry["programs"], like.device, source)
-        if list(config.meta) != list(like.meta):
-            raise ValueError(f"meta={config.meta}, allowed: {list(like.meta)}")
+        if entry["meta"].keys() != like.meta.keys():
+            raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
+        meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
+        config = Config(meta, entry["num_warps"], entry["num_stages"], entry["programs"], like.device, source)
         tile = [size for name, size in config.meta.items() if name != "STAGES"]
         counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
         if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
@@ -180,8 +182,8 @@ def tuned(heuristic):
         if AVAILABLE:
             for file, source in ((cache_file(device), LOCAL), (shipped_file(device), SHIPPED)):
                 entry = _table(file).get(key(*shape))
-                winner = entry and _valid(entry, default, source, kernel_hash(kernel()))
-                if winner:
+                winner = None if entry is None else _valid(entry, default, source, kernel_hash(kernel()))
+                if winner is not None:
                     return winner
         return default
 
@@ -235,7 +237,7 @@ def entry_for(config, shape, winner: Config, seconds: float, default_seconds: fl
 
 
 def record(file: Path, entries: dict) -> None:
-    """Merge winners into a table: readable JSON, under a lock, replaced in one step.
+    """Merge winners into a table, and take out those given as None: readable JSON, under a lock, replaced in one step.
 
     A full disk or a read-only folder costs the winners and one warning, nothing else.
     """
@@ -245,7 +247,8 @@ def record(file: Path, entries: dict) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock", timeout=60):
-            part.write_text(json.dumps(read_table(file) | entries, indent=1, sort_keys=True) + "\n")
+            merged = {key: entry for key, entry in (read_table(file) | entries).items() if entry is not None}
+            part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
             part.replace(file)
     except OSError as error:
         warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
@@ -290,7 +293,7 @@ def configurations_of(function) -> list[tuple]:
         _asked = None
 
 
-def tune(function, file: Path | None = None, skip=(), progress=lambda key, tried, best: None, margin=0.03) -> dict:
+def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
     """Search, for every configuration that `function()` looks up, from its heuristic downhill, and keep the winners.
 
     A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
@@ -298,7 +301,7 @@ def tune(function, file: Path | None = None, skip=(), progress=lambda key, tried
     Args:
         function: runs the op; must be safe to repeat.
         file: the table to write; the user's cache by default.
-        skip: keys to leave alone.
+        only: the keys to search for; all by default.
         progress: called with (key, candidates tried, the best Config so far) after each candidate.
         margin: a winner is kept only if it beats the heuristic by more than this share, twice; the tables stay small.
 
@@ -308,7 +311,7 @@ def tune(function, file: Path | None = None, skip=(), progress=lambda key, tried
     report = {}
     for config, shape, device in configurations_of(function):
         key = config.key(*shape)
-        if key in skip:
+        if only is not None and key not in only:
             continue
         default = config.heuristic(*shape, device)
         times = {}  # candidate as text -> seconds
@@ -326,12 +329,16 @@ def tune(function, file: Path | None = None, skip=(), progress=lambda key, tried
                 if seconds(candidate) < seconds(found):
                     found = candidate
                 progress(key, len(times), found)
-        report[key] = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default)), "candidates": len(times)}
+        file = file or cache_file(device)
+        kept = None
         if seconds(best) < seconds(default) * (1 - margin):
             again, default_again = _seconds(function, key, best), _seconds(function, key, default)
             if again < default_again * (1 - margin):
-                report[key] |= entry_for(config, shape, best, again, default_again)
-                record(file or cache_file(device), {key: {k: v for k, v in report[key].items() if k != "candidates"}})
+                kept = entry_for(config, shape, best, again, default_again)
+        if kept or key in read_table(file):  # a winner of old may have lost to the heuristic
+            record(file, {key: kept})
+        measured = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default))}
+        report[key] = (kept or measured) | {"candidates": len(times)}
     return report
 
 
@@ -369,7 +376,7 @@ _tried = set()
 
 
 def _call_and_tune(launches, args, repeatable: bool):
-    """`launches(*args)`; then tune what it looked up, unless this machine has winners or tried before."""
+    """`launches(*args)`; then tune what it looked up for its own device, unless a winner is known or was sought."""
     global _asked
     if not repeatable or args[0].device.type in ("cpu", "meta") or _asked is not None or _overrides:
         return launches(*args)
@@ -379,11 +386,12 @@ def _call_and_tune(launches, args, repeatable: bool):
         wanted = _asked
     finally:
         _asked = None
-    new = {config.key(*shape) for config, shape, here in wanted if config(*shape, here).source != LOCAL} - _tried
+    here = backends.detected(args[0].device)
+    mine = {config.key(*shape): config(*shape, device) for config, shape, device in wanted if device is here}
+    new = {key for key, chosen in mine.items() if chosen.source != LOCAL} - _tried
     if new:
         _tried.update(new)
-        every = {config.key(*shape) for config, shape, _ in wanted}
-        tune(functools.partial(launches, *args), skip=every - new)
+        tune(functools.partial(launches, *args), only=new)
     return result
 
 

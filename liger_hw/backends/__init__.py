@@ -74,8 +74,8 @@ def target(name: str, device: torch.device) -> Device:
 
 def check_name(name: str) -> str:
     """`name` itself if it is a backend name; otherwise a ValueError that lists them."""
-    vendor, _, arch = name.partition(":")
-    if name in ("reference", "triton") or (vendor in VENDORS and arch in ("", *VENDORS[vendor].ARCHS)):
+    archs = {f"{vendor}:{arch}" for vendor, module in VENDORS.items() for arch in module.ARCHS}
+    if name in {"reference", "triton", *VENDORS, *archs}:
         return name
     known = ", ".join(f"{v} (or {v}:ARCH with ARCH one of {', '.join(m.ARCHS)})" for v, m in VENDORS.items())
     raise ValueError(f"backend {name!r} is unknown; LIGER_HW_BACKEND and use_backend take reference, triton, {known}")

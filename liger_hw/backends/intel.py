@@ -39,16 +39,17 @@ def nearest(arch: str) -> Device:
     return ARCHS.get(arch, ARCHS["dg2"] if arch in ("mtl", "arl_h", "arl_s") else ARCHS["bmg"])
 
 
-def _driver_arch() -> str:
-    """Triton's Intel driver names the architecture in a dict; torch.xpu only numbers it."""
+def _driver_arch(device: torch.device) -> str:
+    """Triton's Intel driver names the architecture in a dict, for the current device; torch.xpu only numbers it."""
     from triton.runtime import driver
 
-    return driver.active.get_current_target().arch.get("arch") or "unknown"
+    with torch.xpu.device(device):
+        return driver.active.get_current_target().arch.get("arch") or "unknown"
 
 
 def describe(device: torch.device) -> Device:
     p = torch.xpu.get_device_properties(device)
-    arch = _driver_arch()
+    arch = _driver_arch(device)
     return nearest(arch).with_facts(
         arch=arch,
         warp_size=32 if 32 in p.sub_group_sizes else max(p.sub_group_sizes),

@@ -10,7 +10,8 @@ KiB, MiB = 1024, 1024 * 1024
 def _arch(arch, num_cores, shared_kib, core_threads, l2_mib, bandwidth):
     return Device(
         "nvidia", arch, 32, num_cores, shared_kib * KiB,
-        registers=64, max_threads=1024, core_threads=core_threads, l2=l2_mib * MiB, bandwidth=bandwidth, async_copy=True,
+        registers=64, max_threads=1024, core_threads=core_threads, l2=l2_mib * MiB, bandwidth=bandwidth,
+        async_copy=True,
     )  # fmt: skip
 
 

@@ -1,0 +1,216 @@
+import contextlib
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from liger_hw import backends, use_backend
+from liger_hw.backends import VENDORS, amd, intel, nvidia
+from liger_hw.backends.device import Device
+
+KiB, MiB = 1024, 1024 * 1024
+GPU = torch.device("cuda", 0)
+EVERY = [device for vendor in VENDORS.values() for device in vendor.ARCHS.values()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(backends, "_devices", {})
+    monkeypatch.setattr(backends, "_forced", backends._UNREAD)
+    monkeypatch.delenv("LIGER_HW_BACKEND", raising=False)
+
+
+def cuda(monkeypatch, hip=None, **facts):
+    """torch.cuda describes one device with these facts."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**facts))
+
+
+def an_nvidia(monkeypatch, major, minor, **facts):
+    defaults = {
+        "name": "NVIDIA H200", "warp_size": 32, "multi_processor_count": 132, "L2_cache_size": 60 * MiB,
+        "shared_memory_per_block_optin": 232448, "max_threads_per_multi_processor": 2048,
+    }  # fmt: skip
+    cuda(monkeypatch, major=major, minor=minor, **defaults | facts)
+
+
+def an_amd(monkeypatch, arch, warp_size, cores, **facts):
+    defaults = {"name": "AMD Instinct MI300X", "L2_cache_size": 4 * MiB}
+    cuda(monkeypatch, "7.1", gcnArchName=arch, warp_size=warp_size, multi_processor_count=cores, **defaults | facts)
+
+
+def an_intel(monkeypatch, arch, **facts):
+    defaults = {
+        "name": "Intel(R) Arc(TM) B580", "sub_group_sizes": [16, 32], "gpu_subslice_count": 20,
+        "local_mem_size": 128 * KiB, "max_work_group_size": 1024, "last_level_cache_size": 18 * MiB,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(**defaults | facts))
+    monkeypatch.setattr(intel, "_driver_arch", lambda device: arch)
+
+
+@pytest.mark.parametrize("device", EVERY, ids=lambda device: f"{device.vendor}-{device.arch}")
+def test_facts_are_possible(device):
+    assert device.warp_size in (32, 64)
+    assert device.max_warps * device.warp_size == device.max_threads <= device.core_threads
+    assert 64 * KiB <= device.shared_memory <= 256 * KiB
+    assert 64 <= device.registers <= 256 and device.num_cores > 0 and device.l2 > 0 and device.bandwidth > 0
+    assert device.backends == (f"{device.vendor}:{device.arch}", device.vendor, "triton", "reference")
+
+
+def test_devices_are_compared_by_identity():
+    """One value per torch device is hashed on every launch."""
+    assert nvidia.ARCHS["sm90"].with_facts(name="x") != nvidia.ARCHS["sm90"].with_facts(name="x")
+
+
+def test_with_facts_keeps_what_a_driver_does_not_know():
+    known = Device("intel", "pvc", 32, 64, 128 * KiB, l2=204 * MiB)
+    found = known.with_facts(num_cores=56, l2=0, name=None)
+    assert (found.num_cores, found.l2, found.name) == (56, 204 * MiB, "")
+
+
+def test_an_nvidia_gpu(monkeypatch):
+    an_nvidia(monkeypatch, 9, 0)
+    found = backends.detected(GPU)
+    assert (found.vendor, found.arch, found.name) == ("nvidia", "sm90", "NVIDIA H200")
+    assert (found.shared_memory, found.l2, found.num_cores) == (232448, 60 * MiB, 132)
+    assert backends.detected(GPU) is found
+
+
+@pytest.mark.parametrize(
+    "name, arch, warp_size, registers",
+    [("gfx942:sramecc+:xnack-", "gfx942", 64, 128), ("gfx90a:sramecc+:xnack-", "gfx90a", 64, 128),
+     ("gfx1100", "gfx1100", 32, 192), ("gfx1201", "gfx1201", 32, 192)],
+)  # fmt: skip
+def test_an_amd_gpu(monkeypatch, name, arch, warp_size, registers):
+    an_amd(monkeypatch, name, warp_size, 304)
+    found = backends.detected(GPU)
+    assert (found.vendor, found.arch, found.warp_size, found.num_cores) == ("amd", arch, warp_size, 304)
+    assert found.registers == registers and found.max_warps == 1024 // warp_size
+    assert found.backends[0] == f"amd:{arch}"
+
+
+def test_an_intel_gpu(monkeypatch):
+    an_intel(monkeypatch, "bmg")
+    found = backends.detected(torch.device("xpu", 0))
+    assert (found.vendor, found.arch, found.warp_size, found.num_cores) == ("intel", "bmg", 32, 20)
+    assert found.launch_options == {"grf_mode": "default"}
+
+
+def test_intel_sub_groups_of_16_only(monkeypatch):
+    an_intel(monkeypatch, "lnl", sub_group_sizes=[8, 16], max_work_group_size=512)
+    found = backends.detected(torch.device("xpu", 0))
+    assert (found.warp_size, found.max_threads, found.max_warps) == (16, 512, 32)
+
+
+def test_intel_names_its_architecture_in_a_dict(monkeypatch):
+    runtime = pytest.importorskip("triton").runtime
+    target = SimpleNamespace(arch={"arch": "pvc", "has_subgroup_2d_block_io": True})
+    active = SimpleNamespace(get_current_target=lambda: target)
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.xpu, "device", lambda device: contextlib.nullcontext())
+    assert intel._driver_arch(torch.device("xpu", 0)) == "pvc"
+    target.arch = {}
+    assert intel._driver_arch(torch.device("xpu", 0)) == "unknown"
+
+
+@pytest.mark.parametrize(
+    "vendor, unknown, like",
+    [
+        (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm130", "sm121"),
+        (amd, "gfx908", "gfx90a"), (amd, "gfx940", "gfx942"), (amd, "gfx1103", "gfx1100"), (amd, "gfx1152", "gfx1150"),
+        (intel, "ptl_h", "bmg"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
+    ],
+)  # fmt: skip
+def test_the_nearest_of_unknown_architectures(vendor, unknown, like):
+    assert vendor.nearest(unknown) is vendor.ARCHS[like]
+
+
+@pytest.mark.parametrize(
+    "make, device, arch, like",
+    [
+        (lambda patch: an_nvidia(patch, 11, 0, name="Thor"), GPU, "sm110", "sm103"),
+        (lambda patch: an_amd(patch, "gfx1152:xnack-", 32, 8), GPU, "gfx1152", "gfx1150"),
+        (lambda patch: an_intel(patch, "ptl_h"), torch.device("xpu", 0), "ptl_h", "bmg"),
+    ],
+    ids=["nvidia", "amd", "intel"],
+)
+def test_an_unknown_architecture_costs_one_log_line(monkeypatch, caplog, make, device, arch, like):
+    make(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        first, second = backends.detected(device), backends.detected(device)
+    assert first is second and first.arch == arch
+    assert len(caplog.records) == 1
+    assert arch in caplog.text and like in caplog.text
+
+
+def test_a_cpu():
+    found = backends.detected(torch.device("cpu"))
+    assert (found.vendor, found.backends) == ("cpu", ("reference",))
+
+
+def test_no_driver_is_asked_at_import():
+    """Asking one before a fork poisons the child."""
+    check = (
+        "import torch; ask = lambda *a, **k: 1 / 0; torch.cuda.get_device_properties = torch.cuda._lazy_init = ask; "
+        "torch.xpu.get_device_properties = torch.xpu._lazy_init = ask; "
+        "import liger_hw; from liger_hw.kernels import load_all; load_all()"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_the_variable_is_read_once(monkeypatch):
+    monkeypatch.setenv("LIGER_HW_BACKEND", "amd:gfx942")
+    assert backends.forced() == "amd:gfx942"
+    monkeypatch.setenv("LIGER_HW_BACKEND", "nvidia")
+    assert backends.forced() == "amd:gfx942"
+
+
+def test_an_empty_variable_forces_nothing(monkeypatch):
+    monkeypatch.setenv("LIGER_HW_BACKEND", "")
+    assert backends.forced() is None
+
+
+@pytest.mark.parametrize("name", ["cuda", "amd:sm90", "nvidia:", "nvidia:gfx942", "AMD", "triton:sm90", "reference:x"])
+def test_unknown_names_list_the_known(monkeypatch, name):
+    with pytest.raises(ValueError) as by_call, use_backend(name):
+        pass
+    monkeypatch.setenv("LIGER_HW_BACKEND", name)
+    monkeypatch.setattr(backends, "_forced", backends._UNREAD)
+    with pytest.raises(ValueError) as by_variable:
+        backends.forced()
+    for error in (by_call, by_variable):
+        for word in (repr(name), "reference", "triton", "nvidia", "gfx942", "bmg"):
+            assert word in str(error.value)
+
+
+def test_use_backend_nests_and_restores():
+    assert backends.forced() is None
+    with use_backend("triton"):
+        with use_backend(None):
+            assert backends.forced() is None
+        with pytest.raises(ZeroDivisionError), use_backend("amd"):
+            assert backends.forced() == "amd"
+            1 / 0  # noqa: B018
+        assert backends.forced() == "triton"
+    assert backends.forced() is None
+
+
+def test_what_a_forced_name_means(monkeypatch):
+    """The device that is there where it fits the name; otherwise the facts of the one that is named."""
+    an_nvidia(monkeypatch, 9, 0, multi_processor_count=78)
+    here = backends.detected(GPU)
+    for name in ("triton", "reference", "nvidia", "nvidia:sm90"):
+        assert backends.target(name, GPU) is here
+    assert backends.target("nvidia:sm80", GPU) is nvidia.ARCHS["sm80"]
+    assert backends.target("amd", GPU) is amd.ARCHS["gfx942"]
+    assert backends.target("intel:lnl", GPU) is intel.ARCHS["lnl"]
+
+
+def test_meta_tensors_stand_for_a_device(monkeypatch):
+    an_amd(monkeypatch, "gfx950", 64, 256)
+    with backends.meta_tensors_are_on(GPU):
+        assert backends.device_of(torch.empty(1, device="meta")) is backends.detected(GPU)
+    assert backends.device_of(torch.empty(1, device="meta")).vendor == "cpu"

@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+from liger_hw import backends, dispatch, use_backend
+from liger_hw.backends import nvidia
+from liger_hw.dispatch import op
+
+
+@pytest.fixture
+def double():
+    """An op with a reference alone; forgotten again afterwards."""
+
+    @op
+    def double(x, by=2):
+        """Twice x."""
+        return ("reference", x * by)
+
+    yield double
+    del dispatch.OPS["double"]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """CPU tensors are taken to be on an H200."""
+    monkeypatch.setattr(backends, "_forced", None)
+    monkeypatch.setitem(backends._devices, torch.device("cpu"), nvidia.ARCHS["sm90"])
+    monkeypatch.setattr(backends, "AVAILABLE", True)
+    monkeypatch.setattr(backends, "interpreting", lambda: True)
+
+
+def names(op):
+    return op(torch.ones(2))[0]
+
+
+def register(op, *backend_names):
+    for name in backend_names:
+        op.register(name)(lambda x, by=2, name=name: (name, x * by))
+
+
+def test_the_reference_documents_the_op(double):
+    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
+    assert dispatch.OPS["double"] is double and double.reference(torch.ones(1))[0] == "reference"
+
+
+def test_arguments_by_position_and_by_name(double):
+    for found in (double(torch.ones(1), 3), double(torch.ones(1), by=3), double(x=torch.ones(1), by=3)):
+        assert found == ("reference", torch.full((1,), 3.0))
+
+
+def test_the_most_specific_implementation_serves(double, on_gpu):
+    assert names(double) == "reference"
+    for name in ("triton", "nvidia", "nvidia:sm90"):
+        register(double, name)  # each is seen at once, though the choice before it was remembered
+        assert names(double) == name
+    register(double, "amd", "nvidia:sm100")
+    assert names(double) == "nvidia:sm90"
+
+
+def test_registering_again_replaces(double, on_gpu):
+    register(double, "triton")
+    assert names(double) == "triton"
+    double.register("triton")(lambda x: ("newer", x))
+    assert names(double) == "newer"
+
+
+def test_forced_means_forced(double, on_gpu):
+    register(double, "triton", "nvidia")
+    with use_backend("reference"):
+        assert names(double) == "reference"
+    with use_backend("nvidia:sm90"):
+        assert names(double) == "nvidia"
+    del double.implementations["triton"], double.implementations["nvidia"]
+    with use_backend("nvidia"), pytest.raises(NotImplementedError) as error:
+        double(torch.ones(1))
+    for word in ("double", "'nvidia'", "nvidia:sm90, nvidia, triton", "it has reference", "LIGER_HW_BACKEND"):
+        assert word in str(error.value)
+
+
+def test_a_vendor_whose_device_is_absent(double, on_gpu):
+    """Its own implementation, or the portable one; never that of the device that is present."""
+    register(double, "triton", "nvidia", "amd:gfx942")
+    with use_backend("amd:gfx942"):
+        assert names(double) == "amd:gfx942"
+    with use_backend("intel"):
+        assert names(double) == "triton"
+
+
+def test_cpu_tensors_cannot_run_kernels(double, monkeypatch):
+    monkeypatch.setattr(backends, "_forced", None)
+    monkeypatch.setattr(backends, "interpreting", lambda: False)
+    monkeypatch.setattr(backends, "AVAILABLE", True)
+    register(double, "triton")
+    assert names(double) == "reference"
+    with use_backend("triton"), pytest.raises(RuntimeError) as error:
+        double(torch.ones(1))
+    for word in ("'triton'", "cpu", "TRITON_INTERPRET=1", "unset LIGER_HW_BACKEND"):
+        assert word in str(error.value)
+    monkeypatch.setattr(backends, "interpreting", lambda: True)
+    with use_backend("triton"):
+        assert names(double) == "triton"
+
+
+def test_without_triton(double, monkeypatch):
+    monkeypatch.setattr(backends, "_forced", None)
+    monkeypatch.setattr(backends, "AVAILABLE", False)
+    register(double, "triton")
+    assert names(double) == "reference"
+    with use_backend("nvidia"), pytest.raises(RuntimeError, match="the package triton is not installed"):
+        double(torch.ones(1))
+
+
+def test_check_describes_tensors_only_when_it_fails():
+    dispatch.check(True, "x", object(), "anything")
+    with pytest.raises(ValueError, match=r"^x: got torch.float32 of shape \(2,\) on cpu, allowed: integers$"):
+        dispatch.check(False, "x", torch.ones(2), "integers")
