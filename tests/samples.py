@@ -30,6 +30,18 @@ def fused_add_norms(dtype, device="cpu"):
         yield (x, randn(*x.shape, dtype=dtype, device=device), w), options
 
 
+def layer_norms(dtype, device="cpu"):
+    for rows, cols in [(5, 123), (3, 1024), (1, 8), (33, 64), (0, 16)]:
+        x, w, b = (randn(*shape, dtype=dtype, device=device) for shape in ((rows, cols), (cols,), (cols,)))
+        yield (x, w, b), {}
+        yield (x, None, None), {"eps": 1e-3}
+    yield (x := randn(2, 7, 40, dtype=dtype, device=device), randn(40, device=device), None), {}  # fp32 weight
+    yield (x, None, randn(40, device=device)), {}
+    yield (x.detach(), randn(40, dtype=dtype, device=device), randn(40, grad=False, dtype=dtype, device=device)), {}
+    yield (x.detach(), randn(40, grad=False, dtype=dtype, device=device), randn(40, dtype=dtype, device=device)), {}
+    yield (randn(2, 33001, dtype=dtype, device=device), randn(33001, dtype=dtype, device=device), None), {}  # looped
+
+
 def gated(dtype, device="cpu", options=({},)):
     for shape in [(5, 123), (3, 1024), (2, 3, 2500), (1,), (0, 16)]:
         gate, up = randn(*shape, dtype=dtype, device=device), randn(*shape, dtype=dtype, device=device)
@@ -63,6 +75,53 @@ def ropes(dtype, device="cpu"):
     yield (heads(2, 2, 0, 8), heads(2, 2, 0, 8), *angles(1, 0, 8, dtype, device)), {}
 
 
+LOSS_OPTIONS = [
+    {},
+    {"reduction": "none"},
+    {"reduction": "sum", "lse_square_scale": 1e-2, "return_z_loss": True},
+    {"label_smoothing": 0.1, "softcap": 3.0, "logit_scale": 0.7, "return_predicted_tokens": True},
+    {
+        "lse_square_scale": 0.01,
+        "softcap": 5.0,
+        "reduction": "none",
+        "return_z_loss": True,
+        "return_token_accuracy": True,
+    },
+    {"num_items": 7, "lse_square_scale": 1e-2, "logit_scale": -1.5, "return_token_accuracy": True},
+]
+CLASS_WEIGHT_OPTIONS = [
+    {},
+    {"label_smoothing": 0.2, "reduction": "sum"},
+    {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 4.0, "logit_scale": 2.0, "return_z_loss": True},
+]
+
+
+def targets(rows, classes, device="cpu", ignored=-100):
+    """Classes, about a quarter of the rows ignored, the first never."""
+    target = torch.randint(0, classes, (rows,))
+    target[1:][torch.rand(max(rows - 1, 0)) < 0.25] = ignored
+    return target.to(device)
+
+
+def losses(dtype, device="cpu"):
+    for rows, classes in [(6, 7), (5, 130), (3, 517), (0, 8), (1, 9)]:
+        x, y = randn(rows, classes, dtype=dtype, device=device), targets(rows, classes, device)
+        for options in LOSS_OPTIONS:
+            yield (x, y), options
+        w = torch.rand(classes, device=device)
+        for options in CLASS_WEIGHT_OPTIONS:
+            yield (x, y, w), options
+    x, y = randn(4, 130, dtype=dtype, device=device), targets(4, 130, device)
+    yield (randn(2, 1, dtype=dtype, device=device), torch.zeros(2, dtype=torch.int64, device=device)), {}
+    yield (x, y), {"in_place": True}
+    yield (x, y), {"in_place": True, "reduction": "none", "label_smoothing": 0.1, "softcap": 3.0}
+    yield (x, y.int(), torch.rand(130, dtype=dtype, device=device)), {"ignore_index": 3}
+    yield (x, torch.full_like(y, -100)), {"return_token_accuracy": True, "return_predicted_tokens": True}
+    x, y = randn(2, 40000, dtype=dtype, device=device), torch.tensor([39999, 0], device=device)  # looped rows
+    yield (x, y), {"return_predicted_tokens": True}
+    yield (x, y), {"in_place": True, "label_smoothing": 0.1, "softcap": 3.0}
+
+
 def real_norms(dtype):
     for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001):
         yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype)), {}
@@ -73,6 +132,12 @@ def real_norms(dtype):
 def real_fused_add_norms(dtype):
     for (x, w), options in real_norms(dtype):
         yield (x, randn(*x.shape, dtype=x.dtype), w), options
+
+
+def real_layer_norms(dtype):
+    for cols in (128, 1024, 4096, 8192, 16384, 262144, 1001):
+        yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype), randn(cols, dtype=dtype)), {}
+    yield (randn(2, 4096, dtype=dtype), None, None), {}
 
 
 def real_gated(dtype, options=({},)):
@@ -96,19 +161,35 @@ def real_ropes(dtype):
         yield (q, k, *angles(1, 2, rotary_dim, dtype)), {}
 
 
+def real_losses(dtype):
+    for classes in (128256, 50257, 32000, 300000):
+        x, y = randn(2, classes, dtype=dtype), targets(2, classes)
+        yield (x, y), {}
+        yield (x, y), {"in_place": True, "lse_square_scale": 1e-4}
+    for classes in (50257, 256000):
+        x, y, w = randn(2, classes, dtype=dtype), targets(2, classes), torch.rand(classes)
+        everything = {"label_smoothing": 0.1, "softcap": 30.0, "lse_square_scale": 0.1, "return_predicted_tokens": True}
+        yield (x, y, w), everything
+        yield (x, y, w), everything | {"in_place": True}
+
+
 # For the compile tier: widths of real models and an odd one, few rows. (dtype) -> (inputs, options)
 REAL = {
     "rms_norm": real_norms,
     "fused_add_rms_norm": real_fused_add_norms,
+    "layer_norm": real_layer_norms,
     "swiglu": real_gated,
     "geglu": real_geglus,
     "rope": real_ropes,
+    "cross_entropy": real_losses,
 }
 
 SAMPLES = {
     "rms_norm": norms,
     "fused_add_rms_norm": fused_add_norms,
+    "layer_norm": layer_norms,
     "swiglu": gated,
     "geglu": geglus,
     "rope": ropes,
+    "cross_entropy": losses,
 }
