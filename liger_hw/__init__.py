@@ -6,6 +6,8 @@ the names that need them.
 
 from liger_hw._lazy import lazy_names
 
+__version__ = "0.1.0"
+
 _NAMES = {
     "backends": ("use_backend",),
     "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),

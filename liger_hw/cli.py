@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import backends, dispatch, shapes, tuning
+from liger_hw import __version__, backends, dispatch, shapes, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.kernels import load_all
 
@@ -35,7 +35,7 @@ def main(argv=None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("liger-hw", description="Fused Triton kernels for training language models.")
-    parser.add_argument("--version", action="version", version=f"liger_hw {version('liger_hw')}")
+    parser.add_argument("--version", action="version", version=f"liger_hw {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     add = commands.add_parser("info", help="what was detected here, and what each op would use")
@@ -99,8 +99,11 @@ def info(args) -> None:
 def gather() -> dict:
     """Everything `liger-hw info` tells, as plain data."""
     return {
-        "versions": {"python": platform.python_version()}
-        | {package: _version(package) for package in ("liger_hw", "torch", "triton", "transformers")},
+        "versions": {
+            "liger_hw": __version__,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in ("torch", "triton", "transformers")},
+        },
         "forced": backends.forced(),
         "interpreter": interpreting(),
         "autotune": tuning.observer is not None,

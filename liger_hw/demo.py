@@ -13,7 +13,6 @@ import sysconfig
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -363,5 +362,5 @@ def machine(device: torch.device) -> dict:
         "device": f"{name} ({here.vendor} {here.arch})" if here.vendor != "cpu" else f"CPU ({name})",
         "backend": f"{backends.forced()} (forced)" if backends.forced() else served,
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "liger_hw": version("liger_hw"), "command": " ".join(["liger-hw", *sys.argv[1:]]),
+        "liger_hw": liger_hw.__version__, "command": " ".join(["liger-hw", *sys.argv[1:]]),
     }  # fmt: skip

@@ -1,0 +1,76 @@
+# make demo    trains a small Llama plain and patched on this machine, and compares; ARGS="--model 1b" is passed on
+# make test    every test this machine can run; ARGS="-k rope" is passed on
+# make lint    style
+#
+# Each sets up what it needs first: a virtual environment in VENV with the build of PyTorch for the accelerator that is
+# here. PYTHON picks the interpreter, TORCH and TORCH_INDEX the build. NO_VENV=1 uses PYTHON as it is and installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+ifneq ($(wildcard /dev/nvidiactl /dev/nvidia0),)
+ACCELERATOR ?= nvidia
+else ifneq ($(wildcard /dev/kfd),)
+ACCELERATOR ?= amd
+else ifneq ($(shell grep -ls 0x8086 /sys/class/drm/renderD*/device/vendor && ldconfig -p 2>/dev/null | grep libze_loader),)
+ACCELERATOR ?= intel
+else
+ACCELERATOR ?= none
+endif
+
+TORCH ?= torch==2.13.0
+TORCH_INDEX_none = https://download.pytorch.org/whl/cpu
+TORCH_INDEX_amd = https://download.pytorch.org/whl/rocm7.2
+TORCH_INDEX_intel = https://download.pytorch.org/whl/xpu
+TORCH_INDEX ?= $(TORCH_INDEX_$(ACCELERATOR))
+
+ifdef NO_VENV
+RUN = PYTHONPATH=$(CURDIR) $(PYTHON)
+READY =
+else
+RUN = $(VENV)/bin/python
+READY = $(VENV)/.ready-$(ACCELERATOR)
+endif
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(RUN) -m liger_hw.cli demo $(ARGS)
+
+# Two runs: Triton's interpreter is chosen when Triton is imported. Both run, whatever the first finds.
+test: $(READY)
+	@failed=0; \
+	$(RUN) -m pytest -n auto $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(ARGS) || failed=1; \
+	exit $$failed
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+$(VENV)/.ready-$(ACCELERATOR): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "liger_hw needs Python 3.10 or newer, and this is " \
+		+ sys.version.split()[0] + ": make PYTHON=/path/to/another")'
+	@echo "setting up $(VENV) (accelerator: $(ACCELERATOR))"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(ACCELERATOR)$(shell uname), noneLinux)
+# PyPI's build for Linux brings 3 GB of CUDA; +cpu is the one without, from wherever pip looks or from PyTorch's own index.
+	$(PIP) '$(TORCH)+cpu' 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+else
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+endif
+# Nothing below may exchange that torch for another, nor the Triton that a vendor's torch brought for PyPI's.
+	$(PIP) --no-deps --editable .
+	@$(VENV)/bin/python -c 'import importlib.metadata as m; \
+		print("torch==" + m.version("torch"), file=open("$(VENV)/constraints.txt", "w")); \
+		vendors = {"torch", "liger_hw"} | ({"triton"} if "$(ACCELERATOR)" in ("amd", "intel") else set()); \
+		wanted = [r.partition(";")[0] for r in m.requires("liger_hw")]; \
+		named = lambda r: r.replace("[", ">").partition(">")[0].strip(); \
+		print(*(r for r in wanted if named(r) not in vendors), sep="\n", file=open("$(VENV)/requirements.txt", "w"))'
+	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) report
