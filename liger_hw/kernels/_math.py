@@ -5,7 +5,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, tuned
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def tanh(x):
 
 @triton.jit
 def in_row(col, cols: tl.constexpr, COLS: tl.constexpr):
-    """Mask of the columns that exist; no mask where COLS divides the width, so that accesses keep their full vectors."""
+    """Mask of the columns that exist; none where COLS divides the width, so that accesses keep their full vectors."""
     if cols % COLS == 0:
         return tl.full(col.shape, True, tl.int1)
     else:
@@ -36,6 +36,49 @@ def in_tile(row, col, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
         return in_row(col, cols, COLS)
     else:
         return (row < rows)[:, None] & in_row(col, cols, COLS)
+
+
+@triton.jit
+def load_parameter(W, at, cols: tl.constexpr, COLS: tl.constexpr):
+    """The columns `at` of a weight or bias, or None; in its own dtype, which takes fewer registers across a loop."""
+    if W is not None:
+        return tl.load(W + at, in_row(at, cols, COLS), other=0.0)
+    else:
+        return None
+
+
+def row_block(cols, device, rows_live):
+    """A whole row where `rows_live` of them, in fp32, leave room in a full block's registers; else a part of it."""
+    values = min(32, device.registers // (2 * rows_live))
+    whole = device.max_threads * power_of_2(values + 1) // 2
+    return power_of_2(cols) if cols <= whole else whole // 2
+
+
+def norm_forward_config(cols, device):
+    """Configuration of a kernel that reduces one row and writes another; its meta-parameters are ROWS and COLS."""
+    # 32 values a lane: RMSNorm on an H200 is as fast as with any other choice within 1% from 1,024 to 16,384 columns,
+    # and short rows (1,024) 6% faster than at 8
+    block = row_block(cols, device, 1)
+    rows = max(1, min(16, 4096 // block))  # short rows share a program
+    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane=32))
+
+
+def norm_backward_config(cols, itemsize, device):
+    """Configuration of a kernel whose programs stride over rows, read two, write one and sum over rows.
+
+    Its meta-parameters are ROWS, COLS and the STAGES of the loop over rows.
+    """
+    # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
+    # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%, at 1,024 75% against 67%.
+    block = row_block(cols, device, 4)
+    rows = max(1, min(16, 2048 // block))
+    warps = row_warps(rows * block, device, per_lane=16)
+    staged = 3 * 2 * rows * block * itemsize  # three rows of each of the two
+    if device.async_copy and staged <= device.shared_memory // 2:
+        stages, programs = 3, 2 if warps * device.warp_size <= 256 else 1
+    else:  # stages would hold the next rows in registers: more programs a core cover the latency instead
+        stages, programs = 1, max(1, 1024 // (warps * device.warp_size))
+    return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)
 
 
 @tuned
@@ -55,7 +98,7 @@ def sum_partials(PARTIAL, OUT, rows, cols, ROWS: tl.constexpr, COLS: tl.constexp
 
 
 def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum over rows of fp32 partial sums (programs, cols), as `dtype`: (cols,). In a fixed order, so bit-identical."""
+    """The sum over rows of fp32 partial sums (programs, cols), as `dtype`: (cols,). Always in the same order."""
     rows, cols = partial.shape
     out = torch.empty(cols, dtype=dtype, device=partial.device)
     config = sum_partials_config(cols, device_of(partial))

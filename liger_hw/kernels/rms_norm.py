@@ -9,8 +9,8 @@ r"""Root-mean-square norm over the last dimension, alone or after a residual add
     dw = sum over rows of dy s rstd
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), with a residual reads and writes one more of
-each (4RC), and saves rstd (R, fp32); backward reads s and dy and writes ds (3RC, with a residual also reads ds_out, 4RC)
-plus one fp32 partial dw a program. Both are bound by memory. A row that does not fit one block is read twice.
+each (4RC), and saves rstd (R, fp32); backward reads s and dy and writes ds (3RC, with a residual also reads ds_out,
+4RC) plus one fp32 partial dw a program. Both are bound by memory. A row that does not fit one block is read twice.
 """
 
 import torch
@@ -18,9 +18,18 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, check, op, raw, widen
-from liger_hw.kernels._math import in_row, in_tile, reduce_partials, rounded, rows_of
+from liger_hw.kernels._math import (
+    in_row,
+    in_tile,
+    load_parameter,
+    norm_backward_config,
+    norm_forward_config,
+    reduce_partials,
+    rounded,
+    rows_of,
+)
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+from liger_hw.tuning import tuned
 
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -87,35 +96,14 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_m
     return rms_norm.reference(s, weight, eps, offset, casting_mode), s
 
 
-def _block(cols, device, rows_live):
-    """A whole row where `rows_live` of them, in fp32, leave room in a full block's registers; else a part of it."""
-    values = min(32, device.registers // (2 * rows_live))
-    whole = device.max_threads * power_of_2(values + 1) // 2
-    return power_of_2(cols) if cols <= whole else whole // 2
-
-
 @tuned
 def rms_norm_forward_config(cols, itemsize, device):
-    # 32 values a lane: on an H200 as fast as any other choice within 1% from 1,024 to 16,384 columns, and short rows
-    # (1,024) 6% faster than at 8
-    block = _block(cols, device, 1)
-    rows = max(1, min(16, 4096 // block))  # short rows share a program
-    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane=32))
+    return norm_forward_config(cols, device)
 
 
 @tuned
 def rms_norm_backward_config(cols, itemsize, device):
-    # Reads of the next rows must be under way while a row is reduced: with 3 stages an H200 moves 94% of its copy rate
-    # at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%, at 1,024 75% against 67%.
-    block = _block(cols, device, 4)
-    rows = max(1, min(16, 2048 // block))
-    warps = row_warps(rows * block, device, per_lane=16)
-    staged = 3 * 2 * rows * block * itemsize  # three rows of s and of dy
-    if device.async_copy and staged <= device.shared_memory // 2:
-        stages, programs = 3, 2 if warps * device.warp_size <= 256 else 1
-    else:  # stages would hold the next rows in registers: more programs a core cover the latency instead
-        stages, programs = 1, max(1, 1024 // (warps * device.warp_size))
-    return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)
+    return norm_backward_config(cols, itemsize, device)
 
 
 @triton.jit
@@ -140,14 +128,6 @@ def _rstd(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
         return rounded(1.0 / tl.sqrt(rounded(rounded(mean, dtype) + eps, dtype)), dtype)
     else:
         return 1.0 / tl.sqrt(mean + eps)
-
-
-@triton.jit
-def _load_weight(W, at, cols: tl.constexpr, COLS: tl.constexpr):
-    if W is not None:
-        return tl.load(W + at, in_row(at, cols, COLS), other=0.0)
-    else:
-        return None
 
 
 @triton.jit
@@ -181,7 +161,7 @@ def rms_norm_forward(
         rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
         tl.store(
             Y + row[:, None] * cols + col,
-            _scale(x, rstd, _load_weight(W, col, cols, COLS), offset, dtype, CASTING),
+            _scale(x, rstd, load_parameter(W, col, cols, COLS), offset, dtype, CASTING),
             mask,
         )
     else:
@@ -198,7 +178,7 @@ def rms_norm_forward(
             x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
             tl.store(
                 Y + row[:, None] * cols + at,
-                _scale(x, rstd, _load_weight(W, at, cols, COLS), offset, dtype, CASTING),
+                _scale(x, rstd, load_parameter(W, at, cols, COLS), offset, dtype, CASTING),
                 mask,
             )
     tl.store(RSTD + row, rstd, row < rows)
@@ -237,7 +217,7 @@ def rms_norm_backward(
     if W is not None:
         DW += tl.program_id(0).to(tl.int64) * cols
     if cols <= COLS:
-        w = _load_weight(W, col, cols, COLS)
+        w = load_parameter(W, col, cols, COLS)
         dw = tl.zeros((ROWS, COLS), tl.float32)
         for start in tl.range(first, rows, step, num_stages=STAGES):
             row = (start + tl.arange(0, ROWS)).to(tl.int64)
@@ -263,7 +243,7 @@ def rms_norm_backward(
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = _load_weight(W, at, cols, COLS)
+                w = load_parameter(W, at, cols, COLS)
                 normed, m, dw_rows = _load_normed(
                     S, DY, w, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING
                 )
@@ -272,7 +252,7 @@ def rms_norm_backward(
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = _load_weight(W, at, cols, COLS)
+                w = load_parameter(W, at, cols, COLS)
                 normed, m, dw_rows = _load_normed(
                     S, DY, w, rstd, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING
                 )

@@ -1,0 +1,273 @@
+r"""Layer norm over the last dimension.
+
+    normed = (x - mean(x)) rstd                             rstd = 1 / sqrt(mean((x - mean(x))^2) + eps)
+    y      = normed w + b                                   rounded once
+
+    m  = dy w
+    dx = rstd (m - mean(m) - normed mean(m normed))
+    dw = sum over rows of dy normed,  db = sum over rows of dy
+
+Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC) and saves mean and rstd (R each, fp32);
+backward reads x and dy and writes dx (3RC) plus one fp32 partial dw and db a program. Both are bound by memory. A row
+that does not fit one block is read twice: forward then keeps a running mean and sum of squares (Welford, Technometrics
+1962) for every lane and merges those (Chan et al., 1979), so that no variance is the difference of two large numbers.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import Function, check, op, raw, widen
+from liger_hw.kernels._math import (
+    in_row,
+    in_tile,
+    load_parameter,
+    norm_backward_config,
+    norm_forward_config,
+    reduce_partials,
+    rows_of,
+)
+from liger_hw.launch import launch
+from liger_hw.tuning import tuned
+
+
+def _validate(x, weight, bias):
+    check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            fits = parameter.ndim == 1 and parameter.shape[0] == x.shape[-1] and parameter.device == x.device
+            check(fits, name, parameter, "one value for each column of x, on its device")
+
+
+@op
+def layer_norm(x, weight=None, bias=None, eps=1e-6):
+    """Shift each row of `x` to mean 0 and scale it to variance 1, then by `weight`, plus `bias` (arXiv:1607.06450).
+
+    As torch.nn.functional.layer_norm over the last dimension: fp32 inside, rounded once.
+
+    Args:
+        x: (..., C), any floating dtype and strides.
+        weight: (C,), any floating dtype, or None for no scale.
+        bias: (C,), any floating dtype, or None for no shift.
+        eps: added to the variance.
+
+    Returns:
+        (..., C) in `x.dtype`.
+
+    Raises:
+        ValueError: `weight` or `bias` does not fit `x`.
+    """
+    _validate(x, weight, bias)
+    weight, bias = (None if parameter is None else widen(parameter) for parameter in (weight, bias))
+    return torch.nn.functional.layer_norm(widen(x), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+@tuned
+def layer_norm_forward_config(cols, itemsize, device):
+    return norm_forward_config(cols, device)
+
+
+@tuned
+def layer_norm_backward_config(cols, itemsize, device):
+    config = norm_backward_config(cols, itemsize, device)
+    if config["COLS"] >= cols:
+        return config
+    # a loop over blocks keeps two sums a value, not one: with whole blocks of fp32 sm_90 spills 16 bytes a lane
+    return replace(config, meta=config.meta | {"COLS": config["COLS"] // 2})
+
+
+@triton.jit
+def _affine(normed, w, b):
+    if w is not None:
+        normed *= w.to(tl.float32)
+    if b is not None:
+        normed += b.to(tl.float32)
+    return normed
+
+
+@triton.jit(do_not_specialize=["rows"])
+def layer_norm_forward(
+    X, W, B, Y, MEAN, RSTD, rows, x_stride, eps, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    if cols <= COLS:
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = tl.load(X + row[:, None] * x_stride + col, mask, other=0.0).to(tl.float32)
+        mean = tl.sum(x, 1) / cols
+        x = tl.where(in_row(col, cols, COLS), x - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / cols + eps)
+        w, b = load_parameter(W, col, cols, COLS), load_parameter(B, col, cols, COLS)
+        tl.store(Y + row[:, None] * cols + col, _affine(x * rstd[:, None], w, b), mask)
+    else:
+        # every lane's own mean and sum of squared deviations over the blocks, and then those of all lanes
+        lane_mean, squares = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        blocks = 0.0
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
+            blocks += 1.0
+            deviation = tl.where(in_row(at, cols, COLS), x - lane_mean, 0.0)
+            lane_mean += deviation * (1.0 / blocks)
+            squares += deviation * (x - lane_mean)
+        values = ((cols - 1 - col) // COLS + 1).to(tl.float32)  # that each lane saw
+        mean = tl.sum(values * lane_mean, 1) / cols
+        deviation = lane_mean - mean[:, None]
+        rstd = 1.0 / tl.sqrt(tl.sum(squares + values * deviation * deviation, 1) / cols + eps)
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
+            w, b = load_parameter(W, at, cols, COLS), load_parameter(B, at, cols, COLS)
+            tl.store(Y + row[:, None] * cols + at, _affine((x - mean[:, None]) * rstd[:, None], w, b), mask)
+    tl.store(MEAN + row, mean, row < rows)
+    tl.store(RSTD + row, rstd, row < rows)
+
+
+@triton.jit
+def _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride):
+    """The normalised row, the gradient that reaches it and the gradient of the output."""
+    x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
+    dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
+    return (x - mean[:, None]) * rstd[:, None], _affine(dy, w, None), dy
+
+
+@triton.jit
+def _add_to_partial(PARTIAL, at, rows_of_it, cols: tl.constexpr, COLS: tl.constexpr):
+    """This program's own partial sum, so read and written back in L2."""
+    sum_so_far = tl.load(PARTIAL + at, in_row(at, cols, COLS), other=0.0)
+    tl.store(PARTIAL + at, sum_so_far + tl.sum(rows_of_it, 0)[None, :], in_row(at, cols, COLS))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def layer_norm_backward(
+    X, W, MEAN, RSTD, DY, DX, DW, DB, rows, x_stride, dy_stride,
+    cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # a fixed number of programs stride over the rows, each summing its own dw and db
+    col = tl.arange(0, COLS)[None, :]
+    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    partial = tl.program_id(0).to(tl.int64) * cols
+    if cols <= COLS:
+        w = load_parameter(W, col, cols, COLS)
+        dw, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        for start in tl.range(first, rows, step, num_stages=STAGES):
+            row = (start + tl.arange(0, ROWS)).to(tl.int64)
+            mask = in_tile(row, col, rows, cols, ROWS, COLS)
+            mean, rstd = tl.load(MEAN + row, row < rows, other=0.0), tl.load(RSTD + row, row < rows, other=0.0)
+            normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, col, mask, x_stride, dy_stride)
+            if DX is not None:
+                along, shift = tl.sum(m * normed, 1) / cols, tl.sum(m, 1) / cols
+                dx = rstd[:, None] * (m - normed * along[:, None] - shift[:, None])
+                tl.store(DX + row[:, None] * cols + col, dx, mask)
+            if DW is not None:
+                dw += dy * normed
+            if DB is not None:
+                db += dy
+        if DW is not None:
+            tl.store(DW + partial + col, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
+        if DB is not None:
+            tl.store(DB + partial + col, tl.sum(db, 0)[None, :], in_row(col, cols, COLS))
+    else:
+        for start in range(0, cols, COLS):
+            at = start + col
+            if DW is not None:
+                tl.store(DW + partial + at, tl.zeros((1, COLS), tl.float32), in_row(at, cols, COLS))
+            if DB is not None:
+                tl.store(DB + partial + at, tl.zeros((1, COLS), tl.float32), in_row(at, cols, COLS))
+        for start_row in range(first, rows, step):
+            row = (start_row + tl.arange(0, ROWS)).to(tl.int64)
+            mean, rstd = tl.load(MEAN + row, row < rows, other=0.0), tl.load(RSTD + row, row < rows, other=0.0)
+            along, shift = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+            for start in range(0, cols, COLS):
+                at = start + col
+                mask = in_tile(row, at, rows, cols, ROWS, COLS)
+                w = load_parameter(W, at, cols, COLS)
+                normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride)
+                along += m * normed
+                shift += m
+                if DW is not None:
+                    _add_to_partial(DW + partial, at, dy * normed, cols, COLS)
+                if DB is not None:
+                    _add_to_partial(DB + partial, at, dy, cols, COLS)
+            if DX is not None:
+                mean_along, mean_shift = tl.sum(along, 1) / cols, tl.sum(shift, 1) / cols
+                for start in range(0, cols, COLS):
+                    at = start + col
+                    mask = in_tile(row, at, rows, cols, ROWS, COLS)
+                    w = load_parameter(W, at, cols, COLS)
+                    normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride)
+                    dx = rstd[:, None] * (m - normed * mean_along[:, None] - mean_shift[:, None])
+                    tl.store(DX + row[:, None] * cols + at, dx, mask)
+
+
+def _empty_outputs(x, *parameters_and_eps):
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+
+
+@raw(_empty_outputs)
+def _layer_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, mean, rstd = _empty_outputs(x)
+    rows, cols = rstd.shape[0], x.shape[-1]
+    x, x_stride = rows_of(x)
+    config = layer_norm_forward_config(cols, x.element_size(), device_of(x))
+    launch(
+        layer_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
+        x, weight, bias, y, mean, rstd, rows, x_stride, eps, cols,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def _fake_backward(x, weight, bias, mean, rstd, dy, x_grad, weight_grad, bias_grad):
+    wanted = ((x, x_grad), (weight, weight_grad), (bias, bias_grad))
+    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in wanted)
+
+
+@raw(_fake_backward)
+def _layer_norm_backward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
+    dy: torch.Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    rows, cols = rstd.shape[0], x.shape[-1]
+    dx = x.new_empty(x.shape) if x_grad else None
+    x, x_stride = rows_of(x)
+    dy, dy_stride = rows_of(dy)
+    config = layer_norm_backward_config(cols, x.element_size(), device_of(x))
+    programs = config.grid_for(-(-rows // config["ROWS"]))
+    dw = rstd.new_empty(programs, cols) if weight_grad else None
+    db = rstd.new_empty(programs, cols) if bias_grad else None
+    launch(
+        layer_norm_backward, (programs, 1, 1), config,
+        x, weight, mean, rstd, dy, dx, dw, db, rows, x_stride, dy_stride, cols,
+    )  # fmt: skip
+    return (
+        dx if x_grad else dy.new_empty(0),
+        reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0),
+        reduce_partials(db, bias.dtype) if bias_grad else dy.new_empty(0),
+    )
+
+
+class LayerNormFunction(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = _layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        wanted = ctx.needs_input_grad[:3]
+        grads = _layer_norm_backward(*ctx.saved_tensors, dy, *wanted)
+        return *(grad if asked else None for grad, asked in zip(grads, wanted)), None
+
+
+@layer_norm.register("triton")
+def _(x, weight=None, bias=None, eps=1e-6):
+    _validate(x, weight, bias)
+    return LayerNormFunction.apply(x, weight, bias, eps)
