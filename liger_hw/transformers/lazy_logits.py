@@ -28,7 +28,7 @@ class LazyLogits:
         self.extras = {} if of is None else of.extras
         self.autocast_dtype = _autocast_dtype(hidden.device.type) if of is None else of.autocast_dtype
         self.vocabulary = head.weight.shape[0] if of is None else of.vocabulary
-        self.versions = _version(hidden), _version(head.weight) if of is None else of.versions[1]
+        self.versions = _versions(hidden, head.weight)
         self.value = None
 
     def then(self, name, argument=None):
@@ -67,16 +67,16 @@ class LazyLogits:
         """The logits as a tensor, computed once, exactly as the model's own head and steps would.
 
         Raises:
-            RuntimeError: the hidden states or the head's weight were written to since the forward, by an optimizer step
-                for one, so that the logits of that forward can no longer be had.
+            RuntimeError: the logits of that forward can no longer be had: the head's weight was written to since, by an
+                optimizer step for one, or it is sharded, or the forward was compiled.
         """
         if self.value is None:
             weight, dtype = self.head.weight, self.autocast_dtype
-            if type(weight) not in PLAIN or (_version(self.hidden), _version(weight)) != self.versions:
+            if type(weight) not in PLAIN or _versions(self.hidden, weight) != self.versions:
                 raise RuntimeError(
-                    "the logits were not kept in the forward, and since then the head's weight or the hidden states "
-                    "have changed (an optimizer step?) or been sharded. Read outputs.logits before that, or call the "
-                    "model with skip_logits=False"
+                    "the logits were not kept in the forward and cannot be computed now: the head's weight has since "
+                    "changed (an optimizer step?) or is sharded, or the forward was compiled. Read outputs.logits "
+                    "before that, or call the model with skip_logits=False"
                 )
             with torch.autocast(self.hidden.device.type, dtype, enabled=dtype is not None):
                 value = torch.nn.functional.linear(self.hidden, weight, self.head.bias)
@@ -175,9 +175,9 @@ def _real(x):
     return x.materialise() if isinstance(x, LazyLogits) else x
 
 
-def _version(x):
-    """How often `x` was written to."""
-    return None if x.is_inference() else x._version
+def _versions(*tensors):
+    """How often each was written to; None under torch.compile, which cannot say, and for inference tensors."""
+    return None if torch.compiler.is_compiling() else [None if x.is_inference() else x._version for x in tensors]
 
 
 def _autocast_dtype(device_type):

@@ -131,17 +131,16 @@ def _causal_lm(original, match):
                 del head.liger_armed
         return _finish(outputs, skip_logits)
 
-    def loss_function(self):
-        found = original.loss_function.fget(self)
-        return functools.partial(causal_lm_loss, theirs=found, fused_ce=plain) if _is_theirs(found) else found
+    their_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
 
-    def set_loss_function(self, value):
-        original.loss_function.fset(self, value)
+    def loss_function(self):
+        found = their_loss_function(self)
+        return functools.partial(causal_lm_loss, theirs=found, fused_ce=plain) if _is_theirs(found) else found
 
     return {
         "__name__": original.__name__,  # save_pretrained writes it into the configuration
         "forward": forward,
-        "loss_function": property(loss_function, set_loss_function),
+        "loss_function": property(loss_function, original.loss_function.fset),
     }
 
 

@@ -2,8 +2,9 @@
 
 A probe is a shallow copy of the module on the CPU with random weights, every float attribute set to a telling value
 (a norm's fresh weight is one and its eps too small to see; both hide its arithmetic). The module's own forward and an
-op's reference run on the same random rows in fp32 and in bf16; a match is equality of every bit and of the dtype. The
-module itself, its weights, its device and torch's random state are not touched.
+op's reference run on the same random rows in fp32 and in bf16; a match is equality of every bit and of the dtype
+(LayerNorm: of all but the order of fp32 sums). The module itself, its weights, its device and torch's random state are
+not touched.
 """
 
 import inspect
@@ -54,9 +55,16 @@ def _match(kind, op, options, names, narrow=False, wide=False):
     return Match(kind, op.__name__, tuple(sorted(options.items())), tuple(names.items()), narrow, wide)
 
 
-def _same(found, expected):
-    pairs = zip(found, expected) if isinstance(found, tuple) else [(found, expected)]
-    return all(torch.is_tensor(e) and f.dtype == e.dtype and f.shape == e.shape and torch.equal(f, e) for f, e in pairs)
+def _same(found, expected, exact):
+    if isinstance(found, tuple):
+        return all(_same(f, e, exact) for f, e in zip(found, expected))
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    if exact:
+        return torch.equal(found, expected)
+    if found.dtype == torch.float32:
+        return (found - expected).abs().max() <= 8 * torch.finfo(torch.float32).eps * expected.abs().max()
+    return (found != expected).float().mean() < 0.01  # where fp32 lies on the edge; another order of rounding: 10% up
 
 
 def _random(generator, *shape, dtype=torch.float32):
@@ -72,8 +80,9 @@ def _clone(module, parameters, modules, **attributes):
     return clone
 
 
-def _agrees(original, replacement, cases):
-    """Whether both functions give the same bits on every case; a function that cannot run a case does not agree."""
+def _agrees(original, replacement, cases, exact=True):
+    """Whether both functions give the same bits on every case, or without `exact` the same to the order of fp32 sums.
+    A function that cannot run a case does not agree."""
     try:
         with (
             torch.no_grad(),
@@ -82,7 +91,7 @@ def _agrees(original, replacement, cases):
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            return all(_same(replacement(*case), original(*case)) for case in cases)
+            return all(_same(replacement(*case), original(*case), exact) for case in cases)
     except Exception:  # a stranger's forward on a stand-in of its module may fail in any way: then nothing is proved
         return False
 
@@ -114,8 +123,9 @@ def match_norm(module):
             x = 3 * _random(generator, 7, width, dtype=x_dtype)
             return x, torch.nn.Parameter(_random(generator, width, dtype=w_dtype))
 
-        if _agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES]):
-            narrow, wide = (_agrees(original, replacement, [case(*pair)]) for pair in (DTYPES[::-1], DTYPES))
+        exact = op is rms_norm  # torch's layer_norm, the reference of ours, takes the variance in another order
+        if _agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES], exact):
+            narrow, wide = (_agrees(original, replacement, [case(*pair)], exact) for pair in (DTYPES[::-1], DTYPES))
             names = {"weight": weight, "bias": None, "eps": eps} if op is layer_norm else {"weight": weight, "eps": eps}
             return _match("norm", op, options, names, narrow, wide)
     return None

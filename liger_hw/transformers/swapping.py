@@ -126,9 +126,13 @@ def rotation(original, narrow):
 
 def with_globals(function, replaced):
     """A copy of `function` that finds other objects under some of its global names."""
+    found = {**function.__globals__, **replaced}
+    found.pop(
+        "__name__", None
+    )  # Dynamo would look the names up in the module of that name, where they are the old ones
     copy = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **replaced},
+        found,
         function.__name__,
         function.__defaults__,
         function.__closure__,

@@ -9,7 +9,7 @@ GEMMA = {"rms_norm(casting_mode='gemma', offset=1.0)", "geglu(approximate='tanh'
 OLMO2 = {"rms_norm(casting_mode='gemma', offset=0.0)", "swiglu", "rope"}
 FAMILIES = {
     "arcee": LLAMA - {"swiglu"},  # its MLP is not gated
-    "cohere": {"swiglu"},
+    "cohere": {"layer_norm", "swiglu"},  # rotates pairs
     "exaone4": LLAMA,
     "falcon_h1": LLAMA - {"swiglu"},  # its MLP scales the gate
     "gemma": GEMMA,

@@ -1,0 +1,55 @@
+"""Imports point one way, and nothing heavy is imported where it may be missing."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent / "liger_hw"
+LAYERS = [  # each may import itself and what stands below it; modules not named here are tools, and stand on top
+    {"transformers", "chunked_loss", "integrations"},
+    {"losses"},
+    {"kernels"},
+    {"launch"},
+    {"dispatch"},
+    {"tuning"},
+    {"backends"},
+    {"_triton", "_lazy"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS, 1) for name in names}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path, everywhere):
+    """Modules of liger_hw and packages that a file imports, anywhere or at its top level only."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else tree.body
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(path):
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    if path == ROOT / "__init__.py":
+        assert list(imports(path, True)) == ["liger_hw._lazy.lazy_names"]
+        return
+    for name in imports(path, everywhere=True):
+        first, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if first == "liger_hw" and (ROOT / target).exists() | (ROOT / f"{target}.py").exists():
+            assert RANK.get(target, 0) >= RANK.get(room(path), 0), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_optional_packages_are_imported_late(path):
+    early = {name.split(".")[0] for name in imports(path, everywhere=False)}
+    allowed = {"transformers"} if path == ROOT / "transformers" / "auto_model.py" else set()
+    assert not (early & {"transformers", "tokenizers", "matplotlib", "rich", "triton"}) - allowed

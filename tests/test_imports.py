@@ -1,0 +1,72 @@
+"""Fresh processes in which something is not installed."""
+
+import subprocess
+import sys
+
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run(code, *blocked):
+    return subprocess.run(
+        [sys.executable, "-c", BLOCK.format(packages=set(blocked)) + code], capture_output=True, text=True, timeout=120
+    )
+
+
+def passes(code, *blocked):
+    found = run(code, *blocked)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_import_runs_nothing():
+    out = passes("import liger_hw; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])")
+    assert out.strip() == "[]"
+
+
+def test_without_triton_the_references_run():
+    passes(
+        """
+import torch, liger_hw
+x, w = torch.randn(3, 16, requires_grad=True), torch.ones(16)
+liger_hw.rms_norm(x, w).sum().backward()
+liger_hw.LigerFusedLinearCrossEntropyLoss()(torch.randn(8, 16), x, torch.tensor([1, 2, 3])).backward()
+assert x.grad is not None
+try:
+    with liger_hw.use_backend("triton"):
+        liger_hw.rms_norm(x, w)
+except RuntimeError as error:
+    assert "triton" in str(error)
+else:
+    raise AssertionError("a forced backend must not fall back")
+""",
+        "triton",
+    )
+
+
+def test_without_transformers_modules_and_patch_work():
+    passes(
+        """
+import torch, liger_hw
+from liger_hw.transformers import LigerRMSNorm, LigerSwiGLUMLP, LigerCrossEntropyLoss, liger_rotary_pos_emb, functional
+modules = torch.nn.Sequential(torch.nn.LayerNorm(8))
+assert liger_hw.patch(modules).replaced
+liger_hw.unpatch(modules)
+""",
+        "transformers",
+    )
+
+
+def test_what_needs_transformers_says_so():
+    found = run("from liger_hw import AutoLigerKernelForCausalLM", "transformers")
+    assert found.returncode and "pip install 'liger_hw[transformers]'" in found.stderr
+    found = run("import liger_hw; liger_hw.apply_liger_kernel_to_llama()", "transformers")
+    assert found.returncode and "transformers" in found.stderr.splitlines()[-1]
