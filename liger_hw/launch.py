@@ -1,7 +1,5 @@
 """A kernel launch that costs little host time, on the device that holds the tensors."""
 
-import functools
-
 import torch
 
 from liger_hw import backends
@@ -25,25 +23,24 @@ def launch(kernel, grid, config, *args):
     known = _kernels.get(id(kernel))  # not the kernel: its hash is computed from its source
     if known is None:
         known = _kernels[id(kernel)] = _key_function(kernel), {}
-    key_of, compiled_kernels = known
+    key_of, launchers = known
     index = args[0].get_device()
     key = key_of(config, index, *args)
-    compiled = compiled_kernels.get(key)
-    if compiled is None:
-        _first_launch(compiled_kernels, key, kernel, grid, config, args)
-    elif index != torch.accelerator.current_device_index():
+    launcher = launchers.get(key)
+    if launcher is None:
+        _first_launch(launchers, key, kernel, grid, config, args)
+        return
+    run, function, metadata, compiled, meta = launcher
+    if index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
-            compiled[grid](*args, *config.meta.values())
-    elif getattr(_runtime_knobs().launch_enter_hook, "calls", None) == []:  # nobody profiles: skip what hooks would see
-        compiled.run(
-            *grid, _current_stream()(index), compiled.function, compiled.packed_metadata, None, None, None,
-            *args, *config.meta.values(),
-        )  # fmt: skip
+            compiled[grid](*args, *meta)
+    elif getattr(_triton.knobs.launch_enter_hook, "calls", True):  # a profiler wants to be told
+        compiled[grid](*args, *meta)
     else:
-        compiled[grid](*args, *config.meta.values())
+        run(*grid, _triton.current_stream(index), function, metadata, None, None, None, *args, *meta)
 
 
-_kernels = {}  # id(kernel) -> (its key function, {key: compiled kernel})
+_kernels = {}  # id(kernel) -> (its key function, {key: what a further launch needs})
 
 
 def _key_function(kernel):
@@ -66,31 +63,32 @@ def _key_function(kernel):
     return eval(f"lambda config, index, {names}: ({', '.join(facts)})")
 
 
-def _first_launch(compiled_kernels, key, kernel, grid, config, args):
+def _first_launch(launchers, key, kernel, grid, config, args):
     for arg in args:
         # a subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another
         if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
-    device = args[0].device
-    if device.type == "meta":  # shapes without data: there is nothing to compute
+    device, meta = args[0].device, tuple(config.meta.values())
+    if device.type == "meta":  # shapes without data, as `liger-hw info` and the tuner ask with: nothing to compute
         return
     options = config.options(backends.detected(device))
     if interpreting():
-        kernel[grid](*args, *config.meta.values(), **options)
-    else:
-        with torch.accelerator.device_index(device.index):
-            compiled_kernels[key] = kernel[grid](*args, *config.meta.values(), **options)
+        kernel[grid](*args, *meta, **options)
+        return
+    with torch.accelerator.device_index(device.index):
+        compiled = kernel[grid](*args, *meta, **options)
+    launchers[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled, meta
+    _triton.load()
 
 
-@functools.cache
-def _runtime_knobs():
-    from triton import knobs
+class _triton:
+    """What every launch asks of Triton's runtime, kept at hand from the first launch on."""
 
-    return knobs.runtime
+    knobs = current_stream = None
 
+    @classmethod
+    def load(cls):
+        from triton import knobs
+        from triton.runtime import driver
 
-@functools.cache
-def _current_stream():
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream
+        cls.knobs, cls.current_stream = knobs.runtime, driver.active.get_current_stream

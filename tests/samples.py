@@ -22,7 +22,7 @@ def norms(dtype, device="cpu"):
         yield (x, w), {"offset": 1.0, "casting_mode": "gemma"}
         yield (x, None), {}
     yield (randn(2, 7, 257, dtype=dtype, device=device), randn(257, device=device)), {}  # fp32 weight
-    yield (randn(2, 70000, dtype=dtype, device=device), randn(70000, dtype=dtype, device=device)), {}  # a looped row
+    yield (randn(2, 33001, dtype=dtype, device=device), randn(33001, dtype=dtype, device=device)), {}  # a looped row
 
 
 def fused_add_norms(dtype, device="cpu"):
@@ -122,6 +122,27 @@ def losses(dtype, device="cpu"):
     yield (x, y), {"in_place": True, "label_smoothing": 0.1, "softcap": 3.0}
 
 
+def linear_losses(dtype, device="cpu"):
+    for rows, features, classes in [(33, 16, 61), (5, 8, 517), (1, 8, 9), (0, 4, 5)]:
+        x, w = randn(rows, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device)
+        y, bias = targets(rows, classes, device), randn(classes, dtype=dtype, device=device)
+        for options in LOSS_OPTIONS:
+            yield (x, w, y), options | {"chunk_memory": 1000}
+        for options in CLASS_WEIGHT_OPTIONS:
+            yield (x, w, y, bias, torch.rand(classes, device=device)), options | {"use_token_scaling": True}
+    yield (x, w, y, bias), {"reduction": "none"}
+    x, w = randn(12, 16, dtype=dtype, device=device), randn(61, 16, dtype=dtype, device=device)
+    y, bias = targets(12, 61, device), randn(61, dtype=dtype, device=device)
+    for learns in [(True, False, False), (False, True, False), (False, False, True), (False, True, True), (False,) * 3]:
+        frozen = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, w, bias), learns)]
+        for reduction in ("mean", "none"):
+            yield (frozen[0], frozen[1], y, frozen[2]), {"reduction": reduction, "return_token_accuracy": True}
+    yield (x, w, y), {"accum_dtype": torch.float32, "chunk_memory": 500}
+    yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
+    x, w = randn(2, 4, dtype=dtype, device=device), randn(40000, 4, dtype=dtype, device=device)  # looped rows
+    yield (x, w, torch.tensor([39999, 0], device=device)), {}
+
+
 def real_norms(dtype):
     for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001):
         yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype)), {}
@@ -173,6 +194,13 @@ def real_losses(dtype):
         yield (x, y, w), everything | {"in_place": True}
 
 
+def real_linear_losses(dtype):
+    for classes in (128256, 50257):
+        x, w, y = randn(2, 8, dtype=dtype), randn(classes, 8, dtype=dtype), targets(2, classes)
+        yield (x, w, y), {}
+        yield (x, w, y), {"reduction": "none", "softcap": 30.0, "use_token_scaling": True, "lse_square_scale": 1e-4}
+
+
 # For the compile tier: widths of real models and an odd one, few rows. (dtype) -> (inputs, options)
 REAL = {
     "rms_norm": real_norms,
@@ -182,6 +210,7 @@ REAL = {
     "geglu": real_geglus,
     "rope": real_ropes,
     "cross_entropy": real_losses,
+    "fused_linear_cross_entropy": real_linear_losses,
 }
 
 SAMPLES = {
@@ -192,4 +221,5 @@ SAMPLES = {
     "geglu": geglus,
     "rope": ropes,
     "cross_entropy": losses,
+    "fused_linear_cross_entropy": linear_losses,
 }

@@ -100,10 +100,15 @@ def sum_partials(PARTIAL, OUT, rows, cols, ROWS: tl.constexpr, COLS: tl.constexp
 def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum over rows of fp32 partial sums (programs, cols), as `dtype`: (cols,). Always in the same order."""
     rows, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
+    out = partial.new_empty(cols, dtype=dtype)
     config = sum_partials_config(cols, device_of(partial))
     launch(sum_partials, (-(-cols // config["COLS"]), 1, 1), config, partial, out, rows, cols)
     return out
+
+
+def empty_rows(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory for a tensor like `x`. `new_empty(x.shape)` does the same in three times the host time."""
+    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
 
 
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int]:

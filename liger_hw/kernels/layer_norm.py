@@ -21,6 +21,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, check, op, raw, widen
 from liger_hw.kernels._math import (
+    empty_rows,
     in_row,
     in_tile,
     load_parameter,
@@ -206,7 +207,7 @@ def layer_norm_backward(
 
 def _empty_outputs(x, *parameters_and_eps):
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+    return empty_rows(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
 
 
 @raw(_empty_outputs)
@@ -235,7 +236,7 @@ def _layer_norm_backward(
     dy: torch.Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rows, cols = rstd.shape[0], x.shape[-1]
-    dx = x.new_empty(x.shape) if x_grad else None
+    dx = empty_rows(x) if x_grad else None
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
     config = layer_norm_backward_config(cols, x.element_size(), device_of(x))

@@ -19,6 +19,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, check, op, raw, widen
 from liger_hw.kernels._math import (
+    empty_rows,
     in_row,
     in_tile,
     load_parameter,
@@ -276,7 +277,7 @@ def _forward(x, residual, weight, y, s, rstd, eps, offset, casting_mode):
 
 def _empty_outputs(x):
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+    return empty_rows(x), x.new_empty(rows, dtype=torch.float32)
 
 
 @raw(fake=lambda x, *options: _empty_outputs(x))
@@ -288,17 +289,17 @@ def _rms_norm_forward(
     return y, rstd
 
 
-@raw(fake=lambda x, *options: (x.new_empty(x.shape), *_empty_outputs(x)))
+@raw(fake=lambda x, *options: (empty_rows(x), *_empty_outputs(x)))
 def _fused_add_rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    s, (y, rstd) = x.new_empty(x.shape), _empty_outputs(x)
+    s, (y, rstd) = empty_rows(x), _empty_outputs(x)
     _forward(x, residual, weight, y, s, rstd, eps, offset, casting_mode)
     return s, y, rstd
 
 
 def _fake_backward(s, weight, rstd, dy, ds_out, offset, casting_mode, weight_grad):
-    return dy.new_empty(dy.shape), weight.new_empty(weight.shape) if weight_grad else dy.new_empty(0)
+    return empty_rows(dy), empty_rows(weight) if weight_grad else dy.new_empty(0)
 
 
 @raw(_fake_backward)
@@ -307,7 +308,7 @@ def _rms_norm_backward(
     offset: float, casting_mode: str, weight_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     cols, rows = dy.shape[-1], rstd.shape[0]
-    ds = dy.new_empty(dy.shape)
+    ds = empty_rows(dy)
     s, s_stride = rows_of(s)
     dy, dy_stride = rows_of(dy)
     ds_out, ds_out_stride = (None, 0) if ds_out is None else rows_of(ds_out)

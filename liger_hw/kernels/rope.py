@@ -155,6 +155,9 @@ def _heads_inside(x, unsqueeze_dim):
 
 def _empty_output(x, unsqueeze_dim, heads_inside):
     """A dense tensor like `x`, ordered in memory as told."""
+    if x.is_contiguous() or x.transpose(1, 2).is_contiguous():
+        if heads_inside == _heads_inside(x, unsqueeze_dim):
+            return torch.empty_like(x)  # a third of new_empty's host time
     if heads_inside == (unsqueeze_dim == 2):
         return x.new_empty(x.shape)
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)

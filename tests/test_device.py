@@ -1,0 +1,164 @@
+"""What only a GPU can show: graph capture, compiled modules, sizes beyond 32 bits, the same bits from run to run."""
+
+import pytest
+import torch
+from parity import run
+from samples import SAMPLES
+
+from liger_hw._triton import interpreting
+from liger_hw.dispatch import OPS
+from liger_hw.kernels.cross_entropy import cross_entropy
+from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.kernels.rope import rope
+
+pytestmark = pytest.mark.skipif(
+    interpreting() or not torch.accelerator.is_available(), reason="no accelerator here, or the interpreter is on"
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def cases(op, dtype, device):
+    """The op's samples that have rows, want a gradient and differentiate a first output."""
+    for inputs, options in SAMPLES[op](dtype, device):
+        tensors = [x for x in inputs if torch.is_tensor(x)]
+        if all(x.numel() for x in tensors) and any(x.requires_grad for x in tensors):
+            yield inputs, options
+
+
+def step(op, inputs, options):
+    """First output and gradients, with fixed incoming gradients and no allocation on the host."""
+    out = OPS[op](*inputs, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_same_bits_every_run(op, dtype, device):
+    torch.manual_seed(0)
+    for inputs, options in cases(op, dtype, device):
+        first = run(OPS[op], inputs, options)
+        for _ in range(3):
+            for a, b in zip(first, run(OPS[op], inputs, options)):
+                assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_graph_capture(op, device):
+    """Forward and backward captured once, replayed on other data, give what eager gives."""
+    torch.manual_seed(0)
+    for inputs, options in list(cases(op, torch.bfloat16, device))[:6]:
+        static = [x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles, and makes what only a first call makes
+            for _ in range(2):
+                step(op, static, options)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(op, static, options)
+        fresh = [_other(x) for x in inputs]
+        with torch.no_grad():
+            for old, new in zip(static, fresh):
+                if torch.is_tensor(old):
+                    old.copy_(new)
+        graph.replay()
+        for a, b in zip(captured, step(op, fresh, options)):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
+
+
+def _other(x):
+    """Another tensor of the same shape: shuffled along the first dimension, so that labels stay labels."""
+    return x.detach().flip(0).clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_compiles_without_a_break(op, device):
+    torch.manual_seed(0)
+    for inputs, options in list(cases(op, torch.bfloat16, device))[:4]:
+        torch._dynamo.reset()
+
+        class Module(torch.nn.Module):
+            def forward(self, *inputs):
+                out = OPS[op](*inputs, **options)  # noqa: B023
+                return out[0] if isinstance(out, tuple) else out
+
+        leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
+        out = torch.compile(Module(), fullgraph=True)(*inputs)
+        found = [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        for a, b in zip(found, step(op, inputs, options)):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
+
+
+def _rows(cols, dtype=torch.bfloat16):
+    """More rows of `cols` than 2^31 elements hold."""
+    return 2**31 // cols + 7
+
+
+def _random(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("op", [rms_norm, layer_norm, fused_add_rms_norm, swiglu, geglu], ids=lambda op: op.__name__)
+def test_beyond_32_bits(op):
+    """The last rows of a tensor of more than 2^31 elements are what they are in a small one."""
+    x = _random(_rows(4096), 4096).requires_grad_()
+    pair = op in (swiglu, geglu, fused_add_rms_norm)
+    inputs = (x, x.detach()) if pair else (x, _random(4096))
+    out = op(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    (grad,) = torch.autograd.grad(out, x, out.detach())
+    tail = x.detach()[-9:].clone().requires_grad_()
+    small = op(tail, tail.detach()) if pair else op(tail, inputs[1])
+    small = small[0] if isinstance(small, tuple) else small
+    (small_grad,) = torch.autograd.grad(small, tail, small.detach())
+    assert torch.equal(out[-9:], small) and torch.equal(grad[-9:], small_grad)
+
+
+def test_rope_beyond_32_bits():
+    tokens, heads, dim = 2**31 // (32 * 128) + 3, 32, 128
+    q, k = _random(1, heads, tokens, dim), _random(1, 1, 5, dim)
+    cos, sin = _random(1, tokens, dim), _random(1, tokens, dim)
+    k = _random(1, 1, tokens, dim)
+    found, _ = rope(q, k, cos, sin)
+    small, _ = rope(q[:, :, -5:], k[:, :, -5:], cos[:, -5:], sin[:, -5:])
+    assert torch.equal(found[:, :, -5:], small)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_cross_entropy_beyond_32_bits(in_place):
+    rows, vocab = _rows(128256), 128256
+    logits, target = _random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
+    tail, tail_target = logits[-3:].clone().requires_grad_(), target[-3:]
+    leaf = logits.requires_grad_()
+    losses = cross_entropy(leaf * 1 if in_place else leaf, target, reduction="sum", in_place=in_place)
+    (grad,) = torch.autograd.grad(losses, leaf)
+    small = cross_entropy(tail, tail_target, reduction="sum")
+    (small_grad,) = torch.autograd.grad(small, tail)
+    torch.testing.assert_close(grad[-3:], small_grad, rtol=0, atol=2**-9)
+
+
+def test_fused_linear_cross_entropy_beyond_32_bits():
+    hidden, vocab = 1024, 512
+    rows = _rows(hidden)
+    x, weight = _random(rows, hidden).requires_grad_(), (_random(vocab, hidden) / 32).requires_grad_()
+    target = torch.randint(vocab, (rows,), device="cuda")
+    loss = fused_linear_cross_entropy(x, weight, target, reduction="sum")
+    grad, _ = torch.autograd.grad(loss, (x, weight))
+    tail = x.detach()[-3:].clone().requires_grad_()
+    small = fused_linear_cross_entropy(tail, weight, target[-3:], reduction="sum")
+    (small_grad,) = torch.autograd.grad(small, tail)
+    torch.testing.assert_close(grad[-3:], small_grad, rtol=2**-6, atol=2**-9)
+
+
+def test_second_device_is_not_needed_for_the_first(device):
+    """A tensor's own device is launched on, whatever the current one is."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("one accelerator here")
+    x = torch.randn(4, 64, device=f"{device}:1")
+    assert torch.equal(rms_norm(x).cpu(), rms_norm(x.to(f"{device}:0")).cpu())

@@ -1,0 +1,57 @@
+"""Plant mistakes in kernels and see that the parity tests turn red: a test that cannot fail proves nothing.
+
+    python tools/mutants.py [FILE ...]      # rms_norm, glu, ...; all by default
+
+Each mutant is one replaced piece of a kernel. The package is copied, the piece replaced, and that kernel's test file run
+under the interpreter. Exits 1 if a mutant survives, or if a piece is no longer in the source.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MUTANTS = {
+    "rms_norm": [
+        ("mean over the block, not the row", "tl.sum(_square(x, dtype, CASTING), 1) / cols", "tl.sum(_square(x, dtype, CASTING), 1) / COLS"),
+        ("eps left out", "1.0 / tl.sqrt(mean + eps)", "1.0 / tl.sqrt(mean)"),
+        ("offset left out", "+ offset, dtype) if CASTING == \"none\" else w + offset", "+ offset, dtype) if CASTING == \"none\" else w"),
+        ("backward without the mean term", "rstd[:, None] * (m - normed * (tl.sum(m * normed, 1) / cols)[:, None])", "rstd[:, None] * m"),
+        ("weight gradient without rstd", "dw = dy * (normed if", "dw = dy / rstd[:, None] * (normed if"),
+        ("gradient of the sum dropped", "if DS_OUT is not None:\n        ds +=", "if DS_OUT is None:\n        ds +="),
+        ("rounding order of the llama mode", "if CASTING != \"gemma\":\n            y = rounded(y, dtype)", "if CASTING == \"none\":\n            y = rounded(y, dtype)"),
+        ("rows beyond the last tile", "(row < rows)[:, None] & in_row", "(row < rows + 1)[:, None] & in_row"),
+    ],
+    "glu": [],
+}  # fmt: skip
+
+
+def survivors(name, mutants):
+    for description, old, new in mutants:
+        with tempfile.TemporaryDirectory() as folder:
+            for part in ("liger_hw", "tests"):
+                shutil.copytree(ROOT / part, Path(folder) / part)
+            shutil.copy(ROOT / "pyproject.toml", folder)
+            for file in (Path(folder) / f"liger_hw/kernels/{name}.py", Path(folder) / "liger_hw/kernels/_math.py"):
+                source = file.read_text()
+                if old in source:
+                    file.write_text(source.replace(old, new))
+                    break
+            else:
+                yield f"{name}: {description}: not in the source any more"
+                continue
+            environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia"}
+            command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/kernels/test_{name}.py"]
+            run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            print(f"{'killed  ' if run.returncode == 1 else 'SURVIVED'} {name}: {description}", flush=True)
+            if run.returncode != 1:
+                yield f"{name}: {description}: pytest ended with {run.returncode}\n{run.stdout[-1500:]}"
+
+
+if __name__ == "__main__":
+    alive = [line for name in sys.argv[1:] or MUTANTS for line in survivors(name, MUTANTS[name])]
+    sys.exit("\n".join(alive) if alive else 0)
