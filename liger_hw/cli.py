@@ -144,6 +144,8 @@ def _configurations(device) -> list[dict]:
     """The launch configurations at three shapes of each op, found by running the op on tensors without data."""
     found = {}
     with backends.meta_tensors_are_on(device):
+        if backends.device_of(torch.empty(0, device=META)).vendor == "cpu":
+            return []
         for name, op in sorted(dispatch.OPS.items()):
             cases = shapes.cases([name])
             for case in (cases[0], cases[len(cases) // 2], cases[-1]):
@@ -156,7 +158,7 @@ def _configurations(device) -> list[dict]:
                 for config, shape, target in tuning.configurations_of(run):
                     chosen = config(*shape, target)
                     entry = {"op": name, "shape": case.label, "key": config.key(*shape), **chosen.to_json()}
-                    found.setdefault(entry["key"], entry | {"source": chosen.source})
+                    found.setdefault((name, entry["key"]), entry | {"source": chosen.source})
     return list(found.values())
 
 
@@ -253,7 +255,8 @@ def tune(args) -> int | None:
     cases = [case for case in cases if case.op in dispatch.OPS]
     if not cases:
         raise ValueError(f"--shapes: got {', '.join(args.shapes)}, which no label of these ops contains")
-    if not _accelerators():
+    devices = _accelerators()
+    if not devices:
         raise ValueError("measures launches on an accelerator, and torch finds none here")
     if backends.forced():
         raise ValueError(f"measures this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
@@ -271,26 +274,26 @@ def tune(args) -> int | None:
         bar = progress.add_task("shapes", total=len(cases), note="")
         try:
             for case in cases:
-                _tune_case(case, args, report, lambda note: progress.update(bar, note=note), console)
+                _tune_case(case, devices[0], args, report, lambda note: progress.update(bar, note=note), console)
                 progress.advance(bar)
         except KeyboardInterrupt:
             interrupted = True
     _show_tuned(report, console)
-    console.print(f"winners: {args.output or tuning.cache_file(backends.detected(_accelerators()[0]))}", soft_wrap=True)
+    console.print(f"winners: {args.output or tuning.cache_file(backends.detected(devices[0]))}", soft_wrap=True)
     return 130 if interrupted else None
 
 
-def _tune_case(case, args, report, note, console) -> None:
+def _tune_case(case, device, args, report, note, console) -> None:
     """Tune what one op's forward and backward launch, launch by launch; results go into `report` as they come."""
-    device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
     op = dispatch.OPS[case.op]
+    serving = op.implementations[op.choose(device)]
 
     def progress(key, tried, best):
-        note(f"{case.op} {case.label}: {key}, {tried} tried, best {best.to_json()['meta']} x {best.num_warps} warps")
+        note(f"{key}: {tried} tried")
 
     try:
         inputs = case.make(device, DTYPES[args.dtype])
-        for call in tuning.calls_within(lambda: shapes.step(op, inputs, case.options)):
+        for call in tuning.calls_within(lambda: shapes.step(serving, inputs, case.options)):
             keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
             report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:
@@ -300,7 +303,9 @@ def _tune_case(case, args, report, note, console) -> None:
 def _show_tuned(report: dict, console) -> None:
     from rich.table import Table
 
-    table = Table("configuration", "winner", title="liger-hw tune", title_justify="left")
+    table = Table(title="liger-hw tune", title_justify="left")
+    table.add_column("configuration", no_wrap=True)
+    table.add_column("winner")
     for column in ("heuristic ms", "best ms", "gain", "tried"):
         table.add_column(column, justify="right")
     for key, found in sorted(report.items()):

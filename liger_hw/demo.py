@@ -65,6 +65,7 @@ class Run:
 
     Attributes:
         name: "plain", "liger_hw" or "liger-kernel".
+        patched: what `liger_hw.patch` says it did.
         losses: the loss of every step.
         step_seconds: seconds a step took, one number for each timed round.
         step_bytes: peak memory of one step: parameters, optimiser state, and what the step allocates beside them.
@@ -74,6 +75,7 @@ class Run:
     name: str
     model: torch.nn.Module = None
     optimizer: torch.optim.Optimizer = None
+    patched: str = ""
     globals: dict = field(default_factory=dict)  # what the peer put into transformers' module of Llama
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -184,7 +186,7 @@ def build(name, shape: Model, seq, dtype, device) -> Run:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     run = Run(name, model)
     if name == PATCHED:
-        liger_hw.patch(model)
+        run.patched = str(liger_hw.patch(model))
     elif name == PEER:
         run.globals = _patch_by_peer(model, modeling_llama)
     run.optimizer = torch.optim.AdamW(model.parameters(), lr=shape.learning_rate, fused=True)
@@ -357,7 +359,7 @@ def machine(device: torch.device) -> dict:
 
     here = backends.detected(device)
     name = here.name or f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    served = dispatch.OPS["fused_linear_cross_entropy"].choose(device)
+    served = ", ".join(sorted({op.choose(device) for op in dispatch.OPS.values()}))
     return {
         "device": f"{name} ({here.vendor} {here.arch})" if here.vendor != "cpu" else f"CPU ({name})",
         "backend": f"{backends.forced()} (forced)" if backends.forced() else served,

@@ -130,6 +130,7 @@ img { width: 100%; height: auto; margin: .4rem 0; }
 table { border-collapse: collapse; width: 100%; } th, td { padding: .5rem .7rem; border-bottom: 1px solid #eceef2; }
 th, td { text-align: right; font-variant-numeric: tabular-nums; } th { font-weight: 600; color: #4a5160; }
 th:first-child, td:first-child { text-align: left; }
+pre { font-size: .85rem; background: #f6f7f9; border-radius: 8px; padding: .8rem 1rem; overflow-x: auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.5rem; margin: 0; }
 dt { color: #4a5160; } dd { margin: 0; overflow-wrap: anywhere; }
 """
@@ -157,6 +158,8 @@ plain and patched.{"" if found.complete else " Interrupted before its last step.
 <h2>Speed and memory</h2>{pictures[1]}
 <h2>How it was run</h2>
 {_definitions(about | {name: str(found.settings[name]) for name in ("text", "order", "warm-up steps")})}
+<h2>What was replaced</h2>
+<pre>{html.escape(found.runs[1].patched)}</pre>
 <h2>Where</h2>
 {_definitions({name: value for name, value in found.machine.items() if name not in about})}
 </main></html>

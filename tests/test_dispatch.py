@@ -2,8 +2,10 @@ import pytest
 import torch
 
 from liger_hw import backends, dispatch, use_backend
+from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
 from liger_hw.dispatch import op
+from liger_hw.kernels.rms_norm import rms_norm
 
 
 @pytest.fixture
@@ -98,6 +100,17 @@ def test_cpu_tensors_cannot_run_kernels(double, monkeypatch):
     monkeypatch.setattr(backends, "interpreting", lambda: True)
     with use_backend("triton"):
         assert names(double) == "triton"
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+@pytest.mark.parametrize("name", ["nvidia", "amd", "intel"])
+def test_meta_tensors_launch_nothing(name):
+    """What the tuner and `liger-hw info` ask with."""
+    x, w = torch.ones(4, 64, device="meta", requires_grad=True), torch.ones(64, device="meta", requires_grad=True)
+    with use_backend(name):
+        y = rms_norm(x, w)
+        y.backward(torch.empty_like(y))
+    assert y.is_meta and x.grad.shape == x.shape and w.grad.shape == w.shape
 
 
 def test_without_triton(double, monkeypatch):

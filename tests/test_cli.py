@@ -1,0 +1,292 @@
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from liger_hw import backends, cli, dispatch, shapes, tuning, use_backend
+from liger_hw._triton import AVAILABLE, interpreting
+from liger_hw.backends import nvidia
+from liger_hw.kernels import load_all
+
+load_all()
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+
+
+@pytest.fixture(autouse=True)
+def nothing_forced(monkeypatch, tmp_path):
+    monkeypatch.setattr(backends, "_forced", None)
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
+    tuning.forget()
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
+
+
+# info
+
+
+def info(capsys, *arguments):
+    assert cli.main(["info", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_info_on_a_cpu(on_a_cpu, capsys):
+    found = json.loads(info(capsys, "--json"))
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["liger_hw"]
+    assert found["forced"] is None and found["interpreter"] == interpreting()
+    (device,) = found["devices"]
+    assert (device["device"], device["detected"]["vendor"]) == ("cpu", "cpu")
+    assert {op["implementation"] for op in device["ops"].values()} <= {"cpu", "reference"}
+    assert set(device["ops"]) == set(dispatch.OPS) and device["configurations"] == []
+    text = info(capsys)
+    for word in ("forced: nothing", torch.__version__, "rms_norm", "reference", "LIGER_HW_BACKEND"):
+        assert word in text
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name, vendor, arch",
+    [("nvidia:sm90",) + ("nvidia", "sm90"), ("amd:gfx942", "amd", "gfx942"), ("intel", "intel", "pvc")],
+)
+def test_info_of_a_forced_backend(on_a_cpu, capsys, name, vendor, arch):
+    with use_backend(name):
+        found, text = json.loads(info(capsys, "--json")), info(capsys)
+    (device,) = found["devices"]
+    assert found["forced"] == name and device["detected"]["vendor"] == "cpu"
+    assert (device["configured_as"]["vendor"], device["configured_as"]["arch"]) == (vendor, arch)
+    launches = device["configurations"]
+    assert {entry["op"] for entry in launches} == set(dispatch.OPS)
+    assert {entry["key"].partition("(")[0] for entry in launches} <= set(tuning.CONFIGS)
+    assert {entry["source"] for entry in launches} <= {"heuristic", "shipped"}
+    for entry in launches:
+        assert entry["meta"] and entry["num_warps"] * device["configured_as"]["warp_size"] <= 1024
+        assert entry["key"] in text and entry["shape"] in text
+    served = {op["implementation"] for op in device["ops"].values()}
+    assert served == ({"triton"} if interpreting() else {None})
+    assert interpreting() or "TRITON_INTERPRET=1" in text
+
+
+@needs_triton
+def test_info_shows_where_a_configuration_comes_from(on_a_cpu, capsys):
+    device = nvidia.ARCHS["sm90"]
+    config = tuning.CONFIGS["rms_norm_forward"]
+    entry = tuning.entry_for(config, (8192, 2), config.heuristic(8192, 2, device), 1e-3, 2e-3)
+    tuning.record(tuning.cache_file(device), {config.key(8192, 2): entry})
+    with use_backend("nvidia:sm90"):
+        found = json.loads(info(capsys, "--json"))["devices"][0]["configurations"]
+    sources = {entry["key"]: entry["source"] for entry in found}
+    assert sources.get("rms_norm_forward(8192, 2)", "local") == "local"
+    assert tuning.CONFIGS["rms_norm_forward"](8192, 2, device).source == "local"
+
+
+@needs_triton
+def test_the_command_and_the_variable(tmp_path):
+    environment = os.environ | {"LIGER_HW_BACKEND": "amd:gfx1100", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_hw.cli", "info", "--json"], env=environment, capture_output=True
+    )
+    found = json.loads(done.stdout)
+    assert found["forced"] == "amd:gfx1100" and found["interpreter"] is True
+    environment["LIGER_HW_BACKEND"] = "gfx1100"
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_hw.cli", "info"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "'gfx1100' is unknown" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_op_has_shapes():
+    assert {case.op for case in shapes.cases()} == set(dispatch.OPS)
+
+
+@pytest.mark.parametrize("case", shapes.cases(), ids=lambda case: f"{case.op} {case.label}")
+def test_references_take_every_shape(case):
+    inputs = case.make("meta", torch.bfloat16)
+    shapes.step(dispatch.OPS[case.op].reference, inputs, case.options)
+    assert all(x.grad is not None for x in inputs if x.requires_grad)
+
+
+# tune
+
+
+def test_tune_needs_an_accelerator(on_a_cpu, capsys):
+    pytest.importorskip("rich")
+    assert cli.main(["tune"]) == 2
+    assert "torch finds none here" in capsys.readouterr().err
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """Meta tensors are on an H200, on which nothing takes time but by `cost`."""
+    pytest.importorskip("rich")
+    monkeypatch.setattr(cli, "_accelerators", lambda: [cli.META])
+    monkeypatch.setitem(backends._devices, cli.META, nvidia.ARCHS["sm90"])
+
+    def clock(cost):
+        asked = []
+
+        def bench(function):
+            asked.clear()
+            asked.extend(config(*shape, device) for config, shape, device in tuning.configurations_of(function))
+            return sum(map(cost, asked))
+
+        monkeypatch.setattr(tuning, "bench", bench)
+
+    return clock
+
+
+@needs_triton
+def test_tune_writes_a_table(h200, tmp_path, capsys):
+    h200(lambda config: 1e-3 / config.num_warps)
+    table = tmp_path / "table.json"
+    assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "8192x8192", "--output", str(table)]) == 0
+    found = tuning.read_table(table)
+    assert {"rms_norm_forward(4096, 2)", "rms_norm_forward(8192, 2)", "rms_norm_backward(4096, 2)"} <= found.keys()
+    assert all(entry["num_warps"] == 32 and entry["ms"] < entry["heuristic_ms"] for entry in found.values())
+    shown = capsys.readouterr().out
+    assert "rms_norm_forward(4096, 2)" in shown and "heuristic" in shown
+
+
+@needs_triton
+def test_an_interrupted_tune_keeps_what_it_found(h200, tmp_path, capsys):
+    measured = []
+
+    def cost(config):
+        measured.append(config)
+        if len(measured) > 150:
+            raise KeyboardInterrupt
+        return 1e-3 / config.num_warps
+
+    h200(cost)
+    table = tmp_path / "table.json"
+    assert cli.main(["tune", "rms_norm", "--output", str(table)]) == 130
+    assert tuning.read_table(table) and "liger-hw tune" in capsys.readouterr().out
+
+
+@needs_triton
+def test_tune_is_for_this_machine(h200, capsys):
+    with use_backend("amd"):
+        assert cli.main(["tune"]) == 2
+    assert "unset LIGER_HW_BACKEND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["nonsense"], "got nonsense, allowed: rms_norm"), (["rms_norm", "--shapes", "nowhere"], "got nowhere")],
+    ids=["op", "shape"],
+)
+def test_tune_refuses(arguments, message, capsys):
+    pytest.importorskip("rich")
+    assert cli.main(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# demo
+
+
+@pytest.fixture
+def demo():
+    for package in ("matplotlib", "rich", "tokenizers", "transformers"):
+        pytest.importorskip(package)
+    if interpreting():
+        pytest.skip("the same on a CPU with and without the interpreter, so it runs without")
+    from liger_hw import demo
+
+    return demo
+
+
+def test_demo_end_to_end(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
+    compare, kept = demo.compare, []
+    monkeypatch.setattr(demo, "compare", lambda *args: kept.append(compare(*args)) or kept[0])
+    text = os.path.dirname(json.__file__)
+    arguments = ["--steps", "5", "--batch", "2", "--seq", "256", "--text", text, "--report", str(tmp_path / "report")]
+    assert cli.main(["demo", *arguments]) == 0
+
+    (found,) = kept
+    plain, patched = found.runs
+    assert found.complete and len(plain.losses) == len(patched.losses) == 5
+    assert plain.losses[-1] < plain.losses[0] - 0.5
+    assert max(demo.difference(plain, patched)) < 1e-4
+    assert patched.loss_bytes <= plain.loss_bytes / 3
+    assert patched.step_bytes < plain.step_bytes
+    assert "rms_norm" in patched.patched and "swiglu" in patched.patched
+
+    shown = capsys.readouterr().out
+    words = "final loss", "tokens/s", "peak memory of a step", "peak memory of the loss alone", "backend: cpu", "CPU"
+    assert all(word in shown for word in words)
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "<script" not in page and "url(" not in page
+    pictures = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
+    files = [(tmp_path / "report" / name).read_bytes() for name in ("loss.png", "bars.png")]
+    assert pictures == files and all(picture.startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_demo_interrupted(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
+    """It ends with what every run has; before that, without a report."""
+    step, steps = demo.Run.step, []
+
+    def interrupted(limit):
+        def counted(run, batch):
+            steps.append(run.name)
+            if len(steps) == limit:
+                raise KeyboardInterrupt
+            return step(run, batch)
+
+        return counted
+
+    arguments = ["--steps", "9", "--batch", "1", "--seq", "32", "--text", os.path.dirname(json.__file__)]
+    arguments += ["--report", str(tmp_path / "report")]
+    monkeypatch.setattr(demo.Run, "step", interrupted(12))
+    assert cli.main(["demo", *arguments]) == 0
+    assert "interrupted" in capsys.readouterr().out and (tmp_path / "report" / "report.html").exists()
+    steps.clear()
+    monkeypatch.setattr(demo.Run, "step", interrupted(2))
+    assert cli.main(["demo", *arguments[:-1], str(tmp_path / "other")]) == 130
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--text", "/nowhere"], "/nowhere, which does not exist"),
+        (["--text", __file__, "--seq", "1000000"], "--text: got"),
+        (["--against", "liger"], "liger"),
+    ],
+    ids=["text", "seq", "against"],
+)
+def test_demo_refuses(demo, on_a_cpu, capsys, arguments, message):
+    assert cli.main(["demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
+def test_numbers_are_positive(number, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--steps", number])
+    assert "a positive integer" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tokenizers" else object())
+    assert cli.main(["demo"]) == 2
+    assert "tokenizers" in (error := capsys.readouterr().err) and "pip install 'liger_hw[bench]'" in error
+
+
+def test_peak_memory_is_the_allocators():
+    from liger_hw.memory import peak
+
+    def function():
+        x = torch.ones(2**20)  # 4 MiB
+        y = torch.exp(x)
+        del x
+        y = y @ y
+
+    assert peak(function, torch.device("cpu")) == 2 * 2**22
+    kept = torch.ones(2**20)
+    assert peak(lambda: kept.add_(1), torch.device("cpu")) < 2**16
