@@ -15,6 +15,12 @@ def randn(*shape, dtype=torch.float32, grad=True, device="cpu"):
     return torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_(grad)
 
 
+def flat(outputs):
+    """All floating-point values of an op's outputs as one vector, to differentiate them at once."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.cat([out.flatten() for out in outputs if out is not None and out.is_floating_point()])
+
+
 def norms(dtype, device="cpu"):
     for rows, cols in [(5, 123), (3, 1024), (1, 8), (33, 64), (0, 16)]:
         x, w = randn(rows, cols, dtype=dtype, device=device), randn(cols, dtype=dtype, device=device)
@@ -129,7 +135,7 @@ def linear_losses(dtype, device="cpu"):
         for options in LOSS_OPTIONS:
             yield (x, w, y), options | {"chunk_memory": 1000}
         for options in CLASS_WEIGHT_OPTIONS:
-            yield (x, w, y, bias, torch.rand(classes, device=device)), options | {"use_token_scaling": True}
+            yield (x, w, y, bias, torch.rand(classes, device=device)), options | {"use_token_scaling": rows > 5}
     yield (x, w, y, bias), {"reduction": "none"}
     x, w = randn(12, 16, dtype=dtype, device=device), randn(61, 16, dtype=dtype, device=device)
     y, bias = targets(12, 61, device), randn(61, dtype=dtype, device=device)

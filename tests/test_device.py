@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parity import run
-from samples import SAMPLES
+from samples import SAMPLES, flat
 
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def cases(op, dtype, device):
-    """The op's samples that have rows, want a gradient and differentiate a first output."""
+    """The op's samples that have rows and want a gradient."""
     for inputs, options in SAMPLES[op](dtype, device):
         tensors = [x for x in inputs if torch.is_tensor(x)]
         if all(x.numel() for x in tensors) and any(x.requires_grad for x in tensors):
@@ -29,9 +29,8 @@ def cases(op, dtype, device):
 
 
 def step(op, inputs, options):
-    """First output and gradients, with fixed incoming gradients and no allocation on the host."""
-    out = OPS[op](*inputs, **options)
-    out = out[0] if isinstance(out, tuple) else out
+    """Outputs and gradients, with fixed incoming gradients."""
+    out = flat(OPS[op](*inputs, **options))
     leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
     return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
@@ -85,8 +84,7 @@ def test_compiles_without_a_break(op, device):
 
         class Module(torch.nn.Module):
             def forward(self, *inputs):
-                out = OPS[op](*inputs, **options)  # noqa: B023
-                return out[0] if isinstance(out, tuple) else out
+                return flat(OPS[op](*inputs, **options))  # noqa: B023
 
         leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
         out = torch.compile(Module(), fullgraph=True)(*inputs)

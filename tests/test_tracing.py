@@ -1,0 +1,87 @@
+"""What a tracer sees of an op: one registered op forward and one backward, of the right shapes, and no launch."""
+
+import pytest
+import torch
+from samples import SAMPLES, flat
+
+from liger_hw import use_backend
+from liger_hw._triton import interpreting
+from liger_hw.dispatch import OPS
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="traces kernels of CPU tensors: needs TRITON_INTERPRET=1")
+
+
+def case(op):
+    """The op's first sample with distinct tensors, all of them with rows."""
+    torch.manual_seed(0)
+    return next(
+        (inputs, options)
+        for inputs, options in SAMPLES[op](torch.float32)
+        if all(x.numel() for x in inputs if torch.is_tensor(x))
+        and any(x.requires_grad for x in inputs if torch.is_tensor(x))
+    )
+
+
+def gradients(outputs, inputs):
+    leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
+    return torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_compiles_without_a_break(op, backend):
+    torch._dynamo.reset()
+    inputs, options = case(op)
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return flat(OPS[op](*inputs, **options))
+
+    with use_backend(backend):
+        eager, compiled = Module()(*inputs), torch.compile(Module(), fullgraph=True, backend="aot_eager")(*inputs)
+        assert torch.equal(eager, compiled)
+        for a, b in zip(gradients(eager, inputs), gradients(compiled, inputs)):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_fake_tensors_have_the_real_shapes(op, backend):
+    inputs, options = case(op)
+    with use_backend(backend):
+        real = flat(OPS[op](*inputs, **options))
+        grads = gradients(real, inputs)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) if torch.is_tensor(x) else x for x in inputs]
+            fake = flat(OPS[op](*fakes, **options))
+            fake_grads = gradients(fake, fakes)
+    for a, b in zip((real, *grads), (fake, *fake_grads)):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_second_order_is_refused(op, backend):
+    inputs, options = case(op)
+    with use_backend(backend):
+        out = flat(OPS[op](*inputs, **options))
+        leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
+        with pytest.raises(RuntimeError, match="second-order"):
+            torch.autograd.grad(out.sum(), leaves, create_graph=True)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose memory is somebody else's, as a DTensor's."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"no rule for {function}")
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_subclass_with_its_own_dispatch_is_refused(op, position, backend):
+    inputs, options = case(op)
+    inputs = [x.detach() if torch.is_tensor(x) else x for x in inputs]
+    if not torch.is_tensor(inputs[position]):
+        pytest.skip("that argument is absent in this sample")
+    inputs[position] = inputs[position].as_subclass(Wrapped)
+    with use_backend(backend), pytest.raises((NotImplementedError, TypeError)):
+        OPS[op](*inputs, **options)
