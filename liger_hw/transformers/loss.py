@@ -3,6 +3,10 @@
 `model.forward` arms the head; the armed head returns `LazyLogits`; the model's own code scales, caps and slices them;
 the model's loss function, replaced, hands them to `fused_linear_cross_entropy`. The model's forward is not rewritten,
 so whatever else it does (labels of its own making, auxiliary losses, other outputs) stays as it is.
+
+Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep it
+until backward, which is next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself fails with
+an error about the weight's size: leave it to the unit around it.
 """
 
 import functools
@@ -129,7 +133,8 @@ def _causal_lm(original, match):
         finally:
             for head in heads:
                 del head.liger_armed
-        return _finish(outputs, skip_logits)
+        # nn.DataParallel gathers its replicas' outputs, and could gather tensors only
+        return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
 
     their_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
 

@@ -118,7 +118,7 @@ def _find(module, flags):
     if type(module).__module__.startswith("liger_hw."):
         return [], None
     if "forward" in vars(module):
-        interesting = _looks_replaceable(module)
+        interesting = _looks_replaceable(module) or _owns_a_loss(module)
         return [], "its forward was replaced on the instance" if interesting else None
     if _owns_a_loss(module):
         return _find_loss(module, flags)
@@ -157,7 +157,8 @@ def _recognised(key, find):
 
 def _looks_replaceable(module):
     name = type(module).__name__.lower()
-    return any(part in name for part in ("norm", "mlp", "feedforward", "experts"))
+    is_norm = "norm" in name and not module._modules
+    return is_norm or any(part in name for part in ("mlp", "feedforward", "experts"))
 
 
 def _owns_a_loss(module):
@@ -178,11 +179,12 @@ def _find_loss(model, flags):
     owner = (model, Match("causal_lm", options=chosen))
     if flags["cross_entropy"]:
         return [owner], None
-    if getattr(head, "liger_is_head", False):  # another model around or inside this one shares it
-        return [owner], None
-    if type(head) is not torch.nn.Linear:
+    copies = getattr(head, "modules_to_save", {})  # PEFT's wrapper around a head that it trains
+    heads = [m for m in (head, *copies.values()) if type(m) is torch.nn.Linear or getattr(m, "liger_is_head", False)]
+    if not heads:
         return [], f"its head is a {type(head).__name__}: logits as they were"
-    return [(head, Match("head")), owner], None
+    # a head may be patched already, by another model around or inside this one
+    return [(m, Match("head")) for m in heads if type(m) is torch.nn.Linear] + [owner], None
 
 
 _built_from_now_on = {}  # base class of a family -> its own post_init, or None where it inherits it

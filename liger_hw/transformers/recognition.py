@@ -20,7 +20,7 @@ from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.kernels.rope import rope
 
 DTYPES = (torch.float32, torch.bfloat16)
-WEIGHTLESS_WIDTH = 64
+PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
 HIDDEN, INTERMEDIATE = 32, 48  # of the probe of a gated MLP
 GLU_OPTIONS = ((swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"}))
 TELLING = 0.37  # a float attribute that takes part in the arithmetic shows at this value
@@ -107,7 +107,7 @@ def match_norm(module):
     if module._modules or module._buffers or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
         return None
     weight = next(iter(parameters), None)
-    width = parameters[weight].numel() if weight else WEIGHTLESS_WIDTH
+    width = (parameters[weight].numel() if weight else 0) or PROBE_WIDTH
     modes = itertools.product(CASTING_MODES if weight else CASTING_MODES[:1], (0.0, 1.0) if weight else (0.0,))
     ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in modes] + [(layer_norm, {})]
     for (op, options), eps in itertools.product(ops, [name for name, v in vars(module).items() if type(v) is float]):

@@ -196,6 +196,9 @@ def test_a_replaced_forward_is_respected():
     patched.model.norm.forward = lambda x: 2 * x
     summary = liger_hw.patch(patched)
     assert summary.left["LlamaRMSNorm", "its forward was replaced on the instance"] == 1
+    patched.forward = patched.forward
+    summary = liger_hw.patch(patched)
+    assert summary.left["LlamaForCausalLM", "its forward was replaced on the instance"] == 1
     plain.model.norm.forward = lambda x: 2 * x
     assert torch.equal(logits(patched), logits(plain))
 
@@ -248,6 +251,15 @@ def test_names_do_not_matter_and_arithmetic_does():
     recognised.tiny_number = 0.5
     x = torch.randn(3, 16)
     assert torch.equal(recognised(x), Remote.forward(recognised, x))
+
+
+def test_a_weight_whose_memory_is_elsewhere_proves_nothing_by_being_empty():
+    unlike = Remote(True)
+    unlike.gain = torch.nn.Parameter(torch.empty(0))
+    assert not liger_hw.patch(torch.nn.Sequential(unlike)).replaced
+    alike = Remote(False)
+    alike.gain = torch.nn.Parameter(torch.empty(0))
+    assert liger_hw.patch(torch.nn.Sequential(alike)).replaced
 
 
 class TestClassLevel:

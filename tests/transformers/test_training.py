@@ -67,8 +67,6 @@ def test_adapters(adapter, fused, patch_first, tmp_path):
         )
     if not patch_first:
         liger_hw.patch(wrapped[1])
-    if not patch_first and "modules_to_save" in adapter:
-        fused = False  # the head is PEFT's wrapper by then
     tiny.assert_learns_alike(*wrapped, fused=fused, **tiny.tokens())
     wrapped[1].save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(tiny.model(), tmp_path)
@@ -126,6 +124,12 @@ def test_sharded_by_fsdp2(units, process_group):
             found.logits.sum()
     for p, q in zip(plain.parameters(), patched.parameters()):
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_replicas_of_data_parallel_return_what_it_can_gather():
+    _, patched = tiny.pair()
+    found = patched._replicate_for_data_parallel()(**tiny.tokens())
+    assert found.logits is None and found.loss.isfinite()
 
 
 def test_two_models_of_a_family_train_side_by_side(tmp_path):
