@@ -1,6 +1,7 @@
 # make demo    trains a small Llama plain and patched on this machine, and compares; ARGS="--model 1b" is passed on
 # make test    every test this machine can run; ARGS="-k rope" is passed on
 # make lint    style
+# make mutants tests must fail where a kernel is wrong
 #
 # Each sets up what it needs first: a virtual environment in VENV with the build of PyTorch for the accelerator that is
 # here. PYTHON picks the interpreter, TORCH and TORCH_INDEX the build. NO_VENV=1 uses PYTHON as it is and installs nothing.
@@ -20,10 +21,7 @@ ACCELERATOR ?= none
 endif
 
 TORCH ?= torch==2.13.0
-TORCH_INDEX_none = https://download.pytorch.org/whl/cpu
-TORCH_INDEX_amd = https://download.pytorch.org/whl/rocm7.2
-TORCH_INDEX_intel = https://download.pytorch.org/whl/xpu
-TORCH_INDEX ?= $(TORCH_INDEX_$(ACCELERATOR))
+TORCH_INDEX ?=
 
 ifdef NO_VENV
 RUN = PYTHONPATH=$(CURDIR) $(PYTHON)
@@ -34,7 +32,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint mutants clean
 
 demo: $(READY)
 	$(RUN) -m liger_hw.cli demo $(ARGS)
@@ -55,9 +53,14 @@ $(VENV)/.ready-$(ACCELERATOR): pyproject.toml Makefile
 		+ sys.version.split()[0] + ": make PYTHON=/path/to/another")'
 	@echo "setting up $(VENV) (accelerator: $(ACCELERATOR))"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-ifeq ($(ACCELERATOR)$(shell uname), noneLinux)
-# PyPI's build for Linux brings 3 GB of CUDA; +cpu is the one without, from wherever pip looks or from PyTorch's own index.
-	$(PIP) '$(TORCH)+cpu' 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+ifeq ($(ACCELERATOR)-$(shell uname)-$(TORCH_INDEX),none-Linux-)
+# torch==2.13.0 for Linux may bring 3 GB of CUDA; +cpu is the build without, wherever pip is configured to look.
+	@$(PIP) '$(TORCH)+cpu' || { echo "pip finds no CPU build of $(TORCH): set TORCH_INDEX=... to the index that the" \
+		"installation page of pytorch.org gives for CPU, or TORCH=... to a build of your choice"; exit 1; }
+else ifneq ($(filter amd intel,$(ACCELERATOR)),)
+	@test -n "$(TORCH_INDEX)" || { echo "set TORCH_INDEX=... to the index that the installation page of pytorch.org gives" \
+		"for this $(ACCELERATOR) GPU (ROCm or XPU)"; exit 1; }
+	$(PIP) --index-url $(TORCH_INDEX) '$(TORCH)'
 else
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 endif
@@ -71,6 +74,10 @@ endif
 		print(*(r for r in wanted if named(r) not in vendors), sep="\n", file=open("$(VENV)/requirements.txt", "w"))'
 	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
+
+# Mistakes planted in two kernels must turn their tests red.
+mutants: $(READY)
+	$(RUN) tools/mutants.py rms_norm glu
 
 clean:
 	rm -rf $(VENV) report

@@ -26,8 +26,15 @@ MUTANTS = {
         ("rounding order of the llama mode", "if CASTING != \"gemma\":\n            y = rounded(y, dtype)", "if CASTING == \"none\":\n            y = rounded(y, dtype)"),
         ("rows beyond the last tile", "(row < rows)[:, None] & in_row", "(row < rows + 1)[:, None] & in_row"),
     ],
-    "glu": [],
-}  # fmt: skip
+    "glu": [
+        ("slope of silu without its second term", "s * (1.0 + x * (1.0 - s))", "s"),
+        ("gate and up swapped in backward", "dy * u * slope, mask", "dy * f * slope, mask"),
+        ("the other half's stride", "u = tl.load(U + row * u_stride", "u = tl.load(U + row * g_stride"),
+        ("activation not rounded", "rounded(_activate(g, ACTIVATION), G.dtype.element_ty) * u", "_activate(g, ACTIVATION) * u"),
+        ("last tile unmasked", "mask = (row < rows) & (col < cols)", "mask = (row < rows) & (col < cols - 1)"),
+        ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "0.5 * x * (1.0 + tanh(0.8 * x))"),
+    ],
+}
 
 
 def survivors(name, mutants):

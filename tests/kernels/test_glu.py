@@ -12,6 +12,11 @@ OPS = [(swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "
 forms = pytest.mark.parametrize("op, options", OPS, ids=["silu", "gelu_tanh", "gelu_erf"])
 
 
+def one_half(x):
+    """Rows of two strides."""
+    return x.chunk(2, -1)[0], 3 * x.chunk(2, -1)[1]
+
+
 def halves(x):
     """Gate and up as a fused projection yields them."""
     return x.chunk(2, -1)
@@ -42,7 +47,7 @@ def test_rounding_order(op, options, dtype, backend, device):
 
 
 @forms
-@pytest.mark.parametrize("split", [halves, transposed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("split", [halves, transposed, one_half], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", [(2, 6, 128), (8, 70)], ids=str)
 def test_strided(op, options, split, shape, backend, device):
     torch.manual_seed(0)
