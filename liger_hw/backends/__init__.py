@@ -96,8 +96,10 @@ def backends_for(device: torch.device) -> tuple[str, ...]:
     Forced means forced: the reference is not in the chain then, and tensors that cannot run Triton are an error.
     """
     name = forced()
-    if name == "reference" or (name is None and not AVAILABLE):
+    if name == "reference":
         return ("reference",)
+    if name is None and not AVAILABLE:
+        return CPU.backends  # plain torch, on any device
     if name is None:
         return detected(device).backends
     if not AVAILABLE:

@@ -46,7 +46,7 @@ class Device:
     def backends(self) -> tuple[str, ...]:
         """Names an implementation may be registered under, most specific first."""
         if self.vendor == "cpu":
-            return ("reference",)
+            return ("cpu", "reference")
         return (f"{self.vendor}:{self.arch}", self.vendor, "triton", "reference")
 
     def with_facts(self, **facts) -> "Device":

@@ -105,9 +105,9 @@ def terms(target, weight, reduction, num_items, ignore_index) -> Terms:
 
 
 def outcome(loss, z_loss, predicted, target, reduction, ignore_index, wanted):
-    """What the caller asked for, of rows' losses that are divided already: the loss, or a CrossEntropyOutput."""
+    """What the caller asked for, of rows' losses (or their sum) divided already: the loss, or a CrossEntropyOutput."""
     z_wanted, accuracy_wanted, predicted_wanted = wanted
-    if reduction != "none":
+    if reduction != "none" and loss.ndim:
         loss = loss.sum()
     if not any(wanted):
         return loss

@@ -81,14 +81,11 @@ def _body_pointer(X, row, stride, head, misaligned, VECTOR: tl.constexpr, ALIGNE
 
 @triton.jit
 def _tanh(x):
-    """To a few ulp of itself, by the rational function of Eigen's ptanh: the softcap multiplies an absolute error."""
-    x = tl.where(x > 7.905311, 7.905311, tl.where(x < -7.905311, -7.905311, x))  # and not min and max, which drop NaN
+    """To 3 ulp of itself everywhere, as the softcap multiplies its error. (2 sigmoid(2x) - 1 loses small results.)"""
     s = x * x
-    p = s * -2.76076847742355e-16 + 2.00018790482477e-13
-    p = s * (s * (s * p + -8.60467152213735e-11) + 5.12229709037114e-08) + 1.48572235717979e-05
-    p = s * (s * p + 6.37261928875436e-04) + 4.89352455891786e-03
-    q = s * (s * (s * 1.19825839466702e-06 + 1.18534705686654e-04) + 2.26843463243900e-03) + 4.89352518554385e-03
-    return x * p / q
+    small = ((s * 1.57394409e-2 - 5.23025580e-2) * s + 1.33152470e-1) * s - 3.33327681e-1
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2_E)) + 1.0)
+    return tl.where(s < 0.3, x + x * s * small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -364,8 +361,9 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, lse=None, predicted=
     )  # fmt: skip
 
 
-def backward_rows(logits, terms, formula, lse, dloss, dx):
-    """Write the gradient of `logits` to `dx`, which may be the same; `lse` and `dloss` are of their rows, (N,) fp32."""
+def backward_rows(logits, terms, formula, lse, dloss, dx=None):
+    """Write the gradient of `logits` to `dx`, or over them; `lse` and `dloss` are of their rows, (N,) fp32."""
+    dx = logits if dx is None else dx
     rows, cols = logits.shape
     misaligned, aligned = _alignment(logits)
     same = _alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
