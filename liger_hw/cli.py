@@ -184,7 +184,7 @@ def _show(found: dict) -> str:
         lines += ["", _table([f"op on {about['device']}", "implementation"], ops)]
         lines += sorted({served["error"] for served in about["ops"].values() if "error" in served})
         launches = [
-            [c["op"], c["shape"], c["key"], ", ".join(f"{k} {v}" for k, v in c["meta"].items()),
+            [c["op"], c["shape"], c["key"], _parameters(c["meta"]),
              c["num_warps"], c["num_stages"], c["programs"], c["source"]]
             for c in about["configurations"]
         ]  # fmt: skip
@@ -264,13 +264,8 @@ def tune(args) -> int | None:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console, report, interrupted = Console(), {}, False
-    columns = (
-        SpinnerColumn(),
-        *Progress.get_default_columns()[:2],
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
+    columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         bar = progress.add_task("shapes", total=len(cases), note="")
         try:
             for case in cases:
@@ -278,8 +273,8 @@ def tune(args) -> int | None:
                 progress.advance(bar)
         except KeyboardInterrupt:
             interrupted = True
-    _show_tuned(report, console)
-    console.print(f"winners: {args.output or tuning.cache_file(backends.detected(devices[0]))}", soft_wrap=True)
+    print(_tuned(report))
+    print(f"winners: {args.output or tuning.cache_file(backends.detected(devices[0]))}")
     return 130 if interrupted else None
 
 
@@ -300,22 +295,20 @@ def _tune_case(case, device, args, report, note, console) -> None:
         console.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
 
 
-def _show_tuned(report: dict, console) -> None:
-    from rich.table import Table
-
-    table = Table(title="liger-hw tune", title_justify="left")
-    table.add_column("configuration", no_wrap=True)
-    table.add_column("winner")
-    for column in ("heuristic ms", "best ms", "gain", "tried"):
-        table.add_column(column, justify="right")
+def _tuned(report: dict) -> str:
+    rows = []
     for key, found in sorted(report.items()):
-        winner = ", ".join(f"{k} {v}" for k, v in found["meta"].items()) if "meta" in found else "the heuristic"
-        warps = f", {found['num_warps']} warps" if "meta" in found else ""
-        gain = f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if "meta" in found else ""
-        table.add_row(
-            key, winner + warps, f"{found['heuristic_ms']:.4f}", f"{found['ms']:.4f}", gain, str(found["candidates"])
-        )
-    console.print(table)
+        won = "meta" in found
+        rows.append([
+            key, f"{found['heuristic_ms']:.4f}", f"{found['ms']:.4f}",
+            f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if won else "", found["candidates"],
+            f"{_parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
+        ])  # fmt: skip
+    return _table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)
+
+
+def _parameters(meta: dict) -> str:
+    return ", ".join(f"{name} {value}" for name, value in meta.items())
 
 
 if __name__ == "__main__":
