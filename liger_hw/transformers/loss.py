@@ -4,9 +4,9 @@
 the model's loss function, replaced, hands them to `fused_linear_cross_entropy`. The model's forward is not rewritten,
 so whatever else it does (labels of its own making, auxiliary losses, other outputs) stays as it is.
 
-Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep it
-until backward, which is next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself fails with
-an error about the weight's size: leave it to the unit around it.
+Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep
+it until backward, which is next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself fails
+with an error about the weight's size: leave it to the unit around it.
 """
 
 import functools
