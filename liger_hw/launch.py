@@ -16,7 +16,7 @@ def launch(kernel, grid, config, *args):
     The first argument is a tensor. A grid with a zero in it launches nothing.
 
     Raises:
-        TypeError: an argument is a tensor subclass with its own dispatch, such as a DTensor, whose memory is not its own.
+        TypeError: an argument is a tensor subclass with its own dispatch, such as a DTensor, whose memory is elsewhere.
     """
     if 0 in grid:
         return
@@ -44,7 +44,7 @@ _kernels = {}  # id(kernel) -> (its key function, {key: what a further launch ne
 
 
 def _key_function(kernel):
-    """(config, index, arguments) -> the facts a compiled kernel depends on; generated, as a loop takes twice as long."""
+    """(config, index, arguments) -> the facts a compiled kernel depends on; generated: a loop takes twice as long."""
     if interpreting():
         return lambda *args: None
     facts = ["config", "index"]

@@ -2,8 +2,8 @@
 
     python tools/mutants.py [FILE ...]      # rms_norm, glu, ...; all by default
 
-Each mutant is one replaced piece of a kernel. The package is copied, the piece replaced, and that kernel's test file run
-under the interpreter. Exits 1 if a mutant survives, or if a piece is no longer in the source.
+Each mutant is one replaced piece of a kernel. The package is copied, the piece replaced, and that kernel's test file
+run under the interpreter. Exits 1 if a mutant survives, or if a piece is no longer in the source.
 """
 
 import os
@@ -17,20 +17,40 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MUTANTS = {
     "rms_norm": [
-        ("mean over the block, not the row", "tl.sum(_square(x, dtype, CASTING), 1) / cols", "tl.sum(_square(x, dtype, CASTING), 1) / COLS"),
+        (
+            "mean over the block, not the row",
+            "tl.sum(_square(x, dtype, CASTING), 1) / cols",
+            "tl.sum(_square(x, dtype, CASTING), 1) / COLS",
+        ),
         ("eps left out", "1.0 / tl.sqrt(mean + eps)", "1.0 / tl.sqrt(mean)"),
-        ("offset left out", "+ offset, dtype) if CASTING == \"none\" else w + offset", "+ offset, dtype) if CASTING == \"none\" else w"),
-        ("backward without the mean term", "rstd[:, None] * (m - normed * (tl.sum(m * normed, 1) / cols)[:, None])", "rstd[:, None] * m"),
+        (
+            "offset left out",
+            '+ offset, dtype) if CASTING == "none" else w + offset',
+            '+ offset, dtype) if CASTING == "none" else w',
+        ),
+        (
+            "backward without the mean term",
+            "rstd[:, None] * (m - normed * (tl.sum(m * normed, 1) / cols)[:, None])",
+            "rstd[:, None] * m",
+        ),
         ("weight gradient without rstd", "dw = dy * (normed if", "dw = dy / rstd[:, None] * (normed if"),
         ("gradient of the sum dropped", "if DS_OUT is not None:\n        ds +=", "if DS_OUT is None:\n        ds +="),
-        ("rounding order of the llama mode", "if CASTING != \"gemma\":\n            y = rounded(y, dtype)", "if CASTING == \"none\":\n            y = rounded(y, dtype)"),
+        (
+            "rounding order of the llama mode",
+            'if CASTING != "gemma":\n            y = rounded(y, dtype)',
+            'if CASTING == "none":\n            y = rounded(y, dtype)',
+        ),
         ("rows beyond the last tile", "(row < rows)[:, None] & in_row", "(row < rows + 1)[:, None] & in_row"),
     ],
     "glu": [
         ("slope of silu without its second term", "s * (1.0 + x * (1.0 - s))", "s"),
         ("gate and up swapped in backward", "dy * u * slope, mask", "dy * f * slope, mask"),
         ("the other half's stride", "u = tl.load(U + row * u_stride", "u = tl.load(U + row * g_stride"),
-        ("activation not rounded", "rounded(_activate(g, ACTIVATION), G.dtype.element_ty) * u", "_activate(g, ACTIVATION) * u"),
+        (
+            "activation not rounded",
+            "rounded(_activate(g, ACTIVATION), G.dtype.element_ty) * u",
+            "_activate(g, ACTIVATION) * u",
+        ),
         ("last tile unmasked", "mask = (row < rows) & (col < cols)", "mask = (row < rows) & (col < cols - 1)"),
         ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "0.5 * x * (1.0 + tanh(0.8 * x))"),
     ],
