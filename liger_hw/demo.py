@@ -47,7 +47,7 @@ def _llama(hidden, intermediate, layers, heads, kv_heads, vocabulary, **more):
 
 
 MODELS = {
-    "tiny": Model(_llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=40, learning_rate=1e-3),
+    "tiny": Model(_llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=60, learning_rate=1e-3),
     "1b": Model(
         _llama(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
         batch=8, seq=1024, steps=50, learning_rate=1e-4,
