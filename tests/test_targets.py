@@ -7,11 +7,11 @@ import os
 
 import pytest
 import torch
-from samples import REAL
 
 from liger_hw.backends import amd, nvidia
 from liger_hw.crosscompile import compiling_for
 from liger_hw.dispatch import OPS
+from liger_hw.samples import REAL
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

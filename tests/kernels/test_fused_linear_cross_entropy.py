@@ -1,8 +1,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import check, compare, run
-from samples import SAMPLES, randn, targets
+from liger_hw.parity import check, compare, run
+from liger_hw.samples import SAMPLES, randn, targets
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting

@@ -1,4 +1,4 @@
-"""The one parity check every kernel test calls.
+"""The one parity check that every kernel test calls, and the benchmark before it prints a time.
 
 A kernel passes when, against the reference in float64, its error is at most twice that of the reference run in the
 kernel's own dtypes plus one rounding of the result, in the worst element and in the root mean square. No tolerance is
@@ -37,25 +37,35 @@ def check(op, inputs, options, backend):
 
 
 def compare(exact, plain, found, what):
-    """`found` against float64 `exact`, with the room that `plain`, the reference in the same dtypes, leaves it."""
-    assert len(found) == len(exact) == len(plain)
+    """`found` against float64 `exact`, with the room that `plain`, the reference in the same dtypes, leaves it.
+
+    Raises:
+        AssertionError: which output of `what` differs and how.
+    """
+    _hold(len(found) == len(exact) == len(plain), f"{what}: {len(found)} outputs, expected {len(plain)}")
     for i, (e, p, f) in enumerate(zip(exact, plain, found)):
         if e is None or f is None:
-            assert e is None and f is None and p is None, f"output {i} of {what} is None on one side only"
+            _hold(e is None and f is None and p is None, f"output {i} of {what} is None on one side only")
             continue
-        assert f.shape == p.shape, f"output {i} of {what}: shape {tuple(f.shape)}, expected {tuple(p.shape)}"
-        assert f.dtype == p.dtype, f"output {i} of {what}: {f.dtype}, expected {p.dtype}"
+        _hold(f.shape == p.shape, f"output {i} of {what}: shape {tuple(f.shape)}, expected {tuple(p.shape)}")
+        _hold(f.dtype == p.dtype, f"output {i} of {what}: {f.dtype}, expected {p.dtype}")
         if not f.is_floating_point():
-            assert torch.equal(f, p), f"output {i} of {what} differs"
+            _hold(torch.equal(f, p), f"output {i} of {what} differs")
             continue
         if f.numel() == 0:
             continue
-        assert torch.equal(f.isfinite(), p.isfinite()), f"output {i} of {what} is not finite where it should be"
+        _hold(torch.equal(f.isfinite(), p.isfinite()), f"output {i} of {what} is not finite where it should be")
         e, p, f, eps = e.double(), p.double(), f.double(), torch.finfo(f.dtype).eps
         for name, norm in (("worst", lambda t: t.abs().max()), ("rms", lambda t: t.square().mean().sqrt())):
             room = 2 * (norm(p - e) + eps * norm(e))
             error = norm(f - e)
-            assert error <= room, f"output {i} of {what}: {name} error {error:.3g}, allowed {room:.3g}"
+            _hold(error <= room, f"output {i} of {what}: {name} error {error:.3g}, allowed {room:.3g}")
+
+
+def _hold(condition, message):
+    """An assertion that `python -O` keeps: the benchmark stands on it."""
+    if not condition:
+        raise AssertionError(message)
 
 
 def _floats(x):
