@@ -30,10 +30,10 @@ MUTANTS = {
         ),
         (
             "backward without the mean term",
-            "rstd[:, None] * (m - normed * (tl.sum(m * normed, 1) / cols)[:, None])",
-            "rstd[:, None] * m",
+            "rstd * (m - normed * (rstd * tl.sum(m * s, 1)[:, None] / cols))",
+            "rstd * m",
         ),
-        ("weight gradient without rstd", "dw = dy * (normed if", "dw = dy / rstd[:, None] * (normed if"),
+        ("weight gradient without rstd", "dw += _dw(dy, normed,", "dw += _dw(dy, s,"),
         ("gradient of the sum dropped", "if DS_OUT is not None:\n        ds +=", "if DS_OUT is None:\n        ds +="),
         (
             "rounding order of the llama mode",
