@@ -220,7 +220,7 @@ def _round(run: Run, batches, device, timed: bool):
     with _active(run):
         _synchronize(device)
         start = time.perf_counter()
-        losses = [run.step(batch.to(device)) for batch in batches]
+        losses = [run.step(batch) for batch in batches]
         _synchronize(device)
         elapsed = time.perf_counter() - start
     run.losses += torch.stack(losses).tolist()
@@ -290,7 +290,7 @@ def compare(args, progress) -> Comparison:
     progress.advance(stage)
     tokenizer = train_tokenizer(texts)
     progress.advance(stage)
-    batches = make_batches(texts, tokenizer, steps + 1, batch, seq)  # one more, for the memory
+    batches = make_batches(texts, tokenizer, steps + 1, batch, seq).to(device)  # one more, for the memory
     progress.update(stage, advance=1, note=f"{tokenizer.get_vocab_size():,} entries from {len(texts)} files")
 
     # Steps between two synchronisations, as a training loop that logs now and then; a CPU has none to wait for.
@@ -317,7 +317,7 @@ def compare(args, progress) -> Comparison:
                 for run in turn if number % (2 * round_steps) == 0 else turn[::-1]:
                     advance(run)
             if not together:
-                measure_memory(turn[0], batches[steps].to(device))
+                measure_memory(turn[0], batches[steps])
                 turn[0].release()
     except KeyboardInterrupt:
         complete = False
@@ -325,7 +325,7 @@ def compare(args, progress) -> Comparison:
             raise
     for run in runs:
         if run.model is not None:
-            measure_memory(run, batches[steps].to(device))
+            measure_memory(run, batches[steps])
             run.release()
     shortest = min(len(run.losses) for run in runs)
     for run in runs:

@@ -16,17 +16,23 @@ def size(bytes_: float) -> str:
 
 
 def rows(found: Comparison) -> list[list[str]]:
-    """The table: a header, then a row for each quantity; the last column is liger_hw's share of plain."""
-    plain, patched = found.runs[:2]
+    """The table: a header, then a row for each quantity; last come liger_hw's shares of each of the others."""
+    plain, patched, *peers = found.runs
+    others = [plain, *peers]
 
-    def line(title, value, show, share=True):
-        shown = [show(value(run)) for run in found.runs]
-        return [title, *shown, f"{value(patched) / value(plain):.2f}x" if share else ""]
+    def line(title, value, show):
+        shares = [f"{value(patched) / value(other):.2f}x" for other in others]
+        return [title, *(show(value(run)) for run in found.runs), *shares]
 
     return [
-        ["", *(run.name for run in found.runs), "liger_hw / plain"],
-        line("final loss", lambda run: run.losses[-1], lambda loss: f"{loss:.4f}", share=False),
-        ["greatest difference of the loss", "", *(f"{max(difference(plain, run)):.1e}" for run in found.runs[1:]), ""],
+        ["", *(run.name for run in found.runs), *(f"{patched.name} / {other.name}" for other in others)],
+        ["final loss", *(f"{run.losses[-1]:.4f}" for run in found.runs), *("" for _ in others)],
+        [
+            "greatest difference of the loss",
+            "",
+            *(f"{max(difference(plain, run)):.1e}" for run in found.runs[1:]),
+            *("" for _ in others),
+        ],
         line("tokens/s", found.tokens_per_second, lambda speed: f"{speed:,.0f}"),
         line("peak memory of a step", lambda run: run.step_bytes, size),
         line("peak memory of the loss alone", lambda run: run.loss_bytes, size),
