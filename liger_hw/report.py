@@ -99,6 +99,7 @@ def _loss_figure(found, pyplot):
     for run in found.runs[1:]:
         bottom.plot(steps, difference(plain, run), color=COLOURS[run.name], linewidth=1.6)
     bottom.set(title="Difference from plain, absolute", xlabel="step")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.set_yscale("symlog", linthresh=1e-7)  # equal losses have a place on it
     bottom.set_yticks([0, 1e-7, 1e-5, 1e-3, 1e-1], ["0", "1e-7", "1e-5", "1e-3", "1e-1"])
     bottom.set_yticks([], minor=True)
