@@ -138,7 +138,7 @@ def _chunks(x, weight, bias, size, stride):
     """Yield a slice of at most `size` rows and their logits, for all slices, the logits in one buffer."""
     rows, vocabulary = x.shape[0], weight.shape[0]
     buffer = x.new_empty(size, stride)
-    buffer[:, vocabulary:] = 0  # a CPU's bf16 product multiplies what is beyond the vocabulary by 0, which leaves a NaN
+    buffer[:, vocabulary:].zero_()  # a CPU's bf16 product multiplies what is beyond the vocabulary by 0: no NaN may be
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
         logits = buffer[: part.stop - start, :vocabulary]
@@ -207,10 +207,10 @@ def _empty_gradients(x, weight, bias, wanted):
 
 
 def _empty_outputs(x, predicted_wanted):
-    """Loss, z-loss, log-sum-exp and predicted token of each row."""
+    """Loss, z-loss, partition (see `forward_rows`) and predicted token of each row."""
     loss = x.new_empty(x.shape[0], dtype=_wide(x))
     predicted = loss.new_empty(loss.shape if predicted_wanted else 0, dtype=torch.int64)
-    return loss, torch.empty_like(loss), torch.empty_like(loss), predicted
+    return loss, torch.empty_like(loss), loss.new_empty(x.shape[0], 2), predicted
 
 
 class _Plan(NamedTuple):
@@ -252,31 +252,31 @@ def _fused_linear_cross_entropy(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, token_scaling)
-    loss, z_loss, lse, predicted = _empty_outputs(x, predicted_wanted)
+    loss, z_loss, partition, predicted = _empty_outputs(x, predicted_wanted)
 
     def forward(rows, part, logits, terms):
         found = predicted[part] if predicted_wanted else None
-        rows.forward_rows(logits, terms, formula, loss[part], z_loss[part], lse[part], found, any(wanted))
+        rows.forward_rows(logits, terms, formula, loss[part], z_loss[part], partition[part], found, any(wanted))
 
     plan = _Plan(chunk_memory, accumulate_fp32, with_kernels)
-    return loss, z_loss, lse, predicted, *_run(x, weight, bias, Terms(*terms), plan, wanted, forward)
+    return loss, z_loss, partition, predicted, *_run(x, weight, bias, Terms(*terms), plan, wanted, forward)
 
 
-def _fake_backward(x, weight, bias, terms, lse, dloss, *options):
+def _fake_backward(x, weight, bias, terms, partition, dloss, *options):
     return _empty_gradients(x, weight, bias, options[-1])
 
 
 @raw(_fake_backward)
 def _fused_linear_cross_entropy_backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, terms: Sequence[torch.Tensor | None],
-    lse: torch.Tensor, dloss: torch.Tensor, ignore_index: int, label_smoothing: float, lse_square_scale: float,
+    partition: torch.Tensor, dloss: torch.Tensor, ignore_index: int, label_smoothing: float, lse_square_scale: float,
     softcap: float | None, logit_scale: float, token_scaling: bool, chunk_memory: int, accumulate_fp32: bool,
     with_kernels: bool, wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, token_scaling)
 
     def backward(rows, part, logits, terms):
-        rows.backward_rows(logits, terms, formula, lse[part], dloss[part])
+        rows.backward_rows(logits, terms, formula, partition[part], dloss[part])
 
     plan = _Plan(chunk_memory, accumulate_fp32, with_kernels)
     return _run(x, weight, bias, Terms(*terms), plan, wanted, backward)
@@ -335,19 +335,21 @@ class FusedLinearCrossEntropyRowsFunction(Function):
     def forward(ctx, x, weight, bias, target, ce_weight, weight_sum, denominator, count, options):
         formula, plan, predicted_wanted, wanted = options
         terms = target, ce_weight, weight_sum, denominator, count
-        loss, z_loss, lse, predicted, *_ = _fused_linear_cross_entropy(
+        loss, z_loss, partition, predicted, *_ = _fused_linear_cross_entropy(
             x, weight, bias, terms, *formula, *plan, predicted_wanted, [False] * 3
         )
-        ctx.save_for_backward(x, weight, bias, lse, *terms)
+        ctx.save_for_backward(x, weight, bias, partition, *terms)
         ctx.options = options
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss, z_loss, predicted
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        x, weight, bias, lse, *terms = ctx.saved_tensors
+        x, weight, bias, partition, *terms = ctx.saved_tensors
         formula, plan, _, wanted = ctx.options
-        gradients = _fused_linear_cross_entropy_backward(x, weight, bias, terms, lse, dloss, *formula, *plan, wanted)
+        gradients = _fused_linear_cross_entropy_backward(
+            x, weight, bias, terms, partition, dloss, *formula, *plan, wanted
+        )
         return *(g if w else None for g, w in zip(gradients, wanted)), *[None] * 6
 
 

@@ -1,8 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from liger_hw.parity import check, compare, run
-from liger_hw.samples import SAMPLES, randn, targets
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -10,14 +8,16 @@ from liger_hw.backends import CPU, nvidia
 from liger_hw.kernels import fused_linear_cross_entropy as module
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.fused_linear_cross_entropy import MiB, chunk_rows, fused_linear_cross_entropy
+from liger_hw.parity import check, compare, run
+from liger_hw.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 H200 = nvidia.ARCHS["sm90"]
 
 
 @pytest.fixture
-def engine(request, backend):
-    """Every test below runs on the kernels."""
+def engine(backend):
+    """The test runs on the kernels."""
     with use_backend(backend):
         yield backend
 

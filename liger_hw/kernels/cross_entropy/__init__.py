@@ -84,24 +84,26 @@ def _empty_outputs(logits, terms, *options):
     return loss, z_loss, loss.new_empty(loss.shape if predicted_wanted else 0, dtype=torch.int64)
 
 
-def _forward(logits, terms, formula, wanted, lse, gradient):
+def _forward(logits, terms, formula, wanted, partition, gradient):
     loss, z_loss, predicted = _empty_outputs(logits, terms, *wanted)
     z_wanted, predicted_wanted = wanted
-    outputs = loss, z_loss if z_wanted else None, lse, predicted if predicted_wanted else None
+    outputs = loss, z_loss if z_wanted else None, partition, predicted if predicted_wanted else None
     forward_rows(logits, Terms(*terms), formula, *outputs, gradient)
     return loss, z_loss, predicted
 
 
-@raw(
-    lambda logits, *options: (*_empty_outputs(logits, *options), logits.new_empty(logits.shape[0], dtype=torch.float32))
-)
+def _fake_forward(logits, *options):
+    return *_empty_outputs(logits, *options), logits.new_empty(logits.shape[0], 2, dtype=torch.float32)
+
+
+@raw(_fake_forward)
 def _cross_entropy_forward(
     logits: torch.Tensor, terms: Sequence[torch.Tensor | None], ignore_index: int, label_smoothing: float,
     lse_square_scale: float, softcap: float | None, logit_scale: float, z_wanted: bool, predicted_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    lse = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    return *_forward(logits, terms, formula, (z_wanted, predicted_wanted), lse, False), lse
+    partition = logits.new_empty(logits.shape[0], 2, dtype=torch.float32)
+    return *_forward(logits, terms, formula, (z_wanted, predicted_wanted), partition, False), partition
 
 
 @raw(_empty_outputs, mutates=["logits"])
@@ -122,12 +124,12 @@ def _empty_gradient(logits, *options):
 
 @raw(_empty_gradient)
 def _cross_entropy_backward(
-    logits: torch.Tensor, terms: Sequence[torch.Tensor | None], lse: torch.Tensor, dloss: torch.Tensor,
+    logits: torch.Tensor, terms: Sequence[torch.Tensor | None], partition: torch.Tensor, dloss: torch.Tensor,
     ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, logit_scale: float,
 ) -> torch.Tensor:  # fmt: skip
     dx = _empty_gradient(logits)
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    backward_rows(logits, Terms(*terms), formula, lse, dloss, dx)
+    backward_rows(logits, Terms(*terms), formula, partition, dloss, dx)
     return dx
 
 
@@ -142,16 +144,16 @@ class CrossEntropyFunction(Function):
     @staticmethod
     def forward(ctx, logits, target, weight, weight_sum, denominator, count, options):
         terms = target, weight, weight_sum, denominator, count
-        loss, z_loss, predicted, lse = _cross_entropy_forward(logits, terms, *options)
-        ctx.save_for_backward(logits, lse, *terms)
+        loss, z_loss, predicted, partition = _cross_entropy_forward(logits, terms, *options)
+        ctx.save_for_backward(logits, partition, *terms)
         ctx.numbers = options[:-2]
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss, z_loss, predicted
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        logits, lse, *terms = ctx.saved_tensors
-        return _cross_entropy_backward(logits, terms, lse, dloss, *ctx.numbers), *[None] * 6
+        logits, partition, *terms = ctx.saved_tensors
+        return _cross_entropy_backward(logits, terms, partition, dloss, *ctx.numbers), *[None] * 6
 
 
 class CrossEntropyInPlaceFunction(Function):

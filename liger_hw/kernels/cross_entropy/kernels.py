@@ -152,10 +152,13 @@ def _factors(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothin
 
 
 @triton.jit
-def _gradient(x, col, mask, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr):
-    """dx_j, the factors times logit_scale already; lse in units of ln 2."""
+def _gradient(x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr):
+    """dx_j, where `of_power` multiplies 2^(z_j - peak) and every factor has been multiplied by logit_scale.
+
+    A peak and a total, and not the one log-sum-exp, whose rounding would be the same relative error in all of a row.
+    """
     z = _capped(x.to(tl.float32) * (logit_scale * LOG2_E), softcap)
-    dx = of_p * tl.exp2(z - lse) - tl.where(col == y, of_target, 0.0)
+    dx = of_power * tl.exp2(z - peak) - tl.where(col == y, of_target, 0.0)
     if SMOOTH:
         if WEIGHT is not None:
             dx -= of_each * tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
@@ -168,17 +171,17 @@ def _gradient(x, col, mask, y, lse, WEIGHT, of_p, of_each, of_target, logit_scal
 
 
 @triton.jit
-def _edge_gradient(X, DX, head, body, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap,
+def _edge_gradient(X, DX, head, body, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap,
                    SMOOTH: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
     col, mask = _edge(head, body, cols, VECTOR)
     x = tl.load(X + col, mask, other=0.0)
-    dx = _gradient(x, col, mask, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap, SMOOTH)
+    dx = _gradient(x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
     tl.store(DX + col, dx, mask)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def cross_entropy_forward(
-    LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, LOSS, Z_LOSS, LSE, PREDICTED, stride, misaligned,
+    LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, LOSS, Z_LOSS, PARTITION, PREDICTED, stride, misaligned,
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -203,8 +206,9 @@ def cross_entropy_forward(
         tl.store(LOSS + row, 0.0)
         if Z_LOSS is not None:
             tl.store(Z_LOSS + row, 0.0)
-        if LSE is not None:
-            tl.store(LSE + row, 0.0)
+        if PARTITION is not None:
+            tl.store(PARTITION + 2 * row, 0.0)
+            tl.store(PARTITION + 2 * row + 1, 1.0)
         if PREDICT:
             tl.store(PREDICTED + row, -1)
     else:
@@ -231,8 +235,9 @@ def cross_entropy_forward(
                 tl.load(BODY + at, mask, other=0.0), head + at, mask, WEIGHT, logit_scale, softcap, peak, total,
                 smoothed, best, best_col, SMOOTH, PREDICT, cols,
             )  # fmt: skip
-        log_total = tl.log2(tl.sum(total, 0))
-        lse, distance = peak + log_total, (peak - z_y) + log_total  # the difference first: it is exact near the peak
+        row_total = tl.sum(total, 0)
+        lse = peak + tl.log2(row_total)
+        distance = (peak - z_y) + tl.log2(row_total)  # the difference first: it is exact near the peak
         of_target, of_each, of_all, of_square = _factors(
             y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, inside, cols,
             TOKEN_SCALING,
@@ -244,33 +249,36 @@ def cross_entropy_forward(
         tl.store(LOSS + row, loss)
         if Z_LOSS is not None:
             tl.store(Z_LOSS + row, z_loss)
-        if LSE is not None:
-            tl.store(LSE + row, lse)
+        if PARTITION is not None:
+            tl.store(PARTITION + 2 * row, peak)
+            tl.store(PARTITION + 2 * row + 1, row_total)
         if PREDICT:
             tl.store(PREDICTED + row, best_col)
         if GRADIENT:
-            of_p = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * logit_scale
+            of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * logit_scale / row_total
             of_target, of_each = of_target * logit_scale, of_each * logit_scale
             tl.debug_barrier()  # the whole row and its target's logit have been read by every lane
             for start in tl.range(0, body, COLS, num_stages=STAGES):
                 at = (body - 1) // COLS * COLS - start + lane
                 mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
                 x, col = tl.load(BODY + at, mask, other=0.0), head + at
-                dx = _gradient(x, col, mask, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap, SMOOTH)
+                dx = _gradient(
+                    x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH
+                )
                 tl.store(BODY + at, dx, mask)
             if EDGES:
                 edge, edge_mask = _edge(head, body, cols, VECTOR)
                 x = tl.load(X + edge, edge_mask, other=0.0)
                 dx = _gradient(
-                    x, edge, edge_mask, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap, SMOOTH
+                    x, edge, edge_mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH
                 )
                 tl.store(X + edge, dx, edge_mask)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def cross_entropy_backward(
-    LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, LSE, DLOSS, DX, stride, dx_stride, dloss_stride, misaligned,
-    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
+    LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, PARTITION, DLOSS, DX, stride, dx_stride, dloss_stride,
+    misaligned, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
     ALIGNED: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -292,7 +300,8 @@ def cross_entropy_backward(
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
     else:
         inside = (y >= 0) & (y < cols)
-        lse = tl.load(LSE + row)
+        peak, total = tl.load(PARTITION + 2 * row), tl.load(PARTITION + 2 * row + 1)
+        lse = peak + tl.log2(total)
         distance = lse
         if TOKEN_SCALING:
             distance -= _capped(tl.load(X + y, inside, other=0.0).to(tl.float32) * (logit_scale * LOG2_E), softcap)
@@ -301,15 +310,29 @@ def cross_entropy_backward(
             TOKEN_SCALING,
         )  # fmt: skip
         of_loss = tl.load(DLOSS + row * dloss_stride).to(tl.float32) * logit_scale
-        of_p = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss
+        of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss / total
         of_target, of_each = of_target * of_loss, of_each * of_loss
         BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
         x = tl.load(BODY + at, mask, other=0.0)
-        dx = _gradient(x, head + at, mask, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap, SMOOTH)
+        dx = _gradient(x, head + at, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
             _edge_gradient(
-                X, D, head, body, y, lse, WEIGHT, of_p, of_each, of_target, logit_scale, softcap, SMOOTH, cols, VECTOR
+                X,
+                D,
+                head,
+                body,
+                y,
+                peak,
+                WEIGHT,
+                of_power,
+                of_each,
+                of_target,
+                logit_scale,
+                softcap,
+                SMOOTH,
+                cols,
+                VECTOR,
             )
 
 
@@ -344,11 +367,13 @@ def _numbers(formula):
     return formula._replace(label_smoothing=formula.label_smoothing or None)
 
 
-def forward_rows(logits, terms, formula, loss, z_loss=None, lse=None, predicted=None, gradient=False):
+def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, predicted=None, gradient=False):
     """Write the losses of the rows of `logits` (unit stride in a row), and their gradient over them if asked for.
 
     Args:
-        loss, z_loss: (N,) fp32. predicted: (N,) int64. lse: (N,) fp32, the log-sum-exp in units of ln 2.
+        loss, z_loss: (N,) fp32.
+        partition: (N, 2) fp32, a peak and a total, where sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
+        predicted: (N,) int64.
     """
     rows, cols = logits.shape
     misaligned, aligned = _alignment(logits)
@@ -356,13 +381,13 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, lse=None, predicted=
     config = cross_entropy_forward_config(cols, logits.element_size(), plain, device_of(logits))
     launch(
         cross_entropy_forward, (rows, 1, 1), config,
-        logits, *terms, loss, z_loss, lse, predicted, logits.stride(0), misaligned, *_numbers(formula),
+        logits, *terms, loss, z_loss, partition, predicted, logits.stride(0), misaligned, *_numbers(formula),
         gradient, aligned, cols,
     )  # fmt: skip
 
 
-def backward_rows(logits, terms, formula, lse, dloss, dx=None):
-    """Write the gradient of `logits` to `dx`, or over them; `lse` and `dloss` are of their rows, (N,) fp32."""
+def backward_rows(logits, terms, formula, partition, dloss, dx=None):
+    """Write the gradient of `logits` to `dx`, or over them; `partition` is the forward's, `dloss` is (N,)."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
     misaligned, aligned = _alignment(logits)
@@ -370,8 +395,8 @@ def backward_rows(logits, terms, formula, lse, dloss, dx=None):
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
         cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
-        logits, *terms, lse, dloss, dx, logits.stride(0), dx.stride(0), dloss.stride(0), misaligned, *_numbers(formula),
-        aligned, same, cols,
+        logits, *terms, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss.stride(0), misaligned,
+        *_numbers(formula), aligned, same, cols,
     )  # fmt: skip
 
 
