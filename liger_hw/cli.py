@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from liger_hw import __version__, backends, dispatch, shapes, tuning
+from liger_hw._text import table
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.kernels import load_all
 
@@ -78,13 +79,6 @@ def _require(command: str, *packages: str) -> None:
 def _accelerators() -> list[torch.device]:
     kind = torch.accelerator.current_accelerator()
     return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
-
-
-def _table(header, rows) -> str:
-    """Columns as wide as their widest cell, two spaces apart."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
 
 
 # info ----------------------------------------------------------------------------------------------------------------
@@ -173,7 +167,7 @@ def _show(found: dict) -> str:
         rows.append([about["device"], *_facts(about["detected"])])
         if about["configured_as"] != about["detected"]:
             rows.append(["  configured as", *_facts(about["configured_as"])])
-    lines += ["", _table(["device", *FACTS], rows)]
+    lines += ["", table(["device", *FACTS], rows)]
     described = []
     for about in found["devices"]:
         what = {key: about[key] for key in ("configured_as", "ops", "configurations")}
@@ -181,7 +175,7 @@ def _show(found: dict) -> str:
             continue
         described.append(what)
         ops = [[name, served["implementation"] or "none"] for name, served in about["ops"].items()]
-        lines += ["", _table([f"op on {about['device']}", "implementation"], ops)]
+        lines += ["", table([f"op on {about['device']}", "implementation"], ops)]
         lines += sorted({served["error"] for served in about["ops"].values() if "error" in served})
         launches = [
             [c["op"], c["shape"], c["key"], _parameters(c["meta"]),
@@ -190,7 +184,7 @@ def _show(found: dict) -> str:
         ]  # fmt: skip
         header = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
         if launches:
-            lines += ["", _table(header, launches)]
+            lines += ["", table(header, launches)]
             lines += ["", *(f"{kind} winners: {file}" for kind, file in about["tables"].items())]
         else:
             lines += ["", "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows what one would."]
@@ -304,7 +298,7 @@ def _tuned(report: dict) -> str:
             f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if won else "", found["candidates"],
             f"{_parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
         ])  # fmt: skip
-    return _table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)
+    return table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)
 
 
 def _parameters(meta: dict) -> str:

@@ -12,6 +12,7 @@
 
 import functools
 import inspect
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,18 @@ from liger_hw import backends, tuning
 from liger_hw._triton import AVAILABLE
 
 OPS = {}  # name -> op, for the parity matrix and the docs
+
+
+class Cost(NamedTuple):
+    """The fewest bytes an op must read from and write to memory, and the fewest operations it must do on them.
+
+    A multiplication, an addition, a comparison and an exponential are one operation each.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    forward_flops: int
+    backward_flops: int
 
 
 def widen(x):
@@ -63,7 +76,13 @@ def op(reference):
 
         return decorator
 
+    def cost(formula):
+        """Make a function of the op's arguments, which returns a `Cost`, what every measured time is held against."""
+        call.cost_of = formula
+        return formula
+
     call.reference, call.register, call.implementations, call.choose = reference, register, implementations, choose
+    call.cost = cost
     OPS[name] = call
     return call
 

@@ -20,7 +20,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Function, check, op, raw
+from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels.cross_entropy import kernels, plain
 from liger_hw.kernels.cross_entropy.formula import (
     Formula,
@@ -93,6 +93,12 @@ def fused_linear_cross_entropy(
     rows = row_losses(logits, terms(target, ce_weight, reduction, num_items, ignore_index), formula)
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     return outcome(*rows, target, reduction, ignore_index, wanted)
+
+
+@fused_linear_cross_entropy.cost
+def _(x, weight, *options, **named):
+    inputs, product = x.nbytes + weight.nbytes, 2 * x.numel() * weight.shape[0]
+    return Cost(inputs, 2 * inputs, product, 2 * product)
 
 
 def chunk_rows(rows, row_bytes, chunk_memory, device):

@@ -18,7 +18,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Function, check, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of, tanh
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -73,6 +73,22 @@ def geglu(gate, up, approximate="tanh", in_place=False):
     """
     _validate(gate, up, approximate)
     return torch.nn.functional.gelu(widen(gate), approximate=approximate).to(gate.dtype) * up
+
+
+@swiglu.cost
+def _(gate, up, *options, **named):
+    return _cost(gate, up, 5, 10)
+
+
+@geglu.cost
+def _(gate, up, *options, **named):
+    return _cost(gate, up, 10, 18)
+
+
+def _cost(gate, up, forward, backward):
+    y = gate.numel() * max(gate.itemsize, up.itemsize)
+    inputs = gate.nbytes + up.nbytes
+    return Cost(inputs + y, 2 * inputs + y, forward * gate.numel(), backward * gate.numel())
 
 
 def _tile(width, itemsize):

@@ -19,7 +19,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Function, check, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import (
     empty_rows,
     in_row,
@@ -63,6 +63,12 @@ def layer_norm(x, weight=None, bias=None, eps=1e-6):
     _validate(x, weight, bias)
     weight, bias = (None if parameter is None else widen(parameter) for parameter in (weight, bias))
     return torch.nn.functional.layer_norm(widen(x), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+@layer_norm.cost
+def _(x, weight=None, bias=None, *options, **named):
+    tensor, parameters = x.nbytes, sum(p.nbytes for p in (weight, bias) if p is not None)
+    return Cost(2 * tensor + parameters, 3 * tensor + 2 * parameters, 7 * x.numel(), 13 * x.numel())
 
 
 @tuned

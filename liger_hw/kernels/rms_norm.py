@@ -17,7 +17,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Function, check, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import (
     empty_rows,
     in_row,
@@ -95,6 +95,18 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_m
     _validate(x, weight, casting_mode, residual)
     s = x + residual
     return rms_norm.reference(s, weight, eps, offset, casting_mode), s
+
+
+@rms_norm.cost
+def _(x, weight=None, *options, **named):
+    tensor, w = x.nbytes, 0 if weight is None else weight.nbytes
+    return Cost(2 * tensor + w, 3 * tensor + 2 * w, 4 * x.numel(), 9 * x.numel())
+
+
+@fused_add_rms_norm.cost
+def _(x, residual, weight=None, *options, **named):
+    tensor, w = x.nbytes, 0 if weight is None else weight.nbytes
+    return Cost(4 * tensor + w, 4 * tensor + 2 * w, 5 * x.numel(), 10 * x.numel())
 
 
 @tuned

@@ -15,7 +15,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Function, check, op, raw
+from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels._math import in_row, rounded
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -64,6 +64,13 @@ def rope(q, k, cos, sin, unsqueeze_dim=1):
     _validate(q, k, cos, sin, unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+@rope.cost
+def _(q, k, cos, sin, *options, **named):
+    moved = 2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes
+    done = 3 * (q.numel() + k.numel()) * cos.shape[-1] // q.shape[-1]
+    return Cost(moved, moved, done, done)
 
 
 def _rotated(x, cos, sin):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw.dispatch import Function, op, raw
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
     Formula,
@@ -75,6 +75,15 @@ def cross_entropy(
     rows = row_losses(logits, terms(target, weight, reduction, num_items, ignore_index), formula)
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     return outcome(*rows, target, reduction, ignore_index, wanted)
+
+
+@cross_entropy.cost
+def _(logits, *options, in_place=False, **named):
+    read = written = logits.nbytes
+    done = 4 * logits.numel()
+    if in_place:
+        return Cost(read + written, 0, 2 * done, 0)
+    return Cost(read, read + written, done, done)
 
 
 def _empty_outputs(logits, terms, *options):
