@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 TOKENS = 8192  # rows of a training step on one GPU: 8 sequences of 1024, or 2 of 4096
+MiB = 2**20
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Case:
 
     Attributes:
         op: the op's name in `dispatch.OPS`.
-        label: sizes, readable: "8192x4096", "2x4096x32/8x128".
+        label: sizes, readable: "8192x4096", "2x4096x32/8x128", and an option where there is one: "8192x32000 in place".
         make: (device, dtype) -> the op's tensors; those that want a gradient ask for it. On "meta" they take no memory.
         options: the op's keyword arguments.
     """
@@ -51,15 +52,16 @@ MODELS = (
     _Model("Llama-3-405B", 16384, 53248, "swiglu", 128, 8, 128, 128256),
 )
 LAYER_NORM_WIDTHS = (768, 1024, 4608, 8192)  # GPT-2, BERT-large, StarCoder2-7B, Command R
+LONG_ROWS = ((2048, 65536), (512, 262144))
 HEAD_NORM_ROWS = TOKENS * 32  # query heads of one layer whose norm is per head, as Qwen3's
 
 
-def _randn(*shape, grad=True):
-    return lambda device, dtype: torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
+def _randn(*shape, grad=True, scale=1.0):
+    return lambda device, dtype: torch.randn(shape, device=device, dtype=dtype).mul_(scale).requires_grad_(grad)
 
 
-def _tokens(vocabulary):
-    return lambda device, dtype: torch.randint(vocabulary, (TOKENS,), device=device)
+def _tokens(vocabulary, rows=TOKENS):
+    return lambda device, dtype: torch.randint(vocabulary, (rows,), device=device)
 
 
 def _heads(batch, seq, heads, head_dim):
@@ -72,44 +74,104 @@ def _case(op, label, *makers, **options):
     return Case(op, label, lambda device, dtype: tuple(make(device, dtype) for make in makers), options)
 
 
+def _norm_case(op, rows, cols) -> Case:
+    x, parameter = _randn(rows, cols), _randn(cols)
+    tensors = {
+        "rms_norm": (x, parameter),
+        "fused_add_rms_norm": (x, x, parameter),
+        "layer_norm": (x, parameter, parameter),
+    }
+    return _case(op, f"{rows}x{cols}", *tensors[op])
+
+
+def _glu_case(op, rows, cols, note="", **options) -> Case:
+    return _case(op, f"{rows}x{cols}{note}", _randn(rows, cols), _randn(rows, cols), **options)
+
+
+def _rope_case(batch, seq, heads, kv_heads, head_dim) -> Case:
+    angle = _randn(1, seq, head_dim, grad=False)
+    q, k = (_heads(batch, seq, count, head_dim) for count in (heads, kv_heads))
+    return _case("rope", f"{batch}x{seq}x{heads}/{kv_heads}x{head_dim}", q, k, angle, angle)
+
+
+def _loss_case(rows, vocabulary, note="", **options) -> Case:
+    logits = _randn(rows, vocabulary)
+    return _case("cross_entropy", f"{rows}x{vocabulary}{note}", logits, _tokens(vocabulary, rows), **options)
+
+
+def _linear_loss_case(rows, hidden, vocabulary, note="", **options) -> Case:
+    """With logits of variance 1: of larger ones the softmax is so sharp that a kernel may skip most of the gradient."""
+    x, weight = _randn(rows, hidden), _randn(vocabulary, hidden, scale=hidden**-0.5)
+    label = f"{rows}x{hidden}x{vocabulary}{note}"
+    return _case("fused_linear_cross_entropy", label, x, weight, _tokens(vocabulary, rows), **options)
+
+
 def _every_case() -> Iterator[Case]:
-    for rows, cols in [(HEAD_NORM_ROWS, 128), *((TOKENS, model.hidden) for model in MODELS)]:
-        yield _case("rms_norm", f"{rows}x{cols}", _randn(rows, cols), _randn(cols))
+    for rows, cols in [(HEAD_NORM_ROWS, 128), *((TOKENS, model.hidden) for model in MODELS), *LONG_ROWS]:
+        yield _norm_case("rms_norm", rows, cols)
     for model in MODELS:
-        x = _randn(TOKENS, model.hidden)
-        yield _case("fused_add_rms_norm", f"{TOKENS}x{model.hidden}", x, x, _randn(model.hidden))
-    for cols in LAYER_NORM_WIDTHS:
-        yield _case("layer_norm", f"{TOKENS}x{cols}", _randn(TOKENS, cols), _randn(cols), _randn(cols))
+        yield _norm_case("fused_add_rms_norm", TOKENS, model.hidden)
+    for rows, cols in [*((TOKENS, cols) for cols in LAYER_NORM_WIDTHS), *LONG_ROWS]:
+        yield _norm_case("layer_norm", rows, cols)
     for model in MODELS:
-        x = _randn(TOKENS, model.intermediate)
-        yield _case(model.activation, f"{TOKENS}x{model.intermediate}", x, x)
+        yield _glu_case(model.activation, TOKENS, model.intermediate)
     for model in MODELS:
-        batch, seq = TOKENS // 4096, 4096
-        label = f"{batch}x{seq}x{model.heads}/{model.kv_heads}x{model.head_dim}"
-        angle = _randn(1, seq, model.head_dim, grad=False)
-        q, k = (_heads(batch, seq, heads, model.head_dim) for heads in (model.heads, model.kv_heads))
-        yield _case("rope", label, q, k, angle, angle)
+        yield _rope_case(TOKENS // 4096, 4096, model.heads, model.kv_heads, model.head_dim)
     for model in MODELS:
-        logits = _randn(TOKENS, model.vocabulary)
-        yield _case("cross_entropy", f"{TOKENS}x{model.vocabulary}", logits, _tokens(model.vocabulary))
+        yield _loss_case(TOKENS, model.vocabulary)
     for model in MODELS:
-        x, weight = _randn(TOKENS, model.hidden), _randn(model.vocabulary, model.hidden)
-        label = f"{TOKENS}x{model.hidden}x{model.vocabulary}"
-        yield _case("fused_linear_cross_entropy", label, x, weight, _tokens(model.vocabulary))
+        yield _linear_loss_case(TOKENS, model.hidden, model.vocabulary)
 
 
-def cases(ops=()) -> list[Case]:
-    """Every op's cases, or those of the ops named, smallest first within an op; no shape twice.
+def _further_cases() -> Iterator[Case]:
+    """What the benchmark measures beside: other numbers of rows and other options, odd widths, and sizes at which the
+    host is slower than any device."""
+    for op in ("rms_norm", "fused_add_rms_norm", "layer_norm"):
+        for rows, cols in [
+            (32768, 1024), (16384, 4096), (16384, 8192), (8192, 16384), (HEAD_NORM_ROWS, 128), *LONG_ROWS,
+            (8192, 1001), (4099, 3001), (16, 2048),
+        ]:  # fmt: skip
+            yield _norm_case(op, rows, cols)
+    for op in ("swiglu", "geglu"):
+        for rows, cols in [(16384, 14336), (16384, 8192)]:
+            yield _glu_case(op, rows, cols)
+            yield _glu_case(op, rows, cols, " in place", in_place=True)
+        yield _glu_case(op, 8191, 4099)
+        yield _glu_case(op, 16, 2048)
+    yield _rope_case(4, 4096, 32, 8, 128)
+    yield _rope_case(3, 1365, 12, 4, 80)
+    yield _rope_case(1, 16, 16, 4, 64)
+    for vocabulary in (32000, 128256, 256000):
+        yield _loss_case(TOKENS, vocabulary, " in place", in_place=True)
+    yield _loss_case(4099, 50257)
+    yield _loss_case(16, 2048)
+    for sizes in [(8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (8192, 896, 151936)]:
+        yield _linear_loss_case(*sizes)
+        yield _linear_loss_case(*sizes, " 256 MiB", chunk_memory=256 * MiB)
+        yield _linear_loss_case(*sizes, " 1 GiB", chunk_memory=1024 * MiB)
+    yield _linear_loss_case(8192, 4096, 128256, " fp32 dW", accum_dtype=torch.float32)
+    yield _linear_loss_case(4099, 1600, 50257)
+    yield _linear_loss_case(16, 256, 1024)
+
+
+def cases(ops=(), further=False) -> list[Case]:
+    """Every op's cases, or those of the ops named, in the order of models' sizes; no shape twice.
+
+    Args:
+        ops: names of ops; none means all.
+        further: with the shapes that only the benchmark looks at: they need no configuration of their own.
 
     Raises:
         ValueError: an op is unknown, or has no case.
     """
-    found = {(case.op, case.label): case for case in _every_case()}
-    known = dict.fromkeys(op for op, _ in found)
+    every = [*_every_case(), *(_further_cases() if further else ())]
+    found = {(case.op, case.label): case for case in every}
+    known = list(dict.fromkeys(op for op, _ in found))
     unknown = [op for op in ops if op not in known]
     if unknown:
         raise ValueError(f"OPS: got {', '.join(unknown)}, allowed: {', '.join(known)}")
-    return [case for case in found.values() if case.op in (ops or known)]
+    wanted = [case for case in found.values() if case.op in (ops or known)]
+    return sorted(wanted, key=lambda case: known.index(case.op))
 
 
 def step(op, inputs, options) -> None:
