@@ -96,7 +96,8 @@ def gather() -> dict:
         "versions": {
             "liger_hw": __version__,
             "python": platform.python_version(),
-            **{package: _version(package) for package in ("torch", "triton", "transformers")},
+            "torch": torch.__version__,  # with its build, which the package's metadata leaves out
+            **{package: _version(package) for package in ("triton", "transformers")},
         },
         "forced": backends.forced(),
         "interpreter": interpreting(),

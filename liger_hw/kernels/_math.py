@@ -39,12 +39,12 @@ def in_tile(row, col, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
 
 
 @triton.jit
-def load_parameter(W, at, cols: tl.constexpr, COLS: tl.constexpr):
-    """The columns `at` of a weight or bias, or None; in its own dtype, which takes fewer registers across a loop."""
-    if W is not None:
-        return tl.load(W + at, in_row(at, cols, COLS), other=0.0)
+def load_parameter(P, at, absent, cols: tl.constexpr, COLS: tl.constexpr):
+    """The columns `at` of a weight or bias in its own dtype, which takes fewer registers across a loop; or `absent`."""
+    if P is not None:
+        return tl.load(P + at, in_row(at, cols, COLS), other=0.0)
     else:
-        return None
+        return tl.full((1, 1), absent, tl.float32)
 
 
 def row_block(cols, device, rows_live):

@@ -85,15 +85,6 @@ def layer_norm_backward_config(cols, itemsize, device):
     return replace(config, meta=config.meta | {"COLS": config["COLS"] // 2})
 
 
-@triton.jit
-def _affine(normed, w, b):
-    if w is not None:
-        normed *= w.to(tl.float32)
-    if b is not None:
-        normed += b.to(tl.float32)
-    return normed
-
-
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_forward(
     X, W, B, Y, MEAN, RSTD, rows, x_stride, eps, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
@@ -106,8 +97,8 @@ def layer_norm_forward(
         mean = tl.sum(x, 1) / cols
         x = tl.where(in_row(col, cols, COLS), x - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / cols + eps)
-        w, b = load_parameter(W, col, cols, COLS), load_parameter(B, col, cols, COLS)
-        tl.store(Y + row[:, None] * cols + col, _affine(x * rstd[:, None], w, b), mask)
+        w, b = load_parameter(W, col, 1.0, cols, COLS), load_parameter(B, col, 0.0, cols, COLS)
+        tl.store(Y + row[:, None] * cols + col, x * rstd[:, None] * w.to(tl.float32) + b.to(tl.float32), mask)
     else:
         # every lane's own mean and sum of squared deviations over the blocks, and then those of all lanes
         lane_mean, squares = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
@@ -128,8 +119,12 @@ def layer_norm_forward(
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
             x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
-            w, b = load_parameter(W, at, cols, COLS), load_parameter(B, at, cols, COLS)
-            tl.store(Y + row[:, None] * cols + at, _affine((x - mean[:, None]) * rstd[:, None], w, b), mask)
+            w, b = load_parameter(W, at, 1.0, cols, COLS), load_parameter(B, at, 0.0, cols, COLS)
+            tl.store(
+                Y + row[:, None] * cols + at,
+                (x - mean[:, None]) * rstd[:, None] * w.to(tl.float32) + b.to(tl.float32),
+                mask,
+            )
     tl.store(MEAN + row, mean, row < rows)
     tl.store(RSTD + row, rstd, row < rows)
 
@@ -139,7 +134,7 @@ def _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride):
     """The normalised row, the gradient that reaches it and the gradient of the output."""
     x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
     dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
-    return (x - mean[:, None]) * rstd[:, None], _affine(dy, w, None), dy
+    return (x - mean[:, None]) * rstd[:, None], dy * w.to(tl.float32), dy
 
 
 @triton.jit
@@ -159,7 +154,7 @@ def layer_norm_backward(
     first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     partial = tl.program_id(0).to(tl.int64) * cols
     if cols <= COLS:
-        w = load_parameter(W, col, cols, COLS)
+        w = load_parameter(W, col, 1.0, cols, COLS)
         dw, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         for start in tl.range(first, rows, step, num_stages=STAGES):
             row = (start + tl.arange(0, ROWS)).to(tl.int64)
@@ -192,7 +187,7 @@ def layer_norm_backward(
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = load_parameter(W, at, cols, COLS)
+                w = load_parameter(W, at, 1.0, cols, COLS)
                 normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride)
                 along += m * normed
                 shift += m
@@ -205,7 +200,7 @@ def layer_norm_backward(
                 for start in range(0, cols, COLS):
                     at = start + col
                     mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                    w = load_parameter(W, at, cols, COLS)
+                    w = load_parameter(W, at, 1.0, cols, COLS)
                     normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride)
                     dx = rstd[:, None] * (m - normed * mean_along[:, None] - mean_shift[:, None])
                     tl.store(DX + row[:, None] * cols + at, dx, mask)

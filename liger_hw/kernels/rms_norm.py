@@ -151,9 +151,9 @@ def _factor(w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
 
 
 @triton.jit
-def _scale(x, rstd, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+def _scale(x, rstd, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
     y = x * rstd[:, None]
-    if w is not None:
+    if W is not None:
         if CASTING != "gemma":
             y = rounded(y, dtype)
         y *= _factor(w, offset, dtype, CASTING)
@@ -174,7 +174,7 @@ def rms_norm_forward(
         rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
         tl.store(
             Y + row[:, None] * cols + col,
-            _scale(x, rstd, load_parameter(W, col, cols, COLS), offset, dtype, CASTING),
+            _scale(x, rstd, W, load_parameter(W, col, 1.0, cols, COLS), offset, dtype, CASTING),
             mask,
         )
     else:
@@ -191,17 +191,17 @@ def rms_norm_forward(
             x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
             tl.store(
                 Y + row[:, None] * cols + at,
-                _scale(x, rstd, load_parameter(W, at, cols, COLS), offset, dtype, CASTING),
+                _scale(x, rstd, W, load_parameter(W, at, 1.0, cols, COLS), offset, dtype, CASTING),
                 mask,
             )
 
 
 @triton.jit
-def _load_both(S, DY, w, row, at, mask, s_stride, dy_stride, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+def _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
     """The row that was normalised, the gradient of what became of it, and the gradient before the weight."""
     s = tl.load(S + row[:, None] * s_stride + at, mask, other=0.0).to(tl.float32)
     dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
-    if w is not None:
+    if W is not None:
         return s, dy * _factor(w, offset, dtype, CASTING), dy
     else:
         return s, dy, dy
@@ -232,12 +232,12 @@ def rms_norm_backward(
     if W is not None:
         DW += tl.program_id(0).to(tl.int64) * cols
     if cols <= COLS:
-        w = load_parameter(W, col, cols, COLS)
+        w = load_parameter(W, col, 1.0, cols, COLS)
         dw = tl.zeros((ROWS, COLS), tl.float32)
         for start in tl.range(first, rows, step, num_stages=STAGES):
             row = (start + tl.arange(0, ROWS)).to(tl.int64)
             mask = in_tile(row, col, rows, cols, ROWS, COLS)
-            s, m, dy = _load_both(S, DY, w, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING)
+            s, m, dy = _load_both(S, DY, W, w, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING)
             rstd = _rstd(tl.sum(_square(s, dtype, CASTING), 1) / cols, eps, dtype, CASTING)[:, None]
             normed = s * rstd
             ds = rstd * (m - normed * (rstd * tl.sum(m * s, 1)[:, None] / cols))
@@ -256,8 +256,8 @@ def rms_norm_backward(
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = load_parameter(W, at, cols, COLS)
-                s, m, dy = _load_both(S, DY, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
+                w = load_parameter(W, at, 1.0, cols, COLS)
+                s, m, dy = _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
                 squares += _square(s, dtype, CASTING)
                 products += m * s
             rstd = _rstd(tl.sum(squares, 1) / cols, eps, dtype, CASTING)[:, None]
@@ -265,8 +265,8 @@ def rms_norm_backward(
             for start in range(0, cols, COLS):
                 at = start + col
                 mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = load_parameter(W, at, cols, COLS)
-                s, m, dy = _load_both(S, DY, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
+                w = load_parameter(W, at, 1.0, cols, COLS)
+                s, m, dy = _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
                 normed = s * rstd
                 _store_ds(DS, DS_OUT, rstd * (m - normed * mean), row, at, mask, ds_out_stride, cols)
                 if W is not None:  # this program's own partial sum, so read and written back in L2
