@@ -44,6 +44,8 @@ class Config:
         num_warps: warps per program.
         num_stages: stages of the compiler's loop pipeliner.
         programs: for kernels whose grid does not grow with the rows: programs per core.
+        fp_fusion: whether a product and a sum may be rounded once. False where a kernel promises to round both: the
+            compiler also takes bf16(a * b) + c for one bf16 operation.
         device: the Device it was made for; `tuned` fills this in.
         source: "heuristic", "shipped" or "local".
     """
@@ -52,6 +54,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 1
     programs: int = 1
+    fp_fusion: bool = True
     device: Device | None = None
     source: str = HEURISTIC
 
@@ -66,7 +69,8 @@ class Config:
         """Launch options for the compiler of `here`. Another vendor's knobs would be unknown keywords to it."""
         mine = self.device.launch_options if self.device.vendor == here.vendor else {}
         # The default of enable_fp_fusion changes with Triton 3.10; stating it keeps the numbers.
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **mine}
+        fusion = {"enable_fp_fusion": self.fp_fusion}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **fusion, **mine}
 
     def to_json(self) -> dict:
         return {
@@ -142,7 +146,8 @@ def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
         if entry["meta"].keys() != like.meta.keys():
             raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
         meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
-        config = Config(meta, entry["num_warps"], entry["num_stages"], entry["programs"], like.device, source)
+        launch = {name: entry[name] for name in ("num_warps", "num_stages", "programs")}
+        config = replace(like, meta=meta, source=source, **launch)
         tile = [size for name, size in config.meta.items() if name != "STAGES"]
         counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
         if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):

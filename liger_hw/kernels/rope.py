@@ -83,7 +83,7 @@ def _rotated(x, cos, sin):
 @tuned
 def rope_rotate_config(heads, half, device):
     heads = min(heads, max(1, 2048 // half))  # both halves are live: 32 values for each of 128 lanes
-    return Config({"HEADS": heads}, row_warps(heads * half, device, per_lane=16))
+    return Config({"HEADS": heads}, row_warps(heads * half, device, per_lane=16), fp_fusion=False)
 
 
 @triton.jit
