@@ -1,4 +1,4 @@
-"""The command `liger-hw`: info, demo, tune."""
+"""The command `liger-hw`: info, demo, tune, bench."""
 
 import argparse
 import dataclasses
@@ -60,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
     add.add_argument("--dtype", choices=DTYPES, default="bf16")
     add.add_argument("--output", type=Path, metavar="FILE", help="the table to write (this user's cache)")
+
+    add = commands.add_parser("bench", help="measure every op against its peers and this machine's limits")
+    add.set_defaults(run=bench)
+    add.add_argument("ops", nargs="*", metavar="OP", help="ops to measure (all); `bench train` measures training steps")
+    add.add_argument(
+        "--against", default="", metavar="NAMES", help="liger,compile,torch,eager,cce,quack (what is here)"
+    )
+    add.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
+    add.add_argument("--modes", default="fwd,bwd,full,host", metavar="NAMES", help="some of fwd,bwd,full,host (all)")
+    add.add_argument("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 elsewhere")
+    add.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    add.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="two results: print what changed, and end")
     return parser
 
 
@@ -221,23 +233,69 @@ def demo(args) -> None:
     _require("demo", "matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
     import transformers
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from liger_hw import demo, report
 
     transformers.logging.set_verbosity_error()
     console = Console()
-    with Progress(
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-    ) as progress:
+    with _progress(console) as progress:
         found = demo.compare(args, progress)
     report.show(found, console)
     console.print(f"report: [bold]{report.write(found, args.report)}[/bold]", highlight=False, soft_wrap=True)
+
+
+# bench ---------------------------------------------------------------------------------------------------------------
+
+
+def bench(args) -> int | None:
+    """Measure, print the table, write bench.json and bench.html; or compare two results."""
+    from liger_hw.bench import tables
+
+    if args.compare:
+        print(tables.compare(*map(_results, args.compare)))
+        return None
+    _require("bench", "matplotlib", "rich")
+    from liger_hw.bench import operations, page, peers
+
+    device = _here()
+    modes = _names("--modes", args.modes, operations.MODES)
+    providers = peers.choose([name for name in args.against.split(",") if name], device)
+    cases = operations.select(args.ops, args.shapes, modes, device)
+    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    with _progress() as progress:
+        found = operations.run(cases, providers, modes, dtype, device, progress, args.report / "bench.json")
+    print(f"{args.report / 'bench.json'}, {page.write(found, args.report / 'bench.html')}\n")
+    print(tables.show(found))
+    if not found["complete"]:
+        return 130
+    return 1 if any(result["error"] for result in found["parity"].values()) else None
+
+
+def _here() -> torch.device:
+    return next(iter(_accelerators()), torch.device("cpu"))
+
+
+def _names(option: str, text: str, allowed) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{option}: got {name}, allowed: {', '.join(allowed)}, with commas between")
+    return names
+
+
+def _results(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--compare: got {file}, allowed: a bench.json ({error})") from None
+
+
+def _progress(console=None):
+    """What happens now, how much of it is done, and a note beside it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 # tune ----------------------------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def show(found: Comparison, console) -> None:
         console.print(f"{name}: [bold]{value}[/bold]", highlight=False)
 
 
-def _figures(found: Comparison) -> dict:
-    """The pictures, by file name: the loss curves with their difference, and the bars."""
+def pictures_style():
+    """matplotlib.pyplot, drawing to memory and in the style of our pages."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -80,6 +80,12 @@ def _figures(found: Comparison) -> dict:
         "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlecolor": "#1d2430",
         "axes.grid.axis": "y", "grid.color": "#eceef2", "axes.axisbelow": True, "savefig.dpi": 160,
     })  # fmt: skip
+    return pyplot
+
+
+def _figures(found: Comparison) -> dict:
+    """The pictures, by file name: the loss curves with their difference, and the bars."""
+    pyplot = pictures_style()
     return {"loss.png": _loss_figure(found, pyplot), "bars.png": _bar_figure(found, pyplot)}
 
 
@@ -164,11 +170,11 @@ plain and patched.{"" if found.complete else " Interrupted before its last step.
 <h2>Loss</h2>{pictures[0]}
 <h2>Speed and memory</h2>{pictures[1]}
 <h2>How it was run</h2>
-{_definitions(about | {name: str(found.settings[name]) for name in ("text", "order", "warm-up steps")})}
+{definitions(about | {name: str(found.settings[name]) for name in ("text", "order", "warm-up steps")})}
 <h2>What was replaced</h2>
 <pre>{html.escape(found.runs[1].patched)}</pre>
 <h2>Where</h2>
-{_definitions({name: value for name, value in found.machine.items() if name not in about})}
+{definitions({name: value for name, value in found.machine.items() if name not in about})}
 </main></html>
 """
     file = folder / "report.html"
@@ -176,6 +182,7 @@ plain and patched.{"" if found.complete else " Interrupted before its last step.
     return file
 
 
-def _definitions(items: dict) -> str:
+def definitions(items: dict) -> str:
+    """Names and what they stand for, as HTML."""
     lines = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in items.items())
     return f"<dl>{lines}</dl>"

@@ -82,7 +82,7 @@ def _(logits, *options, in_place=False, **named):
     read = written = logits.nbytes
     done = 4 * logits.numel()
     if in_place:
-        return Cost(read + written, 0, 2 * done, 0)
+        return Cost(read, written, done, done)
     return Cost(read, read + written, done, done)
 
 

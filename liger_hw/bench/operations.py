@@ -1,0 +1,383 @@
+"""Every op of the registry at the shapes of `shapes.cases`, beside its peers, in one run."""
+
+import contextlib
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from liger_hw import __version__, backends, dispatch, memory, parity, shapes
+from liger_hw.bench.measure import Clock
+from liger_hw.bench.peers import FLOOR, PEERS
+from liger_hw.kernels import load_all
+
+MODES = ("fwd", "bwd", "full", "host")
+SECONDS = 0.4  # what the rounds of one mode at one shape may take
+GRAPHS_BELOW = 5e-3  # seconds: above it the host does not matter, and a graph's own memory does
+HOST_BELOW = 2**21  # bytes: above it a device may be slower than the host
+CPU_BYTES, CPU_FLOPS = 2**25, 10**10  # the largest shape that a CPU is asked to run unless it is named
+PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers")
+
+
+def select(ops, texts, modes, device) -> list[shapes.Case]:
+    """The cases that are measured on `device`.
+
+    Args:
+        ops: names of ops; none means all.
+        texts: only shapes whose label contains one of these; none means all (on a CPU, all that take it seconds).
+        modes: some of MODES.
+
+    Raises:
+        ValueError: an op is unknown, or nothing is left.
+    """
+    found = [case for case in shapes.cases(ops, further=True) if case.op in dispatch.OPS]
+    if texts:
+        found = [case for case in found if any(text in case.label for text in texts)]
+    elif device.type == "cpu":
+        found = [case for case in found if _bytes(case) <= CPU_BYTES and _flops(case) <= CPU_FLOPS]
+    if set(modes) == {"host"}:
+        found = [case for case in found if _bytes(case) <= HOST_BELOW]
+    if not found:
+        raise ValueError(f"--shapes: got {', '.join(texts) or 'none'}, which leaves no shape of these ops and modes")
+    return found
+
+
+def cost(case, dtype=torch.bfloat16) -> dispatch.Cost:
+    """What the op must at least move and do at this shape."""
+    return dispatch.OPS[case.op].cost_of(*case.make("meta", dtype), **case.options)
+
+
+def _bytes(case) -> int:
+    return sum(cost(case)[:2])
+
+
+def _flops(case) -> int:
+    return sum(cost(case)[2:])
+
+
+def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
+    """Measure `cases`; the results, which are also written to `file` after each.
+
+    Args:
+        cases: from `select`.
+        providers: names of `peers.PEERS`.
+        modes: some of MODES.
+        progress: a `rich.progress.Progress` that is being shown.
+
+    Returns:
+        Plain data; `complete` is False if it was interrupted.
+    """
+    found = about(device) | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "providers": {name: PEERS[name].note for name in providers},
+        "parity": {}, "results": [], "skipped": [], "complete": False,
+    }  # fmt: skip
+    try:
+        _prepare(cases, providers, dtype, device, found, progress)
+        clock = Clock(device)
+        found["ceilings"] = clock.ceilings(dtype)
+        bar = progress.add_task("shapes", total=len(cases), note="")
+        for case in cases:
+            if found["parity"][case.op]["error"] is None:
+                progress.update(bar, note=f"{case.op} {case.label}")
+                _measure(case, providers, modes, dtype, clock, found)
+                write(found, file)
+            progress.advance(bar)
+        found["complete"] = True
+    except KeyboardInterrupt:
+        pass
+    write(found, file)
+    return found
+
+
+def write(found: dict, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.replace(file)
+
+
+def about(device) -> dict:
+    """Where and when: device, versions, commit, command."""
+    here = backends.detected(device)
+    name = here.name or f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "device": {
+            "name": name, "vendor": here.vendor, "arch": here.arch, "python": platform.python_version(),
+            "clock": "wall, warm caches" if device.type == "cpu" else "events on the stream, cold L2",
+        },
+        "versions": {"liger_hw": __version__} | {package: _version(package) for package in PACKAGES},
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "commit": _commit(),
+        "backend": backends.forced() or "automatic",
+        "command": " ".join(["liger-hw", *sys.argv[1:]]),
+    }  # fmt: skip
+
+
+def _version(package) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that this package lies in, with a + where something is not committed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(root)]
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+# before anything is timed ---------------------------------------------------------------------------------------------
+
+
+def check_parity(op: str, dtype, device) -> dict:
+    """The parity cases of an op, here: how many there are, and the first failure."""
+    from liger_hw.samples import SAMPLES
+
+    torch.manual_seed(0)
+    number, error = 0, None if op in SAMPLES else "it has no parity cases"
+    for inputs, options in SAMPLES[op](dtype, device) if op in SAMPLES else ():
+        number += 1
+        try:
+            parity.check(dispatch.OPS[op], inputs, options, backends.forced())
+        except Exception as failure:  # whatever goes wrong, no time of this op is worth printing
+            error = f"{type(failure).__name__}: {failure}"
+            break
+    return {"cases": number, "error": error}
+
+
+def _prepare(cases, providers, dtype, device, found, progress) -> None:
+    """Fill in `found["parity"]`. Beside it, on an accelerator, compile what the shapes need, on all cores.
+
+    Processes of their own do both: a kernel that breaks the device's context breaks theirs. What they compile is found
+    again in the caches of Triton and Inductor.
+    """
+    ops = list(dict.fromkeys(case.op for case in cases))
+    bar = progress.add_task("parity", total=len(ops), note="")
+    if device.type == "cpu":
+        for op in ops:
+            progress.update(bar, note=op)
+            found["parity"][op] = check_parity(op, dtype, device)
+            progress.advance(bar)
+        return
+    compiled = [name for name in providers if name not in ("torch", "eager", FLOOR)]
+    keys = [(case.op, case.label) for case in cases]
+    warm = progress.add_task("compiling", total=len(keys), note="")
+    workers = ProcessPoolExecutor(max(min((os.cpu_count() or 2) // 2, 8), 1), get_context("spawn"))
+    try:
+        parities = {workers.submit(_parity_in_worker, op, dtype, device): op for op in ops}
+        warming = {workers.submit(_warm, key, compiled, dtype, device) for key in keys}
+        for done in as_completed([*parities, *warming]):
+            if done in warming:
+                progress.advance(warm)
+                continue
+            broken = done.exception()
+            op = parities[done]
+            found["parity"][op] = {"cases": 0, "error": f"{broken!r}"} if broken else done.result()
+            progress.update(bar, advance=1, note=op)
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def _parity_in_worker(op, dtype, device) -> dict:
+    load_all()
+    return check_parity(op, dtype, device)
+
+
+def _warm(key, providers, dtype, device) -> None:
+    load_all()
+    (case,) = (case for case in shapes.cases([key[0]], further=True) if case.label == key[1])
+    for name in providers:
+        with contextlib.suppress(Exception):  # the measurement itself meets it again, and tells
+            if subject := _subject(name, case, None, dtype, device):
+                with torch.no_grad():
+                    subject.forward()
+                subject.full()
+        _clean(device)
+
+
+# measuring ------------------------------------------------------------------------------------------------------------
+
+
+class Subject:
+    """One provider's version of an op, on its inputs."""
+
+    def __init__(self, function, inputs):
+        self.function, self.inputs = function, inputs
+        self.leaves = [x for x in inputs if x.requires_grad]
+        self.grads = None
+        self.kept = None
+
+    def forward(self):
+        return self.function(*self.inputs)
+
+    def full(self):
+        outputs = self._outputs()
+        if not outputs:  # the floor makes its gradients by itself
+            return None
+        return torch.autograd.grad(outputs, self.leaves, self.grads)
+
+    def keep(self):
+        """Run forward for `backward`, which may then be called again and again."""
+        self.kept = self._outputs()
+        if not self.kept:
+            raise RuntimeError("nothing to differentiate")
+
+    def backward(self):
+        return torch.autograd.grad(self.kept, self.leaves, self.grads, retain_graph=True)
+
+    def _outputs(self):
+        outputs = self.forward()
+        outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y is not None]
+        outputs = [y for y in outputs if y.requires_grad]
+        if self.grads is None:
+            self.grads = [torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs]
+        return outputs
+
+
+def _subject(name, case, inputs, dtype, device) -> Subject | None:
+    """A provider at a shape, with inputs of its own where it writes over them; None where it has nothing for it."""
+    peer = PEERS[name]
+    function = peer.make(case)
+    if function is None:
+        return None
+    own = inputs is None or peer.overwrites(case)
+    return Subject(function, case.make(device, dtype) if own else inputs)
+
+
+def _measure(case, providers, modes, dtype, clock, found) -> None:
+    """Everything about one shape, appended to `found["results"]`; what could not run goes to `found["skipped"]`."""
+    subjects, inputs = {}, None
+    for name in providers:
+        try:
+            inputs = inputs or case.make(clock.device, dtype)
+            subject = _subject(name, case, inputs, dtype, clock.device)
+            if subject is None:
+                continue
+            with torch.no_grad():
+                subject.forward()
+            subject.full()
+            clock.synchronize()
+            subjects[name] = subject
+        except Exception as error:  # a peer's failure is a finding, not our end
+            _skip(found, case, name, error)
+            _clean(clock.device)
+    limits = _limits(case, dtype, found["ceilings"])
+    times = {}
+
+    def record(mode, name, spread, scale, **more):
+        found["results"].append({
+            "op": case.op, "shape": case.label, "mode": mode, "provider": name,
+            **{key: value * scale if key != "rounds" else value for key, value in spread.items()}, **more,
+        })  # fmt: skip
+
+    for mode in [mode for mode in ("fwd", "full") if subjects and {mode, "bwd"} & set(modes)]:
+        with torch.set_grad_enabled(mode == "full"):
+            calls = {name: s.forward if mode == "fwd" else s.full for name, s in subjects.items()}
+            times[mode] = clock.interleave(calls, SECONDS)
+            if mode not in modes:
+                continue
+            kernels = _kernels_alone(case, calls, times[mode], clock)
+            for name, call in calls.items():
+                took, peak = times[mode][name], memory.peak(call, clock.device)
+                limit = limits(mode, took["median"])
+                record(mode, name, took, 1e3, gpu=kernels.get(name), peak_bytes=peak, **limit)
+    if "bwd" in modes and subjects:
+        direct = _backwards(subjects, clock)
+        for name in subjects:
+            if name == FLOOR:
+                continue
+            took = direct.get(name) or _difference(times["full"][name], times["fwd"][name])
+            record("bwd", name, took, 1e3, derived=name not in direct, **limits("bwd", took["median"]))
+    if "host" in modes and _bytes(case) <= HOST_BELOW:
+        for mode in ("fwd", "full"):
+            calls = {name: s.forward if mode == "fwd" else s.full for name, s in subjects.items() if name != FLOOR}
+            with torch.set_grad_enabled(mode == "full"):
+                for name, took in clock.host(calls).items():
+                    record(f"host {mode}", name, took, 1e6)
+    subjects.clear()
+    _clean(clock.device)
+
+
+def _skip(found, case, name, error) -> None:
+    why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
+    found["skipped"].append({"op": case.op, "shape": case.label, "provider": name, "why": why[:300]})
+
+
+def _clean(device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _limits(case, dtype, ceilings):
+    """A function of a mode and the seconds it took: what had to be moved and done, and what share of the seconds that
+    takes at this machine's copy rate or at that of its matrix products, whichever is more."""
+    forward_bytes, backward_bytes, forward_flops, backward_flops = cost(case, dtype)
+    needs = {
+        "fwd": (forward_bytes, forward_flops),
+        "bwd": (backward_bytes, backward_flops),
+        "full": (forward_bytes + backward_bytes, forward_flops + backward_flops),
+    }
+
+    def limits(mode, seconds):
+        moved, done = needs[mode]
+        ideal = max(moved / ceilings["bytes_per_second"], done / ceilings["flops_per_second"])
+        return {"bytes": moved, "flops": done, "share": ideal / seconds if seconds > 0 else None}
+
+    return limits
+
+
+def _kernels_alone(case, calls, times, clock) -> dict:
+    """Name -> milliseconds of the kernels without the host, for those that can be captured."""
+    graphs = {}
+    for name, call in calls.items():
+        if times[name]["median"] < GRAPHS_BELOW and not PEERS[name].waits(case):
+            replay = clock.graph(call)
+            if replay is not None:
+                graphs[name] = replay
+    if not graphs:
+        return {}
+    return {name: took["median"] * 1e3 for name, took in clock.interleave(graphs, SECONDS / 2).items()}
+
+
+def _backwards(subjects, clock) -> dict:
+    """Name -> spread of the backward alone, of those that allow several through one forward."""
+    direct = {}
+    for name, subject in subjects.items():
+        try:
+            subject.keep()
+            for _ in range(2):
+                subject.backward()
+            clock.synchronize()
+            direct[name] = subject.backward
+        except Exception:  # each says it in its own way: the gradient was handed out, a buffer is freed, no memory
+            subject.kept = None
+    took = clock.interleave(direct, SECONDS) if direct else {}
+    for subject in subjects.values():
+        subject.kept = None
+    return took
+
+
+def _difference(full, forward) -> dict:
+    """Of medians; the percentiles are as far from it as those of the whole step are from theirs."""
+    median = full["median"] - forward["median"]
+    shifted = {key: full[key] - full["median"] + median for key in ("p20", "p80")}
+    return {"median": median, **shifted, "rounds": full["rounds"]}

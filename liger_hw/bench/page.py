@@ -1,0 +1,174 @@
+"""Results as pictures and as one HTML file that needs nothing beside it."""
+
+import base64
+import html
+import io
+from pathlib import Path
+
+from liger_hw.bench import tables
+from liger_hw.bench.peers import FLOOR, OURS
+from liger_hw.report import STYLE, definitions, pictures_style, size
+
+COLOURS = {
+    OURS: "#e4572e", "liger": "#3d7ea6", "compile": "#5b9e6f", "torch": "#b08fc7", "eager": "#8b93a1",
+    "cce": "#c9a227", "quack": "#2f4b6e", FLOOR: "#d5d9e0",
+}  # fmt: skip
+WIDE = """
+main { max-width: 76rem; } td, th { padding: .3rem .55rem; font-size: .85rem; white-space: nowrap; }
+td:nth-child(-n+3), th:nth-child(-n+3) { text-align: left; }
+.scroll { overflow-x: auto; } .bad { color: #b3261e; white-space: pre-wrap; } img { max-width: 100%; width: auto; }
+"""
+
+
+def figures(found: dict):
+    """Yield the pictures with their names, as matplotlib's figures: the roofline, each op's times and memory, hosts."""
+    pyplot = pictures_style()
+    grouped = tables.by_shape(found)
+    points = {key: records[OURS] for key, records in grouped.items() if key[2] in ("fwd", "full") and OURS in records}
+    if points:
+        yield "roofline", _roofline(points, found["ceilings"], pyplot)
+    for op in dict.fromkeys(op for op, _, _ in grouped):
+        for mode, title in (("full", "forward + backward"), ("fwd", "forward"), ("bwd", "backward")):
+            shapes = {shape: records for (o, shape, m), records in grouped.items() if (o, m) == (op, mode)}
+            if shapes:
+                yield f"{op} {mode}", _bars(
+                    f"{op}, {title}: share of this machine's limit (longer is better)", shapes, pyplot,
+                    lambda record: record["share"] or 0.0,
+                    lambda record: f"{tables.number(record['median'])} ms  {tables.percent(record['share'])}",
+                )  # fmt: skip
+            if shapes and mode == "full":
+                yield f"{op} memory", _bars(
+                    f"{op}, {title}: peak memory above the inputs, of each shape's largest", shapes, pyplot,
+                    lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
+                )  # fmt: skip
+    hosts = {f"{op} {shape}, {mode.removeprefix('host ')}": records
+             for (op, shape, mode), records in grouped.items() if mode.startswith("host")}  # fmt: skip
+    if hosts:
+        yield "host", _bars(
+            "Host time of one call (shorter is better)", hosts, pyplot,
+            lambda record: record["median"], lambda record: f"{record['median']:.1f} us",
+        )  # fmt: skip
+
+
+def _roofline(points, ceilings, pyplot):
+    figure, axis = pyplot.subplots(figsize=(10, 5.4), layout="constrained")
+    copy, product = ceilings["bytes_per_second"], ceilings["flops_per_second"]
+    palette = pyplot.get_cmap("tab10").colors
+    ops, intensities = list(dict.fromkeys(op for op, _, _ in points)), []
+    for (op, _, mode), record in points.items():
+        moved, done = record["bytes"], record["flops"]
+        intensities.append(done / moved)
+        colour, seconds = palette[ops.index(op) % len(palette)], record["median"] / 1e3
+        face = colour if mode == "full" else "none"
+        axis.plot(done / moved, done / seconds / 1e12, "o", color=colour, markerfacecolor=face, markersize=6)
+    ridge = product / copy
+    low, high = min(*intensities, ridge) / 3, max(*intensities, ridge) * 3
+    axis.plot([low, ridge, high], [low * copy / 1e12, product / 1e12, product / 1e12], color="#1d2430", linewidth=1.6)
+    axis.text(
+        ridge, 1.25 * product / 1e12, f"{product / 1e12:.3g} TFLOP/s matrix product", ha="center", color="#1d2430"
+    )
+    middle = (low * ridge) ** 0.5 * 2
+    axis.annotate(
+        f"{copy / 1e12:.3g} TB/s copy", (middle, middle * copy / 1e12), (10, -8), textcoords="offset points",
+        color="#1d2430",
+    )  # fmt: skip
+    axis.set(
+        xscale="log", yscale="log", title="Roofline: what the op must do, over the time it took",
+        xlabel="operations for each byte that must move", ylabel="TFLOP/s", xlim=(low, high),
+    )  # fmt: skip
+    axis.set_ylim(top=4 * product / 1e12)
+    handles = [pyplot.Line2D([], [], marker="o", linestyle="", color=palette[i % len(palette)], label=op)
+               for i, op in enumerate(ops)]  # fmt: skip
+    for label, face in (("forward + backward", "#4a5160"), ("forward", "none")):
+        handles.append(
+            pyplot.Line2D([], [], marker="o", linestyle="", color="#4a5160", markerfacecolor=face, label=label)
+        )
+    axis.legend(handles=handles, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axis.grid(True, which="major", axis="both")
+    return figure
+
+
+def _bars(title, shapes, pyplot, value, label, scaled=False):
+    """Horizontal bars, a group for each shape, in it one for each provider, with the number at its end."""
+    providers = [name for name in COLOURS if any(name in records for records in shapes.values())]
+    count = sum(len(records) for records in shapes.values())
+    height = 0.19 * count + 0.16 * len(shapes) + 0.9
+    figure, axis = pyplot.subplots(figsize=(10, height), layout="constrained")
+    at, ticks, longest = 0.0, [], 0.0
+    for shape, records in shapes.items():
+        names = [name for name in providers if name in records]
+        most = max(value(records[name]) for name in names) if scaled else 1
+        ticks.append((at + (len(names) - 1) / 2, shape))
+        for name in names:
+            width = value(records[name]) / most if most else 0
+            longest = max(longest, width)
+            bar = axis.barh(at, width, 0.86, color=COLOURS[name])
+            axis.bar_label(
+                bar, [label(records[name])], padding=4, fontsize=8, color="#1d2430",
+                fontweight="bold" if name == OURS else "normal",
+            )  # fmt: skip
+            at += 1
+        at += 0.8
+    axis.set_yticks([y for y, _ in ticks], [shape for _, shape in ticks])
+    axis.set_ylim(at - 0.8 + 0.2, -0.9)
+    axis.set_xlim(0, 1.22 * longest or 1)
+    axis.set_xticks([])
+    figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
+    axis.spines[["bottom"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in providers]
+    figure.legend(handles, providers, frameon=False, ncols=len(providers), loc="outside lower left", fontsize=9)
+    return figure
+
+
+def picture(figure, kind: str) -> bytes:
+    """A figure as a file of the kind "png" or "svg"; it is closed."""
+    from matplotlib import pyplot
+
+    data = io.BytesIO()
+    figure.savefig(data, format=kind)
+    pyplot.close(figure)
+    return data.getvalue()
+
+
+def write(found: dict, file: Path) -> Path:
+    """Write the page."""
+    pictures = ""
+    for name, figure in figures(found):
+        data = base64.b64encode(picture(figure, "svg")).decode()
+        pictures += f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">\n'
+    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.problems(found))
+    notes = {name: note for name, note in found["providers"].items() if note}
+    every = [[*key[:2], record["mode"], name, *_numbers(record)]
+             for key, records in tables.by_shape(found).items() for name, record in records.items()]  # fmt: skip
+    header = ["op", "shape", "mode", "provider", "median", "p20", "p80", "rounds", "kernels alone", "of the limit",
+              "memory", "how"]  # fmt: skip
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>liger-hw bench</title><style>{STYLE}{WIDE}</style>
+<main><h1>liger-hw bench</h1>
+<p class="lead">{html.escape(tables.facts(found)["device"])}, {html.escape(found["date"])}. The limit of a time is what
+must be moved at this machine's own copy rate or computed at its own matrix product rate, whichever takes longer.</p>
+{bad}{pictures}
+<h2>Against the fastest peer</h2><div class="scroll">{_table(tables.HEADER, tables.rows(found))}</div>
+<h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>
+<div class="scroll">{_table(header, every)}</div>
+<h2>How it was run</h2>{definitions(tables.facts(found))}
+<h2>The others</h2>{definitions(notes)}
+</main></html>
+""", encoding="utf-8")  # fmt: skip
+    return file
+
+
+def _numbers(record) -> list[str]:
+    times = [tables.number(record[key]) for key in ("median", "p20", "p80")]
+    kernels = tables.number(record["gpu"]) if record.get("gpu") else ""
+    how = "full - fwd" if record.get("derived") else ""
+    return [*times, str(record["rounds"]), kernels, tables.percent(record.get("share")), tables.memory(record), how]
+
+
+def _table(header, rows) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"

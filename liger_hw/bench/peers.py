@@ -1,0 +1,176 @@
+"""What liger_hw is measured against, and the only place that imports these libraries for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch.nn import functional as F
+
+from liger_hw import dispatch
+from liger_hw.shapes import Case
+
+OURS, FLOOR = "liger_hw", "floor"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Somebody's version of our ops.
+
+    Attributes:
+        make: case -> a function of the case's inputs, or None where it has nothing for it.
+        package: what must be installed; None for torch alone.
+        on_cpu: whether it runs without an accelerator.
+        overwrites: case -> whether it writes over its inputs. It then gets inputs of its own, and they are used again
+            and again, as its own benchmarks do: nothing is cloned in the time that is measured.
+        waits: case -> whether it waits for the device and so cannot be captured in a graph.
+        note: what a reader of its numbers should know.
+    """
+
+    make: Callable[[Case], Callable | None]
+    package: str | None = None
+    on_cpu: bool = False
+    overwrites: Callable[[Case], bool] = lambda case: False
+    waits: Callable[[Case], bool] = lambda case: False
+    note: str = ""
+
+
+def _ours(case):
+    op = dispatch.OPS[case.op]
+    if case.op in ("swiglu", "geglu") and case.options.get("in_place"):
+        # as the module that owns them has them: not leaves
+        return lambda gate, up: op(gate.view_as(gate), up.view_as(up), **case.options)
+    return partial(op, **case.options)
+
+
+def _eager(case):
+    return partial(dispatch.OPS[case.op].reference, **case.options)
+
+
+def _compile(case):
+    torch._dynamo.reset()  # the references are compiled once a shape, and their code has a limit of that
+    return torch.compile(_eager(case), dynamic=False)
+
+
+def _torch(case):
+    def columns(x):
+        return x.shape[-1:]
+
+    return {
+        "rms_norm": lambda x, w: F.rms_norm(x, columns(x), w, 1e-6),
+        "layer_norm": lambda x, w, b: F.layer_norm(x, columns(x), w, b, 1e-6),
+        "cross_entropy": F.cross_entropy,
+        "fused_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
+    }.get(case.op)
+
+
+def _liger(case):
+    from liger_kernel.transformers import functional as liger
+
+    norm = {"eps": 1e-6}
+    more = {}
+    if case.op == "fused_linear_cross_entropy" and "accum_dtype" in case.options:
+        more["accum_dtype"] = case.options["accum_dtype"]
+    return {
+        "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, **norm),
+        "fused_add_rms_norm": lambda x, residual, w: liger.liger_fused_add_rms_norm(x, residual, w, **norm),
+        "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, **norm),
+        "swiglu": liger.liger_swiglu,
+        "geglu": liger.liger_geglu,
+        "rope": liger.liger_rope,
+        "cross_entropy": liger.liger_cross_entropy,
+        "fused_linear_cross_entropy": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs, **more),
+    }.get(case.op)
+
+
+def _cce(case):
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy if case.op == "fused_linear_cross_entropy" else None
+
+
+def _quack(case):
+    from quack import cross_entropy, rmsnorm
+
+    return {
+        "rms_norm": rmsnorm,
+        "fused_add_rms_norm": lambda x, residual, w: rmsnorm(x, w, residual=residual, prenorm=True),
+        "cross_entropy": partial(cross_entropy, inplace_backward=bool(case.options.get("in_place"))),
+    }.get(case.op)
+
+
+def _floor(case):
+    return _Floor() if case.op == "fused_linear_cross_entropy" else None
+
+
+class _Floor:
+    """The products that a linear cross entropy cannot do without, with torch.mm: logits, and both gradients."""
+
+    def __init__(self):
+        self.buffers = None
+
+    def __call__(self, x, weight, target):
+        x, weight = x.detach(), weight.detach()
+        if self.buffers is None:
+            logits = torch.randn(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+            self.buffers = logits, torch.empty_like(x), torch.empty_like(weight), torch.empty_like(logits)
+        dlogits, dx, dw, logits = self.buffers
+        torch.mm(x, weight.t(), out=logits)
+        if torch.is_grad_enabled():
+            torch.mm(dlogits, weight, out=dx)
+            torch.mm(dlogits.t(), x, out=dw)
+        return logits
+
+
+def _losses(case):
+    return case.op in ("cross_entropy", "fused_linear_cross_entropy")
+
+
+PEERS = {
+    OURS: Peer(_ours, on_cpu=True, overwrites=lambda case: bool(case.options.get("in_place"))),
+    "liger": Peer(
+        _liger,
+        "liger_kernel",
+        overwrites=lambda case: case.op != "fused_linear_cross_entropy",
+        waits=_losses,
+        note="as installed: in place where it is so by default (norms over the incoming gradient, GLU over gate and up "
+        "in backward, RoPE over q and k, cross entropy over the logits), on the same tensors again and again",
+    ),
+    "compile": Peer(_compile, on_cpu=True, note="torch.compile of our reference, for each shape, without CUDA graphs"),
+    "torch": Peer(_torch, on_cpu=True, note="torch's own fused operators; 16-bit logits have their loss in 16 bits"),
+    "eager": Peer(_eager, on_cpu=True, note="our reference, plain torch, loss in fp32"),
+    "cce": Peer(
+        _cce, "cut_cross_entropy", waits=_losses, note="with its default gradient filter, which skips small gradients"
+    ),
+    "quack": Peer(_quack, "quack", overwrites=lambda case: bool(case.options.get("in_place"))),
+    FLOOR: Peer(_floor, on_cpu=True, note="three torch.mm of the same sizes; forward: the first"),
+}
+NAMES = tuple(name for name in PEERS if name not in (OURS, FLOOR))
+
+
+def choose(names, device: torch.device) -> list[str]:
+    """The providers to measure, ours first.
+
+    Args:
+        names: peers by name; empty means those installed here (on a CPU, those that compile nothing).
+
+    Raises:
+        ValueError: one of the names is unknown, not installed, or needs an accelerator that is not here.
+    """
+    on_cpu = device.type == "cpu"
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"--against: got {name}, allowed: {', '.join(NAMES)}")
+        if on_cpu and not PEERS[name].on_cpu:
+            raise ValueError(f"--against: got {name}, which runs on accelerators alone, and there is none here")
+        if not _installed(name):
+            package = PEERS[name].package.replace("_", "-") + ("-kernels" if name == "quack" else "")
+            raise ValueError(f"--against: got {name}, which is not installed here: pip install {package}")
+    if not names:
+        names = [name for name in NAMES if _installed(name) and (not on_cpu or name in ("torch", "eager"))]
+    return [OURS, *dict.fromkeys(names), FLOOR]
+
+
+def _installed(name) -> bool:
+    return PEERS[name].package is None or find_spec(PEERS[name].package) is not None
