@@ -154,6 +154,37 @@ def linear_losses(dtype, device="cpu"):
     yield (x, w, torch.tensor([39999, 0], device=device)), {}
 
 
+SELECTIVE_OPTIONS = [
+    {},
+    {"return_entropy": True, "temperature": 0.7},
+    {"return_entropy": True, "return_lse": True, "softcap": 3.0, "logit_scale": -1.5, "temperature": 1.3},
+]
+
+
+def selections(dtype, device="cpu"):
+    for rows, classes in [(5, 130), (3, 517), (0, 8), (1, 9), (2, 1)]:
+        for options in SELECTIVE_OPTIONS:
+            yield (randn(rows, classes, dtype=dtype, device=device), targets(rows, classes, device)), options
+    x, y = randn(2, 3, 130, dtype=dtype, device=device), targets(6, 130, device, ignored=3).reshape(2, 3)
+    yield (x, y.int()), {"return_lse": True, "ignore_index": 3}
+    x = randn(2, 40000, dtype=dtype, device=device)  # looped rows
+    yield (x, torch.tensor([39999, 0], device=device)), {"return_entropy": True}
+
+
+def linear_selections(dtype, device="cpu"):
+    x, w = randn(17, 16, dtype=dtype, device=device), randn(61, 16, dtype=dtype, device=device)
+    y, bias = targets(17, 61, device), randn(61, dtype=dtype, device=device)
+    for options in SELECTIVE_OPTIONS:
+        yield (x, w, y), options | {"chunk_memory": 1000}
+        yield (x, w, y, bias), options
+    for learns in [(True, False, False), (False, True, False), (False, False, True), (False,) * 3]:
+        frozen = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, w, bias), learns)]
+        yield (frozen[0], frozen[1], y, frozen[2]), {"chunk_memory": 1000, "return_entropy": True}
+    yield (randn(2, 3, 16, dtype=dtype, device=device), w, y[:6].reshape(2, 3)), {}
+    yield (randn(0, 16, dtype=dtype, device=device), w, y[:0], bias), {"return_lse": True}
+    yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
+
+
 def real_norms(dtype):
     for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001):
         yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype)), {}
@@ -212,6 +243,20 @@ def real_linear_losses(dtype):
         yield (x, w, y), {"reduction": "none", "softcap": 30.0, "use_token_scaling": True, "lse_square_scale": 1e-4}
 
 
+def real_selections(dtype):
+    for classes in (128256, 50257):
+        x, y = randn(2, classes, dtype=dtype), targets(2, classes)
+        yield (x, y), {}
+        yield (x, y), {"softcap": 30.0, "temperature": 0.9, "return_entropy": True, "return_lse": True}
+
+
+def real_linear_selections(dtype):
+    for classes in (128256, 50257):
+        x, w, y = randn(2, 8, dtype=dtype), randn(classes, 8, dtype=dtype), targets(2, classes)
+        yield (x, w, y), {}
+        yield (x, w, y), {"softcap": 30.0, "return_entropy": True}
+
+
 # For the compile tier: widths of real models and an odd one, few rows. (dtype) -> (inputs, options)
 REAL = {
     "rms_norm": real_norms,
@@ -222,6 +267,8 @@ REAL = {
     "rope": real_ropes,
     "cross_entropy": real_losses,
     "fused_linear_cross_entropy": real_linear_losses,
+    "selective_log_softmax": real_selections,
+    "fused_linear_selective_log_softmax": real_linear_selections,
 }
 
 SAMPLES = {
@@ -233,4 +280,6 @@ SAMPLES = {
     "rope": ropes,
     "cross_entropy": losses,
     "fused_linear_cross_entropy": linear_losses,
+    "selective_log_softmax": selections,
+    "fused_linear_selective_log_softmax": linear_selections,
 }

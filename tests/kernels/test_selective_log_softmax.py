@@ -1,0 +1,143 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_hw import use_backend
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.selective_log_softmax import selective_log_softmax
+from liger_hw.parity import check, compare, run
+from liger_hw.samples import SAMPLES, randn, targets
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=["kernels", "plain"])
+def engine(request, backend):
+    """The test runs on the kernels, and on whatever serves a CPU."""
+    with use_backend(backend if request.param == "kernels" else None):
+        yield request.param
+
+
+def case(rows=12, features=16, classes=61, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    x, w = randn(rows, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device)
+    return x, w, targets(rows, classes, device)
+
+
+@pytest.mark.parametrize("op", [selective_log_softmax, fused_linear_selective_log_softmax], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity(op, dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in SAMPLES[op.__name__](dtype, device):
+        check(op, inputs, options, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_of_plain_torch(dtype):
+    torch.manual_seed(0)
+    assert fused_linear_selective_log_softmax.choose(torch.device("cpu")) == "cpu"
+    for inputs, options in SAMPLES["fused_linear_selective_log_softmax"](dtype):
+        check(fused_linear_selective_log_softmax, inputs, options, None)
+
+
+def test_is_torchs(engine, device):
+    """Log-probability, entropy and lse as torch's own functions give them."""
+    x, w, y = case(device=device)
+    y = y.clamp(min=0)
+    found = fused_linear_selective_log_softmax(x, w, y, temperature=0.7, return_entropy=True, return_lse=True)
+    z = F.linear(x, w).double() / 0.7
+    torch.testing.assert_close(found.log_probs.double(), -F.cross_entropy(z, y, reduction="none"), rtol=1e-5, atol=1e-5)
+    entropy = torch.distributions.Categorical(logits=z).entropy()
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.lse.double(), torch.logsumexp(z, -1), rtol=1e-5, atol=1e-5)
+    assert fused_linear_selective_log_softmax(x, w, y).ndim == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_change_only_roundings(dtype, engine, device):
+    x, w, y = case(24, dtype=dtype, device=device)
+    wide = (x.detach().double().requires_grad_(), w.detach().double().requires_grad_(), y)
+    options = {"return_entropy": True, "return_lse": True}
+    exact = run(fused_linear_selective_log_softmax.reference, wide, options)
+    plain = run(fused_linear_selective_log_softmax.reference, (x, w, y), options)
+    for memory in (1, 1000, 3000, 10**6):
+        found = run(fused_linear_selective_log_softmax, (x, w, y), options | {"chunk_memory": memory})
+        compare(exact, plain, found, f"chunks of {memory} bytes")
+
+
+def test_float64_without_kernels():
+    x, w, y = case()
+    wide = x.detach().double().requires_grad_(), w.detach().double().requires_grad_(), y
+    options = {"softcap": 3.0, "temperature": 0.5, "logit_scale": 2.0, "return_entropy": True, "return_lse": True}
+    found = run(fused_linear_selective_log_softmax, wide, options | {"chunk_memory": 2000})
+    for a, b in zip(found, run(fused_linear_selective_log_softmax.reference, wide, options)):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+def test_extreme_logits(engine, device):
+    """A row of +-1e4: certain and impossible tokens, finite everywhere, and the entropy of certainty is 0."""
+    x = torch.tensor([[1e4], [-1e4], [1.0]], device=device, requires_grad=True)
+    w = torch.tensor([[1.0], [-1.0], [0.5]], device=device)
+    y = torch.tensor([0, 0, 2], device=device)
+    found = fused_linear_selective_log_softmax(x, w, y, return_entropy=True)
+    (found.log_probs.sum() + found.entropy.sum()).backward()
+    assert found.log_probs[0] == 0 and found.log_probs[1] == -2e4 and found.entropy[0] == 0
+    assert found.log_probs.isfinite().all() and found.entropy.isfinite().all() and x.grad.isfinite().all()
+
+
+def test_in_place(backend, device):
+    x, _, y = case(classes=130, features=130, device=device)
+    logits = x.detach().clone()
+    with use_backend(backend):
+        (expected,) = torch.autograd.grad(selective_log_softmax(x, y).sum(), x)
+        owned = logits.requires_grad_() * 1
+        log_probs = selective_log_softmax(owned, y, in_place=True)
+        (found,) = torch.autograd.grad(log_probs.sum(), logits, retain_graph=True)
+        with pytest.raises(RuntimeError, match="second"):
+            torch.autograd.grad(log_probs.sum(), logits)
+    assert torch.equal(found, expected) and torch.equal(owned, expected)
+
+
+def test_backward_twice_and_same_bits(engine, device):
+    x, w, y = case(33, device=device)
+    log_probs = fused_linear_selective_log_softmax(x, w, y, chunk_memory=3000).square().sum()
+    first = torch.autograd.grad(log_probs, (x, w), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(log_probs, (x, w))))
+
+
+def test_token_outside_the_vocabulary(engine, device):
+    x, w, y = case(device=device)
+    y[2] = 61
+    found = fused_linear_selective_log_softmax(x, w, y)
+    found.sum().backward()
+    bad = torch.arange(12, device=device) == 2
+    assert torch.equal(found.isnan(), bad) and torch.equal(x.grad.isnan(), bad[:, None].expand(12, 16))
+
+
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("x", {"x": torch.zeros(12, 16, dtype=torch.int64)}),
+        ("weight", {"weight": torch.zeros(61, 15)}),
+        ("bias", {"bias": torch.zeros(60)}),
+        ("tokens", {"tokens": torch.zeros(11, dtype=torch.int64)}),
+        ("tokens", {"tokens": torch.zeros(12)}),
+        ("temperature", {"temperature": 0.0}),
+        ("softcap", {"softcap": -1.0}),
+        ("chunk_memory", {"chunk_memory": 0}),
+    ],
+)
+def test_bad_input(argument, change):
+    x, w, y = case()
+    with pytest.raises(ValueError, match=argument):
+        fused_linear_selective_log_softmax(**({"x": x, "weight": w, "tokens": y} | change))
+
+
+def test_autocast(engine, device):
+    x, w, y = case(device=device)
+    with torch.autocast(device, torch.bfloat16):
+        found = fused_linear_selective_log_softmax(x, w, y)
+        expected = selective_log_softmax.reference(F.linear(x, w), y)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert found.dtype == x.grad.dtype == w.grad.dtype == torch.float32

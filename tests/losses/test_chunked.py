@@ -1,0 +1,114 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from naive import hold, token_log_probs
+
+from liger_hw import use_backend
+from liger_hw.losses.chunked import chunked_loss, token_loss
+from liger_hw.samples import randn, targets
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def case(rows=13, features=8, classes=37, device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    x, w, b = (
+        randn(*shape, device=device, dtype=dtype) for shape in ((rows, features), (classes, features), (classes,))
+    )
+    return x, w, b, targets(rows, classes, device)
+
+
+def supported(dtype, engine):
+    if dtype == torch.float64 and engine == "kernels":
+        pytest.skip("the kernels take no float64")
+
+
+def loss(logits, y, scale):
+    return (
+        F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, y, reduction="none") * scale
+    ).sum()
+
+
+def formula(log_probs, entropy, scale):
+    return (log_probs.square() + 0.1 * entropy) * scale, entropy
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("memory", [1, 1500, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunks_change_nothing(dtype, memory, with_bias, engine, device):
+    supported(dtype, engine)
+    x, w, b, y = case(device=device)
+    b, scale = b if with_bias else None, torch.rand(13, device=device)
+
+    def chunked(x, w, b):
+        return (chunked_loss(loss, x, w, b, (y, scale), memory),)
+
+    hold(lambda x, w, b: (loss(F.linear(x, w, b), y, scale),), chunked, (x, w, b), dtype)
+
+    def tokens(x, w, b):
+        return token_loss(formula, x, w, y, b, (scale,), temperature=0.7, with_entropy=True, chunk_memory=memory)
+
+    def whole(x, w, b):
+        values, entropy = formula(*token_log_probs(x, w, y, b, 0.7), scale)
+        return values.sum(), entropy
+
+    hold(whole, tokens, (x, w, b), dtype)
+
+
+@pytest.mark.parametrize("learns", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
+def test_only_what_asks_gets_a_gradient(learns, engine, device):
+    x, w, b, y = case(device=device)
+    expected = torch.autograd.grad(loss(F.linear(x, w, b), y, 1.0), (x, w, b))
+    inputs = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, w, b), learns)]
+    value = chunked_loss(lambda logits, y: loss(logits, y, 1.0), *inputs, (y,), 1500)
+    assert value.requires_grad == any(learns)
+    if any(learns):
+        value.backward()
+    for t, wanted, grad in zip(inputs, learns, expected):
+        assert (t.grad is None) != wanted
+        if wanted:
+            torch.testing.assert_close(t.grad, grad)
+    with torch.no_grad():
+        assert not chunked_loss(lambda logits, y: loss(logits, y, 1.0), x, w, b, (y,), 1500).requires_grad
+
+
+def test_incoming_gradient_and_second_backward(engine, device):
+    x, w, b, y = case(device=device)
+    (once,) = torch.autograd.grad(token_loss(lambda p, h: (p,), x, w, y, b)[0], x)
+    value = token_loss(lambda p, h: (p,), x, w, y, b)[0] * 3
+    torch.testing.assert_close(torch.autograd.grad(value, x, retain_graph=True)[0], once * 3)
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(value, x)
+
+
+def test_no_rows(engine, device):
+    x, w, b, y = case(0, device=device)
+    value, logged = token_loss(lambda p, h: (p, p), x, w, y, b)
+    (value + chunked_loss(lambda logits: logits.sum(), x, w, b)).backward()
+    assert value == 0 and logged.shape == (0,) and w.grad.abs().sum() == 0
+
+
+def test_compiles(device):
+    x, w, b, y = case(device=device)
+
+    def value(x, w):
+        return token_loss(lambda p, h: (p.square(),), x * 1, w, y, b)[0] + chunked_loss(
+            lambda logits, y: loss(logits, y, 1.0), x * 1, w, b, (y,)
+        )
+
+    with use_backend(None):
+        compiled = torch.compile(value, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, w), value(x, w))
+
+
+def test_bad_input():
+    x, w, b, y = case()
+    with pytest.raises(ValueError, match="weight"):
+        chunked_loss(loss, x, w[:, :3], None, (y, None))
+    with pytest.raises(ValueError, match="rows"):
+        chunked_loss(loss, x, w, None, (y[:3], None))
+    with pytest.raises(ValueError, match="tokens"):
+        token_loss(formula, x, w, y[:3])
+    with pytest.raises(ValueError, match="x: "):
+        token_loss(formula, x[None], w, y[None])
