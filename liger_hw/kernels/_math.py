@@ -47,11 +47,16 @@ def load_parameter(P, at, absent, cols: tl.constexpr, COLS: tl.constexpr):
         return tl.full((1, 1), absent, tl.float32)
 
 
-def row_block(cols, device, rows_live):
-    """A whole row where `rows_live` of them, in fp32, leave room in a full block's registers; else a part of it."""
+def widest_block(device, rows_live):
+    """The widest row that is one block: `rows_live` of it, in fp32, leave room in a full block's registers."""
     values = min(32, device.registers // (2 * rows_live))
-    whole = device.max_threads * power_of_2(values + 1) // 2
-    return power_of_2(cols) if cols <= whole else whole // 2
+    return device.max_threads * power_of_2(values + 1) // 2
+
+
+def row_block(cols, device, rows_live):
+    """A whole row where it fits one block, else half of the widest block, in a loop."""
+    widest = widest_block(device, rows_live)
+    return power_of_2(cols) if cols <= widest else widest // 2
 
 
 def norm_forward_config(cols, device):

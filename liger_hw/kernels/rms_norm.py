@@ -28,9 +28,10 @@ from liger_hw.kernels._math import (
     reduce_partials,
     rounded,
     rows_of,
+    widest_block,
 )
 from liger_hw.launch import launch
-from liger_hw.tuning import tuned
+from liger_hw.tuning import Config, row_warps, tuned
 
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -117,6 +118,17 @@ def rms_norm_forward_config(cols, itemsize, device):
 @tuned
 def rms_norm_backward_config(cols, itemsize, device):
     return norm_backward_config(cols, itemsize, device)
+
+
+@tuned
+def rms_norm_wide_sums_config(cols, itemsize, device):
+    block = device.max_threads * 8  # of two tensors
+    return Config({"COLS": block, "STAGES": 1}, row_warps(block, device, per_lane=16))
+
+
+@tuned
+def rms_norm_wide_backward_config(itemsize, device):
+    return norm_backward_config(1024, itemsize, device)
 
 
 @triton.jit
@@ -208,15 +220,15 @@ def _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype: t
 
 
 @triton.jit
-def _dw(dy, normed, dtype: tl.constexpr, CASTING: tl.constexpr):
-    return dy * (normed if CASTING == "gemma" else rounded(normed, dtype))
-
-
-@triton.jit
-def _store_ds(DS, DS_OUT, ds, row, at, mask, ds_out_stride, cols: tl.constexpr):
+def _store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, at, mask, ds_out_stride,
+              dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr):  # fmt: skip
+    """Store ds, and return what the rows add to dw."""
+    normed = s * rstd
+    ds = rstd * (m - normed * mean)
     if DS_OUT is not None:
         ds += tl.load(DS_OUT + row[:, None] * ds_out_stride + at, mask, other=0.0).to(tl.float32)
     tl.store(DS + row[:, None] * cols + at, ds, mask)
+    return dy * (normed if CASTING == "gemma" else rounded(normed, dtype))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -228,51 +240,61 @@ def rms_norm_backward(
     # that the gradient needs anyway: saving it cost the forward 3 us of host time (H200).
     col = tl.arange(0, COLS)[None, :]
     dtype: tl.constexpr = S.dtype.element_ty
-    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    if W is not None:
-        DW += tl.program_id(0).to(tl.int64) * cols
-    if cols <= COLS:
-        w = load_parameter(W, col, 1.0, cols, COLS)
-        dw = tl.zeros((ROWS, COLS), tl.float32)
-        for start in tl.range(first, rows, step, num_stages=STAGES):
-            row = (start + tl.arange(0, ROWS)).to(tl.int64)
-            mask = in_tile(row, col, rows, cols, ROWS, COLS)
-            s, m, dy = _load_both(S, DY, W, w, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING)
-            rstd = _rstd(tl.sum(_square(s, dtype, CASTING), 1) / cols, eps, dtype, CASTING)[:, None]
-            normed = s * rstd
-            ds = rstd * (m - normed * (rstd * tl.sum(m * s, 1)[:, None] / cols))
-            _store_ds(DS, DS_OUT, ds, row, col, mask, ds_out_stride, cols)
-            if W is not None:
-                dw += _dw(dy, normed, dtype, CASTING)
-        if W is not None:
-            tl.store(DW + col, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
-    else:
-        if W is not None:
-            for start in range(0, cols, COLS):
-                tl.store(DW + start + col, tl.zeros((1, COLS), tl.float32), in_row(start + col, cols, COLS))
-        for start_row in range(first, rows, step):
-            row = (start_row + tl.arange(0, ROWS)).to(tl.int64)
-            squares, products = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
-            for start in range(0, cols, COLS):
-                at = start + col
-                mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = load_parameter(W, at, 1.0, cols, COLS)
-                s, m, dy = _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
-                squares += _square(s, dtype, CASTING)
-                products += m * s
-            rstd = _rstd(tl.sum(squares, 1) / cols, eps, dtype, CASTING)[:, None]
-            mean = rstd * tl.sum(products, 1)[:, None] / cols
-            for start in range(0, cols, COLS):
-                at = start + col
-                mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = load_parameter(W, at, 1.0, cols, COLS)
-                s, m, dy = _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
-                normed = s * rstd
-                _store_ds(DS, DS_OUT, rstd * (m - normed * mean), row, at, mask, ds_out_stride, cols)
-                if W is not None:  # this program's own partial sum, so read and written back in L2
-                    sum_so_far = tl.load(DW + at, in_row(at, cols, COLS), other=0.0)
-                    dw = tl.sum(_dw(dy, normed, dtype, CASTING), 0)[None, :]
-                    tl.store(DW + at, sum_so_far + dw, in_row(at, cols, COLS))
+    w = load_parameter(W, col, 1.0, cols, COLS)
+    dw = tl.zeros((ROWS, COLS), tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        s, m, dy = _load_both(S, DY, W, w, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING)
+        rstd = _rstd(tl.sum(_square(s, dtype, CASTING), 1) / cols, eps, dtype, CASTING)[:, None]
+        mean = rstd * tl.sum(m * s, 1)[:, None] / cols
+        dw += _store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, col, mask, ds_out_stride, dtype, CASTING, cols)
+    if DW is not None:
+        dw_at = DW + tl.program_id(0).to(tl.int64) * cols + col
+        tl.store(dw_at, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
+
+
+@triton.jit
+def rms_norm_wide_sums(
+    S, W, DY, RSTD, MEAN, s_stride, dy_stride, eps, offset, cols: tl.constexpr, CASTING: tl.constexpr,
+    COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """rstd and mean(m normed) of a row too wide for one block."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    dtype: tl.constexpr = S.dtype.element_ty
+    squares, products = tl.zeros((1, COLS), tl.float32), tl.zeros((1, COLS), tl.float32)
+    for start in tl.range(0, cols, COLS, num_stages=STAGES):
+        at = start + tl.arange(0, COLS)[None, :]
+        w = load_parameter(W, at, 1.0, cols, COLS)
+        mask = in_row(at, cols, COLS)
+        s, m, dy = _load_both(S, DY, W, w, row, at, mask, s_stride, dy_stride, offset, dtype, CASTING)
+        squares += _square(s, dtype, CASTING)
+        products += m * s
+    rstd = _rstd(tl.sum(squares, 1) / cols, eps, dtype, CASTING)
+    tl.store(RSTD + row, rstd)
+    tl.store(MEAN + row, rstd * tl.sum(products, 1) / cols)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_wide_backward(
+    S, W, DY, DS_OUT, DS, DW, RSTD, MEAN, rows, s_stride, dy_stride, ds_out_stride, offset,
+    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # a block of columns of every n-th row, so that their sum for dw stays in registers
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = S.dtype.element_ty
+    w = load_parameter(W, col, 1.0, cols, COLS)
+    dw = tl.zeros((ROWS, COLS), tl.float32)
+    for start in tl.range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        rstd = tl.load(RSTD + row, row < rows, other=0.0)[:, None]
+        mean = tl.load(MEAN + row, row < rows, other=0.0)[:, None]
+        s, m, dy = _load_both(S, DY, W, w, row, col, mask, s_stride, dy_stride, offset, dtype, CASTING)
+        dw += _store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, col, mask, ds_out_stride, dtype, CASTING, cols)
+    if DW is not None:
+        dw_at = DW + tl.program_id(1).to(tl.int64) * cols + col
+        tl.store(dw_at, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
 
 
 def _count_rows(x):
@@ -321,14 +343,40 @@ def _rms_norm_backward(
     s, s_stride = rows_of(s)
     dy, dy_stride = rows_of(dy)
     ds_out, ds_out_stride = (None, 0) if ds_out is None else rows_of(ds_out)
+    launch_backward = _narrow_backward if cols <= widest_block(device_of(dy), 4) else _wide_backward
+    strides, options = (s_stride, dy_stride, ds_out_stride), (eps, offset, casting_mode)
+    dw = launch_backward(s, weight, dy, ds_out, ds, rows, cols, strides, options, weight_grad)
+    return ds, reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0)
+
+
+def _narrow_backward(s, weight, dy, ds_out, ds, rows, cols, strides, options, dw_wanted):
     config = rms_norm_backward_config(cols, s.element_size(), device_of(dy))
     programs = config.grid_for(-(-rows // config["ROWS"]))
-    dw = None if weight is None else dy.new_empty((programs, cols), dtype=torch.float32)
+    dw = dy.new_empty((programs, cols), dtype=torch.float32) if dw_wanted else None
     launch(
         rms_norm_backward, (programs, 1, 1), config,
-        s, weight, dy, ds_out, ds, dw, rows, s_stride, dy_stride, ds_out_stride, eps, offset, cols, casting_mode,
+        s, weight, dy, ds_out, ds, dw, rows, *strides, *options[:2], cols, options[2],
     )  # fmt: skip
-    return ds, reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0)
+    return dw
+
+
+def _wide_backward(s, weight, dy, ds_out, ds, rows, cols, strides, options, dw_wanted):
+    eps, offset, casting_mode = options
+    rstd, mean = dy.new_empty(rows, dtype=torch.float32), dy.new_empty(rows, dtype=torch.float32)
+    config = rms_norm_wide_sums_config(cols, s.element_size(), device_of(dy))
+    launch(
+        rms_norm_wide_sums, (rows, 1, 1), config,
+        s, weight, dy, rstd, mean, *strides[:2], eps, offset, cols, casting_mode,
+    )  # fmt: skip
+    config = rms_norm_wide_backward_config(s.element_size(), device_of(dy))
+    blocks = -(-cols // config["COLS"])
+    groups = max(config.grid_for(blocks * -(-rows // config["ROWS"])) // blocks, 1)
+    dw = dy.new_empty((groups, cols), dtype=torch.float32) if dw_wanted else None
+    launch(
+        rms_norm_wide_backward, (blocks, groups, 1), config,
+        s, weight, dy, ds_out, ds, dw, rstd, mean, rows, *strides, offset, cols, casting_mode,
+    )  # fmt: skip
+    return dw
 
 
 class RMSNormFunction(Function):
