@@ -61,6 +61,20 @@ def geglus(dtype, device="cpu"):
     return gated(dtype, device, ({}, {"approximate": "none"}))
 
 
+def gated_linears(dtype, device="cpu"):
+    def leaf(*shape, grad=True, dtype=dtype):
+        return randn(*shape, dtype=dtype, grad=grad, device=device)
+
+    for shape, features in [((5, 123), 7), ((2, 3, 260), 16), ((9,), 4), ((0, 16), 8)]:
+        for activation in ("silu", "gelu_tanh", "gelu_erf"):
+            inputs = leaf(*shape), leaf(*shape), leaf(features, shape[-1]), leaf(features)
+            yield inputs, {"activation": activation}
+        yield inputs[:3], {}
+    for learns in [(True, False, True), (False, True, True), (True, True, False), (False, False, True), (False,) * 3]:
+        yield tuple(leaf(*s, grad=grad) for s, grad in zip([(4, 64), (4, 64), (8, 64)], learns)), {}
+    yield (leaf(4, 64), leaf(4, 64, dtype=torch.float32), leaf(8, 64, dtype=torch.float32)), {}
+
+
 def angles(batch, tokens, rotary_dim, dtype=torch.float32, device="cpu"):
     """Tables of cos and sin, whose halves differ as no model's do, so that no test mistakes one for the other."""
     x = torch.randn(batch, tokens, rotary_dim, dtype=torch.float64)
@@ -213,6 +227,13 @@ def real_geglus(dtype):
     return real_gated(dtype, ({}, {"approximate": "none"}))
 
 
+def real_gated_linears(dtype):
+    for shape in [(2, 14336), (1, 1001)]:
+        for activation in ("silu", "gelu_tanh", "gelu_erf"):
+            gate, up, weight = (randn(*size, dtype=dtype) for size in (shape, shape, (8, shape[-1])))
+            yield (gate, up, weight), {"activation": activation}
+
+
 def real_ropes(dtype):
     for q_heads, k_heads, head_dim, rotary_dim in [
         (32, 8, 128, 128),
@@ -264,6 +285,7 @@ REAL = {
     "layer_norm": real_layer_norms,
     "swiglu": real_gated,
     "geglu": real_geglus,
+    "glu_linear": real_gated_linears,
     "rope": real_ropes,
     "cross_entropy": real_losses,
     "fused_linear_cross_entropy": real_linear_losses,
@@ -277,6 +299,7 @@ SAMPLES = {
     "layer_norm": layer_norms,
     "swiglu": gated,
     "geglu": geglus,
+    "glu_linear": gated_linears,
     "rope": ropes,
     "cross_entropy": losses,
     "fused_linear_cross_entropy": linear_losses,

@@ -88,6 +88,12 @@ def _glu_case(op, rows, cols, note="", **options) -> Case:
     return _case(op, f"{rows}x{cols}{note}", _randn(rows, cols), _randn(rows, cols), **options)
 
 
+def _glu_linear_case(rows, hidden, intermediate, activation) -> Case:
+    x, weight = _randn(rows, intermediate), _randn(hidden, intermediate, scale=intermediate**-0.5)
+    options = {} if activation == "swiglu" else {"activation": "gelu_tanh"}
+    return _case("glu_linear", f"{rows}x{intermediate}x{hidden}", x, x, weight, **options)
+
+
 def _rope_case(batch, seq, heads, kv_heads, head_dim) -> Case:
     angle = _randn(1, seq, head_dim, grad=False)
     q, k = (_heads(batch, seq, count, head_dim) for count in (heads, kv_heads))
@@ -115,6 +121,8 @@ def _every_case() -> Iterator[Case]:
         yield _norm_case("layer_norm", rows, cols)
     for model in MODELS:
         yield _glu_case(model.activation, TOKENS, model.intermediate)
+    for model in MODELS:
+        yield _glu_linear_case(TOKENS, model.hidden, model.intermediate, model.activation)
     for model in MODELS:
         yield _rope_case(TOKENS // 4096, 4096, model.heads, model.kv_heads, model.head_dim)
     for model in MODELS:

@@ -30,10 +30,10 @@ MUTANTS = {
         ),
         (
             "backward without the mean term",
-            "rstd * (m - normed * (rstd * tl.sum(m * s, 1)[:, None] / cols))",
+            "rstd * (m - normed * mean)",
             "rstd * m",
         ),
-        ("weight gradient without rstd", "dw += _dw(dy, normed,", "dw += _dw(dy, s,"),
+        ("weight gradient without rstd", "return dy * (normed if", "return dy * (s if"),
         ("gradient of the sum dropped", "if DS_OUT is not None:\n        ds +=", "if DS_OUT is None:\n        ds +="),
         (
             "rounding order of the llama mode",
@@ -48,11 +48,25 @@ MUTANTS = {
         ("the other half's stride", "u = tl.load(U + row * u_stride", "u = tl.load(U + row * g_stride"),
         (
             "activation not rounded",
-            "rounded(_activate(g, ACTIVATION), G.dtype.element_ty) * u",
+            "rounded(_activate(g, ACTIVATION), dtype) * u",
             "_activate(g, ACTIVATION) * u",
         ),
         ("last tile unmasked", "mask = (row < rows) & (col < cols)", "mask = (row < rows) & (col < cols - 1)"),
         ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "0.5 * x * (1.0 + tanh(0.8 * x))"),
+    ],
+    "glu_linear": [
+        (
+            "product left out in place",
+            "launch_backward(gate, up, dy, gate, up, dy,",
+            "launch_backward(gate, up, dy, gate, up, None,",
+        ),
+        (
+            "product left out",
+            "dup if up_grad else None, dy, activation)",
+            "dup if up_grad else None, None, activation)",
+        ),
+        ("keeps the product after all", "if not keeps_y or not", "if keeps_y or not"),
+        ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
     ],
 }
 

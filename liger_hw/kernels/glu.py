@@ -24,9 +24,10 @@ from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu_erf"}  # torch's names of the approximation -> the kernel's activation
+ACTIVATIONS = ("silu", *GELU.values())
 
 
-def _validate(gate, up, approximate="tanh"):
+def validate(gate, up, approximate="tanh"):
     check(gate.is_floating_point() and gate.ndim > 0, "gate", gate, "floating point rows")
     like = up.is_floating_point() and up.shape == gate.shape and up.device == gate.device
     check(like, "up", up, gate)
@@ -43,8 +44,8 @@ def swiglu(gate, up, in_place=False):
         up: (..., C), like `gate`; another floating dtype promotes the result.
         in_place: the gradients take the memory of `gate` and `up` in backward. For a module that owns both and hands
             them to nothing else. A second backward then raises a RuntimeError, as does the backward of any other
-            function that saved one of them. Has no effect where only one of the two wants a gradient, in the reference
-            (a CPU), and under torch.compile, which reuses dead memory by itself.
+            function that saved one of them. Has no effect where only one of the two wants a gradient or their dtypes
+            differ, in the reference (a CPU), and under torch.compile, which reuses dead memory by itself.
 
     Returns:
         (..., C), contiguous, in the promoted dtype; silu(gate) is rounded to `gate.dtype` before the product.
@@ -53,7 +54,7 @@ def swiglu(gate, up, in_place=False):
         ValueError: `up` does not fit `gate`, or with `in_place` one of them is a leaf that wants a gradient, overlaps
             the other or itself, or has no unit stride.
     """
-    _validate(gate, up)
+    validate(gate, up)
     return torch.nn.functional.silu(widen(gate)).to(gate.dtype) * up
 
 
@@ -71,7 +72,7 @@ def geglu(gate, up, approximate="tanh", in_place=False):
     Raises:
         ValueError: as in `swiglu`, or `approximate` is unknown.
     """
-    _validate(gate, up, approximate)
+    validate(gate, up, approximate)
     return torch.nn.functional.gelu(widen(gate), approximate=approximate).to(gate.dtype) * up
 
 
@@ -147,10 +148,16 @@ def _own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def _product(g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """f(g) u: in one place, because glu_linear takes the forward's and the backward's for the same bits."""
+    return rounded(_activate(g, ACTIVATION), dtype) * u
+
+
+@triton.jit
 def _forward_tile(G, U, Y, row, col, mask, g_stride, u_stride, y_stride, ACTIVATION: tl.constexpr):
     g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
     u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
-    tl.store(Y + row * y_stride + col, rounded(_activate(g, ACTIVATION), G.dtype.element_ty) * u, mask)
+    tl.store(Y + row * y_stride + col, _product(g, u, G.dtype.element_ty, ACTIVATION), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -168,33 +175,40 @@ def glu_forward(
 
 @triton.jit
 def _backward_tile(
-    G, U, DY, DG, DU, row, col, mask, g_stride, u_stride, dy_stride, dg_stride, du_stride, ACTIVATION: tl.constexpr
-):
+    G, U, DY, DG, DU, Y, row, col, mask, g_stride, u_stride, dy_stride, dg_stride, du_stride, y_stride,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
     g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
+    u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
     dy = tl.load(DY + row * dy_stride + col, mask).to(tl.float32)
     f, slope = _activate_with_slope(g, ACTIVATION)
     if DG is not None:
-        u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
         tl.store(DG + row * dg_stride + col, dy * u * slope, mask)
     if DU is not None:
         tl.store(DU + row * du_stride + col, dy * f, mask)
+    if Y is not None:
+        tl.store(Y + row * y_stride + col, _product(g, u, G.dtype.element_ty, ACTIVATION), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def glu_backward(
-    G, U, DY, DG, DU, rows, cols, g_stride, u_stride, dy_stride, dg_stride, du_stride,
+    G, U, DY, DG, DU, Y, rows, cols, g_stride, u_stride, dy_stride, dg_stride, du_stride, y_stride,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    # An output may be an input's memory (DG over G, DU over U, Y over DY) where all are of one dtype: then a value is
+    # read and written by the same thread.
     row, col, whole = _own_tile(rows, cols, ROWS, COLS)
     if whole:
         _backward_tile(
-            G, U, DY, DG, DU, row, col, None, g_stride, u_stride, dy_stride, dg_stride, du_stride, ACTIVATION
-        )
+            G, U, DY, DG, DU, Y, row, col, None, g_stride, u_stride, dy_stride, dg_stride, du_stride, y_stride,
+            ACTIVATION,
+        )  # fmt: skip
     else:
         mask = (row < rows) & (col < cols)
         _backward_tile(
-            G, U, DY, DG, DU, row, col, mask, g_stride, u_stride, dy_stride, dg_stride, du_stride, ACTIVATION
-        )
+            G, U, DY, DG, DU, Y, row, col, mask, g_stride, u_stride, dy_stride, dg_stride, du_stride, y_stride,
+            ACTIVATION,
+        )  # fmt: skip
 
 
 def _launch(kernel, find_config, activation, *tensors):
@@ -211,36 +225,38 @@ def _launch(kernel, find_config, activation, *tensors):
     launch(kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides, activation)
 
 
+def launch_backward(gate, up, dy, dgate, dup, y, activation):
+    """Write the gradients and the product once more, those that are not None; over which inputs: see the kernel."""
+    _launch(glu_backward, glu_backward_config, activation, gate, up, dy, dgate, dup, y)
+
+
 def _fake_forward(gate, up, activation):
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 @raw(_fake_forward)
-def _glu_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     y = _fake_forward(gate, up, activation)
     _launch(glu_forward, glu_forward_config, activation, gate, up, y)
     return y
 
 
-def _fake_backward(gate, up, dy, activation, gate_grad, up_grad):
+def empty_gradients(gate, up, dy, activation, gate_grad, up_grad):
     return gate.new_empty(gate.shape if gate_grad else 0), up.new_empty(up.shape if up_grad else 0)
 
 
-@raw(_fake_backward)
+@raw(empty_gradients)
 def _glu_backward(
     gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = _fake_backward(gate, up, dy, activation, gate_grad, up_grad)
-    _launch(
-        glu_backward, glu_backward_config, activation,
-        gate, up, dy, dgate if gate_grad else None, dup if up_grad else None,
-    )  # fmt: skip
+    dgate, dup = empty_gradients(gate, up, dy, activation, gate_grad, up_grad)
+    launch_backward(gate, up, dy, dgate if gate_grad else None, dup if up_grad else None, None, activation)
     return dgate, dup
 
 
 @raw(mutates=("gate", "up"))
 def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str) -> None:
-    _launch(glu_backward, glu_backward_config, activation, gate, up, dy, gate, up)
+    launch_backward(gate, up, dy, gate, up, None, activation)
 
 
 def _check_in_place(gate, up):
@@ -270,44 +286,66 @@ def _row_bytes(x):
     return rows_of(x)[1] * x.element_size()
 
 
+def saved(ctx):
+    """The tensors that a forward saved, unless a backward has written over them."""
+    if ctx.overwritten:
+        raise RuntimeError(
+            "a second backward through swiglu, geglu or glu_linear with in_place=True: the first one wrote the "
+            "gradients over gate and up. Pass in_place=False to go backward twice"
+        )
+    return ctx.saved_tensors
+
+
+def gradients(ctx, gate, up, dy, backward, backward_in_place):
+    """The gradients of `gate` and `up`, by one of two raw functions: in memory of their own, or in place."""
+    gate_grad, up_grad = ctx.needs_input_grad[:2]
+    if ctx.in_place and gate_grad and up_grad:
+        backward_in_place(gate, up, dy, ctx.activation)
+        ctx.overwritten = True
+        torch.autograd.graph.increment_version((gate, up))  # whoever else saved them finds out
+        return gate.detach(), up.detach()
+    dgate, dup = backward(gate, up, dy, ctx.activation, gate_grad, up_grad)
+    return dgate if gate_grad else None, dup if up_grad else None
+
+
 class GLUFunction(Function):
     @staticmethod
     def forward(ctx, gate, up, activation, in_place):
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.in_place, ctx.overwritten = activation, in_place, False
-        return _glu_forward(gate, up, activation)
+        return glu(gate, up, activation)
 
     @staticmethod
     def backward(ctx, dy):
-        if ctx.overwritten:
-            raise RuntimeError(
-                "a second backward through swiglu or geglu with in_place=True: the first one wrote the gradients over "
-                "gate and up. Pass in_place=False to go backward twice"
-            )
-        gate, up = ctx.saved_tensors
-        if ctx.in_place and all(ctx.needs_input_grad[:2]):
-            _glu_backward_in_place(gate, up, dy, ctx.activation)
-            ctx.overwritten = True
-            torch.autograd.graph.increment_version((gate, up))  # whoever else saved them finds out
-            return gate.detach(), up.detach(), None, None
-        dgate, dup = _glu_backward(gate, up, dy, ctx.activation, *ctx.needs_input_grad[:2])
-        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None, None
+        gate, up = saved(ctx)
+        return *gradients(ctx, gate, up, dy, _glu_backward, _glu_backward_in_place), None, None
 
 
-def _glu(gate, up, activation, in_place):
-    in_place = in_place and not torch.compiler.is_compiling()
-    if in_place and torch.is_grad_enabled() and gate.requires_grad and up.requires_grad:
+def goes_in_place(gate, up, in_place):
+    """Whether the gradients of `gate` and `up` are to take their memory: asked for, and possible.
+
+    Raises:
+        ValueError: asked for where it would overwrite something else.
+    """
+    if not in_place or gate.dtype != up.dtype or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and gate.requires_grad and up.requires_grad:
         _check_in_place(gate, up)
-    return GLUFunction.apply(gate, up, activation, in_place)
+    return True
+
+
+def gated(gate, up, activation, in_place):
+    """f(gate) * up for one of ACTIVATIONS."""
+    return GLUFunction.apply(gate, up, activation, goes_in_place(gate, up, in_place))
 
 
 @swiglu.register("triton")
 def _(gate, up, in_place=False):
-    _validate(gate, up)
-    return _glu(gate, up, "silu", in_place)
+    validate(gate, up)
+    return gated(gate, up, "silu", in_place)
 
 
 @geglu.register("triton")
 def _(gate, up, approximate="tanh", in_place=False):
-    _validate(gate, up, approximate)
-    return _glu(gate, up, GELU[approximate], in_place)
+    validate(gate, up, approximate)
+    return gated(gate, up, GELU[approximate], in_place)
