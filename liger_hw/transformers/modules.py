@@ -10,10 +10,10 @@ from torch import nn
 from liger_hw.dispatch import check
 from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
+from liger_hw.transformers.gated_mlp import project_down
 
 __all__ = [
     "LigerCrossEntropyLoss",
@@ -111,7 +111,8 @@ class LigerSwiGLUMLP(_GatedMLP):
     """down_proj(silu(gate_proj(x)) * up_proj(x)).
 
     Backward writes over the activations of gate_proj and up_proj, which this module owns: a second backward through the
-    same forward raises a RuntimeError.
+    same forward raises a RuntimeError. The input of down_proj is not kept but computed again (`liger_hw.glu_linear`),
+    unless down_proj is more than a linear layer: an adapter, a quantised or sharded weight, hooks.
 
     Args:
         config: has hidden_size, intermediate_size and hidden_act, which must be "silu" or "swish".
@@ -125,7 +126,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
 
     def forward(self, x):
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), in_place=True))
+        return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "silu")
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -138,7 +139,7 @@ class LigerGEGLUMLP(_GatedMLP):
     """
 
     def forward(self, x):
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), in_place=True))
+        return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "gelu_tanh")
 
 
 class LigerCrossEntropyLoss(nn.Module):

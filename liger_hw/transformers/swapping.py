@@ -10,13 +10,14 @@ import types
 
 import torch
 
-from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.glu import GELU
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.kernels.rope import rope
+from liger_hw.transformers.gated_mlp import project_down
 from liger_hw.transformers.recognition import gate_and_up, parameters
 
-OPS = {op.__name__: op for op in (rms_norm, layer_norm, swiglu, geglu)}
+NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
 
 
 def swap(module, match):
@@ -60,7 +61,7 @@ def _rebuild(original, match):
 
 
 def _norm(original, match):
-    op, options, names = OPS[match.op], dict(match.options), dict(match.names)
+    op, options, names = NORMS[match.op], dict(match.options), dict(match.names)
     weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names["eps"]
     # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
     widens_under_autocast = original.__module__.startswith("torch.nn")
@@ -84,7 +85,8 @@ def _norm(original, match):
 
 
 def _glu(original, match):
-    op, options, names = OPS[match.op], dict(match.options), dict(match.names)
+    names = dict(match.names)
+    activation = "silu" if match.op == "swiglu" else GELU[dict(match.options)["approximate"]]
     gate_name, up_name, down_name = names["gate"], names.get("up"), names["down"]
     up_first = names.get("up_first", False)
 
@@ -93,7 +95,7 @@ def _glu(original, match):
             return original.forward(self, *args, **kwargs)
         up = getattr(self, up_name) if up_name else None
         gate, up = gate_and_up(getattr(self, gate_name), up, args[0], up_first)
-        return getattr(self, down_name)(op(gate, up, in_place=True, **options))
+        return project_down(getattr(self, down_name), gate, up, activation)
 
     return {"forward": forward}
 

@@ -1,0 +1,199 @@
+"""When a gated MLP does without the input of its last projection, and that nothing shows but the memory."""
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import liger_hw
+from liger_hw.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
+from liger_hw.transformers.gated_mlp import is_linear_and_nothing_else
+
+CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act="silu")
+ROWS = 6
+PRODUCT = ROWS * CONFIG.intermediate_size * 4  # bytes
+
+
+def mlp(device, cls=LigerSwiGLUMLP):
+    torch.manual_seed(0)
+    return cls(CONFIG).to(device)
+
+
+def rows(device):
+    return torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+
+
+def saved_bytes(function):
+    """What `function` keeps for its backward, each memory once."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        function()
+    return sum(kept.values())
+
+
+class Observed(nn.Linear):
+    """A subclass may do anything in its forward."""
+
+
+def gradients(module, x):
+    out = module(x)
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+
+
+@pytest.mark.parametrize("cls", [LigerSwiGLUMLP, LigerGEGLUMLP], ids=lambda cls: cls.__name__)
+def test_keeps_less_and_computes_the_same(cls, backend, device):
+    module, x = mlp(device, cls), rows(device)
+    two_steps = copy.deepcopy(module)
+    two_steps.down_proj.register_forward_hook(lambda *_: None)
+    with liger_hw.use_backend(backend):
+        assert saved_bytes(lambda: module(x)) == saved_bytes(lambda: two_steps(x)) - PRODUCT
+        for a, b in zip(gradients(module, x), gradients(two_steps, x)):
+            assert torch.equal(a, b)
+
+
+def test_a_tiny_llama_keeps_less(backend, device):
+    import tiny
+
+    _, model = tiny.pair("llama")
+    inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
+    layers = model.to(device).model.layers
+    with liger_hw.use_backend(backend):
+        less = saved_bytes(lambda: tiny.call(model, **inputs))
+        hooks = [layer.mlp.down_proj.register_forward_hook(lambda *_: None) for layer in layers]
+        more = saved_bytes(lambda: tiny.call(model, **inputs))
+        for hook in hooks:
+            hook.remove()
+        assert saved_bytes(lambda: tiny.call(model, **inputs)) == less
+    assert more - less == len(layers) * 7 * tiny.TINY["intermediate_size"] * 4
+
+
+def test_hooks_on_the_projection_see_its_input(backend, device):
+    module, x, seen = mlp(device), rows(device), []
+    with liger_hw.use_backend(backend):
+        expected = module(x)
+        module.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+        module.down_proj.register_full_backward_hook(lambda *_: seen.append("backward"))
+        assert torch.equal(module(x), expected)
+        module(x).sum().backward()
+    assert seen == [(ROWS, 40), (ROWS, 40), "backward"]
+
+
+def _replaced_forward(linear):
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight)
+    return linear
+
+
+def _parametrised(linear):
+    return nn.utils.parametrizations.weight_norm(linear)
+
+
+def _observed(linear):
+    return Observed(40, 16, bias=False)
+
+
+def _foreign_weight(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Foreign))
+    return linear
+
+
+class Foreign(torch.Tensor):
+    """A weight that knows how it is multiplied, as quantised ones do."""
+
+
+def _hooked(kind):
+    def hook(linear):
+        getattr(linear, f"register_{kind}_hook")(lambda *_: None)
+        return linear
+
+    hook.__name__ = kind
+    return hook
+
+
+@pytest.mark.parametrize("make", [
+    _replaced_forward, _parametrised, _observed, _foreign_weight, _hooked("forward"), _hooked("forward_pre"),
+    _hooked("full_backward"), _hooked("full_backward_pre"),
+], ids=lambda f: f.__name__.strip("_"))  # fmt: skip
+def test_more_than_a_linear_layer_is_called(make):
+    linear = nn.Linear(40, 16, bias=False)
+    assert is_linear_and_nothing_else(linear) and is_linear_and_nothing_else(nn.Linear(4, 4))
+    assert not is_linear_and_nothing_else(make(linear))
+
+
+def test_global_hooks_are_called():
+    linear = nn.Linear(4, 4)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not is_linear_and_nothing_else(linear)
+    finally:
+        hook.remove()
+    assert is_linear_and_nothing_else(linear)
+
+
+def test_frozen_projection(backend, device):
+    """Nothing keeps the product then, so nothing computes it again."""
+    module, x = mlp(device), rows(device)
+    module.down_proj.requires_grad_(False)
+    with liger_hw.use_backend(backend):
+        out = module(x)
+        assert "GLULinear" not in out.grad_fn.name()
+        out.sum().backward()
+    assert module.down_proj.weight.grad is None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant, backend, device):
+    from torch.utils.checkpoint import checkpoint
+
+    module, x = mlp(device), rows(device)
+
+    def learned(function):
+        x.grad = module.down_proj.weight.grad = None
+        function().square().sum().backward()
+        return x.grad, module.down_proj.weight.grad
+
+    with liger_hw.use_backend(backend):
+        expected = learned(lambda: module(x))
+        found = learned(lambda: checkpoint(module, x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_a_copy_learns_with_its_own_weights(backend, device):
+    module, x = mlp(device), rows(device)
+    copied = copy.deepcopy(module)
+    with liger_hw.use_backend(backend):
+        with torch.no_grad():
+            copied.down_proj.weight.mul_(2)
+        assert torch.equal(copied(x), 2 * module(x))
+        copied(x).sum().backward()
+    assert module.down_proj.weight.grad is None and copied.down_proj.weight.grad is not None
+
+
+def test_compiles_whole(backend, device):
+    module, x = mlp(device), rows(device)
+    torch._dynamo.reset()
+    with liger_hw.use_backend(backend):
+        expected = gradients(module, x)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        out = compiled(x)
+        found = [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_an_adapter_on_the_projection_takes_part(backend, device):
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    module, x = mlp(device), rows(device)
+    with liger_hw.use_backend(backend):
+        config = peft.LoraConfig(target_modules=["down_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(module, config)
+        adapted(x).sum().backward()
+        assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora" in name)
+        with adapted.disable_adapter():
+            plain = adapted(x)
+    assert not torch.equal(adapted(x), plain)
