@@ -16,13 +16,13 @@ import torch
 
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw
-from liger_hw.kernels import selective_log_softmax as kernels
 from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
 from liger_hw.kernels.fused_linear_cross_entropy import MiB, _chunks, _empty_gradients, _Gradients, _wide, chunk_rows
 from liger_hw.kernels.selective_log_softmax import (
     Scaling,
     check_tokens,
     empty_outputs,
+    kernels,
     outcome,
     plain,
     selected_rows,

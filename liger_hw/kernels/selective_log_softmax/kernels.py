@@ -1,0 +1,193 @@
+"""The Triton kernels of the selective log-softmax; the formulas are in the package's docstring."""
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.kernels.cross_entropy.kernels import (
+    LN_2,
+    LOWEST,
+    _alignment,
+    _body_pointer,
+    _edge,
+    _in_body,
+    _score,
+    _split,
+)
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+
+@tuned
+def selective_log_softmax_forward_config(cols, itemsize, device):
+    stages, values = 3 if device.async_copy else 1, 8
+    block = min(power_of_2(cols), device.max_threads * min(values, device.registers // 4))
+    while stages > 1 and block * stages * itemsize > device.shared_memory // 2:
+        block //= 2
+    return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values))
+
+
+@tuned
+def selective_log_softmax_backward_config(cols, itemsize, device):
+    block = min(power_of_2(cols), 8192)
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16))
+
+
+@triton.jit
+def _scaled(x, softcap, logit_scale, temperature):
+    """The logits that the softmax sees, in units of ln 2."""
+    return _score(x, logit_scale, softcap)[0] * (1.0 / temperature)
+
+
+@triton.jit
+def _powers(z, mask, peak, total, moment, MOMENT: tl.constexpr):
+    """Take one block into the running maximum, the sum of powers and the sum of powers times their exponents."""
+    higher = tl.maximum(peak, tl.max(tl.where(mask, z, float("-inf")), 0))
+    power = tl.where(mask, tl.exp2(z - higher), 0.0)
+    if MOMENT:
+        moment = (moment + (peak - higher) * total) * tl.exp2(peak - higher)
+        moment += tl.where(power > 0, power * (z - higher), 0.0)
+    return higher, total * tl.exp2(peak - higher) + power, moment
+
+
+@triton.jit(do_not_specialize=["misaligned", "ignore_index"])
+def selective_log_softmax_forward(
+    LOGITS, TOKENS, LOG_PROBS, ENTROPY, LSE, PARTITION, stride, misaligned, ignore_index, softcap, logit_scale,
+    temperature, ALIGNED: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
+    EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
+    MOMENT: tl.constexpr = ENTROPY is not None
+    y = tl.load(TOKENS + row)
+    log_prob = tl.full((), 0.0, tl.float32)
+    entropy, lse, peak, row_total = log_prob, log_prob, log_prob, log_prob + 1.0
+    if y != ignore_index:
+        lane = tl.arange(0, COLS)
+        head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+        X = LOGITS + row * stride
+        BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+        inside = (y >= 0) & (y < cols)
+        z_y = _scaled(tl.load(X + y, inside, other=0.0), softcap, logit_scale, temperature)
+        peak = tl.full((), LOWEST, tl.float32)
+        total = tl.zeros((COLS,), tl.float32)
+        moment = tl.zeros((COLS,), tl.float32)
+        if EDGES:
+            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge_z = _scaled(tl.load(X + edge, edge_mask, other=0.0), softcap, logit_scale, temperature)
+            zeros = tl.zeros((2 * VECTOR,), tl.float32)
+            peak, edge_total, edge_moment = _powers(edge_z, edge_mask, peak, zeros, zeros, MOMENT)
+            total = tl.where(lane == 0, tl.sum(edge_total, 0), total)
+            moment = tl.where(lane == 0, tl.sum(edge_moment, 0), moment)
+        for start in tl.range(0, body, COLS, num_stages=STAGES):
+            at = start + lane
+            mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+            z = _scaled(tl.load(BODY + at, mask, other=0.0), softcap, logit_scale, temperature)
+            peak, total, moment = _powers(z, mask, peak, total, moment, MOMENT)
+        row_total = tl.sum(total, 0)
+        lse = (peak + tl.log2(row_total)) * LN_2
+        log_prob = ((z_y - peak) - tl.log2(row_total)) * LN_2  # the difference first: it is exact near the peak
+        log_prob = tl.where(inside, log_prob, float("nan"))
+        if MOMENT:
+            entropy = (tl.log2(row_total) - tl.sum(moment, 0) / row_total) * LN_2
+    tl.store(LOG_PROBS + row, log_prob)
+    tl.store(LSE + row, lse)
+    tl.store(PARTITION + 2 * row, peak)
+    tl.store(PARTITION + 2 * row + 1, row_total)
+    if ENTROPY is not None:
+        tl.store(ENTROPY + row, entropy)
+
+
+@triton.jit
+def _gradient(x, col, y, peak, log_total, entropy, of_token, of_power, of_entropy, softcap, logit_scale, temperature):
+    """dx_j; the factors carry logit_scale / temperature, and those of powers 1 / total."""
+    z, ratio = _score(x, logit_scale, softcap)
+    z *= 1.0 / temperature
+    power = tl.exp2(z - peak)
+    factor = tl.zeros_like(power) + of_power
+    if of_entropy is not None:
+        factor -= of_entropy * tl.where(power > 0, ((z - peak) - log_total) * LN_2 + entropy, 0.0)
+    dx = factor * power + tl.where(col == y, of_token, 0.0)
+    if softcap is not None:
+        dx *= 1.0 - ratio * ratio
+    return dx
+
+
+@triton.jit(do_not_specialize=["misaligned", "ignore_index"])
+def selective_log_softmax_backward(
+    LOGITS, TOKENS, ENTROPY, PARTITION, D_LOG_PROBS, D_ENTROPY, D_LSE, DX, stride, dx_stride, misaligned, ignore_index,
+    softcap, logit_scale, temperature, ALIGNED: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, cols: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
+    EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
+    head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+    X, D = LOGITS + row * stride, DX + row * dx_stride
+    D_BODY = D + head
+    if SAME_ALIGNMENT:
+        D_BODY = _body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
+    at = part * COLS + tl.arange(0, COLS)
+    mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+    y = tl.load(TOKENS + row)
+    if y == ignore_index:
+        tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
+        if EDGES and part == 0:
+            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
+    else:
+        peak, total = tl.load(PARTITION + 2 * row), tl.load(PARTITION + 2 * row + 1)
+        scale = logit_scale / temperature
+        of_token = tl.load(D_LOG_PROBS + row).to(tl.float32) * scale
+        of_token = tl.where((y >= 0) & (y < cols), of_token, float("nan"))
+        of_power = -of_token / total
+        if D_LSE is not None:
+            of_power += tl.load(D_LSE + row).to(tl.float32) * scale / total
+        log_total = tl.log2(total)
+        entropy = None
+        of_entropy = None
+        if D_ENTROPY is not None:
+            entropy = tl.load(ENTROPY + row)
+            of_entropy = tl.load(D_ENTROPY + row).to(tl.float32) * scale / total
+        BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+        dx = _gradient(
+            tl.load(BODY + at, mask, other=0.0), head + at, y, peak, log_total, entropy, of_token, of_power, of_entropy,
+            softcap, logit_scale, temperature,
+        )  # fmt: skip
+        tl.store(D_BODY + at, dx, mask)
+        if EDGES and part == 0:
+            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge_dx = _gradient(
+                tl.load(X + edge, edge_mask, other=0.0), edge, y, peak, log_total, entropy, of_token, of_power,
+                of_entropy, softcap, logit_scale, temperature,
+            )  # fmt: skip
+            tl.store(D + edge, edge_dx, edge_mask)
+
+
+def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
+    """Write what there is to know of the rows of `logits` (unit stride in a row), all in fp32.
+
+    Args:
+        log_probs, lse: (N,). entropy: (N,) or None.
+        partition: (N, 2), a peak and a total, where sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
+    """
+    rows, cols = logits.shape
+    misaligned, aligned = _alignment(logits)
+    config = selective_log_softmax_forward_config(cols, logits.element_size(), device_of(logits))
+    launch(
+        selective_log_softmax_forward, (rows, 1, 1), config,
+        logits, tokens, log_probs, entropy, lse, partition, logits.stride(0), misaligned, *scaling, aligned, cols,
+    )  # fmt: skip
+
+
+def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy=None, dlse=None, dx=None):
+    """Write the gradient of `logits` to `dx`, or over them; incoming gradients (N,), None where there is none."""
+    dx = logits if dx is None else dx
+    rows, cols = logits.shape
+    misaligned, aligned = _alignment(logits)
+    same = _alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
+    config = selective_log_softmax_backward_config(cols, logits.element_size(), device_of(logits))
+    incoming = (grad if grad is None else grad.contiguous() for grad in (dlog_probs, dentropy, dlse))
+    launch(
+        selective_log_softmax_backward, (rows, -(-cols // config["COLS"]), 1), config,
+        logits, tokens, entropy, partition, *incoming, dx, logits.stride(0), dx.stride(0), misaligned, *scaling,
+        aligned, same, cols,
+    )  # fmt: skip

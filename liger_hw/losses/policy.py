@@ -1,0 +1,363 @@
+"""Policy-gradient losses over sampled completions: GRPO and its relatives, PPO.
+
+    log r_t = log_prob_t - old_log_prob_t          of a token, or its mean over the sequence (GSPO)
+    loss    = sum_t w_t (objective(r_t, A) + beta KL_t - entropy_coef H_t)
+
+The weights w_t are the reduction over the batch. Where a token's loss depends on nothing but itself the gradients are
+made in the forward (`token_loss`), otherwise the backward makes the logits again.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+from liger_hw.dispatch import check
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.selective_log_softmax import selective_log_softmax
+from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+
+IGNORED = -100  # the token of a masked position
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What to compute. Every policy loss takes these as keywords.
+
+    Attributes:
+        loss_type: a key of `OBJECTIVES`.
+        beta: weight of the KL to the reference model; 0 for none.
+        epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high] (DAPO's clip-higher where
+            they differ); for "cispo" epsilon_high alone is the largest ratio.
+        delta: the ratio is at most this, also where the clipped one is larger (two-sided clipping, arXiv:2505.07291);
+            None for no limit. Not for "cispo", "sapo" and "vespo".
+        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071 eq. 7); that not for "cispo", "sapo"
+            and "vespo".
+        temperature: divides the logits, as when the completions were sampled.
+        kl_estimator: "k1", "k2" or "k3" (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+        use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2, arXiv:2512.02556 eq. 7).
+        entropy_coef: weight of the entropy, which is then maximised; 0 for none.
+        max_completion_length: the constant length of "dr_grpo"; None for that of the tensors.
+        sapo_temperature_pos, sapo_temperature_neg: of "sapo", for advantages above 0 and others.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of "vespo", for advantages from 0 and below.
+    """
+
+    loss_type: str = "dapo"
+    beta: float = 0.04
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    temperature: float = 1.0
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = False
+    entropy_coef: float = 0.0
+    max_completion_length: int | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self):
+        check(self.loss_type in OBJECTIVES, "loss_type", repr(self.loss_type), ", ".join(OBJECTIVES))
+        levels = ("token", "sequence") if OBJECTIVES[self.loss_type] is clipped else ("token",)
+        level = self.importance_sampling_level
+        check(level in levels, "importance_sampling_level", repr(level), f"{', '.join(levels)} for {self.loss_type}")
+        check(self.kl_estimator in KL, "kl_estimator", repr(self.kl_estimator), ", ".join(KL))
+        limited = self.delta is None or (self.delta > 0 and OBJECTIVES[self.loss_type] is clipped)
+        check(limited, "delta", self.delta, f"None, or a positive number for others than {self.loss_type}")
+        for name in ("beta", "epsilon_low", "epsilon_high"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("temperature", "sapo_temperature_pos", "sapo_temperature_neg"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        length = self.max_completion_length
+        check(length is None or length > 0, "max_completion_length", length, "None or a positive number")
+
+
+class Tokens(NamedTuple):
+    """What a token's loss is made of; tensors of one shape, or None where there is none.
+
+    Attributes:
+        log_probs: by the policy. log_weights: log r. advantages: A.
+        ratio: correction for a sampler that is not the old policy. phi: weight by sequence of "vespo".
+    """
+
+    log_probs: torch.Tensor
+    log_weights: torch.Tensor
+    advantages: torch.Tensor
+    ratio: torch.Tensor | None
+    phi: torch.Tensor | None
+
+
+def clipped(tokens, options):
+    """PPO, arXiv:1707.06347 eq. 7; GRPO, arXiv:2402.03300 eq. 3."""
+    r = tokens.log_weights.exp()
+    inside = r.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
+    limited = r if options.delta is None else r.clamp(max=options.delta)
+    loss = -torch.minimum(limited * tokens.advantages, inside * tokens.advantages)
+    low, high = r < 1 - options.epsilon_low, r > 1 + options.epsilon_high
+    return loss, (low & (tokens.advantages < 0)) | (high & (tokens.advantages > 0))
+
+
+def cispo(tokens, options):
+    """CISPO, arXiv:2506.13585 eq. 4: the clipped ratio is a constant weight of the log-probability."""
+    r = tokens.log_weights.detach().exp()
+    loss = -r.clamp(max=options.epsilon_high) * tokens.advantages * tokens.log_probs
+    return loss, (r > options.epsilon_high) & (tokens.advantages > 0)
+
+
+def sapo(tokens, options):
+    """SAPO, arXiv:2511.20347 eq. 5: a soft gate on the ratio instead of clipping."""
+    tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    gate = torch.sigmoid(tau * (tokens.log_weights.exp() - 1)) * 4 / tau
+    return -gate * tokens.advantages, torch.zeros_like(gate, dtype=torch.bool)
+
+
+def vespo(tokens, options):
+    """VESPO, arXiv:2602.10693: a constant weight of the sequence, see `vespo_weights`, times the log-probability."""
+    loss = -tokens.phi * tokens.advantages * tokens.log_probs
+    return loss, torch.zeros_like(loss, dtype=torch.bool)
+
+
+OBJECTIVES = {
+    "grpo": clipped, "bnpo": clipped, "dr_grpo": clipped, "dapo": clipped, "luspo": clipped, "ppo": clipped,
+    "cispo": cispo, "sapo": sapo, "vespo": vespo,
+}  # fmt: skip
+KL = {  # of the policy from the reference model, by log r = log_prob - ref_log_prob
+    "k1": lambda log_r: log_r,
+    "k2": lambda log_r: log_r.square() / 2,
+    "k3": lambda log_r: torch.expm1(-log_r) + log_r,
+}
+
+
+def vespo_weights(log_ratio, advantages, mask, ratio, options):
+    """phi(w) = exp(lambda + k log w - lambda w) of each sequence's importance weight w, without a gradient: (B, 1).
+
+    Args:
+        log_ratio, mask: (B, T). advantages: (B, 1) or (B, T). ratio: (B, 1), (B, T) or None.
+    """
+    with torch.no_grad():
+        least, most = math.log(1e-8), 20.0
+        log_w = (log_ratio.clamp(-most, most) * mask).sum(-1, keepdim=True)
+        if ratio is not None:
+            log_w = log_w + (ratio.log().clamp(least, most) * mask).sum(-1, keepdim=True)
+        log_w, rises = log_w.clamp(least, most), advantages >= 0
+        k = torch.where(rises, options.vespo_k_pos, options.vespo_k_neg)
+        slope = torch.where(rises, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
+        return torch.exp(slope + k * log_w - slope * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
+
+
+def token_weights(mask, options, num_items=None, dtype=torch.float32):
+    """The weight of each token's loss in the batch's: the reductions of the published losses. (B, T)."""
+    mask = mask.to(dtype)
+    batch, length = mask.shape
+    lengths = mask.sum(-1, keepdim=True)
+    kind = options.loss_type
+    if kind in ("grpo", "sapo"):  # mean of the sequences' means
+        return mask / lengths.clamp(min=1) / batch
+    if kind == "dr_grpo":  # arXiv:2503.20783: a constant length
+        return mask / (batch * (options.max_completion_length or length))
+    if kind == "luspo":  # arXiv:2602.05261: sequences count by their length
+        return mask / batch if options.importance_sampling_level == "sequence" else mask * lengths / (batch * length)
+    if num_items is None or kind in ("bnpo", "ppo"):  # all tokens count the same
+        num_items = lengths.sum().clamp(min=1)
+    return mask / num_items
+
+
+def _losses(log_probs, log_weights, entropy, ref_log_probs, advantages, ratio, phi, options):
+    """Loss, KL (or None) and whether it was clipped, by token."""
+    tokens = Tokens(log_probs, log_weights, advantages, ratio, phi)
+    loss, is_clipped = OBJECTIVES[options.loss_type](tokens, options)
+    if ratio is not None and options.loss_type != "vespo":  # there it is in phi
+        loss = loss * ratio
+    kl = None
+    if options.beta:
+        kl = KL[options.kl_estimator](log_probs - ref_log_probs)
+        kl = kl * log_weights.exp() if options.use_bias_correction_kl else kl
+        loss = loss + options.beta * kl
+    if options.entropy_coef:
+        loss = loss - options.entropy_coef * entropy
+    return loss, kl, is_clipped
+
+
+class PolicyOutput(NamedTuple):
+    """What `policy_loss` returns; everything but the loss is for logging and has no gradient.
+
+    Attributes:
+        loss: ().
+        kl: mean over the unmasked tokens, (); None where beta is 0.
+        clip_ratio: share of the unmasked tokens whose ratio was clipped, ().
+        entropy: mean over the unmasked tokens, (); None unless asked for.
+        log_probs: (B, T) of the given tokens, 0 where masked.
+    """
+
+    loss: torch.Tensor
+    kl: torch.Tensor | None
+    clip_ratio: torch.Tensor
+    entropy: torch.Tensor | None
+    log_probs: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """Checked inputs of one shape (B, T), masked positions 0, their tokens IGNORED; None where there is none."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    old_log_probs: torch.Tensor | None
+    ref_log_probs: torch.Tensor | None
+    ratio: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tokens, mask, advantages, old_log_probs, ref_log_probs, ratio):
+        check(tokens.ndim == 2, "tokens", tokens, "int64 or int32 of shape (B, T)")
+        shape = tokens.shape
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        check(mask.shape == shape, "mask", mask, f"shape {tuple(shape)}, as tokens")
+        mask = mask != 0
+
+        def rows(name, value, shapes):
+            if value is None:
+                return None
+            check(tuple(value.shape) in shapes, name, value, f"a shape of {', '.join(map(str, shapes))}")
+            value = value.detach().reshape(shape[0], -1)
+            return value.to(torch.promote_types(value.dtype, torch.float32)).expand(shape).masked_fill(~mask, 0)
+
+        whole, by_sequence = tuple(shape), [(shape[0],), (shape[0], 1), tuple(shape)]
+        return cls(
+            tokens.masked_fill(~mask, IGNORED),
+            mask,
+            rows("advantages", advantages, by_sequence),
+            rows("old_log_probs", old_log_probs, [whole]),
+            rows("ref_log_probs", ref_log_probs, [whole]),
+            rows("vllm_is_ratio", ratio, by_sequence),
+        )
+
+    def mean(self, values):
+        """Over the unmasked tokens."""
+        return (values.detach() * self.mask).sum() / self.mask.sum().clamp(min=1)
+
+
+def losses_of(log_probs, entropy, batch, options):
+    """Loss, KL (or None) and whether it was clipped, (B, T), from log-probabilities of the whole batch; masked: 0."""
+    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    log_weights, phi = log_probs - old, None
+    if options.loss_type == "vespo":
+        phi = vespo_weights(log_weights, batch.advantages[:, :1], batch.mask, batch.ratio, options)
+    if options.importance_sampling_level == "sequence":
+        log_weights = log_weights.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+        log_weights = log_weights.expand(log_probs.shape)
+    loss, kl, is_clipped = _losses(
+        log_probs, log_weights, entropy, batch.ref_log_probs, batch.advantages, batch.ratio, phi, options
+    )
+    masked = ~batch.mask
+    return loss.masked_fill(masked, 0), None if kl is None else kl.masked_fill(masked, 0), is_clipped & batch.mask
+
+
+def policy_loss(
+    x, weight, tokens, advantages, mask=None, bias=None, old_log_probs=None, ref_log_probs=None, ref_x=None,
+    ref_weight=None, ref_bias=None, vllm_is_ratio=None, num_items=None, softcap=None, logit_scale=1.0,
+    return_entropy=False, chunk_memory=CHUNK_MEMORY, **options,
+):  # fmt: skip
+    """Policy loss of a batch of completions from hidden states.
+
+    Args:
+        x: (B, T, H) hidden states. weight: (V, H). bias: (V,) or None.
+        tokens: (B, T) int64 or int32, the token sampled at each position.
+        advantages: (B,), or by token (B, T).
+        mask: (B, T), not 0 where a token counts; None for all.
+        old_log_probs: (B, T) by the policy that sampled; None for this one.
+        ref_log_probs: (B, T) by the reference model; or ref_x (B, T, H'), ref_weight and ref_bias to compute them. One
+            of the two where beta is not 0.
+        vllm_is_ratio: (B,), (B, 1) or (B, T), factor of the objective, not of the KL; in the weight of "vespo".
+        num_items: number, or tensor of one, that "dapo", "cispo" and "vespo" divide by; None for the unmasked tokens.
+        softcap, logit_scale: as in `selective_log_softmax`.
+        return_entropy: also the mean entropy.
+        chunk_memory: bytes that a chunk of logits may take.
+        options: of `PolicyOptions`.
+
+    Returns:
+        A `PolicyOutput`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown loss type or an option out of range.
+        RuntimeError: a second backward, except for sequence-level ratios and "vespo".
+    """
+    options = PolicyOptions(**options)
+    check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
+    linear = {
+        "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": IGNORED,
+        "chunk_memory": chunk_memory,
+    }  # fmt: skip
+    batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
+    if options.beta and ref_log_probs is None:
+        fits = ref_x is not None and ref_weight is not None
+        check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
+        with torch.no_grad():
+            found = fused_linear_selective_log_softmax(ref_x, ref_weight, batch.tokens, ref_bias, **linear)
+        batch = batch._replace(ref_log_probs=found)
+    weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
+    with_entropy = return_entropy or options.entropy_coef != 0
+    if options.importance_sampling_level == "sequence" or options.loss_type == "vespo":
+        found = fused_linear_selective_log_softmax(
+            x, weight, batch.tokens, bias, return_entropy=with_entropy, return_lse=True, **linear
+        )
+        loss, kl, is_clipped = losses_of(found.log_probs, found.entropy, batch, options)
+        loss, log_probs, entropy = (loss * weights).sum(), found.log_probs.detach(), found.entropy
+    else:
+
+        def formula(log_probs, entropy, old, ref, advantages, ratio, mask, weights):
+            log_weights = log_probs - (log_probs.detach() if old is None else old)
+            loss, kl, is_clipped = _losses(log_probs, log_weights, entropy, ref, advantages, ratio, None, options)
+            logged = (value for value in (is_clipped & mask, log_probs, kl, entropy) if value is not None)
+            return loss * weights, *logged
+
+        rows = batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.ratio, batch.mask, weights
+        rows = [row if row is None else row.reshape(-1) for row in rows]
+        loss, *logged = token_loss(
+            formula, x.reshape(-1, x.shape[-1]), weight, batch.tokens.reshape(-1), bias, rows,
+            with_entropy=with_entropy, **linear,
+        )  # fmt: skip
+        logged = iter([row.reshape(tokens.shape) for row in logged])
+        is_clipped, log_probs = next(logged), next(logged)
+        kl = next(logged) if options.beta else None
+        entropy = next(logged) if with_entropy else None
+    means = (value if value is None else batch.mean(value) for value in (kl, is_clipped, entropy))
+    return PolicyOutput(loss, *means, log_probs)
+
+
+def policy_loss_of_logits(
+    logits, tokens, advantages, mask=None, old_log_probs=None, ref_log_probs=None, vllm_is_ratio=None, in_place=False,
+    **options,
+):  # fmt: skip
+    """Losses by token of a batch of completions from logits (B, T, V) or (B, T + 1, V), whose last position is unused.
+
+    Args:
+        in_place: the backward writes the gradient over `logits`, which the caller must own.
+        others: as in `policy_loss`; without entropy.
+
+    Returns:
+        (loss (B, T), KL (B, T) or None where beta is 0, whether it was clipped (B, T)), 0 where masked, and the
+        `Batch`. The KL and the clipping have no gradient.
+
+    Raises:
+        ValueError: as `policy_loss`.
+    """
+    options = PolicyOptions(**options)
+    check(options.entropy_coef == 0, "entropy_coef", options.entropy_coef, "0, from logits")
+    batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
+    check(batch.ref_log_probs is not None or not options.beta, "ref_log_probs", None, "(B, T), where beta is not 0")
+    length = tokens.shape[1]
+    fits = logits.ndim == 3 and logits.shape[0] == len(tokens) and logits.shape[1] in (length, length + 1)
+    check(fits, "logits", logits, f"({len(tokens)}, {length} or {length + 1}, V)")
+    # a token to ignore in place of the last position keeps the rows whole: a slice of them would be copied
+    padded = torch.nn.functional.pad(batch.tokens, (0, logits.shape[1] - length), value=IGNORED)
+    log_probs = selective_log_softmax(logits, padded, options.temperature, ignore_index=IGNORED, in_place=in_place)
+    loss, kl, is_clipped = losses_of(log_probs[:, :length], None, batch, options)
+    return loss, None if kl is None else kl.detach(), is_clipped, batch
+
+
+OPTION_NAMES = tuple(field.name for field in fields(PolicyOptions))

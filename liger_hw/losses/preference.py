@@ -1,0 +1,339 @@
+"""Losses over preferred and dispreferred answers: each is a line or a few over log-probabilities of whole answers.
+
+`preference_loss` takes pairs, `unpaired_preference_loss` single answers with a label; both compute the answers'
+log-probabilities from hidden states by `fused_linear_selective_log_softmax` and differentiate the formula by autograd.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from liger_hw.dispatch import check
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.losses.chunked import CHUNK_MEMORY
+
+
+class Pairs(NamedTuple):
+    """Log-probabilities (P,) of the chosen and rejected answers by the policy and the reference model (or 0)."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    ref_chosen: torch.Tensor
+    ref_rejected: torch.Tensor
+
+    @property
+    def c(self):
+        return self.chosen - self.ref_chosen
+
+    @property
+    def r(self):
+        return self.rejected - self.ref_rejected
+
+
+def _smoothed(margin, smoothing):
+    """Conservative DPO (Mitchell 2023, eq. 3): the labels are wrong with probability `smoothing`."""
+    return -logsigmoid(margin) * (1 - smoothing) - logsigmoid(-margin) * smoothing
+
+
+def sigmoid(pairs, beta, smoothing):
+    """DPO, arXiv:2305.18290 eq. 7; CPO, arXiv:2401.08417 eq. 3, where there is no reference."""
+    return _smoothed(beta * (pairs.c - pairs.r), smoothing)
+
+
+def simpo(pairs, beta, smoothing, gamma=0.5):
+    """SimPO, arXiv:2405.14734 eq. 6, of averaged log-probabilities and no reference."""
+    return _smoothed(beta * (pairs.c - pairs.r) - gamma, smoothing)
+
+
+def robust(pairs, beta, smoothing):
+    """Robust DPO, arXiv:2403.00409 eq. 9."""
+    margin = beta * (pairs.c - pairs.r)
+    return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
+
+
+def hinge(pairs, beta, smoothing):
+    """SLiC, arXiv:2305.10425 section 2, with the margin of DPO."""
+    return torch.relu(1 - beta * (pairs.c - pairs.r))
+
+
+def ipo(pairs, beta, smoothing):
+    """IPO, arXiv:2310.12036 eq. 17."""
+    return (pairs.c - pairs.r - 1 / (2 * beta)) ** 2
+
+
+def exo_pair(pairs, beta, smoothing):
+    """EXO for pairs, arXiv:2402.00856 eq. 16: reverse KL from the smoothed labels."""
+    margin = beta * (pairs.c - pairs.r)
+    right = torch.sigmoid(margin) * (logsigmoid(margin) - math.log(1 - smoothing))
+    return right + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smoothing))
+
+
+def nca_pair(pairs, beta, smoothing):
+    """NCA for pairs, arXiv:2402.05369 eq. 11."""
+    c, r = beta * pairs.c, beta * pairs.r
+    return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
+
+
+def bco_pair(pairs, beta, smoothing, delta=None):
+    """BCO of pairs, arXiv:2404.04656 eq. 11; `delta` is the mean reward, of these pairs unless given."""
+    c, r = beta * pairs.c, beta * pairs.r
+    delta = torch.cat((c, r)).mean().detach() if delta is None else delta
+    return -logsigmoid(c - delta) - logsigmoid(delta - r)
+
+
+def sppo_hard(pairs, beta, smoothing):
+    """SPPO with the probability of winning rounded to 0 or 1, arXiv:2405.00675 eq. 4.7."""
+    return (pairs.c - 0.5 / beta) ** 2 + (pairs.r + 0.5 / beta) ** 2
+
+
+def apo_zero(pairs, beta, smoothing):
+    """APO-zero, arXiv:2408.06266 eq. 7: more of the chosen and less of the rejected."""
+    return 1 - torch.sigmoid(beta * pairs.c) + torch.sigmoid(beta * pairs.r)
+
+
+def apo_down(pairs, beta, smoothing):
+    """APO-down, arXiv:2408.06266 eq. 8: less of both, and more less of the rejected."""
+    return torch.sigmoid(beta * pairs.c) + 1 - torch.sigmoid(beta * (pairs.c - pairs.r))
+
+
+def discopop(pairs, beta, smoothing, tau=0.05):
+    """DiscoPOP, arXiv:2406.08414: the log-ratio modulated loss it discovered."""
+    margin = beta * (pairs.c - pairs.r)
+    mix = torch.sigmoid(margin / tau)
+    return -logsigmoid(margin) * (1 - mix) + torch.exp(-margin) * mix
+
+
+def aot(pairs, beta, smoothing):
+    """AOT paired, arXiv:2406.05882 eq. 5: margins of policy and reference, each sorted over the batch."""
+    margin = (pairs.chosen - pairs.rejected).sort().values
+    return _smoothed(beta * (margin - (pairs.ref_chosen - pairs.ref_rejected).sort().values), smoothing)
+
+
+def aot_pair(pairs, beta, smoothing):
+    """AOT unpaired, arXiv:2406.05882 eq. 6: log-ratios of chosen and rejected, each sorted over the batch."""
+    return _smoothed(beta * (pairs.c.sort().values - pairs.r.sort().values), smoothing)
+
+
+def log_odds_ratio(pairs):
+    """log(odds of the chosen / odds of the rejected) of mean log-probabilities; certain answers have finite odds."""
+
+    def log_odds(log_prob):
+        log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
+        return log_prob - torch.log(-torch.expm1(log_prob))
+
+    return log_odds(pairs.c) - log_odds(pairs.r)
+
+
+def orpo(pairs, beta, smoothing):
+    """ORPO, arXiv:2403.07691 eq. 7 without the NLL, of averaged log-probabilities and no reference."""
+    return -beta * logsigmoid(log_odds_ratio(pairs))
+
+
+PAIR_LOSSES = {
+    loss.__name__: loss
+    for loss in (
+        sigmoid, simpo, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, aot,
+        aot_pair, orpo,
+    )
+}  # fmt: skip
+
+
+def kto(log_ratio, preferred, beta, kl=0.0):
+    """KTO, arXiv:2402.01306 eq. 8; `kl` is the reference point z_0 of eq. 7, an estimate of the policy's KL."""
+    return 1 - torch.sigmoid(beta * torch.where(preferred, log_ratio - kl, kl - log_ratio))
+
+
+def bco(log_ratio, preferred, beta, delta=None):
+    """BCO, arXiv:2404.04656 eq. 9; `delta` is the mean reward, of these answers unless given."""
+    reward = beta * log_ratio
+    delta = reward.mean().detach() if delta is None else delta
+    return -logsigmoid(torch.where(preferred, reward - delta, delta - reward))
+
+
+UNPAIRED_LOSSES = {"kto": kto, "bco": bco}
+
+
+class PreferenceOutput(NamedTuple):
+    """What `preference_loss` returns; everything but the loss is for logging and has no gradient.
+
+    Attributes:
+        loss: mean over the pairs, with alpha times the NLL. ().
+        chosen_log_probs, rejected_log_probs: of each answer, (P,).
+        chosen_logits_mean, rejected_logits_mean: over all positions and the whole vocabulary. ().
+        nll_loss: mean negative log-probability of the chosen answers' tokens. (). 0 where alpha is 0.
+        chosen_rewards, rejected_rewards: beta times the log-ratio to the reference model, (P,).
+    """
+
+    loss: torch.Tensor
+    chosen_log_probs: torch.Tensor
+    rejected_log_probs: torch.Tensor
+    chosen_logits_mean: torch.Tensor
+    rejected_logits_mean: torch.Tensor
+    nll_loss: torch.Tensor
+    chosen_rewards: torch.Tensor
+    rejected_rewards: torch.Tensor
+
+
+class UnpairedPreferenceOutput(NamedTuple):
+    """What `unpaired_preference_loss` returns; sums over the preferred (chosen) and the other answers, for logging.
+
+    Attributes:
+        loss: mean over the answers. All others: (), without a gradient; rewards are beta times the log-ratio.
+    """
+
+    loss: torch.Tensor
+    chosen_log_probs_sum: torch.Tensor
+    rejected_log_probs_sum: torch.Tensor
+    chosen_logits_sum: torch.Tensor
+    rejected_logits_sum: torch.Tensor
+    chosen_rewards_sum: torch.Tensor
+    rejected_rewards_sum: torch.Tensor
+
+
+def _answers(token_log_probs, labels, ignore_index, average):
+    """Log-probability of each answer, (R, T) -> (R,); of one without tokens it is 0."""
+    total = token_log_probs.sum(-1)
+    return total / (labels != ignore_index).sum(-1).clamp(min=1) if average else total
+
+
+def _logits_sums(x, weight, bias, *groups):
+    """Sum over positions and vocabulary of the logits of groups of sequences, from sums alone: x (R, T, H) -> () each.
+
+    The sum of x W^T over rows and columns is the product of the two sums.
+    """
+    with torch.no_grad():
+        wide = torch.promote_types(x.dtype, torch.float32)
+        column, constant = weight.sum(0, dtype=wide), 0.0 if bias is None else bias.sum(dtype=wide)
+        sequences = (x.sum(1, dtype=wide) * column).sum(-1) + x.shape[1] * constant
+        return [(sequences * group).sum() for group in groups]
+
+
+def _reference(x, labels, average, options, ref_x, ref_weight, ref_bias, ref_log_probs):
+    """The reference model's log-probabilities of the answers, (R,)."""
+    rows = labels.shape[:1]
+    if ref_log_probs is not None:
+        fits = ref_log_probs.shape == rows and ref_x is None
+        check(fits, "ref_log_probs", ref_log_probs, f"shape {tuple(rows)}, one for each answer, and no ref_x beside it")
+        return ref_log_probs.detach()
+    if ref_x is None:
+        return torch.zeros(rows, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    check(ref_weight is not None, "ref_weight", ref_weight, "the reference model's (V, H), with ref_x")
+    check(ref_x.shape[:2] == labels.shape, "ref_x", ref_x, f"shape ({labels.shape[0]}, {labels.shape[1]}, H)")
+    with torch.no_grad():
+        token_log_probs = fused_linear_selective_log_softmax(ref_x, ref_weight, labels, ref_bias, **options)
+        return _answers(token_log_probs, labels, options["ignore_index"], average)
+
+
+def _check_answers(x, labels):
+    check(x.ndim == 3, "x", x, "floats (answers, T, H)")
+    check(labels.shape == x.shape[:2], "labels", labels, f"shape {tuple(x.shape[:2])}, one for each position of x")
+
+
+def preference_loss(
+    x, weight, labels, bias=None, loss_type="sigmoid", beta=0.1, label_smoothing=0.0, alpha=0.0, average_log_prob=False,
+    ref_x=None, ref_weight=None, ref_bias=None, ref_log_probs=None, nll_labels=None, ignore_index=-100,
+    chunk_memory=CHUNK_MEMORY, **loss_options,
+):  # fmt: skip
+    """Mean preference loss of P pairs of answers, plus `alpha` times the NLL of the chosen ones.
+
+    Args:
+        x: (2P, T, H) hidden states, the chosen answers first, then the rejected ones in the same order.
+        weight: (V, H). bias: (V,) or None.
+        labels: (2P, T), the token that each position predicts (already shifted), `ignore_index` outside the answer.
+        loss_type: a name of `PAIR_LOSSES`. "simpo" and "orpo" are meant for average_log_prob=True and no reference.
+        beta: weight of the log-ratio; more than 0.
+        label_smoothing: probability that a pair is the wrong way round: 0 to 0.5, more than 0 for "exo_pair" and less
+            than 0.5 for "robust". Used by these two, "sigmoid", "simpo", "aot" and "aot_pair".
+        alpha: weight of the NLL.
+        average_log_prob: an answer's log-probability is the mean of its tokens', not the sum.
+        ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and output layer; no gradient.
+        ref_log_probs: (2P,) instead of these, or neither for no reference: its log-probabilities count as 0.
+        nll_labels: (2P, T) or (P, T) labels for the NLL where they differ from `labels` (ORPO's counts the prompt's).
+        chunk_memory: bytes that a chunk of logits may take.
+        loss_options: `gamma` of "simpo", `tau` of "discopop", `delta` of "bco_pair".
+
+    Returns:
+        A `PreferenceOutput`.
+
+    Raises:
+        ValueError: an odd number of answers, shapes that do not fit, an unknown loss type or option out of range.
+    """
+    _check_answers(x, labels)
+    check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
+    formula = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
+    least = {"exo_pair": label_smoothing > 0, "robust": label_smoothing < 0.5}.get(loss_type, True)
+    allowed = "0 to 0.5, more than 0 for exo_pair, less than 0.5 for robust"
+    check(0 <= label_smoothing <= 0.5 and least, "label_smoothing", label_smoothing, allowed)
+    pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
+    reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
+    token_log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
+    policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
+    answers = Pairs(*policy.split(pairs), *reference.split(pairs))
+    loss = formula(answers, beta, label_smoothing).mean()
+    nll = torch.zeros_like(loss)
+    if alpha:
+        chosen, chosen_labels = token_log_probs[:pairs], labels[:pairs]
+        if nll_labels is not None:
+            fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= pairs and nll_labels.shape[1] == labels.shape[1]
+            check(fits, "nll_labels", nll_labels, f"shape {tuple(labels.shape)} or its first half")
+            chosen_labels = nll_labels[:pairs]
+            chosen = fused_linear_selective_log_softmax(x[:pairs], weight, chosen_labels, bias, **options)
+        nll = -chosen.sum() / (chosen_labels != ignore_index).sum().clamp(min=1)
+        loss = loss + alpha * nll
+    is_chosen = torch.arange(2 * pairs, device=x.device) < pairs
+    sums = _logits_sums(x.detach(), weight.detach(), bias if bias is None else bias.detach(), is_chosen, ~is_chosen)
+    means = (total / (pairs * x.shape[1] * weight.shape[0]) for total in sums)
+    logged = answers.chosen, answers.rejected, *means, nll, beta * answers.c, beta * answers.r
+    return PreferenceOutput(loss, *(value.detach() for value in logged))
+
+
+def unpaired_preference_loss(
+    x, weight, labels, preferred, bias=None, loss_type="kto", beta=0.1, average_log_prob=False, desirable_weight=1.0,
+    undesirable_weight=1.0, ref_x=None, ref_weight=None, ref_bias=None, ref_log_probs=None, ignore_index=-100,
+    chunk_memory=CHUNK_MEMORY, **loss_options,
+):  # fmt: skip
+    """Mean loss of B answers, each of which is wanted or not.
+
+    Args:
+        preferred: (B,) bool.
+        loss_type: "kto" or "bco".
+        desirable_weight, undesirable_weight: of preferred and other answers, the lambdas of KTO.
+        loss_options: `kl` of "kto", `delta` of "bco": numbers, or tensors of one value.
+        others: as in `preference_loss`, with B for 2P and no order.
+
+    Returns:
+        An `UnpairedPreferenceOutput`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown loss type or an option out of range.
+    """
+    _check_answers(x, labels)
+    check(x.shape[0] > 0, "x", x, "at least one answer")
+    fits = preferred is not None and preferred.shape == labels.shape[:1]
+    check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")
+    formula = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options)
+    options, preferred = {"ignore_index": ignore_index, "chunk_memory": chunk_memory}, preferred.bool()
+    reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
+    token_log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
+    policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
+    losses = formula(policy - reference, preferred, beta)
+    loss = torch.where(preferred, desirable_weight * losses, undesirable_weight * losses).mean()
+    rewards = beta * (policy - reference).detach()
+    logits = _logits_sums(x.detach(), weight.detach(), bias if bias is None else bias.detach(), preferred, ~preferred)
+    log_probs = [(policy.detach() * group).sum() for group in (preferred, ~preferred)]
+    return UnpairedPreferenceOutput(loss, *log_probs, *logits, *((rewards * g).sum() for g in (preferred, ~preferred)))
+
+
+def _formula(losses, loss_type, beta, loss_options):
+    check(loss_type in losses, "loss_type", repr(loss_type), ", ".join(losses))
+    check(beta > 0, "beta", beta, "a positive number")
+    function = losses[loss_type]
+    code = function.__code__
+    takes = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
+    for name, value in loss_options.items():
+        check(name in takes, name, value, f"an option of {loss_type}: {', '.join(takes) or 'it has none'}")
+    check(loss_options.get("tau", 1) > 0, "tau", loss_options.get("tau"), "a positive number")
+    return functools.partial(function, **loss_options)

@@ -1,0 +1,287 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from naive import hold, leaves, token_log_probs
+
+from liger_hw import use_backend
+from liger_hw.losses.preference import PAIR_LOSSES, UNPAIRED_LOSSES, preference_loss, unpaired_preference_loss
+from liger_hw.samples import randn
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def log_sigmoid(x):
+    return F.logsigmoid(x)
+
+
+# Each published loss written out once more, of the log-probabilities of policy (c, r) and reference (C, R).
+PUBLISHED = {
+    "sigmoid": lambda c, r, C, R, b, e: (
+        -(1 - e) * log_sigmoid(b * ((c - C) - (r - R))) - e * log_sigmoid(-b * ((c - C) - (r - R)))
+    ),
+    "simpo": lambda c, r, C, R, b, e: -(1 - e) * log_sigmoid(b * (c - r) - 0.5) - e * log_sigmoid(0.5 - b * (c - r)),
+    "robust": lambda c, r, C, R, b, e: (
+        (-(1 - e) * log_sigmoid(b * ((c - C) - (r - R))) + e * log_sigmoid(-b * ((c - C) - (r - R)))) / (1 - 2 * e)
+    ),
+    "hinge": lambda c, r, C, R, b, e: (1 - b * ((c - C) - (r - R))).clamp(min=0),
+    "ipo": lambda c, r, C, R, b, e: ((c - r) - (C - R) - 0.5 / b).square(),
+    "exo_pair": lambda c, r, C, R, b, e: (
+        torch.sigmoid(b * ((c - C) - (r - R))) * (log_sigmoid(b * ((c - C) - (r - R))) - math.log(1 - e))
+        + torch.sigmoid(-b * ((c - C) - (r - R))) * (log_sigmoid(-b * ((c - C) - (r - R))) - math.log(e))
+    ),
+    "nca_pair": lambda c, r, C, R, b, e: (
+        -log_sigmoid(b * (c - C)) - 0.5 * log_sigmoid(-b * (c - C)) - 0.5 * log_sigmoid(-b * (r - R))
+    ),
+    "bco_pair": lambda c, r, C, R, b, e: (
+        -log_sigmoid(b * (c - C) - (b * (c - C + r - R) / 2).mean().detach())
+        - log_sigmoid((b * (c - C + r - R) / 2).mean().detach() - b * (r - R))
+    ),
+    "sppo_hard": lambda c, r, C, R, b, e: (c - C - 0.5 / b).square() + (r - R + 0.5 / b).square(),
+    "apo_zero": lambda c, r, C, R, b, e: 1 - torch.sigmoid(b * (c - C)) + torch.sigmoid(b * (r - R)),
+    "apo_down": lambda c, r, C, R, b, e: torch.sigmoid(b * (c - C)) + 1 - torch.sigmoid(b * ((c - C) - (r - R))),
+    "discopop": lambda c, r, C, R, b, e: (
+        -log_sigmoid(b * ((c - C) - (r - R))) * (1 - torch.sigmoid(b * ((c - C) - (r - R)) / 0.05))
+        + torch.exp(-b * ((c - C) - (r - R))) * torch.sigmoid(b * ((c - C) - (r - R)) / 0.05)
+    ),
+    "aot": lambda c, r, C, R, b, e: (
+        -(1 - e) * log_sigmoid(b * (torch.sort(c - r)[0] - torch.sort(C - R)[0]))
+        - e * log_sigmoid(-b * (torch.sort(c - r)[0] - torch.sort(C - R)[0]))
+    ),
+    "aot_pair": lambda c, r, C, R, b, e: (
+        -(1 - e) * log_sigmoid(b * (torch.sort(c - C)[0] - torch.sort(r - R)[0]))
+        - e * log_sigmoid(-b * (torch.sort(c - C)[0] - torch.sort(r - R)[0]))
+    ),
+    "orpo": lambda c, r, C, R, b, e: (
+        -b * log_sigmoid((c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r))))
+    ),
+}
+NO_REFERENCE = ("simpo", "orpo")
+
+
+def case(answers=6, length=5, features=8, classes=31, device="cpu"):
+    """Hidden states, weight and bias of a policy and a reference, and labels: answers of 5, 4, ... tokens."""
+    torch.manual_seed(0)
+    x, w, b = (randn(*s, device=device) for s in ((answers, length, features), (classes, features), (classes,)))
+    ref = [randn(*t.shape, device=device, grad=False) for t in (x[..., :6], w[:, :6], b)]
+    labels = torch.randint(0, classes, (answers, length), device=device)
+    for i in range(answers):
+        labels[i, : i % length] = -100
+    return (x, w, b), ref, labels
+
+
+def answers_of(x, w, labels, bias, average):
+    total = token_log_probs(x, w, labels, bias)[0].sum(-1)
+    return total / (labels != -100).sum(-1).clamp(min=1) if average else total
+
+
+def whole(loss_type, labels, average, alpha, beta=0.3, smoothing=0.1):
+    """The loss and everything beside it, by all logits at once."""
+
+    def function(x, w, b, *ref):
+        policy = answers_of(x, w, labels, b, average)
+        reference = answers_of(ref[0], ref[1], labels, ref[2], average) if ref else torch.zeros_like(policy)
+        (c, r), (C, R), half = policy.chunk(2), reference.chunk(2), len(x) // 2
+        loss = PUBLISHED[loss_type](c, r, C, R, beta, smoothing).mean()
+        nll = -token_log_probs(x[:half], w, labels[:half], b)[0].sum() / (labels[:half] != -100).sum().clamp(min=1)
+        logits = F.linear(x.double(), w.double(), None if b is None else b.double())
+        nll = nll if alpha else nll * 0
+        beside = c, r, logits[:half].mean(), logits[half:].mean(), nll, beta * (c - C), beta * (r - R)
+        return loss + alpha * nll, *beside
+
+    return function
+
+
+def fused(loss_type, labels, average, alpha, memory, beta=0.3, smoothing=0.1):
+    def function(x, w, b, *ref):
+        ref = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
+        options = {"average_log_prob": average, "chunk_memory": memory, **ref}
+        return preference_loss(x, w, labels, b, loss_type, beta, smoothing, alpha, **options)
+
+    return function
+
+
+def supported(dtype, engine):
+    if dtype == torch.float64 and engine == "kernels":
+        pytest.skip("the kernels take no float64")
+
+
+@pytest.mark.parametrize("loss_type", PAIR_LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pairs_are_the_published_formulas(loss_type, dtype, device):
+    (x, w, b), ref, labels = case(device=device)
+    alone = loss_type in NO_REFERENCE
+    for memory, average, alpha in [(10**6, alone, 0.0), (700, True, 1.5)]:
+        with use_backend(None):
+            inputs = (x, w, b if alpha else None, *(() if alone else ref))
+            expected, found = (
+                whole(loss_type, labels, average, alpha),
+                fused(loss_type, labels, average, alpha, memory),
+            )
+            hold(expected, found, inputs, dtype, f"{loss_type} {memory}")
+
+
+@pytest.mark.parametrize("memory", [1, 700, 10**6])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "orpo"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunks_change_nothing(loss_type, memory, dtype, engine, device):
+    supported(dtype, engine)
+    (x, w, b), ref, labels = case(4, 4, device=device)
+    average = loss_type in NO_REFERENCE
+    inputs = (x, w, b, *(() if average else ref))
+    hold(whole(loss_type, labels, average, 1.0), fused(loss_type, labels, average, 1.0, memory), inputs, dtype)
+
+
+def whole_unpaired(loss_type, labels, preferred, beta=0.3, point=0.2):
+    def function(x, w, b, *ref):
+        policy = answers_of(x, w, labels, b, False)
+        ratio = policy - (answers_of(ref[0], ref[1], labels, ref[2], False) if ref else 0)
+        if loss_type == "kto":
+            losses = [1 - torch.sigmoid(beta * (l - point) * (1 if p else -1)) for l, p in zip(ratio, preferred)]  # noqa: E741
+        else:
+            losses = [-log_sigmoid((beta * l - point) * (1 if p else -1)) for l, p in zip(ratio, preferred)]  # noqa: E741
+        logits = F.linear(x.double(), w.double(), b.double()).sum((1, 2))
+        sums = [(v * g).sum() for v in (policy, logits, beta * ratio) for g in (preferred, ~preferred)]
+        return torch.stack(losses).mean(), *sums
+
+    return function
+
+
+@pytest.mark.parametrize("memory", [1, 700, 10**6])  # the peer's KTO fails, or logs other numbers, at other chunks
+@pytest.mark.parametrize("loss_type", UNPAIRED_LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unpaired(loss_type, memory, dtype, engine, device):
+    supported(dtype, engine)
+    (x, w, b), ref, labels = case(5, 5, device=device)  # as many answers as positions
+    preferred = torch.tensor([True, False, True, True, False], device=device)
+    point = {"kto": {"kl": 0.2}, "bco": {"delta": 0.2}}[loss_type]
+
+    def function(x, w, b, *ref):
+        ref = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
+        return unpaired_preference_loss(x, w, labels, preferred, b, loss_type, 0.3, **point, **ref, chunk_memory=memory)
+
+    for reference in ((), ref):
+        hold(whole_unpaired(loss_type, labels, preferred), function, (x, w, b, *reference), dtype)
+
+
+def test_weights_of_answers(device):
+    (x, w, b), _, labels = case(4, device=device)
+    preferred = torch.tensor([True, False, False, True], device=device)
+
+    def loss(answers=slice(None), **weights):
+        return unpaired_preference_loss(x[answers], w, labels[answers], preferred[answers], b, **weights).loss
+
+    good, bad = loss(preferred), loss(~preferred)
+    torch.testing.assert_close(loss(desirable_weight=2.0, undesirable_weight=0.5), (2 * good * 2 + 0.5 * bad * 2) / 4)
+
+
+def test_reference_log_probs_are_its_hidden_states(engine, device):
+    (x, w, b), ref, labels = case(device=device)
+    names = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
+    given = answers_of(ref[0], ref[1], labels, ref[2], False)
+    for a, c in zip(preference_loss(x, w, labels, b, **names), preference_loss(x, w, labels, b, ref_log_probs=given)):
+        torch.testing.assert_close(a, c)
+
+
+@pytest.mark.parametrize("loss_type", PAIR_LOSSES)
+def test_nothing_to_learn_from(loss_type, device):
+    """All labels ignored, an answer without tokens, one pair: finite, and no gradient where there is nothing."""
+    (x, w, b), _, labels = case(2, device=device)
+    options = {"average_log_prob": True, "alpha": 1.0, "label_smoothing": 0.1}
+    loss = preference_loss(x, w, torch.full_like(labels, -100), b, loss_type, **options).loss
+    loss.backward()
+    assert loss.isfinite() and x.grad.abs().sum() == w.grad.abs().sum() == 0
+    labels[0] = -100
+    (x, w) = leaves(x, w)
+    loss = preference_loss(x, w, labels, b, loss_type, **options).loss
+    loss.backward()
+    assert loss.isfinite() and x.grad.isfinite().all() and x.grad[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("loss_type", PAIR_LOSSES)
+def test_extreme_logits(loss_type, device):
+    """Logits of +-1e4: log-probabilities of 0 and -2e4."""
+    x = torch.tensor([[[1e4]], [[1e4]]], device=device, requires_grad=True)
+    w = torch.tensor([[1.0], [-1.0]], device=device, requires_grad=True)
+    labels = torch.tensor([[0], [1]], device=device)
+    options = {"average_log_prob": True, "label_smoothing": 0.1, "beta": 1e-3}
+    for labels in (torch.tensor([[0], [1]], device=device), torch.tensor([[1], [0]], device=device)):
+        loss = preference_loss(x, w, labels, None, loss_type, **options).loss
+        loss.backward()
+        assert loss.isfinite() and x.grad.isfinite().all() and w.grad.isfinite().all()
+
+
+def test_only_what_asks_gets_a_gradient_and_a_second_backward(engine, device):
+    (x, w, b), ref, labels = case(device=device)
+    ref = [t.requires_grad_() for t in ref]
+    names = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
+    frozen = w.detach()
+    found = preference_loss(x, frozen, labels, b, **names)
+    found.loss.backward(retain_graph=True)
+    once = x.grad.clone()
+    found.loss.backward()
+    assert torch.equal(x.grad, 2 * once) and frozen.grad is None and all(t.grad is None for t in ref)
+    assert not any(value.requires_grad for value in found[1:])
+
+
+def test_labels_of_the_nll(device):
+    (x, w, b), _, labels = case(device=device)
+    every = torch.randint(0, 31, labels.shape, device=device)
+    found = preference_loss(x, w, labels, b, "orpo", average_log_prob=True, alpha=1.0, nll_labels=every)
+    torch.testing.assert_close(
+        found.nll_loss, F.cross_entropy(F.linear(x, w, b)[:3].flatten(0, 1), every[:3].flatten())
+    )
+
+
+def test_compiles(device):
+    (x, w, b), ref, labels = case(device=device)
+
+    def loss(x, w):
+        return preference_loss(x * 1, w, labels, b, ref_x=ref[0], ref_weight=ref[1], alpha=1.0).loss
+
+    with use_backend(None):
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, w), loss(x, w))
+
+
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("x", {"x": torch.zeros(5, 5, 8), "labels": torch.zeros(5, 5, dtype=torch.int64)}),
+        ("x", {"x": torch.zeros(6, 8)}),
+        ("labels", {"labels": torch.zeros(6, 4, dtype=torch.int64)}),
+        ("loss_type", {"loss_type": "dpo"}),
+        ("beta", {"beta": 0.0}),
+        ("label_smoothing", {"label_smoothing": 0.6}),
+        ("label_smoothing", {"label_smoothing": 0.0, "loss_type": "exo_pair"}),
+        ("label_smoothing", {"label_smoothing": 0.5, "loss_type": "robust"}),
+        ("gamma", {"gamma": 1.0}),
+        ("tau", {"tau": 0.0, "loss_type": "discopop"}),
+        ("ref_log_probs", {"ref_log_probs": torch.zeros(5)}),
+        ("ref_weight", {"ref_x": torch.zeros(6, 5, 8)}),
+        ("ref_x", {"ref_x": torch.zeros(5, 5, 8), "ref_weight": torch.zeros(31, 8)}),
+        ("nll_labels", {"nll_labels": torch.zeros(2, 5, dtype=torch.int64), "alpha": 1.0}),
+    ],
+)
+def test_bad_pairs(argument, change):
+    (x, w, _), _, labels = case()
+    with pytest.raises(ValueError, match=f"^{argument}"):
+        preference_loss(**({"x": x, "weight": w, "labels": labels} | change))
+
+
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("preferred", {"preferred": torch.ones(5, dtype=torch.bool)}),
+        ("preferred", {"preferred": None}),
+        ("loss_type", {"loss_type": "sigmoid"}),
+        ("beta", {"beta": -1.0}),
+        ("delta", {"delta": 1.0}),
+    ],
+)
+def test_bad_answers(argument, change):
+    (x, w, _), _, labels = case()
+    good = {"x": x, "weight": w, "labels": labels, "preferred": torch.ones(6, dtype=torch.bool)}
+    with pytest.raises(ValueError, match=f"^{argument}"):
+        unpaired_preference_loss(**(good | change))
