@@ -22,6 +22,9 @@ META = torch.device("meta")
 
 def main(argv=None) -> int:
     """Run the command line `argv` (the process's own by default); its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:2] == ["bench", "train"]:  # a command of its own: its arguments are not those of ops
+        argv[:2] = ["bench train"]
     args = _parser().parse_args(argv)
     load_all()
     try:
@@ -72,6 +75,20 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 elsewhere")
     add.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
     add.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="two results: print what changed, and end")
+
+    add = commands.add_parser("bench train", help="measure training steps of whole models")
+    add.set_defaults(run=bench_train)
+    add.add_argument(
+        "models", nargs="*", metavar="MODEL", help="llama-1b, llama-8b, gemma2-2b, qwen2.5-0.5b, moe (all)"
+    )
+    add.add_argument("--against", default="", metavar="NAMES", help="eager,compile,liger (what is installed here)")
+    add.add_argument("--batch", type=_positive, metavar="N", help="sequences in a batch (each model's own)")
+    add.add_argument("--seq", type=_positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)")
+    add.add_argument("--checkpointing", choices=("on", "off", "both"), help="of gradients (each model's own)")
+    add.add_argument("--steps", type=_positive, default=10, metavar="N", help="timed steps of a run (10)")
+    add.add_argument("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 elsewhere")
+    add.add_argument("--longest", action="store_true", help="search the longest sequence that fits the memory, instead")
+    add.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
     return parser
 
 
@@ -113,7 +130,7 @@ def gather() -> dict:
         },
         "forced": backends.forced(),
         "interpreter": interpreting(),
-        "autotune": tuning.observer is not None,
+        "autotune": tuning.autotuning(),
         "devices": [_about(device) for device in _accelerators() or [torch.device("cpu")]],
     }
 
@@ -269,6 +286,29 @@ def bench(args) -> int | None:
     if not found["complete"]:
         return 130
     return 1 if any(result["error"] for result in found["parity"].values()) else None
+
+
+def bench_train(args) -> int | None:
+    """Measure training, print the table, write train.json and train.html."""
+    _require("bench train", "matplotlib", "rich", "transformers")
+    from liger_hw.bench import page, tables, training
+
+    device = _here()
+    if args.longest and device.type == "cpu":
+        raise ValueError("--longest: needs an accelerator, whose memory ends somewhere")
+    checkpointing = {"on": [True], "off": [False], "both": [False, True], None: None}[args.checkpointing]
+    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    providers = training.choose([name for name in args.against.split(",") if name], device)
+    models = args.models or training.DEFAULT
+    runs = training.plan(
+        models, providers, args.batch, args.seq, checkpointing, args.steps, dtype, args.longest
+    )  # fmt: skip
+    file = args.report / ("longest.json" if args.longest else "train.json")
+    with _progress() as progress:
+        found = training.run(runs, device, progress, file)
+    print(f"{file}, {page.write_training(found, file.with_suffix('.html'))}\n")
+    print(tables.show_training(found))
+    return None if found["complete"] else 130
 
 
 def _here() -> torch.device:

@@ -400,5 +400,17 @@ def _call_and_tune(launches, args, repeatable: bool):
     return result
 
 
+def autotuning() -> bool:
+    """Whether LIGER_HW_AUTOTUNE=1 asks for tuning at first use."""
+    return os.environ.get("LIGER_HW_AUTOTUNE") == "1"
+
+
+def _first_call(launches, args, repeatable: bool):
+    """The environment is read at the first launch, once, and not at import."""
+    global observer
+    observer = _call_and_tune if autotuning() else None
+    return launches(*args) if observer is None else observer(launches, args, repeatable)
+
+
 # Called as (function, its arguments, whether it may be repeated) in place of every `raw` function, unless it is None.
-observer = _call_and_tune if os.environ.get("LIGER_HW_AUTOTUNE") == "1" else None
+observer = _first_call
