@@ -29,7 +29,7 @@ PLAIN, PATCHED, PEER = "plain", "liger_hw", "liger-kernel"
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama's shape (LlamaConfig's names) and how to train it here unless told otherwise."""
+    """A model's shape (its configuration's names in transformers) and how to train it here unless told otherwise."""
 
     config: dict
     batch: int
@@ -37,9 +37,15 @@ class Model:
     steps: int
     learning_rate: float
     checkpointing: bool = False
+    family: str = "llama"  # transformers' model_type
+
+    def configuration(self, **more):
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(self.family, **self.config, use_cache=False, **more)
 
 
-def _llama(hidden, intermediate, layers, heads, kv_heads, vocabulary, **more):
+def llama(hidden, intermediate, layers, heads, kv_heads, vocabulary, **more):
     return {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary, **more,
@@ -47,13 +53,13 @@ def _llama(hidden, intermediate, layers, heads, kv_heads, vocabulary, **more):
 
 
 MODELS = {
-    "tiny": Model(_llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=60, learning_rate=1e-3),
+    "tiny": Model(llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=60, learning_rate=1e-3),
     "1b": Model(
-        _llama(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
+        llama(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
         batch=8, seq=1024, steps=50, learning_rate=1e-4,
     ),
     "8b": Model(
-        _llama(4096, 14336, 32, 32, 8, 128256),  # Llama-3-8B
+        llama(4096, 14336, 32, 32, 8, 128256),  # Llama-3-8B
         batch=8, seq=2048, steps=20, learning_rate=1e-4, checkpointing=True,
     ),
 }  # fmt: skip
@@ -169,18 +175,12 @@ def make_batches(texts, tokenizer, steps, batch, seq) -> torch.Tensor:
 
 def build(name, shape: Model, seq, dtype, device) -> Run:
     """A model with its optimiser. Equal arguments give equal weights, whatever the name."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama import modeling_llama
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(**shape.config, max_position_embeddings=seq, use_cache=False, attn_implementation="sdpa")
-    before = torch.get_default_dtype()
+    config = shape.configuration(max_position_embeddings=seq)
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.train()
     if shape.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -188,13 +188,19 @@ def build(name, shape: Model, seq, dtype, device) -> Run:
     if name == PATCHED:
         run.patched = str(liger_hw.patch(model))
     elif name == PEER:
-        run.globals = _patch_by_peer(model, modeling_llama)
+        run.globals = _patch_by_peer(model)
     run.optimizer = torch.optim.AdamW(model.parameters(), lr=shape.learning_rate, fused=True)
     return run
 
 
-def _patch_by_peer(model, modeling) -> dict:
+def _modeling(model):
+    """The module of transformers that a model's class is from."""
+    return sys.modules[type(model).__module__]
+
+
+def _patch_by_peer(model) -> dict:
     """Patch with liger-kernel; undo what that changes in transformers for the whole process, and return it."""
+    modeling = _modeling(model)
     before = dict(vars(modeling))
     peer = importlib.import_module("liger_kernel.transformers")
     peer._apply_liger_kernel_to_instance(model=model)
@@ -204,48 +210,49 @@ def _patch_by_peer(model, modeling) -> dict:
 
 
 @contextmanager
-def _active(run: Run):
+def active(run: Run):
     """The turn of `run`: with the names that its library replaced in transformers, if it did."""
-    from transformers.models.llama import modeling_llama
-
-    before = {name: getattr(modeling_llama, name) for name in run.globals}
-    vars(modeling_llama).update(run.globals)
+    modeling = vars(_modeling(run.model))
+    before = {name: modeling[name] for name in run.globals}
+    modeling.update(run.globals)
     try:
         yield
     finally:
-        vars(modeling_llama).update(before)
+        modeling.update(before)
 
 
 def _round(run: Run, batches, device, timed: bool):
-    with _active(run):
-        _synchronize(device)
+    with active(run):
+        synchronize(device)
         start = time.perf_counter()
         losses = [run.step(batch) for batch in batches]
-        _synchronize(device)
+        synchronize(device)
         elapsed = time.perf_counter() - start
     run.losses += torch.stack(losses).tolist()
     if timed:
         run.step_seconds.append(elapsed / len(batches))
 
 
-def _synchronize(device):
+def synchronize(device):
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def measure_memory(run: Run, batch: torch.Tensor):
     """One more step, and the head with the loss alone, for their peak memory."""
-    device = batch.device
-    with _active(run):
+    with active(run):
+        run.step_bytes = step_bytes(run, batch)
         run.optimizer.zero_grad()
-        state = [
-            value for values in run.optimizer.state.values() for value in values.values() if torch.is_tensor(value)
-        ]
-        resident = sum(t.numel() * t.element_size() for t in (*run.model.parameters(), *run.model.buffers(), *state))
-        run.step_bytes = resident + memory.peak(lambda: run.step(batch), device)
+        run.loss_bytes = memory.peak(_loss_alone(run.model, batch), batch.device)
         run.optimizer.zero_grad()
-        run.loss_bytes = memory.peak(_loss_alone(run.model, batch), device)
-        run.optimizer.zero_grad()
+
+
+def step_bytes(run: Run, batch: torch.Tensor) -> int:
+    """Peak memory of one more step of a run that has made some: what stays from step to step, and what comes beside."""
+    run.optimizer.zero_grad()
+    state = [value for values in run.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    resident = sum(t.numel() * t.element_size() for t in (*run.model.parameters(), *run.model.buffers(), *state))
+    return resident + memory.peak(lambda: run.step(batch), batch.device)
 
 
 def _loss_alone(model, batch):
@@ -345,10 +352,11 @@ def _fit_together(shape: Model, dtype, device, count) -> bool:
     """Whether the weights and optimiser states of all the runs leave an accelerator half its memory for the steps."""
     if device.type == "cpu":
         return True
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**shape.config)).parameters())
+        model = AutoModelForCausalLM.from_config(shape.configuration())
+    parameters = sum(p.numel() for p in model.parameters())
     _, total = torch.accelerator.get_memory_info(device)
     return 3 * parameters * dtype.itemsize * count < total / 2  # a weight and AdamW's two moments
 

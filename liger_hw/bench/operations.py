@@ -17,7 +17,7 @@ import torch
 
 from liger_hw import __version__, backends, dispatch, memory, parity, shapes
 from liger_hw.bench.measure import Clock
-from liger_hw.bench.peers import FLOOR, PEERS
+from liger_hw.bench.peers import FLOOR, OURS, PEERS
 from liger_hw.kernels import load_all
 
 MODES = ("fwd", "bwd", "full", "host")
@@ -33,7 +33,8 @@ def select(ops, texts, modes, device) -> list[shapes.Case]:
 
     Args:
         ops: names of ops; none means all.
-        texts: only shapes whose label contains one of these; none means all (on a CPU, all that take it seconds).
+        texts: only shapes that have these sizes or, where no shape has, whose label contains them; none means all (on
+            a CPU, all that take it seconds).
         modes: some of MODES.
 
     Raises:
@@ -41,7 +42,11 @@ def select(ops, texts, modes, device) -> list[shapes.Case]:
     """
     found = [case for case in shapes.cases(ops, further=True) if case.op in dispatch.OPS]
     if texts:
-        found = [case for case in found if any(text in case.label for text in texts)]
+        sizes = {case.label.split()[0] for case in found}
+        found = [
+            case for case in found
+            if any(text == case.label.split()[0] if text in sizes else text in case.label for text in texts)
+        ]  # fmt: skip
     elif device.type == "cpu":
         found = [case for case in found if _bytes(case) <= CPU_BYTES and _flops(case) <= CPU_FLOPS]
     if set(modes) == {"host"}:
@@ -180,9 +185,9 @@ def _prepare(cases, providers, dtype, device, found, progress) -> None:
     compiled = [name for name in providers if name not in ("torch", "eager", FLOOR)]
     keys = [(case.op, case.label) for case in cases]
     warm = progress.add_task("compiling", total=len(keys), note="")
-    workers = ProcessPoolExecutor(max(min((os.cpu_count() or 2) // 2, 8), 1), get_context("spawn"))
+    workers = ProcessPoolExecutor(max(min((os.cpu_count() or 2) // 2, 8), 1), get_context("spawn"), _start_worker)
     try:
-        parities = {workers.submit(_parity_in_worker, op, dtype, device): op for op in ops}
+        parities = {workers.submit(check_parity, op, dtype, device): op for op in ops}
         warming = {workers.submit(_warm, key, compiled, dtype, device) for key in keys}
         for done in as_completed([*parities, *warming]):
             if done in warming:
@@ -196,13 +201,12 @@ def _prepare(cases, providers, dtype, device, found, progress) -> None:
         workers.shutdown(cancel_futures=True)
 
 
-def _parity_in_worker(op, dtype, device) -> dict:
+def _start_worker() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each has a pool of its own for every core
     load_all()
-    return check_parity(op, dtype, device)
 
 
 def _warm(key, providers, dtype, device) -> None:
-    load_all()
     (case,) = (case for case in shapes.cases([key[0]], further=True) if case.label == key[1])
     for name in providers:
         with contextlib.suppress(Exception):  # the measurement itself meets it again, and tells
@@ -255,6 +259,8 @@ class Subject:
 def _subject(name, case, inputs, dtype, device) -> Subject | None:
     """A provider at a shape, with inputs of its own where it writes over them; None where it has nothing for it."""
     peer = PEERS[name]
+    if "chunk_memory" in case.options and name not in (OURS, FLOOR):
+        return None  # an option of ours alone: measured where it is not set
     function = peer.make(case)
     if function is None:
         return None

@@ -31,16 +31,9 @@ def figures(found: dict):
         for mode, title in (("full", "forward + backward"), ("fwd", "forward"), ("bwd", "backward")):
             shapes = {shape: records for (o, shape, m), records in grouped.items() if (o, m) == (op, mode)}
             if shapes:
-                yield f"{op} {mode}", _bars(
-                    f"{op}, {title}: share of this machine's limit (longer is better)", shapes, pyplot,
-                    lambda record: record["share"] or 0.0,
-                    lambda record: f"{tables.number(record['median'])} ms  {tables.percent(record['share'])}",
-                )  # fmt: skip
+                yield f"{op} {mode}", _shares(f"{op}, {title}", shapes, pyplot)
             if shapes and mode == "full":
-                yield f"{op} memory", _bars(
-                    f"{op}, {title}: peak memory above the inputs, of each shape's largest", shapes, pyplot,
-                    lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
-                )  # fmt: skip
+                yield f"{op} memory", _memories(f"{op}, {title}", shapes, pyplot)
     hosts = {f"{op} {shape}, {mode.removeprefix('host ')}": records
              for (op, shape, mode), records in grouped.items() if mode.startswith("host")}  # fmt: skip
     if hosts:
@@ -48,6 +41,28 @@ def figures(found: dict):
             "Host time of one call (shorter is better)", hosts, pyplot,
             lambda record: record["median"], lambda record: f"{record['median']:.1f} us",
         )  # fmt: skip
+
+
+def overview(full: dict):
+    """Yield times and memory of a few shapes of several ops, from their label -> provider -> record."""
+    pyplot = pictures_style()
+    yield "times", _shares("Forward + backward", full, pyplot)
+    yield "memory", _memories("Forward + backward", full, pyplot)
+
+
+def _shares(title, shapes, pyplot):
+    return _bars(
+        f"{title}: share of this machine's limit (longer is better)", shapes, pyplot,
+        lambda record: record["share"] or 0.0,
+        lambda record: f"{tables.number(record['median'])} ms  {tables.percent(record['share'])}",
+    )  # fmt: skip
+
+
+def _memories(title, shapes, pyplot):
+    return _bars(
+        f"{title}: peak memory above the inputs, of each shape's largest", shapes, pyplot,
+        lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
+    )  # fmt: skip
 
 
 def _roofline(points, ceilings, pyplot):
@@ -132,30 +147,70 @@ def picture(figure, kind: str) -> bytes:
 
 
 def write(found: dict, file: Path) -> Path:
-    """Write the page."""
-    pictures = ""
-    for name, figure in figures(found):
-        data = base64.b64encode(picture(figure, "svg")).decode()
-        pictures += f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">\n'
+    """Write the page of `operations`' results."""
+    limit = "The limit of a time is what must be moved at this machine's own copy rate or computed at its own matrix \
+product rate, whichever takes longer."
     bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.problems(found))
-    notes = {name: note for name, note in found["providers"].items() if note}
-    every = [[*key[:2], record["mode"], name, *_numbers(record)]
+    every = [[*key, name, *_numbers(record)]
              for key, records in tables.by_shape(found).items() for name, record in records.items()]  # fmt: skip
     header = ["op", "shape", "mode", "provider", "median", "p20", "p80", "rounds", "kernels alone", "of the limit",
               "memory", "how"]  # fmt: skip
+    tables_of_numbers = f"""
+<h2>Against the fastest peer</h2><div class="scroll">{_table(tables.HEADER, tables.rows(found))}</div>
+<h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>
+<div class="scroll">{_table(header, every)}</div>"""
+    notes = {name: note for name, note in found["providers"].items() if note}
+    return _page(found, file, limit, bad, figures(found), tables_of_numbers, notes)
+
+
+def training_figures(found: dict):
+    """Yield the pictures of `training`'s results, each with its name."""
+    pyplot = pictures_style()
+    runs = {label: {name: record for name, record in records.items() if "error" not in record}
+            for label, records in tables.by_setting(found).items()}  # fmt: skip
+    timed = {label: records for label, records in runs.items() if any("peak_bytes" in r for r in records.values())}
+    longest = {label: records for label, records in runs.items() if any("longest" in r for r in records.values())}
+    if timed:
+        yield "tokens per second", _bars(
+            "Tokens per second, of each setting's fastest (longer is better)", timed, pyplot,
+            lambda record: record["tokens_per_second"], lambda record: f"{record['tokens_per_second']:,.0f}",
+            scaled=True,
+        )  # fmt: skip
+        yield "training memory", _bars(
+            "Peak memory of a step, of each setting's largest (shorter is better)", timed, pyplot,
+            lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
+        )  # fmt: skip
+    if longest:
+        yield "longest context", _bars(
+            "Longest context of one sequence that trains (longer is better)", longest, pyplot,
+            lambda record: record["longest"], lambda record: f"{record['longest']:,} tokens", scaled=True,
+        )  # fmt: skip
+
+
+def write_training(found: dict, file: Path) -> Path:
+    """Write the page of `training`'s results."""
+    lead = "Steps of training, random weights and tokens, fused AdamW; every run in a process of its own."
+    numbers = f'<div class="scroll">{_table(tables.TRAINING, tables.training_rows(found))}</div>'
+    bad = "" if found["complete"] else '<p class="bad">interrupted: not everything was measured</p>'
+    return _page(found, file, lead, bad, training_figures(found), numbers, {})
+
+
+def _page(found, file, lead, bad, drawn, numbers, notes) -> Path:
+    pictures = ""
+    for name, figure in drawn:
+        data = base64.b64encode(picture(figure, "svg")).decode()
+        pictures += f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">\n'
+    about = tables.facts(found)
+    others = f"<h2>The others</h2>{definitions(notes)}" if notes else ""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>liger-hw bench</title><style>{STYLE}{WIDE}</style>
 <main><h1>liger-hw bench</h1>
-<p class="lead">{html.escape(tables.facts(found)["device"])}, {html.escape(found["date"])}. The limit of a time is what
-must be moved at this machine's own copy rate or computed at its own matrix product rate, whichever takes longer.</p>
-{bad}{pictures}
-<h2>Against the fastest peer</h2><div class="scroll">{_table(tables.HEADER, tables.rows(found))}</div>
-<h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>
-<div class="scroll">{_table(header, every)}</div>
-<h2>How it was run</h2>{definitions(tables.facts(found))}
-<h2>The others</h2>{definitions(notes)}
+<p class="lead">{html.escape(about["device"])}, {html.escape(found["date"])}. {lead}</p>
+{bad}{pictures}{numbers}
+<h2>How it was run</h2>{definitions(about)}
+{others}
 </main></html>
 """, encoding="utf-8")  # fmt: skip
     return file

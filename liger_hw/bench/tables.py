@@ -64,7 +64,9 @@ def facts(found: dict) -> dict[str, str]:
     """What holds for the run as a whole."""
     device, versions = found["device"], found["versions"]
     named = f"{device['name']} ({device['vendor']} {device['arch']})"
-    lines = {"device": named, "clock": device["clock"], "dtype": found["dtype"]}
+    lines = {"device": named, "clock": device["clock"]}
+    if "dtype" in found:
+        lines["dtype"] = found["dtype"]
     if "ceilings" in found:
         lines["copy"] = f"{found['ceilings']['bytes_per_second'] / 1e12:.3f} TB/s, read and written"
         lines["matrix product"] = f"{found['ceilings']['flops_per_second'] / 1e12:.2f} TFLOP/s"
@@ -92,6 +94,55 @@ def show(found: dict) -> str:
     green = sum(result["cases"] for result in found["parity"].values() if not result["error"])
     lines += [f"parity: {green} cases pass", ""]
     return "\n".join([*lines, table(HEADER, rows(found)), *problems(found)])
+
+
+TRAINING = ["model", "", "tokens/s", "p20-p80 ms", "peak memory", "longest context", "liger_hw is"]
+
+
+def training_rows(found: dict) -> list[list[str]]:
+    """A line for each training run; last comes how liger_hw's compares with it, in speed (or context) and memory."""
+    runs = by_setting(found)
+    lines = []
+    for label, records in runs.items():
+        ours = records.get(OURS, {})
+        for name, record in records.items():
+            if "error" in record:
+                lines.append([label, name, record["error"], "", "", "", ""])
+                continue
+            value = "tokens_per_second" if record["seq"] else "longest"
+            gain = []
+            if name != OURS and ours.get(value) and record[value]:
+                gain.append(f"{ours[value] / record[value]:.2f}x")
+                if "peak_bytes" in record:
+                    gain.append(f"with {ours['peak_bytes'] / record['peak_bytes']:.2f}x the memory")
+            timed = "peak_bytes" in record
+            lines.append([
+                label, name, f"{record['tokens_per_second']:,.0f}" if timed else "",
+                f"{record['p20']:.1f}-{record['p80']:.1f}" if timed else "",
+                size(record["peak_bytes"]) if timed else "", "" if timed else f"{record['longest']:,}", " ".join(gain),
+            ])  # fmt: skip
+    return lines
+
+
+def by_setting(found: dict) -> dict:
+    """Label of a training run -> provider -> record."""
+    runs = {}
+    for record in found["results"]:
+        runs.setdefault(setting(record), {})[record["provider"]] = record
+    return runs
+
+
+def setting(run: dict) -> str:
+    """What a training run trains: "llama-1b 8x1024", "llama-8b longest context, checkpointing"."""
+    sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
+    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}"
+
+
+def show_training(found: dict) -> str:
+    """Everything of a training benchmark for a terminal."""
+    lines = [f"{name}: {value}" for name, value in facts(found).items()]
+    lines += ["", table(TRAINING, training_rows(found))]
+    return "\n".join(lines if found["complete"] else [*lines, "interrupted: not everything was measured"])
 
 
 def compare(before: dict, after: dict) -> str:

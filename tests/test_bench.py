@@ -1,0 +1,343 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_hw import backends, cli, dispatch, shapes
+from liger_hw._triton import interpreting
+from liger_hw.bench import measure, operations, page, peers, tables, training
+from liger_hw.kernels import load_all
+
+for package in ("matplotlib", "rich"):
+    pytest.importorskip(package)
+if interpreting():
+    pytest.skip("the same on a CPU with and without the interpreter, so it runs without", allow_module_level=True)
+
+load_all()
+OPS = sorted(dispatch.OPS)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(backends, "_forced", None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
+    monkeypatch.setattr(measure, "FEWEST", 3)
+    monkeypatch.setattr(measure, "HOST_ROUNDS", 3)
+    monkeypatch.setattr(operations, "SECONDS", 0.01)
+
+
+def bench(tmp_path, *arguments):
+    status = cli.main(["bench", *arguments, "--report", str(tmp_path)])
+    return status, json.loads((tmp_path / "bench.json").read_text())
+
+
+# what an op must move and do
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("case", shapes.cases(further=True), ids=lambda case: f"{case.op} {case.label}")
+def test_every_op_has_a_cost(case):
+    cost = operations.cost(case)
+    inputs = case.make("meta", torch.bfloat16)
+    assert all(type(number) is int and number > 0 for number in cost)
+    inputs_read = sum(x.nbytes for x in inputs if x.is_floating_point())
+    gradients = sum(x.nbytes for x in inputs if x.requires_grad)
+    assert cost.forward_bytes >= inputs_read
+    assert cost.backward_bytes >= gradients
+    assert cost.forward_bytes + cost.backward_bytes >= inputs_read + gradients
+
+
+R, C = 6, 64
+COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as the docstrings have it
+    "rms_norm": ((meta(R, C), meta(C)), {}, 2 * R * C + C, 3 * R * C + 2 * C),
+    "fused_add_rms_norm": ((meta(R, C), meta(R, C), meta(C)), {}, 4 * R * C + C, 4 * R * C + 2 * C),
+    "layer_norm": ((meta(R, C), meta(C), meta(C)), {}, 2 * R * C + 2 * C, 3 * R * C + 4 * C),
+    "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
+    "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
+    "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
+    "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),
+    "fused_linear_cross_entropy": ((meta(R, 8), meta(C, 8), meta(R)), {}, (R + C) * 8, 2 * (R + C) * 8),
+}
+
+
+@pytest.mark.parametrize("op", COSTS)
+def test_costs(op):
+    inputs, options, forward, backward = COSTS[op]
+    assert dispatch.OPS[op].cost_of(*inputs, **options)[:2] == (2 * forward, 2 * backward)
+
+
+def test_costs_of_options_and_products():
+    assert sum(dispatch.OPS["cross_entropy"].cost_of(meta(R, C), meta(R), in_place=True)[:2]) == 2 * 2 * R * C
+    cost = dispatch.OPS["fused_linear_cross_entropy"].cost_of(meta(R, 8), meta(C, 8), meta(R), chunk_memory=99)
+    assert (cost.forward_flops, cost.backward_flops) == (2 * R * 8 * C, 4 * R * 8 * C)
+
+
+# a run
+
+
+def test_end_to_end(tmp_path, capsys):
+    status, found = bench(tmp_path, "rms_norm", "fused_linear_cross_entropy", "--against", "torch,eager")
+    assert status == 0 and found["complete"] and not found["skipped"]
+    assert found["device"]["vendor"] == "cpu" and "wall" in found["device"]["clock"]
+    assert found["versions"]["torch"] == torch.__version__ and found["date"] and found["command"]
+    assert all(rate > 0 for rate in found["ceilings"].values())
+    assert {op: result["error"] for op, result in found["parity"].items()} == {
+        "rms_norm": None, "fused_linear_cross_entropy": None,
+    }  # fmt: skip
+    shapes_ = tables.by_shape(found)
+    modes = {mode for _, _, mode in shapes_}
+    assert modes == {"fwd", "bwd", "full", "host fwd", "host full"}
+    for (op, _, mode), records in shapes_.items():
+        floor = op == "fused_linear_cross_entropy" and mode in ("fwd", "full")
+        assert set(records) == {"liger_hw", "torch", "eager"} | ({"floor"} if floor else set())
+        for record in records.values():
+            assert 0 < record["p20"] <= record["median"] <= record["p80"] or record.get("derived")
+            assert mode not in ("fwd", "full") or (record["peak_bytes"] >= 0 and record["share"] > 0)
+    handed_out = shapes_["fused_linear_cross_entropy", "16x256x1024", "bwd"]["liger_hw"]
+    assert handed_out["derived"] and not shapes_["rms_norm", "16x2048", "bwd"]["liger_hw"]["derived"]
+
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("rms_norm", "16x2048", "fastest peer", "over floor", "TFLOP/s", "bench.html"))
+    text = (tmp_path / "bench.html").read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text) and "<script" not in text and "url(" not in text
+    pictures = set(re.findall(r'alt="([^"]+)"', text))
+    assert {"roofline", "rms_norm full", "rms_norm memory", "rms_norm bwd", "host"} <= pictures
+    assert "16x256x1024" in text and found["versions"]["torch"] in text
+
+
+def test_a_wrong_op_has_no_time(monkeypatch, tmp_path, capsys):
+    op = dispatch.OPS["swiglu"]
+    monkeypatch.setitem(op.implementations, "reference", lambda gate, up, in_place=False: gate * up)
+    op.register("cpu")(lambda gate, up, in_place=False: gate * up)  # forgets what was chosen before
+    try:
+        status, found = bench(tmp_path, "swiglu", "rms_norm", "--modes", "fwd", "--against", "torch")
+    finally:
+        del op.implementations["cpu"]
+        op.register("reference")(op.reference)
+    assert status == 1
+    assert "worst error" in found["parity"]["swiglu"]["error"] and found["parity"]["rms_norm"]["error"] is None
+    assert {record["op"] for record in found["results"]} == {"rms_norm"}
+    shown = capsys.readouterr().out
+    assert "RED: swiglu is not measured" in shown
+    assert "RED: swiglu" in (tmp_path / "bench.html").read_text()
+
+
+def test_an_op_without_parity_cases_has_no_time(monkeypatch):
+    from liger_hw import samples
+
+    monkeypatch.delitem(samples.SAMPLES, "rope")
+    assert "no parity cases" in operations.check_parity("rope", torch.float32, torch.device("cpu"))["error"]
+
+
+def test_a_peer_that_fails_is_told(monkeypatch, tmp_path, capsys):
+    def fails(case):
+        raise ImportError("broken installation")
+
+    monkeypatch.setitem(peers.PEERS, "torch", peers.Peer(fails, on_cpu=True))
+    status, found = bench(tmp_path, "rms_norm", "--modes", "fwd", "--against", "torch,eager")
+    assert status == 0 and {record["provider"] for record in found["results"]} == {"liger_hw", "eager"}
+    assert found["skipped"][0]["provider"] == "torch" and "broken installation" in capsys.readouterr().out
+
+
+def test_interrupted(monkeypatch, tmp_path, capsys):
+    seen, real = [], operations._measure
+
+    def interrupted(case, *rest):
+        seen.append(case.op)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        real(case, *rest)
+
+    monkeypatch.setattr(operations, "_measure", interrupted)
+    status, found = bench(tmp_path, "rms_norm", "layer_norm", "--modes", "fwd", "--against", "eager")
+    assert status == 130 and not found["complete"]
+    assert {record["op"] for record in found["results"]} == {"rms_norm"}
+    assert "interrupted" in capsys.readouterr().out and (tmp_path / "bench.html").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nonsense"], "got nonsense, allowed: rms_norm"),
+        (["--shapes", "nowhere"], "got nowhere"),
+        (["--modes", "sideways"], "got sideways, allowed: fwd, bwd, full, host"),
+        (["--against", "nobody"], "got nobody, allowed: liger"),
+        (["--against", "liger"], "accelerators alone"),
+        (["--compare", "/nowhere/a.json", "/nowhere/b.json"], "--compare: got /nowhere/a.json"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_refuses(arguments, message, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_are_named_exactly_or_in_part():
+    def labels(*texts):
+        return [case.label for case in operations.select(["rms_norm"], texts, ["fwd"], torch.device("cpu"))]
+
+    assert labels("8192x4096") == ["8192x4096"]
+    assert set(labels("x4096")) == {"8192x4096", "16384x4096"}
+    both = operations.select(["cross_entropy"], ["8192x32000"], ["fwd"], torch.device("cpu"))
+    assert [case.label for case in both] == ["8192x32000", "8192x32000 in place"]
+
+
+def test_absent_peers(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.choose([], gpu) == ["liger_hw", "compile", "torch", "eager", "floor"]
+    with pytest.raises(ValueError, match="pip install quack-kernels"):
+        peers.choose(["quack"], gpu)
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    assert set(peers.choose([], gpu)) == set(peers.PEERS)
+
+
+def test_no_peer_is_imported():
+    code = "import sys, liger_hw.bench.peers; print({'liger_kernel', 'quack', 'cut_cross_entropy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("op", [op for op in COSTS if op != "rope"])
+def test_peers_of_torch_agree(op):
+    """What stands beside ours computes the same."""
+    case = min((case for case in shapes.cases([op], further=True)), key=operations._bytes)
+    inputs = case.make("cpu", torch.float32)
+    expected = dispatch.OPS[op].reference(*inputs)
+    for name in ("torch", "eager"):
+        function = peers.PEERS[name].make(case)
+        if function is not None:
+            torch.testing.assert_close(function(*inputs), expected)
+
+
+# what became of a time
+
+
+def made(median, **more):
+    record = {"op": "rms_norm", "shape": "8x8", "mode": "fwd", "provider": "liger_hw", "median": median}
+    return record | {"p20": median * 0.99, "p80": median * 1.01, "rounds": 9, "peak_bytes": 2**20} | more
+
+
+def results(*records):
+    return {"device": {"name": "a GPU"}, "date": "today", "commit": None, "results": list(records)}
+
+
+def test_compare(tmp_path, capsys):
+    before = results(made(1.0), made(1.0, shape="9x9"), made(1.0, shape="7x7"), made(1.0, shape="6x6", p80=1.2))
+    after = results(made(0.8), made(1.2, shape="9x9"), made(1.02, shape="7x7"), made(1.1, shape="6x6"))
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, found in zip(files, (before, after)):
+        file.write_text(json.dumps(found))
+    assert cli.main(["bench", "--compare", *map(str, files)]) == 0
+    shown = capsys.readouterr().out
+    assert "-20.0%" in shown and "+20.0%" in shown and "2 of 4 times" in shown
+    assert "7x7" not in shown and "6x6" not in shown
+
+
+def test_spread_and_order():
+    assert measure.spread([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0, "rounds": 6}
+    calls = []
+    functions = {name: lambda name=name: calls.append(name) for name in "abc"}
+    taken = measure.Clock(torch.device("cpu")).interleave(functions, 0.0)
+    assert set(taken) == set("abc") and taken["a"]["rounds"] == measure.FEWEST
+    assert "".join(calls[-9:]) == "abcbcacab"
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+
+    def bench_train(*arguments):
+        status = cli.main(["bench", "train", *arguments, "--report", str(tmp_path)])
+        return status, json.loads((tmp_path / "train.json").read_text())
+
+    return bench_train
+
+
+def test_training(trained, tmp_path, capsys):
+    status, found = trained("tiny", "--batch", "1", "--seq", "32", "--steps", "2")
+    assert status == 0 and found["complete"] and found["versions"]["torch"]
+    eager, ours = found["results"]
+    assert (eager["provider"], ours["provider"]) == ("eager", "liger_hw")
+    assert all(run["tokens_per_second"] > 0 and run["peak_bytes"] > 0 and run["rounds"] == 2 for run in (eager, ours))
+    assert abs(eager["loss"] - ours["loss"]) < 1e-3
+    shown = capsys.readouterr().out
+    assert "tiny 1x32" in shown and "x the memory" in shown
+    text = (tmp_path / "train.html").read_text()
+    assert 'alt="tokens per second"' in text and 'alt="training memory"' in text
+
+
+def test_training_that_fails_is_told(trained, monkeypatch, capsys):
+    monkeypatch.setattr(training, "_in_a_process", lambda asked: {"error": "out of memory"})
+    status, found = trained("tiny", "--checkpointing", "both")
+    assert status == 0 and [run["checkpointing"] for run in found["results"]] == [False, False, True, True]
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nobody"], "got nobody, allowed: llama-1b"),
+        (["tiny", "--against", "quack"], "got quack, allowed: eager, compile, liger"),
+        (["tiny", "--longest"], "--longest: needs an accelerator"),
+    ],
+    ids=["model", "against", "longest"],
+)
+def test_training_refuses(arguments, message, capsys):
+    pytest.importorskip("transformers")
+    assert cli.main(["bench", "train", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", [0, 1024, 1500, 70_000, 10**9])
+def test_the_longest_context_is_found(monkeypatch, limit):
+    class Run:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+
+        def step(self, batch):
+            if batch > limit:
+                raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(training, "_tokens", lambda made, batch, seq, device: seq)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    found = training._longest(Run(), torch.device("cpu"))
+    assert found <= limit and min(limit, training.POSITIONS) - found <= max(1024, found // 16)
+
+
+def test_pictures_are_pictures():
+    found = results(
+        made(1.0, share=0.5, bytes=10, flops=10), made(2.0, share=0.2, provider="eager", bytes=10, flops=10)
+    )
+    found["ceilings"] = {"bytes_per_second": 1e9, "flops_per_second": 1e12}
+    drawn = {name: page.picture(figure, "png") for name, figure in page.figures(found)}
+    assert set(drawn) == {"roofline", "rms_norm fwd"}
+    assert all(data.startswith(b"\x89PNG") for data in drawn.values())
+
+
+def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+    try:
+        import readme
+    finally:
+        sys.path.pop(0)
+    records = [made(m, provider=p, shape="16384x4096", mode="full", share=0.5, bytes=9, flops=9) for m, p in
+               ((0.2, "liger_hw"), (0.3, "quack"), (0.4, "liger"))]  # fmt: skip
+    found = operations.about(torch.device("cpu")) | results(*records) | {
+        "device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}, "dtype": "bfloat16",
+        "ceilings": {"bytes_per_second": 4e12, "flops_per_second": 7e14},
+    }  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps(found))
+    (tmp_path / "README.md").write_text(f"before\n{readme.BEGIN}\nstale\n{readme.END}\nafter\n")
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    readme.main([tmp_path / "gpu.json"])
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n") and text.endswith(f"{readme.END}\nafter\n") and "stale" not in text
+    assert "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x |" in text
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
