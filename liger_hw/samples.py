@@ -199,6 +199,40 @@ def linear_selections(dtype, device="cpu"):
     yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
 
 
+def log_probs(rows, classes, dtype, device, grad=True):
+    """Log-probabilities far enough from each other that a divergence has no cancellation to speak of."""
+    x = torch.randn(rows, classes, dtype=torch.float64).mul_(2).log_softmax(-1)
+    return x.to(device, dtype).requires_grad_(grad)
+
+
+def jsds(dtype, device="cpu"):
+    for rows, classes in [(12, 130), (5, 517), (0, 8), (20, 9)]:
+        q, p = log_probs(rows, classes, dtype, device), log_probs(rows, classes, dtype, device, False)
+        for beta in (0.0, 0.1, 0.5, 1.0):
+            yield (q, p), {"beta": beta}
+        yield (q, p), {"labels": targets(rows, classes, device)}
+    yield (log_probs(2, 20000, dtype, device), log_probs(2, 20000, dtype, device, False)), {}
+    yield (q, p), {"labels": torch.full((20,), -100, device=device)}
+
+
+def kl_divs(dtype, device="cpu"):
+    for rows, classes in [(12, 130), (5, 517), (0, 8), (20, 9)]:
+        q, p = log_probs(rows, classes, dtype, device), log_probs(rows, classes, dtype, device, False)
+        for reduction in ("sum", "mean", "batchmean", "none"):
+            yield (q, p.exp()), {"reduction": reduction}
+        yield (q, p), {"log_target": True, "reduction": "batchmean"}
+    yield (log_probs(2, 20000, dtype, device), log_probs(2, 20000, dtype, device, False)), {"log_target": True}
+
+
+def tvds(dtype, device="cpu"):
+    for rows, classes in [(12, 130), (5, 517), (0, 8), (20, 9)]:
+        q, p = (log_probs(rows, classes, dtype, device, False).exp() for _ in range(2))
+        q.requires_grad_()
+        for reduction in ("sum", "mean", "batchmean", "none"):
+            yield (q, p), {"reduction": reduction}
+        yield (q, p), {"labels": targets(rows, classes, device)}
+
+
 def real_norms(dtype):
     for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001):
         yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype)), {}
@@ -278,6 +312,20 @@ def real_linear_selections(dtype):
         yield (x, w, y), {"softcap": 30.0, "return_entropy": True}
 
 
+def real_divergences(dtype, *options):
+    for classes in (128256, 50257):
+        for option in options or ({},):
+            yield (randn(2, classes, dtype=dtype), randn(2, classes, dtype=dtype, grad=False)), option
+
+
+def real_jsds(dtype):
+    return real_divergences(dtype, *({"beta": beta, "labels": targets(2, 9)} for beta in (0.0, 0.5, 1.0)))
+
+
+def real_kl_divs(dtype):
+    return real_divergences(dtype, {}, {"log_target": True})
+
+
 # For the compile tier: widths of real models and an odd one, few rows. (dtype) -> (inputs, options)
 REAL = {
     "rms_norm": real_norms,
@@ -291,6 +339,9 @@ REAL = {
     "fused_linear_cross_entropy": real_linear_losses,
     "selective_log_softmax": real_selections,
     "fused_linear_selective_log_softmax": real_linear_selections,
+    "jsd": real_jsds,
+    "kl_div": real_kl_divs,
+    "tvd": real_divergences,
 }
 
 SAMPLES = {
@@ -305,4 +356,7 @@ SAMPLES = {
     "fused_linear_cross_entropy": linear_losses,
     "selective_log_softmax": selections,
     "fused_linear_selective_log_softmax": linear_selections,
+    "jsd": jsds,
+    "kl_div": kl_divs,
+    "tvd": tvds,
 }

@@ -95,15 +95,16 @@ def row_functions(plan):
     return kernels if plan.with_kernels else plain
 
 
-def linear_chunks(x, weight, bias, chunk_memory, buffers=1):
+def linear_chunks(x, weight, bias, chunk_memory, buffers=1, whole=False):
     """How many chunks there are, and an iterator over their slices of rows and logits, all in one buffer.
 
     A row of logits begins at a 16-byte boundary whatever the vocabulary. `buffers` is how many times the logits of a
-    chunk take memory.
+    chunk take memory; `whole` makes one chunk, as part of another's.
     """
     vector = 16 // x.element_size()
     stride = -(-weight.shape[0] // vector) * vector
-    size = chunk_rows(x.shape[0], buffers * stride * x.element_size(), chunk_memory, device_of(x))
+    row_bytes = int(buffers * stride * x.element_size())
+    size = x.shape[0] if whole else chunk_rows(x.shape[0], row_bytes, chunk_memory, device_of(x))
     return -(-x.shape[0] // size), _chunks(x, weight, bias, size, stride)
 
 

@@ -51,11 +51,11 @@ def whole(
             clipped = (r > o.epsilon_high) & (advantage > 0)
         elif o.loss_type == "sapo":
             tau = torch.where(advantage > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
-            loss = -torch.sigmoid(tau * (r - 1)) * (4 / tau) * advantage
+            loss = -torch.sigmoid(tau * (r - 1)) * 4 / tau * advantage
         elif o.loss_type == "vespo":
             log_w = ((lp - old) * mask_).sum(-1, keepdim=True).detach()
             if vllm_is_ratio is not None:
-                log_w = log_w + (correction.log() * mask_).sum(-1, keepdim=True)
+                log_w = log_w + (vllm_is_ratio.reshape(len(lp), -1).log() * mask).sum(-1, keepdim=True)
             k = torch.where(advantage >= 0, o.vespo_k_pos, o.vespo_k_neg)
             lam = torch.where(advantage >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
             loss, correction = -torch.exp(lam + k * log_w - lam * log_w.exp()) * advantage * lp, 1.0
@@ -82,8 +82,8 @@ def whole(
             value = loss.sum() / total.clamp(min=1)
         else:
             value = loss.sum() / (num_items or total.clamp(min=1))
-        means = [(v * mask_).sum() / total.clamp(min=1) for v in (kl, clipped, entropy)]
-        return value, *means
+        kl, entropy = ((v * mask_).sum() / total.clamp(min=1) for v in (kl, entropy))
+        return value, kl, (clipped * mask).float().sum() / mask.float().sum(), entropy  # a count's share, in fp32
 
     return function
 

@@ -1,0 +1,294 @@
+r"""Divergences between a student's distribution q and a teacher's p, by rows of probabilities or log-probabilities.
+
+    kl_div   sum_j p_j (log p_j - log q_j)                       dlog q_j = -p_j
+    jsd      b KL(p, m) + (1 - b) KL(q, m),  m = b p + (1 - b) q     dlog q_j = (1 - b) q_j (log q_j - log m_j)
+             b = 0: KL(p, q);  b = 1: KL(q, p)                   dlog q_j = -p_j;  q_j (log q_j - log p_j + 1)
+    tvd      sum_j |q_j - p_j| / 2                               dq_j = sign(q_j - p_j) / 2
+
+Letters: N rows of V columns. The gradient is made in the forward, where one is wanted: both inputs are read once and it
+is written (3NV), and no loss by element exists. The backward multiplies it by the incoming gradient unless that is 1.
+"""
+
+import math
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.kernels._math import in_row
+from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
+from liger_hw.kernels.cross_entropy.kernels import LN_2, LOG2_E, scale_rows
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+KINDS = ("kl", "reverse_kl", "jsd", "tvd")
+
+
+def elements(log_q, log_p, kind, beta):
+    """The divergence by element, of log-probabilities; "tvd" too."""
+    if kind == "kl":
+        return log_p.exp() * (log_p - log_q)
+    if kind == "reverse_kl":
+        return log_q.exp() * (log_q - log_p)
+    q, p = log_q.exp(), log_p.exp()
+    if kind == "tvd":
+        return (q - p).abs() / 2
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    return beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+
+
+def kind_of(beta):
+    """The kind of a generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1)."""
+    check(0 <= beta <= 1, "beta", beta, "0 to 1")
+    return {0: "kl", 1: "reverse_kl"}.get(beta, "jsd")
+
+
+def _check_pair(names, x, y, labels=None):
+    x_name, y_name = names
+    check(x.ndim == 2 and x.is_floating_point(), x_name, x, "floats (N, V)")
+    fits = y.shape == x.shape and y.is_floating_point() and y.device == x.device
+    check(fits, y_name, y, f"floats of shape {tuple(x.shape)} on {x.device}, as {x_name}")
+    if labels is not None:
+        fits = labels.shape == x.shape[:1] and labels.device == x.device
+        check(fits, "labels", labels, f"shape ({x.shape[0]},) on {x.device}, one for each row")
+
+
+def _denominator(x, reduction, labels, ignore_index):
+    """What divides the sum over rows, a number or a tensor."""
+    if reduction == "sum":
+        return 1
+    rows = max(x.shape[0], 1) if labels is None else (labels != ignore_index).sum().clamp(min=1)
+    return rows * x.shape[1] if reduction == "mean" else rows
+
+
+def _kept(x, labels, ignore_index):
+    return x if labels is None else x.masked_fill((labels == ignore_index)[:, None], 0)
+
+
+@op
+def jsd(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
+    """Generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1), mean over the rows.
+
+    Args:
+        log_q: (N, V) log-probabilities of the student.
+        log_p: (N, V) log-probabilities of the teacher, a constant.
+        beta: weight of the teacher in the mixture: 0 for KL(p, q), 1 for KL(q, p).
+        labels: (N,), rows whose label is `ignore_index` do not count; None counts all.
+
+    Returns:
+        the mean over the rows that count, 0 where there are none, in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: shapes do not fit or beta is out of range.
+        RuntimeError: a second backward, with the kernels.
+    """
+    _check_pair(("log_q", "log_p"), log_q, log_p, labels)
+    kind = kind_of(beta)
+    log_q, log_p = _kept(widen(log_q), labels, ignore_index), _kept(widen(log_p), labels, ignore_index).detach()
+    rows = _kept(elements(log_q, log_p, kind, beta), labels, ignore_index).sum()
+    return rows / _denominator(log_q, "batchmean", labels, ignore_index)
+
+
+@op
+def kl_div(log_q, target, reduction="mean", log_target=False, eps=1e-10):
+    """`torch.nn.functional.kl_div`: KL(p, q) of log-probabilities q and target p.
+
+    Args:
+        log_q: (N, V) log-probabilities of the student.
+        target: (N, V) probabilities of the teacher, or with `log_target` log-probabilities; a constant.
+        reduction: "batchmean" (sum over N), "sum", "mean" (sum over N V) or "none", which is (N, V).
+        eps: the least probability whose logarithm is taken, without `log_target`.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: shapes do not fit or the reduction is unknown.
+        RuntimeError: a second backward, with the kernels.
+    """
+    _check_pair(("log_q", "target"), log_q, target)
+    check(reduction in ("none", "sum", "mean", "batchmean"), "reduction", reduction, "none, sum, mean, batchmean")
+    p = widen(target).detach()
+    log_p, p = (p, p.exp()) if log_target else (p.clamp(min=eps).log(), p)
+    values = p * (log_p - widen(log_q))
+    return values if reduction == "none" else values.sum() / _denominator(log_q, reduction, None, None)
+
+
+@op
+def tvd(q, p, reduction="batchmean", labels=None, ignore_index=-100):
+    """Total variation distance of probabilities, sum_j |q_j - p_j| / 2.
+
+    Args:
+        q: (N, V) probabilities of the student.
+        p: (N, V) probabilities of the teacher, a constant.
+        reduction: "batchmean" (sum over the rows that count), "sum", "mean" (also over V) or "none", which is (N, V).
+        labels, ignore_index: as in `jsd`.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs). Where q equals p the gradient is 0.
+
+    Raises:
+        ValueError: shapes do not fit or the reduction is unknown.
+        RuntimeError: a second backward, with the kernels.
+    """
+    _check_pair(("q", "p"), q, p, labels)
+    check(reduction in ("none", "sum", "mean", "batchmean"), "reduction", reduction, "none, sum, mean, batchmean")
+    values = _kept((widen(q) - widen(p).detach()).abs() / 2, labels, ignore_index)
+    return values if reduction == "none" else values.sum() / _denominator(q, reduction, labels, ignore_index)
+
+
+@jsd.cost
+@kl_div.cost
+@tvd.cost
+def _(x, target, *options, **named):
+    done = 8 * x.numel()
+    return Cost(2 * x.nbytes + target.nbytes, x.nbytes, 2 * done, done)
+
+
+@tuned
+def divergence_forward_config(cols, itemsize, device):
+    block = min(power_of_2(cols), device.max_threads * 8)
+    return Config({"COLS": block}, row_warps(block, device, per_lane=8))
+
+
+@triton.jit
+def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
+    """An element, of log-probabilities in units of ln 2, and its gradient by log q."""
+    if KIND == "tvd":
+        q, p = tl.exp2(log_q), tl.exp2(log_p)
+        return tl.abs(q - p) * 0.5, tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
+    elif KIND == "kl":
+        p = tl.exp2(log_p)
+        return tl.where(p > 0, p * ((log_p - log_q) * LN_2), 0.0), -p
+    elif KIND == "reverse_kl":
+        q = tl.exp2(log_q)
+        value = tl.where(q > 0, q * ((log_q - log_p) * LN_2), 0.0)
+        return value, value + q
+    else:  # by the smaller probability's share of the larger, whose logarithm has no cancellation
+        further = tl.where(log_p == log_q, 0.0, log_p - log_q)
+        larger, share = tl.exp2(tl.maximum(log_p, log_q)), tl.exp2(-tl.abs(further))
+        p_larger = further >= 0
+        q, p = tl.where(p_larger, larger * share, larger), tl.where(p_larger, larger, larger * share)
+        of_larger = tl.log2(tl.where(p_larger, beta + (1.0 - beta) * share, beta * share + (1.0 - beta)))
+        over_q = of_larger + tl.where(p_larger, further, 0.0)  # log m / q
+        over_p = of_larger - tl.where(p_larger, 0.0, further)
+        of_q = tl.where(q > 0, (beta - 1.0) * q * (over_q * LN_2), 0.0)
+        return tl.where(p > 0, -beta * p * (over_p * LN_2), 0.0) + of_q, of_q
+
+
+@triton.jit(do_not_specialize=["x_stride", "y_stride", "ignore_index"])
+def divergence_forward(
+    X, Y, LABELS, DENOMINATOR, LOSS, DX, x_stride, y_stride, beta, eps, ignore_index, KIND: tl.constexpr,
+    LOGARITHMS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    factor = 1.0 / tl.load(DENOMINATOR).to(tl.float32)
+    counts = tl.full((), 1.0, tl.float32)
+    if LABELS is not None:
+        counts = tl.where(tl.load(LABELS + row) == ignore_index, 0.0, 1.0)
+    total = tl.zeros((COLS,), tl.float32)
+    for start in range(0, cols, COLS):
+        at = start + tl.arange(0, COLS)
+        mask = in_row(at, cols, COLS)
+        x = tl.load(X + row * x_stride + at, mask, other=0.0).to(tl.float32)
+        y = tl.load(Y + row * y_stride + at, mask, other=0.0).to(tl.float32)
+        if LOGARITHMS:
+            value, dx = divergence_element(x * LOG2_E, y * LOG2_E, beta, KIND)
+        elif KIND == "kl":
+            value, dx = y * (tl.log2(tl.maximum(y, eps)) * LN_2 - x), -y
+        else:
+            value, dx = tl.abs(x - y) * 0.5, tl.where(x > y, 0.5, tl.where(x < y, -0.5, 0.0))
+        total += tl.where(counts > 0, tl.where(mask, value, 0.0), 0.0)
+        if DX is not None:
+            tl.store(DX + row * cols + at, tl.where(counts > 0, dx * factor, 0.0), mask)
+    tl.store(LOSS + row, tl.sum(total, 0) * factor)
+
+
+def _fake_divergence(x, *options):
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape if options[-1] else 0)
+
+
+@raw(_fake_divergence)
+def _divergence(
+    x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, denominator: torch.Tensor, beta: float, eps: float,
+    ignore_index: int, kind: str, logarithms: bool, gradient_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rows, cols = x.shape
+    loss = x.new_empty(rows, dtype=torch.float32)
+    dx = x.new_empty(x.shape if gradient_wanted else 0)
+    config = divergence_forward_config(cols, x.element_size(), device_of(x))
+    launch(
+        divergence_forward, (rows, 1, 1), config,
+        x, y, labels, denominator, loss, dx if gradient_wanted else None, x.stride(0), y.stride(0), beta, eps,
+        ignore_index, kind, logarithms, cols,
+    )  # fmt: skip
+    return loss, dx
+
+
+@raw(mutates=["dx"])
+def _divergence_scale(dx: torch.Tensor, dloss: torch.Tensor) -> None:
+    scale_rows(dx, dloss)
+
+
+class DivergenceFunction(Function):
+    @staticmethod
+    def forward(ctx, x, y, labels, denominator, options, gradient_wanted):
+        loss, dx = _divergence(x, y, labels, denominator, *options, gradient_wanted)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(dx)
+        else:
+            ctx.dx = dx
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        if torch.compiler.is_compiling():
+            (dx,) = ctx.saved_tensors
+            return dx * dloss.to(dx.dtype), *[None] * 5
+        if ctx.dx is None:
+            raise RuntimeError(
+                "a divergence makes its gradient in the forward, and a first backward has handed it out: for a second "
+                "one call it again, or run under liger_hw.use_backend('reference')"
+            )
+        dx, ctx.dx = ctx.dx, None
+        if dx.shape[0]:
+            _divergence_scale(dx, dloss.expand(dx.shape[0]))
+        return dx, *[None] * 5
+
+
+def _with_kernels(names, x, y, labels, denominator, beta, eps, ignore_index, kind, logarithms):
+    for name, tensor in zip(names, (x, y)):
+        check_kernel_dtype(name, tensor)
+    wanted = torch.is_grad_enabled() and x.requires_grad
+    x, y = (t if t.stride(-1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous() for t in (x, y.detach()))
+    if not torch.is_tensor(denominator):
+        denominator = torch.full((), denominator, dtype=torch.float32, device=x.device)
+    labels = None if labels is None else labels.contiguous()
+    options = float(beta), float(eps), int(ignore_index), kind, logarithms
+    return DivergenceFunction.apply(x, y, labels, denominator, options, wanted)
+
+
+@jsd.register("triton")
+def _(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
+    _check_pair(("log_q", "log_p"), log_q, log_p, labels)
+    denominator, kind = _denominator(log_q, "batchmean", labels, ignore_index), kind_of(beta)
+    return _with_kernels(("log_q", "log_p"), log_q, log_p, labels, denominator, beta, 0.0, ignore_index, kind, True)
+
+
+@kl_div.register("triton")
+def _(log_q, target, reduction="mean", log_target=False, eps=1e-10):
+    _check_pair(("log_q", "target"), log_q, target)
+    if reduction not in ("sum", "mean", "batchmean"):  # by element there is nothing to reduce in a kernel
+        return kl_div.reference(log_q, target, reduction, log_target, eps)
+    denominator = _denominator(log_q, reduction, None, None)
+    return _with_kernels(("log_q", "target"), log_q, target, None, denominator, 0.0, eps, -100, "kl", log_target)
+
+
+@tvd.register("triton")
+def _(q, p, reduction="batchmean", labels=None, ignore_index=-100):
+    _check_pair(("q", "p"), q, p, labels)
+    if reduction not in ("sum", "mean", "batchmean"):
+        return tvd.reference(q, p, reduction, labels, ignore_index)
+    denominator = _denominator(q, reduction, labels, ignore_index)
+    return _with_kernels(("q", "p"), q, p, labels, denominator, 0.0, 0.0, ignore_index, "tvd", False)

@@ -1,0 +1,143 @@
+r"""Divergence and cross entropy of rows of logits at once, with the student's gradient over its logits.
+
+    q = softmax(s / T),   p = softmax(t / T)                    the shorter row is padded with logits of 0
+    soft = divergence(q, p),     hard = -log softmax(s)_y
+    ds   = soft_factor / T (a - q sum_j a_j) + hard_factor (softmax(s) - [j = y])       a_j = dsoft / dlog q_j
+
+Traffic of a student's row and a teacher's, of V columns: both are read three times, for the sums of powers, for the
+divergence and for the gradient, the last two backwards and forwards so that they find in L2 what was read last; the
+student's is written once.
+"""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import widen
+from liger_hw.kernels._math import in_row
+from liger_hw.kernels.cross_entropy.kernels import LN_2, LOG2_E, LOWEST
+from liger_hw.kernels.divergence import divergence_element, elements
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+
+@tuned
+def divergence_of_logits_config(cols, itemsize, device):
+    block = min(power_of_2(cols), device.max_threads * 4)
+    return Config({"COLS": block}, row_warps(block, device, per_lane=8))
+
+
+@triton.jit
+def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
+          VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Columns of both rows in units of ln 2, -inf beyond both; rows are readable up to a multiple of VECTOR."""
+    s = tl.load(S + at, in_row(at, (student_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    t = tl.load(T + at, in_row(at, (teacher_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    s = tl.where(at < student_cols, s * scale, tl.where(at < cols, 0.0, float("-inf")))
+    return s, tl.where(at < teacher_cols, t * scale, tl.where(at < cols, 0.0, float("-inf")))
+
+
+@triton.jit
+def _take(z, peak, total):
+    higher = tl.maximum(peak, tl.max(z, 0))
+    return higher, total * tl.exp2(peak - higher) + tl.exp2(z - higher)
+
+
+@triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
+def divergence_of_logits(
+    S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, beta, temperature, KIND: tl.constexpr,
+    GRADIENT: tl.constexpr, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (student_cols + VECTOR - 1) // VECTOR * VECTOR
+    S += tl.multiple_of(row * s_stride, VECTOR)
+    T += tl.multiple_of(row * t_stride, VECTOR)
+    lane = tl.arange(0, COLS)
+    y = tl.load(LABELS + row)
+    soft = tl.full((), 0.0, tl.float32)
+    hard = soft
+    if y == ignore_index:
+        if GRADIENT:
+            for start in range(0, student_cols, COLS):
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+    else:
+        scale = LOG2_E / temperature
+        s_peak = tl.full((), LOWEST, tl.float32)
+        t_peak = s_peak
+        s_total = tl.zeros((COLS,), tl.float32)
+        t_total = tl.zeros((COLS,), tl.float32)
+        hard_peak = s_peak
+        hard_total = tl.zeros((COLS,), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + lane
+            s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+            s_peak, s_total = _take(s, s_peak, s_total)
+            t_peak, t_total = _take(t, t_peak, t_total)
+            if HARD is not None:
+                cold = tl.where(at < student_cols, s * temperature, float("-inf"))
+                hard_peak, hard_total = _take(cold, hard_peak, hard_total)
+        s_lse = s_peak + tl.log2(tl.sum(s_total, 0))
+        t_lse = t_peak + tl.log2(tl.sum(t_total, 0))
+        values = tl.zeros((COLS,), tl.float32)
+        slopes = tl.zeros((COLS,), tl.float32)
+        last = (cols - 1) // COLS * COLS
+        for start in range(0, cols, COLS):
+            at = last - start + lane
+            s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+            value, slope = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+            values += tl.where(at < cols, value, 0.0)
+            slopes += tl.where(at < cols, slope, 0.0)
+        soft = tl.sum(values, 0)
+        hard_lse = soft
+        if HARD is not None:
+            inside = (y >= 0) & (y < student_cols)
+            hard_lse = hard_peak + tl.log2(tl.sum(hard_total, 0))
+            z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
+            hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
+        if GRADIENT:
+            of_soft = tl.load(FACTORS).to(tl.float32) / temperature
+            of_hard = tl.load(FACTORS + 1).to(tl.float32)
+            slope_sum = tl.sum(slopes, 0)
+            tl.debug_barrier()  # the label's logit has been read by every lane
+            for start in range(0, student_cols, COLS):
+                at = start + lane
+                s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+                _, slope = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                ds = of_soft * (slope - tl.exp2(s - s_lse) * slope_sum)
+                if HARD is not None:
+                    p = tl.exp2(s * temperature - hard_lse)
+                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0)) + tl.where(hard == hard, 0.0, float("nan"))
+                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+    tl.store(SOFT + row, soft)
+    if HARD is not None:
+        tl.store(HARD + row, hard)
+
+
+def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, temperature, ignore_index, gradient):
+    """Write the soft and hard losses of rows of logits, and the student's gradient over its logits if asked for.
+
+    Args:
+        student, teacher: (N, V), (N, V'); their rows begin at 16-byte boundaries and are readable up to the next.
+        labels: (N,), rows of `ignore_index` have loss 0 and gradient 0. factors: (2,) fp32 of soft and hard gradients.
+        soft, hard: (N,) fp32; hard may be None.
+    """
+    cols = max(student.shape[1], teacher.shape[1])
+    config = divergence_of_logits_config(cols, student.element_size(), device_of(student))
+    launch(
+        divergence_of_logits, (student.shape[0], 1, 1), config,
+        student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, beta,
+        temperature, kind, gradient, student.shape[1], teacher.shape[1], cols,
+    )  # fmt: skip
+
+
+def soft_rows(student, teacher, kind, beta, temperature):
+    """The definition: the divergence of each row of logits, and 1 - their cosine for the kind "cosine"."""
+    student, teacher = widen(student) / temperature, widen(teacher).detach() / temperature
+    further = student.shape[1] - teacher.shape[1]
+    teacher = torch.nn.functional.pad(teacher, (0, max(further, 0)))
+    student = torch.nn.functional.pad(student, (0, max(-further, 0)))
+    if kind == "cosine":
+        return 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1)
+    return elements(student.log_softmax(-1), teacher.log_softmax(-1), kind, beta).sum(-1)

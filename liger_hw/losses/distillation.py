@@ -1,0 +1,120 @@
+"""Distillation of a teacher's output layer into a student's: soft losses between their logits, mixed with hard labels.
+
+Both models' logits exist for one chunk of rows at a time; the loss of a row is reduced where its logits are, and the
+student's gradient takes their place. The teacher has no gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy, linear
+
+from liger_hw.dispatch import check, widen
+from liger_hw.kernels.divergence import kind_of
+from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
+from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks, prepare_linear
+from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, traced, with_kernels_on
+
+SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
+IGNORED = -100
+
+
+class DistillationOutput(NamedTuple):
+    """What `distillation_loss` returns; soft and hard are for logging and have no gradient.
+
+    Attributes:
+        loss: hard_weight * hard + soft_weight * soft.
+        soft, hard: means over the rows that count, without their weights; hard is 0 where its weight is.
+    """
+
+    loss: torch.Tensor
+    soft: torch.Tensor
+    hard: torch.Tensor
+
+
+def distillation_loss(
+    x, weight, teacher_x, teacher_weight, labels=None, bias=None, teacher_bias=None, soft_loss="jsd", beta=0.5,
+    temperature=1.0, hard_weight=0.5, soft_weight=0.5, ignore_index=IGNORED, chunk_memory=CHUNK_MEMORY,
+):  # fmt: skip
+    """Mean over rows of a soft loss between teacher and student and of the student's cross entropy with the labels.
+
+    Args:
+        x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
+        teacher_x: (N, H'). teacher_weight: (V', H'). teacher_bias: (V',) or None. Constants. Where the vocabularies
+            differ, the shorter logits are padded with 0 for the soft loss.
+        labels: (N,) int64; a row of `ignore_index` does not count, in neither loss. None counts all, without hard loss.
+        soft_loss: "jsd" (arXiv:2306.13649 eq. 1, by `beta`), "kl" (of the student from the teacher, Hinton's
+            arXiv:1503.02531 without its factor T^2), "reverse_kl" (arXiv:2306.08543), "tvd" (arXiv:2307.15190), or
+            "cosine" (1 - the cosine of the logits).
+        beta: of "jsd", 0 to 1: 0 is "kl" and 1 is "reverse_kl".
+        temperature: divides both models' logits in the soft loss; the hard one sees them as they are.
+        hard_weight, soft_weight: of the two losses.
+        chunk_memory: bytes that a chunk of both models' logits may take.
+
+    Returns:
+        A `DistillationOutput` in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        RuntimeError: a second backward.
+    """
+    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
+    names = "teacher_x", "teacher_weight", "teacher_bias"
+    teacher_x, teacher_weight, teacher_bias = (
+        t if t is None else t.detach()
+        for t in prepare_linear(teacher_x, teacher_weight, teacher_bias, chunk_memory, names)
+    )
+    check(x.ndim == 2, "x", x, "floats (N, H)")
+    check(teacher_x.ndim == 2 and len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
+    check(soft_loss in SOFT_LOSSES, "soft_loss", repr(soft_loss), ", ".join(SOFT_LOSSES))
+    check(temperature > 0, "temperature", temperature, "a positive number")
+    kind = kind_of(beta) if soft_loss == "jsd" else soft_loss
+    if labels is None:
+        labels, hard_weight, ignore_index = torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
+    check(labels.shape == x.shape[:1], "labels", labels, f"shape ({len(x)},), one for each row of x")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    count = (labels != ignore_index).sum().clamp(min=1).to(wide)
+    factors = torch.stack([soft_weight / count, hard_weight / count])
+
+    def rows(logits, teacher_logits, labels):
+        keep = labels != ignore_index
+        logits = logits.masked_fill(~keep[:, None], 0)
+        soft = soft_rows(logits, teacher_logits.masked_fill(~keep[:, None], 0), kind, beta, temperature)
+        soft, hard = torch.where(keep, soft, 0), torch.zeros_like(soft)
+        if hard_weight:
+            hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
+        return soft, hard
+
+    with_kernels = with_kernels_on(x.device)
+    if with_kernels is None or len(x) == 0 or traced(x, weight, bias, teacher_x, teacher_weight, teacher_bias):
+        soft, hard = rows(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
+        loss = (soft * factors[0] + hard * factors[1]).sum()
+        return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
+    in_kernel = with_kernels and kind != "cosine"
+    # the student's logits and the teacher's; autograd keeps a dozen of a row's values besides, in fp32
+    width = 1 + teacher_weight.shape[0] / weight.shape[0]
+    buffers = width if in_kernel else width + 12 * widen(x[:0]).element_size() / x.element_size()
+    labels = labels.contiguous()
+
+    def step(part, logits, differentiate):
+        ((_, teacher_logits),) = linear_chunks(teacher_x[part], teacher_weight, teacher_bias, chunk_memory, whole=True)[
+            1
+        ]
+        if in_kernel:
+            soft, hard = logits.new_empty(2, len(logits), dtype=wide)
+            divergence_rows(
+                logits, teacher_logits, labels[part], factors, soft, hard if hard_weight else None, kind, float(beta),
+                float(temperature), ignore_index, differentiate,
+            )  # fmt: skip
+            hard = hard if hard_weight else torch.zeros_like(soft)
+            return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
+        leaf = logits.detach().requires_grad_(differentiate)
+        with torch.set_grad_enabled(differentiate):
+            soft, hard = rows(leaf, teacher_logits, labels[part])
+            value = (soft * factors[0] + hard * factors[1]).sum()
+        if differentiate:
+            logits.copy_(torch.autograd.grad(value, leaf)[0])
+        return value.detach(), soft.detach(), hard.detach()
+
+    loss, soft, hard = run_chunks(step, x, weight, bias, chunk_memory, buffers, with_kernels)
+    return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)

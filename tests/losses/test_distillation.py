@@ -1,0 +1,138 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from naive import hold
+
+from liger_hw.losses.distillation import SOFT_LOSSES, distillation_loss
+from liger_hw.samples import randn, targets
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def case(rows=9, classes=37, teacher_classes=37, device="cpu"):
+    """The student's hidden states, weight and bias, and the teacher's, of another size; labels."""
+    torch.manual_seed(0)
+    student = [randn(*s, device=device) for s in ((rows, 8), (classes, 8), (classes,))]
+    shapes = (rows, 12), (teacher_classes, 12), (teacher_classes,)
+    return student, [randn(*s, device=device, grad=False) for s in shapes], targets(rows, classes, device)
+
+
+def supported(dtype, engine):
+    if dtype == torch.float64 and engine == "kernels":
+        pytest.skip("the kernels take no float64")
+
+
+def whole(labels, soft_loss, beta=0.3, temperature=1.0, weights=(0.5, 0.5)):
+    """Each loss written out once more, by all logits at once: loss, soft and hard part."""
+
+    def function(x, w, b, *teacher):
+        s, t = F.linear(x, w, b), F.linear(*teacher)
+        s, t = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (s, t))
+        keep = labels != -100
+        count = keep.sum().clamp(min=1)
+        hard = F.cross_entropy(s, labels, reduction="sum", ignore_index=-100) / count
+        width = max(s.shape[1], t.shape[1])
+        s, t = (F.pad(z, (0, width - z.shape[1])) / temperature for z in (s, t))
+        log_q, log_p = s.log_softmax(-1), t.log_softmax(-1)
+        q, p = log_q.exp(), log_p.exp()
+        m = beta * p + (1 - beta) * q
+        soft = {
+            "kl": lambda: p * (log_p - log_q),
+            "reverse_kl": lambda: q * (log_q - log_p),
+            "jsd": lambda: beta * p * (log_p - m.log()) + (1 - beta) * q * (log_q - m.log()),
+            "tvd": lambda: (p - q).abs() / 2,
+            "cosine": lambda: (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1))[:, None],
+        }[soft_loss]()
+        soft = (soft.sum(-1) * keep).sum() / count
+        return weights[0] * hard + weights[1] * soft, soft, hard
+
+    return function
+
+
+def fused(labels, soft_loss, memory, beta=0.3, temperature=1.0, weights=(0.5, 0.5)):
+    def function(x, w, b, teacher_x, teacher_w, teacher_b):
+        return distillation_loss(
+            x, w, teacher_x, teacher_w, labels, b, teacher_b, soft_loss, beta, temperature, *weights,
+            chunk_memory=memory,
+        )  # fmt: skip
+
+    return function
+
+
+@pytest.mark.parametrize("memory", [1, 3000, 10**6])
+@pytest.mark.parametrize("soft_loss", SOFT_LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunks_change_nothing(soft_loss, memory, dtype, engine, device):
+    supported(dtype, engine)
+    student, teacher, labels = case(device=device)
+    biases = memory != 1
+    inputs = (*student[:2], student[2] if biases else None, *teacher[:2], teacher[2] if biases else None)
+    options = {"temperature": 1.0 if biases else 2.0, "weights": (0.3, 0.9)}
+    hold(whole(labels, soft_loss, **options), fused(labels, soft_loss, memory, **options), inputs, dtype, soft_loss)
+
+
+@pytest.mark.parametrize("classes, teacher_classes", [(37, 40), (40, 37), (130, 128)])
+@pytest.mark.parametrize("soft_loss", SOFT_LOSSES)
+def test_vocabularies_of_different_size(soft_loss, classes, teacher_classes, engine, device):
+    student, teacher, labels = case(4, classes, teacher_classes, device)
+    hold(whole(labels, soft_loss), fused(labels, soft_loss, 10**6), (*student, *teacher), torch.float32)
+
+
+@pytest.mark.parametrize("beta, soft_loss", [(0.0, "kl"), (1.0, "reverse_kl")])
+def test_ends_of_jsd(beta, soft_loss, engine, device):
+    student, teacher, labels = case(device=device)
+    jsd = fused(labels, "jsd", 10**6, beta)(*student, *teacher)
+    torch.testing.assert_close(jsd.loss, fused(labels, soft_loss, 10**6)(*student, *teacher).loss)
+
+
+def test_without_labels(engine, device):
+    student, teacher, _ = case(device=device)
+    found = distillation_loss(*student[:2], *teacher[:2])
+    everyone = torch.zeros(9, dtype=torch.int64, device=device)
+    torch.testing.assert_close(
+        found.soft, fused(everyone, "jsd", 10**6, 0.5)(*student[:2], None, *teacher[:2], None).soft
+    )
+    assert found.hard == 0
+
+
+@pytest.mark.parametrize("soft_loss", SOFT_LOSSES)
+def test_nothing_to_learn_from_and_extreme_logits(soft_loss, engine, device):
+    student, teacher, labels = case(device=device)
+    found = fused(torch.full_like(labels, -100), soft_loss, 10**6)(*student, *teacher)
+    found.loss.backward()
+    assert found.loss == 0 and all(t.grad.abs().sum() == 0 for t in student)
+    x = torch.tensor([[1e4], [-1e4]], device=device, requires_grad=True)
+    w = torch.tensor([[1.0], [-1.0], [0.3]], device=device)
+    found = distillation_loss(x, w, x.detach(), -w, torch.tensor([0, 1], device=device), soft_loss=soft_loss)
+    found.loss.backward()
+    assert found.loss.isfinite() and x.grad.isfinite().all()
+
+
+def test_only_the_student_gets_gradients_and_once(engine, device):
+    student, teacher, labels = case(device=device)
+    teacher = [t.requires_grad_() for t in teacher]
+    found = fused(labels, "jsd", 10**6)(student[0], student[1].detach(), student[2], *teacher)
+    found.loss.backward(retain_graph=True)
+    assert all(t.grad is None for t in teacher) and student[0].grad is not None and not found.soft.requires_grad
+    with pytest.raises(RuntimeError, match="second"):
+        found.loss.backward()
+
+
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("teacher_x", {"teacher_x": torch.zeros(8, 12)}),
+        ("teacher_weight", {"teacher_weight": torch.zeros(37, 11)}),
+        ("bias", {"bias": torch.zeros(36)}),
+        ("labels", {"labels": torch.zeros(8, dtype=torch.int64)}),
+        ("soft_loss", {"soft_loss": "mse"}),
+        ("beta", {"beta": 1.5}),
+        ("temperature", {"temperature": 0.0}),
+        ("chunk_memory", {"chunk_memory": 0}),
+    ],
+)
+def test_bad_input(argument, change):
+    student, teacher, labels = case()
+    good = {"x": student[0], "weight": student[1], "teacher_x": teacher[0], "teacher_weight": teacher[1]}
+    with pytest.raises(ValueError, match=f"^{argument}"):
+        distillation_loss(**(good | {"labels": labels} | change))
