@@ -13,10 +13,22 @@ PEER = {  # module -> names that programs written for liger_kernel import from i
         "AutoLigerKernelForCausalLM", "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm",
         "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP", "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP",
         "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "apply_liger_kernel_to_llama", "liger_rotary_pos_emb",
+        "LigerFusedLinearJSD", "LigerJSD", "LigerKLDIVLoss", "LigerTVDLoss", "triton_grpo_loss",
     ],
     "transformers.functional": [
         "CrossEntropyOutput", "liger_cross_entropy", "liger_fused_add_rms_norm", "liger_fused_linear_cross_entropy",
-        "liger_geglu", "liger_layer_norm", "liger_rms_norm", "liger_rope", "liger_swiglu",
+        "liger_geglu", "liger_layer_norm", "liger_rms_norm", "liger_rope", "liger_swiglu", "liger_fused_linear_jsd",
+        "liger_jsd", "liger_kl_div", "liger_tvd",
+    ],
+    "transformers.grpo_loss": ["triton_grpo_loss"],
+    "chunked_loss": [
+        "LigerFusedLinearCPOLoss", "LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearDPOLoss",
+        "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSDLoss", "LigerFusedLinearKTOLoss", "LigerFusedLinearORPOLoss",
+        "LigerFusedLinearSimPOLoss",
+    ],
+    "chunked_loss.functional": [
+        "liger_fused_linear_cosine", "liger_fused_linear_cpo", "liger_fused_linear_dpo", "liger_fused_linear_grpo",
+        "liger_fused_linear_jsd", "liger_fused_linear_kto", "liger_fused_linear_orpo", "liger_fused_linear_simpo",
     ],
     "transformers.monkey_patch": [
         "MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance",
@@ -45,6 +57,17 @@ SIGNATURES = {
     "LigerFusedLinearCrossEntropyLoss": "ce_weight ignore_index lse_square_scale label_smoothing reduction softcap"
     " return_z_loss accum_dtype use_token_scaling return_token_accuracy return_predicted_tokens",
     "liger_rotary_pos_emb": "q k cos sin position_ids unsqueeze_dim",
+    "LigerJSD": "beta ignore_index",
+    "LigerKLDIVLoss": "eps args kwargs",
+    "LigerTVDLoss": "reduction ignore_index",
+    "LigerFusedLinearJSD": "jsd_beta ignore_index temperature accum_dtype",
+    "liger_jsd": "input target shift_labels beta ignore_index",
+    "liger_kl_div": "input target size_average reduce reduction log_target eps",
+    "liger_tvd": "input target shift_labels reduction ignore_index",
+    "triton_grpo_loss": "logits old_logp ref_logp completion_ids advantages completion_mask temperature beta eps_low"
+    " eps_high inplace loss_type max_completion_length importance_sampling_level reduce sapo_temperature_pos"
+    " sapo_temperature_neg vllm_is_ratio delta use_bias_correction_kl num_items_in_batch vespo_k_pos vespo_lambda_pos"
+    " vespo_k_neg vespo_lambda_neg",
 }
 NEEDS_TRANSFORMERS = {"AutoLigerKernelForCausalLM"}
 

@@ -7,7 +7,9 @@ _NAMES = {
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
         "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
     ),
+    "divergences": ("LigerFusedLinearJSD", "LigerJSD", "LigerKLDIVLoss", "LigerTVDLoss"),
     "functional": ("CrossEntropyOutput",),
+    "grpo_loss": ("triton_grpo_loss",),
     "patching": ("patch", "unpatch"),
     "monkey_patch": (
         "MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance",

@@ -3,25 +3,33 @@
 `in_place` of the norms is accepted and has no effect: no functional op here writes over its caller's tensors.
 """
 
+import torch
 from torch.nn._reduction import legacy_get_string
 
+from liger_hw.dispatch import check
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
+from liger_hw.losses.distillation import distillation_loss
 
 __all__ = [
     "CrossEntropyOutput",
     "liger_cross_entropy",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_jsd",
     "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
     "liger_layer_norm",
     "liger_rms_norm",
     "liger_rope",
     "liger_swiglu",
+    "liger_tvd",
 ]
 
 
@@ -93,3 +101,32 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     """`liger_hw.rope`. `position_ids` is accepted as Hugging Face once had it and has no effect: cos and sin are
     already those of the positions. The inputs are not written to."""
     return rope(q, k, cos, sin, unsqueeze_dim)
+
+
+def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    """`liger_hw.jsd` of log-probabilities (N, V), `input` the student's and `target` the teacher's."""
+    return jsd(input, target, beta, shift_labels, ignore_index)
+
+
+def liger_kl_div(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
+    """`liger_hw.kl_div` of log-probabilities `input` (N, V) and `target`. `size_average` and `reduce` are accepted and
+    have no effect."""
+    return kl_div(input, target, reduction, log_target, eps)
+
+
+def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
+    """`liger_hw.tvd` of probabilities (N, V), `input` the student's and `target` the teacher's."""
+    return tvd(input, target, reduction, shift_labels, ignore_index)
+
+
+def liger_fused_linear_jsd(
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
+    temperature=1.0, accum_dtype=None,
+):  # fmt: skip
+    """JSD of two output layers' distributions without their logits, mean over the rows that count: see
+    `LigerFusedLinearJSD`."""
+    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+    return distillation_loss(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+        temperature=temperature, hard_weight=0.0, soft_weight=1.0, ignore_index=ignore_index,
+    ).loss  # fmt: skip

@@ -1,0 +1,18 @@
+"""The names of `liger_kernel.chunked_loss`: its signatures, defaults and outputs, thin over `liger_hw.losses`.
+
+`compiled` and `chunk_size` are accepted and have no effect: nothing needs compiling, and chunks are made of tokens by a
+memory budget. Any chunking gives the same numbers.
+"""
+
+from liger_hw._lazy import lazy_names
+
+_NAMES = {
+    "preference": (
+        "LigerFusedLinearCPOLoss", "LigerFusedLinearDPOLoss", "LigerFusedLinearKTOLoss", "LigerFusedLinearORPOLoss",
+        "LigerFusedLinearSimPOLoss",
+    ),
+    "grpo_loss": ("LigerFusedLinearGRPOLoss",),
+    "distillation": ("LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearJSDLoss"),
+}  # fmt: skip
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

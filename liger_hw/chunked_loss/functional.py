@@ -1,0 +1,171 @@
+"""The functions of `liger_kernel.chunked_loss.functional`, in its argument orders; the modules say what they return.
+
+`compiled` and `chunk_size` have no effect. Chunks are made of tokens by a memory budget.
+"""
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from liger_hw.losses.distillation import distillation_loss
+from liger_hw.losses.policy import policy_loss
+from liger_hw.losses.preference import Pairs, log_odds_ratio, preference_loss, unpaired_preference_loss
+
+__all__ = [
+    "liger_fused_linear_cosine",
+    "liger_fused_linear_cpo",
+    "liger_fused_linear_dpo",
+    "liger_fused_linear_grpo",
+    "liger_fused_linear_jsd",
+    "liger_fused_linear_kto",
+    "liger_fused_linear_orpo",
+    "liger_fused_linear_simpo",
+]
+
+
+def _logged(found):
+    loss, *beside = found
+    return loss, tuple(beside)
+
+
+def liger_fused_linear_dpo(
+    _input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1,
+    alpha=1.0, compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
+    loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
+):  # fmt: skip
+    """`preference_loss` with a reference model: see `LigerFusedLinearDPOLoss`."""
+    ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+    options = {"tau": discopop_tau} if loss_type == "discopop" else {}
+    return _logged(
+        preference_loss(
+            _input, weight, target, bias, loss_type, beta, label_smoothing, alpha if compute_nll_loss else 0.0,
+            average_log_prob, ignore_index=ignore_index, **ref, **options,
+        )
+    )  # fmt: skip
+
+
+def liger_fused_linear_cpo(
+    _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
+    compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1,
+):  # fmt: skip
+    """`preference_loss` without a reference model: see `LigerFusedLinearCPOLoss`."""
+    alpha = alpha if compute_nll_loss else 0.0
+    return _logged(
+        preference_loss(
+            _input, weight, target, bias, "sigmoid", beta, label_smoothing, alpha, average_log_prob,
+            ignore_index=ignore_index,
+        )
+    )  # fmt: skip
+
+
+def liger_fused_linear_simpo(
+    _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
+    compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1,
+):  # fmt: skip
+    """`preference_loss` of averaged log-probabilities with a margin: see `LigerFusedLinearSimPOLoss`."""
+    alpha = alpha if compute_nll_loss else 0.0
+    return _logged(
+        preference_loss(
+            _input, weight, target, bias, "simpo", beta, label_smoothing, alpha, True, ignore_index=ignore_index,
+            gamma=gamma,
+        )
+    )  # fmt: skip
+
+
+def liger_fused_linear_orpo(
+    _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None,
+    compiled=True, chunk_size=1,
+):  # fmt: skip
+    """`preference_loss` by odds: see `LigerFusedLinearORPOLoss`."""
+    loss, *beside = preference_loss(
+        _input, weight, target, bias, "orpo", beta, 0.0, 1.0 if compute_nll_loss else 0.0, True,
+        ignore_index=ignore_index, nll_labels=nll_target,
+    )  # fmt: skip
+    chosen, rejected = beside[:2]
+    log_odds = log_odds_ratio(Pairs(chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(rejected)))
+    return loss, (*beside, logsigmoid(log_odds).mean(), log_odds.mean())
+
+
+def liger_fused_linear_kto(
+    _input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None, kl=None,
+    ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
+):  # fmt: skip
+    """`unpaired_preference_loss`: see `LigerFusedLinearKTOLoss`."""
+    ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+    return _logged(
+        unpaired_preference_loss(
+            _input, weight, target, preference_labels, bias, "kto", beta, average_log_prob, ignore_index=ignore_index,
+            kl=0.0 if kl is None else kl, **ref,
+        )
+    )  # fmt: skip
+
+
+def liger_fused_linear_jsd(
+    student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None,
+    weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
+    chunk_size=1024, return_soft_hard_loss=False,
+):  # fmt: skip
+    """`distillation_loss` by JSD: see `LigerFusedLinearJSDLoss`."""
+    found = distillation_loss(
+        student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, "jsd",
+        beta, temperature, weight_hard_loss, weight_soft_loss, ignore_index,
+    )  # fmt: skip
+    return tuple(found) if return_soft_hard_loss else found.loss
+
+
+def liger_fused_linear_cosine(
+    student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None,
+    weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
+    chunk_size=1024, return_soft_hard_loss=False,
+):  # fmt: skip
+    """`distillation_loss` by `beta` times the cosine distance: see `LigerFusedLinearCosineSimilarityLoss`."""
+    found = distillation_loss(
+        student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, "cosine",
+        0.5, temperature, weight_hard_loss, weight_soft_loss * beta, ignore_index,
+    )  # fmt: skip
+    return (found.loss, beta * found.soft, found.hard) if return_soft_hard_loss else found.loss
+
+
+def liger_fused_linear_grpo(
+    _input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
+    old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, beta=0.04, epsilon_low=0.2,
+    epsilon_high=0.2, loss_type="dapo", max_completion_length=None, importance_sampling_level="token",
+    sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True,
+    chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
+):  # fmt: skip
+    """`policy_loss`: see `LigerFusedLinearGRPOLoss`."""
+    options = {
+        "loss_type": loss_type, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "delta": delta,
+        "importance_sampling_level": importance_sampling_level, "temperature": temperature, "beta": beta,
+        "use_bias_correction_kl": use_bias_correction_kl, "max_completion_length": max_completion_length,
+        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
+        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg,
+    }  # fmt: skip
+    own_reference = not use_ref_model and ref_per_token_logps is None  # the KL and its gradient are 0 then
+    if own_reference:
+        ref_input, options["beta"] = None, 0.0
+    batch_shape = selected_token_ids.shape
+    found = policy_loss(
+        _input.reshape(*batch_shape, -1), weight, selected_token_ids, advantages, attention_mask, bias,
+        old_per_token_logps, ref_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio,
+        items_of_all_ranks(attention_mask, num_items_in_batch), **options,
+    )  # fmt: skip
+    kl = torch.zeros_like(found.clip_ratio) if own_reference and beta else found.kl
+    return found.loss, [value for value in (kl, found.clip_ratio) if value is not None]
+
+
+def items_of_all_ranks(mask, num_items=None):
+    """What a rank divides its sum by, so that the mean over ranks is the mean over all their tokens: () fp32.
+
+    Args:
+        mask: (B, T), not 0 where a token counts. num_items: tokens of all ranks where they are known, else None.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if distributed else 1
+    if num_items is not None:
+        return num_items / ranks
+    count = (mask != 0).sum().float()
+    if distributed:
+        torch.distributed.all_reduce(count)
+    return (count / ranks).clamp(min=1)

@@ -1,0 +1,53 @@
+"""GRPO as the module of `liger_kernel.chunked_loss`."""
+
+from torch import nn
+
+from liger_hw.chunked_loss.functional import liger_fused_linear_grpo
+from liger_hw.dispatch import check
+from liger_hw.losses.policy import PolicyOptions
+
+__all__ = ["LigerFusedLinearGRPOLoss"]
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """GRPO and its relatives, `liger_hw.losses.policy.OBJECTIVES`, from hidden states (B, T, H).
+
+    forward returns (loss, [mean KL where beta is not 0, share of clipped tokens]). Where torch.distributed is
+    initialised, the token count that "dapo", "cispo" and "vespo" divide by is that of all ranks.
+
+    Args:
+        use_ref_model: whether `ref_input` is looked at; where beta is not 0 a reference must come in one of the two
+            forms, or else the reference is the policy as it is and the KL 0.
+        max_completion_length: needed for "dr_grpo".
+        others: as in `PolicyOptions`.
+
+    Raises:
+        ValueError: an option is unknown, missing or out of its range.
+    """
+
+    def __init__(
+        self, beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2,
+        loss_type="dapo", max_completion_length=None, importance_sampling_level="token", sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05, temperature=1.0, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+    ):  # fmt: skip
+        super().__init__()
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        for name, value in given.items():
+            setattr(self, name, value)
+        reused = ("compiled", "use_ref_model", "chunk_size")
+        PolicyOptions(**{name: value for name, value in given.items() if name not in reused})
+        needed = loss_type != "dr_grpo" or max_completion_length is not None
+        check(needed, "max_completion_length", max_completion_length, "a positive number for dr_grpo")
+        self._options = tuple(given)
+
+    def forward(
+        self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
+        old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
+        num_items_in_batch=None,
+    ):  # fmt: skip
+        return liger_fused_linear_grpo(
+            _input, lin_weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+            old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch, **{name: getattr(self, name) for name in self._options},
+        )  # fmt: skip

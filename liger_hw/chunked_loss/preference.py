@@ -1,0 +1,139 @@
+"""Preference losses as the modules of `liger_kernel.chunked_loss`. Their `forward` returns (loss, what to log).
+
+The arguments are those of the functions in `functional` and mean what they mean in `liger_hw.losses.preference`.
+"""
+
+from torch import nn
+
+from liger_hw.chunked_loss.functional import (
+    liger_fused_linear_cpo,
+    liger_fused_linear_dpo,
+    liger_fused_linear_kto,
+    liger_fused_linear_orpo,
+    liger_fused_linear_simpo,
+)
+from liger_hw.dispatch import check
+from liger_hw.losses.preference import PAIR_LOSSES
+
+__all__ = [
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+]
+
+
+class LigerFusedLinearDPOLoss(nn.Module):
+    """DPO and its relatives: see `PAIR_LOSSES` for `loss_type`, of which "ipo", "aot" and "aot_pair" are new here.
+
+    forward takes the chosen answers' hidden states (2B, T, H), then the rejected ones', and the shifted labels (2B, T).
+    Returns (loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
+    rejected_rewards)).
+
+    Args:
+        alpha: weight of the NLL, where `compute_nll_loss`.
+        label_smoothing: also of "sigmoid".
+        use_ref_model: False leaves the reference model out of account.
+        discopop_tau: of "discopop".
+
+    Raises:
+        ValueError: an unknown loss type.
+    """
+
+    def __init__(
+        self, ignore_index=-100, beta=0.1, alpha=1.0, compute_nll_loss=False, compiled=True, use_ref_model=True,
+        average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
+    ):  # fmt: skip
+        super().__init__()
+        check(loss_type in PAIR_LOSSES, "loss_type", repr(loss_type), ", ".join(PAIR_LOSSES))
+        self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
+        self.compute_nll_loss, self.compiled, self.use_ref_model = compute_nll_loss, compiled, use_ref_model
+        self.average_log_prob, self.chunk_size, self.loss_type = average_log_prob, chunk_size, loss_type
+        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
+
+    def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
+        return liger_fused_linear_dpo(
+            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, self.ignore_index, self.beta, self.alpha,
+            self.compute_nll_loss, self.compiled, self.use_ref_model, self.average_log_prob, self.chunk_size,
+            self.loss_type, self.label_smoothing, self.discopop_tau,
+        )  # fmt: skip
+
+
+class LigerFusedLinearCPOLoss(nn.Module):
+    """CPO: DPO without a reference, with the NLL. Returns as `LigerFusedLinearDPOLoss`."""
+
+    def __init__(
+        self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
+        average_log_prob=False, chunk_size=1,
+    ):  # fmt: skip
+        super().__init__()
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
+        self.compute_nll_loss, self.compiled = compute_nll_loss, compiled
+        self.average_log_prob, self.chunk_size = average_log_prob, chunk_size
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        return liger_fused_linear_cpo(
+            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing,
+            self.compute_nll_loss, self.compiled, self.average_log_prob, self.chunk_size,
+        )  # fmt: skip
+
+
+class LigerFusedLinearSimPOLoss(nn.Module):
+    """SimPO, of averaged log-probabilities. Returns as `LigerFusedLinearDPOLoss`."""
+
+    def __init__(
+        self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
+        gamma=0.5, chunk_size=1,
+    ):  # fmt: skip
+        super().__init__()
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
+        self.compute_nll_loss, self.compiled, self.gamma, self.chunk_size = (
+            compute_nll_loss,
+            compiled,
+            gamma,
+            chunk_size,
+        )
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        return liger_fused_linear_simpo(
+            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing,
+            self.compute_nll_loss, self.compiled, self.gamma, self.chunk_size,
+        )  # fmt: skip
+
+
+class LigerFusedLinearORPOLoss(nn.Module):
+    """ORPO, of averaged log-probabilities. Returns as `LigerFusedLinearDPOLoss`, with log_odds_ratio (the mean of its
+    logarithmic sigmoid) and log_odds_chosen (its mean) at the end."""
+
+    def __init__(self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1):
+        super().__init__()
+        self.ignore_index, self.beta, self.compute_nll_loss = ignore_index, beta, compute_nll_loss
+        self.compiled, self.chunk_size = compiled, chunk_size
+
+    def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
+        return liger_fused_linear_orpo(
+            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.compute_nll_loss, nll_target,
+            self.compiled, self.chunk_size,
+        )  # fmt: skip
+
+
+class LigerFusedLinearKTOLoss(nn.Module):
+    """KTO. Returns (loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum,
+    chosen_rewards_sum, rejected_rewards_sum)). `forward` takes the input first."""
+
+    def __init__(
+        self, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1
+    ):
+        super().__init__()
+        self.ignore_index, self.beta, self.compiled, self.use_ref_model = ignore_index, beta, compiled, use_ref_model
+        self.average_log_prob, self.chunk_size = average_log_prob, chunk_size
+
+    def forward(
+        self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None,
+        ref_bias=None, kl=None,
+    ):  # fmt: skip
+        return liger_fused_linear_kto(
+            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, self.ignore_index,
+            self.beta, self.compiled, self.use_ref_model, self.average_log_prob, self.chunk_size,
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Multi-token prediction: several heads on the same positions, each of which predicts a token further ahead."""
+
+from typing import NamedTuple
+
+import torch
+
+from liger_hw.dispatch import check
+from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+
+IGNORED = -100
+
+
+class MultiTokenOutput(NamedTuple):
+    """What `multi_token_loss` returns.
+
+    Attributes:
+        loss: the heads' losses by their weights, ().
+        head_losses: mean cross entropy of each head, (K,), for logging, without a gradient.
+    """
+
+    loss: torch.Tensor
+    head_losses: torch.Tensor
+
+
+def multi_token_loss(
+    heads, weight, labels, shifts=None, head_weights=None, bias=None, ignore_index=IGNORED, chunk_memory=CHUNK_MEMORY
+):
+    """Sum over heads of their weight times their mean cross entropy, without logits in memory.
+
+    Medusa (arXiv:2401.10774 eq. 2): head k sees the last hidden states through its own block and predicts the token
+    k + 1 positions further than the language model's head does. Heads that share one output layer (arXiv:2404.19737;
+    DeepSeek-V3, arXiv:2412.19437) go through it in one pass, with one gradient of its weight.
+
+    Args:
+        heads: (K, B, T, H), or a sequence of K tensors (B, T, H): what each head's output layer sees. Heads that see
+            the same hidden states may be one tensor K times.
+        weight: (V, H) that the heads share, or a sequence of K of them.
+        labels: (B, T), the text's own tokens, not shifted; `ignore_index` where there is nothing to predict.
+        shifts: K positive integers, how far ahead each head predicts; 1, 2, ... K by default.
+        head_weights: K numbers; 1 by default.
+        bias: (V,) that the heads share, a sequence of K, or None.
+        chunk_memory: bytes that a chunk of logits may take.
+
+    Returns:
+        A `MultiTokenOutput`.
+
+    Raises:
+        ValueError: numbers or shapes do not fit.
+        RuntimeError: a second backward.
+    """
+    count = len(heads)
+    check(count > 0, "heads", count, "at least one")
+    check(labels.ndim == 2, "labels", labels, "integers (B, T)")
+    shifts = tuple(range(1, count + 1)) if shifts is None else tuple(shifts)
+    check(len(shifts) == count and all(shift > 0 for shift in shifts), "shifts", shifts, f"{count} positive integers")
+    head_weights = (1.0,) * count if head_weights is None else tuple(head_weights)
+    check(len(head_weights) == count, "head_weights", head_weights, f"{count} numbers")
+    for head in heads:
+        check(head.shape[:-1] == labels.shape, "heads", head, f"K of shape {tuple(labels.shape)} and H")
+    tokens = torch.stack([_ahead(labels, shift, ignore_index) for shift in shifts])
+    items = (tokens != ignore_index).sum((1, 2)).clamp(min=1)
+    of_rows = torch.stack([share / number for share, number in zip(head_weights, items.unbind())])
+
+    def formula(log_probs, entropy, row_weights):
+        return -log_probs * row_weights, -log_probs
+
+    def run(x, weight, bias, tokens, row_weights):
+        rows = row_weights[:, None].expand(-1, labels.numel()).reshape(-1)
+        loss, losses = token_loss(
+            formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, (rows,), ignore_index=ignore_index,
+            chunk_memory=chunk_memory,
+        )  # fmt: skip
+        return loss, losses.reshape(len(row_weights), -1).sum(1)
+
+    if torch.is_tensor(weight) and torch.is_tensor(heads):
+        loss, sums = run(heads, weight, bias, tokens, of_rows)
+        return MultiTokenOutput(loss, sums / items)
+    weights = [weight] * count if torch.is_tensor(weight) else weight
+    biases = [bias] * count if bias is None or torch.is_tensor(bias) else bias
+    check(len(weights) == count, "weight", len(weights), f"one tensor or {count} of them")
+    check(len(biases) == count, "bias", len(biases), f"None, one tensor or {count} of them")
+    parts = [run(heads[k], weights[k], biases[k], tokens[k], of_rows[k : k + 1]) for k in range(count)]
+    return MultiTokenOutput(sum(loss for loss, _ in parts), torch.cat([sums for _, sums in parts]) / items)
+
+
+def _ahead(labels, shift, ignore_index):
+    """What a head at each position predicts: the label `shift` positions further, nothing beyond the end."""
+    beyond = min(shift, labels.shape[1])
+    return torch.nn.functional.pad(labels[:, beyond:], (0, beyond), value=ignore_index)

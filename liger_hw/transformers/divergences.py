@@ -1,0 +1,72 @@
+"""Divergences under the names, constructors and argument orders of `liger_kernel.transformers`."""
+
+from torch import nn
+
+from liger_hw.transformers.functional import liger_fused_linear_jsd, liger_jsd, liger_kl_div, liger_tvd
+
+__all__ = ["LigerFusedLinearJSD", "LigerJSD", "LigerKLDIVLoss", "LigerTVDLoss"]
+
+
+class LigerJSD(nn.Module):
+    """`liger_hw.jsd` of log-probabilities log_q (N, V) of the student and log_p of the teacher.
+
+    Args:
+        beta: 0 for KL(p, q), 1 for KL(q, p).
+        ignore_index: rows whose label in `shift_labels` is this do not count.
+    """
+
+    def __init__(self, beta=0.5, ignore_index=-100):
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(self, log_q, log_p, shift_labels=None):
+        return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """`liger_hw.kl_div` of log-probabilities y_pred (N, V) of the student and y_true of the teacher.
+
+    Args:
+        eps: the least probability whose logarithm is taken.
+        others: of torch.nn.KLDivLoss.
+    """
+
+    def __init__(self, eps=1e-10, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred, y_true):
+        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+
+
+class LigerTVDLoss(nn.Module):
+    """`liger_hw.tvd` of probabilities p (N, V) of the student and q of the teacher; arguments as `LigerJSD`."""
+
+    def __init__(self, reduction="batchmean", ignore_index=-100):
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p, q, shift_labels=None):
+        return liger_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """JSD of two output layers' distributions, student_input (N, H) and teacher_input (N, H'), without their logits.
+
+    Args:
+        jsd_beta: as `beta` of `LigerJSD`.
+        ignore_index: as there.
+        temperature: divides both models' logits.
+        accum_dtype: None or torch.float32; the weight's gradient is added up in fp32 where the chunks are many.
+    """
+
+    def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
+        super().__init__()
+        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
+        self.temperature, self.accum_dtype = temperature, accum_dtype
+
+    def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None):
+        return liger_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
+            self.ignore_index, self.temperature, self.accum_dtype,
+        )  # fmt: skip
