@@ -100,16 +100,31 @@ def _rope_case(batch, seq, heads, kv_heads, head_dim) -> Case:
     return _case("rope", f"{batch}x{seq}x{heads}/{kv_heads}x{head_dim}", q, k, angle, angle)
 
 
-def _loss_case(rows, vocabulary, note="", **options) -> Case:
+def _loss_case(rows, vocabulary, note="", op="cross_entropy", **options) -> Case:
     logits = _randn(rows, vocabulary)
-    return _case("cross_entropy", f"{rows}x{vocabulary}{note}", logits, _tokens(vocabulary, rows), **options)
+    return _case(op, f"{rows}x{vocabulary}{note}", logits, _tokens(vocabulary, rows), **options)
 
 
-def _linear_loss_case(rows, hidden, vocabulary, note="", **options) -> Case:
+def _divergence_case(op, rows, vocabulary) -> Case:
+    def log_probabilities(device, dtype):
+        return torch.randn(rows, vocabulary, device=device, dtype=dtype).log_softmax(-1)
+
+    def student(device, dtype):
+        made = log_probabilities(device, dtype)
+        return (made.exp() if op == "tvd" else made).requires_grad_()
+
+    def teacher(device, dtype):
+        made = log_probabilities(device, dtype)
+        return made if op == "jsd" else made.exp()
+
+    return _case(op, f"{rows}x{vocabulary}", student, teacher)
+
+
+def _linear_loss_case(rows, hidden, vocabulary, note="", op="fused_linear_cross_entropy", **options) -> Case:
     """With logits of variance 1: of larger ones the softmax is so sharp that a kernel may skip most of the gradient."""
     x, weight = _randn(rows, hidden), _randn(vocabulary, hidden, scale=hidden**-0.5)
     label = f"{rows}x{hidden}x{vocabulary}{note}"
-    return _case("fused_linear_cross_entropy", label, x, weight, _tokens(vocabulary, rows), **options)
+    return _case(op, label, x, weight, _tokens(vocabulary, rows), **options)
 
 
 def _every_case() -> Iterator[Case]:
@@ -129,6 +144,11 @@ def _every_case() -> Iterator[Case]:
         yield _loss_case(TOKENS, model.vocabulary)
     for model in MODELS:
         yield _linear_loss_case(TOKENS, model.hidden, model.vocabulary)
+    for model in (MODELS[0], MODELS[6]):
+        yield _loss_case(TOKENS, model.vocabulary, op="selective_log_softmax")
+        yield _linear_loss_case(TOKENS, model.hidden, model.vocabulary, op="fused_linear_selective_log_softmax")
+        for op in ("kl_div", "jsd", "tvd"):
+            yield _divergence_case(op, TOKENS // 2, model.vocabulary)
 
 
 def _further_cases() -> Iterator[Case]:
