@@ -12,13 +12,11 @@ Memory beside the gradients: one chunk of logits. Traffic of a chunk of M rows: 
 much for their gradient, and dW read and written: few large chunks are fast, and `chunk_memory` says how large.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels.cross_entropy import kernels, plain
@@ -31,27 +29,22 @@ from liger_hw.kernels.cross_entropy.formula import (
     terms,
     validate,
 )
-from liger_hw.launch import launch
-from liger_hw.tuning import Config, tuned
-
-MiB = 1024 * 1024
+from liger_hw.kernels.linear_chunks import (
+    Gradients,
+    MiB,
+    chunk_rows,
+    empty_gradients,
+    logits_in_chunks,
+    prepare_linear,
+    scale_gradients_of_linear,
+    wide_dtype,
+)
 
 
 def _prepare(x, weight, target, bias, ce_weight, reduction, num_items, accum_dtype, chunk_memory):
-    """Refuse what does not fit; under autocast, the linear layer's tensors as `F.linear` would see them."""
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-    check(x.ndim == 2 and x.is_floating_point(), "x", x, "floats (N, H)")
-    fits = weight.ndim == 2 and weight.shape[0] > 0 and weight.shape[1] == x.shape[1]
-    fits = fits and weight.dtype == x.dtype and weight.device == x.device
-    check(fits, "weight", weight, f"{x.dtype} of shape (V, {x.shape[1]}) on {x.device}, as x (or torch.autocast)")
-    if bias is not None:
-        fits = bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.device == x.device
-        check(fits, "bias", bias, f"{x.dtype} of shape ({weight.shape[0]},) on {x.device}")
+    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     validate("x", x.shape[0], weight.shape[0], x, target, ce_weight, reduction, num_items)
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
-    check(chunk_memory > 0, "chunk_memory", chunk_memory, "a positive number of bytes")
     return x, weight, bias
 
 
@@ -101,120 +94,9 @@ def _(x, weight, *options, **named):
     return Cost(inputs, 2 * inputs, product, 2 * product)
 
 
-def chunk_rows(rows, row_bytes, chunk_memory, device):
-    """Rows of a chunk: as many as fit the memory, in equal chunks; of several, in whole tiles of the matrix products.
-
-    Args:
-        row_bytes: bytes of a row of logits.
-        chunk_memory: bytes a chunk may take.
-        device: a Device. A CPU gains nothing from chunks of more than an eighth of the rows.
-    """
-    tile, useful = (16, max(rows // 8, 16)) if device.vendor == "cpu" else (256, rows)
-    most = max(min(chunk_memory // row_bytes, useful), 1)
-    if most >= rows:
-        return max(rows, 1)
-    most = most // tile * tile or most
-    even = -(-rows // -(-rows // most))
-    return min(-(-even // tile) * tile, most)
-
-
-@tuned
-def scale_gradients_config(device):
-    return Config({"BLOCK": 4096}, num_warps=8, programs=4)
-
-
-@triton.jit
-def _scale(X, size, dloss, BLOCK: tl.constexpr):
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(X + at, at < size, other=0.0).to(tl.float32)
-        tl.store(X + at, x * dloss, at < size)
-
-
-@triton.jit(do_not_specialize=["x_size"])
-def scale_gradients(DLOSS, DX, DW, DB, x_size, w_size, b_size, BLOCK: tl.constexpr):
-    dloss = tl.load(DLOSS).to(tl.float32)
-    if dloss != 1.0:
-        _scale(DX, x_size, dloss, BLOCK)
-        _scale(DW, w_size, dloss, BLOCK)
-        _scale(DB, b_size, dloss, BLOCK)
-
-
-def _chunks(x, weight, bias, size, stride):
-    """Yield a slice of at most `size` rows and their logits, for all slices, the logits in one buffer."""
-    rows, vocabulary = x.shape[0], weight.shape[0]
-    buffer = x.new_empty(size, stride)
-    buffer[:, vocabulary:].zero_()  # a CPU's bf16 product multiplies what is beyond the vocabulary by 0: no NaN may be
-    for start in range(0, rows, size):
-        part = slice(start, min(start + size, rows))
-        logits = buffer[: part.stop - start, :vocabulary]
-        if bias is None:
-            torch.mm(x[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[part], weight.t(), out=logits)
-        yield part, logits
-
-
-def _wide(x):
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-ROUNDINGS = 8  # of a 16-bit sum, after each chunk: their errors, being random, add up to less than one of the result
-
-
-class _Gradients:
-    """The wanted gradients of a linear layer's tensors, from its output's gradient for one chunk of rows at a time."""
-
-    def __init__(self, x, weight, bias, wanted, chunks, accumulate_fp32):
-        self.x, self.weight, self.wanted = x, weight, wanted
-        self.dx, self.dw, self.db = _empty_gradients(x, weight, bias, wanted)
-        if self.dw.dtype != _wide(self.dw) and (accumulate_fp32 or chunks > ROUNDINGS):
-            self.dw = self.dw.new_empty(self.dw.shape, dtype=_wide(self.dw))
-        self.db = torch.zeros_like(self.db, dtype=_wide(self.db))
-
-    def add(self, part, dlogits):
-        x_wanted, w_wanted, b_wanted = self.wanted
-        if x_wanted:
-            torch.mm(dlogits, self.weight, out=self.dx[part])
-        if w_wanted:
-            _add_product(self.dw, dlogits.t(), self.x[part], part.start == 0)
-        if b_wanted:
-            self.db += dlogits.sum(0, dtype=self.db.dtype)
-
-    def finished(self):
-        if self.x.shape[0] == 0:
-            self.dw.zero_()
-        return self.dx, self.dw.to(self.weight.dtype), self.db.to(self.weight.dtype)
-
-
-def _add_product(total, a, b, first):
-    """total = a b (+ total), added up in the dtype of `total`, which may be wider than theirs."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif not _has_wide_products(a.device.type):
-        total.copy_(torch.mm(a, b)) if first else total.add_(torch.mm(a, b))
-    elif first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
-@functools.cache
-def _has_wide_products(device_type):
-    """Whether torch multiplies 16-bit matrices into fp32 on such devices."""
-    if device_type == "meta":
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype_out", device_type.upper())
-
-
-def _empty_gradients(x, weight, bias, wanted):
-    tensors = x, weight, weight if bias is None else bias
-    return tuple(tensor.new_empty(tensor.shape if want else 0) for tensor, want in zip(tensors, wanted))
-
-
 def _empty_outputs(x, predicted_wanted):
     """Loss, z-loss, partition (see `forward_rows`) and predicted token of each row."""
-    loss = x.new_empty(x.shape[0], dtype=_wide(x))
+    loss = x.new_empty(x.shape[0], dtype=wide_dtype(x))
     predicted = loss.new_empty(loss.shape if predicted_wanted else 0, dtype=torch.int64)
     return loss, torch.empty_like(loss), loss.new_empty(x.shape[0], 2), predicted
 
@@ -235,8 +117,8 @@ def _run(x, weight, bias, terms, plan, wanted, rows_pass):
     vector = 16 // x.element_size()
     stride = -(-weight.shape[0] // vector) * vector
     size = chunk_rows(x.shape[0], stride * x.element_size(), plan.chunk_memory, device_of(x))
-    gradients = _Gradients(x, weight, bias, wanted, -(-x.shape[0] // size), plan.accumulate_fp32)
-    for part, logits in _chunks(x, weight, bias, size, stride):
+    gradients = Gradients(x, weight, bias, wanted, -(-x.shape[0] // size), plan.accumulate_fp32)
+    for part, logits in logits_in_chunks(x, weight, bias, size, stride):
         rows_pass(kernels if plan.with_kernels else plain, part, logits, terms._replace(target=terms.target[part]))
         if any(wanted):
             gradients.add(part, logits)
@@ -245,7 +127,7 @@ def _run(x, weight, bias, terms, plan, wanted, rows_pass):
 
 def _fake_forward(x, weight, bias, terms, *options):
     predicted_wanted, wanted = options[-2:]
-    return *_empty_outputs(x, predicted_wanted), *_empty_gradients(x, weight, bias, wanted)
+    return *_empty_outputs(x, predicted_wanted), *empty_gradients(x, weight, bias, wanted)
 
 
 @raw(_fake_forward)
@@ -269,7 +151,7 @@ def _fused_linear_cross_entropy(
 
 
 def _fake_backward(x, weight, bias, terms, partition, dloss, *options):
-    return _empty_gradients(x, weight, bias, options[-1])
+    return empty_gradients(x, weight, bias, options[-1])
 
 
 @raw(_fake_backward)
@@ -286,19 +168,6 @@ def _fused_linear_cross_entropy_backward(
 
     plan = _Plan(chunk_memory, accumulate_fp32, with_kernels)
     return _run(x, weight, bias, Terms(*terms), plan, wanted, backward)
-
-
-@raw(mutates=["dx", "dw", "db"])
-def _fused_linear_cross_entropy_scale(
-    dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, dloss: torch.Tensor, with_kernels: bool
-) -> None:
-    if with_kernels:
-        config = scale_gradients_config(device_of(dx))
-        grid = config.grid_for(-(-max(dx.numel(), dw.numel(), db.numel()) // config["BLOCK"])), 1, 1
-        launch(scale_gradients, grid, config, dloss, dx, dw, db, dx.numel(), dw.numel(), db.numel())
-    else:
-        for gradient in (dx, dw, db):
-            gradient.mul_(dloss)
 
 
 class FusedLinearCrossEntropyFunction(Function):
@@ -330,7 +199,7 @@ class FusedLinearCrossEntropyFunction(Function):
             )
         else:
             gradients, ctx.gradients = ctx.gradients, None
-            _fused_linear_cross_entropy_scale(*gradients, dloss, ctx.with_kernels)
+            scale_gradients_of_linear(*gradients, dloss, ctx.with_kernels)
         return *(g if wanted else None for g, wanted in zip(gradients, ctx.wanted)), *[None] * 6
 
 

@@ -15,9 +15,17 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
-from liger_hw.kernels.fused_linear_cross_entropy import MiB, _chunks, _empty_gradients, _Gradients, _wide, chunk_rows
+from liger_hw.kernels.linear_chunks import (
+    Gradients,
+    MiB,
+    chunk_rows,
+    empty_gradients,
+    logits_in_chunks,
+    prepare_linear,
+    wide_dtype,
+)
 from liger_hw.kernels.selective_log_softmax import (
     Scaling,
     check_tokens,
@@ -34,23 +42,6 @@ class Plan(NamedTuple):
 
     chunk_memory: int
     with_kernels: bool
-
-
-def prepare_linear(x, weight, bias, chunk_memory, names=("x", "weight", "bias")):
-    """Refuse what does not fit; under autocast, the linear layer's tensors as `F.linear` would see them."""
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-    x_name, weight_name, bias_name = names
-    check(x.ndim >= 1 and x.is_floating_point(), x_name, x, "floats (..., H)")
-    fits = weight.ndim == 2 and weight.shape[0] > 0 and weight.shape[1] == x.shape[-1]
-    fits = fits and weight.dtype == x.dtype and weight.device == x.device
-    check(fits, weight_name, weight, f"{x.dtype} of shape (V, {x.shape[-1]}) on {x.device}, as {x_name}")
-    if bias is not None:
-        fits = bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.device == x.device
-        check(fits, bias_name, bias, f"{x.dtype} of shape ({weight.shape[0]},) on {x.device}")
-    check(chunk_memory > 0, "chunk_memory", chunk_memory, "a positive number of bytes")
-    return x, weight, bias
 
 
 @op
@@ -105,11 +96,11 @@ def linear_chunks(x, weight, bias, chunk_memory, buffers=1, whole=False):
     stride = -(-weight.shape[0] // vector) * vector
     row_bytes = int(buffers * stride * x.element_size())
     size = x.shape[0] if whole else chunk_rows(x.shape[0], row_bytes, chunk_memory, device_of(x))
-    return -(-x.shape[0] // size), _chunks(x, weight, bias, size, stride)
+    return -(-x.shape[0] // size), logits_in_chunks(x, weight, bias, size, stride)
 
 
 def _fake_forward(x, weight, bias, tokens, *options):
-    return empty_outputs(x, x.shape[0], options[-1], _wide(x))
+    return empty_outputs(x, x.shape[0], options[-1], wide_dtype(x))
 
 
 @raw(_fake_forward)
@@ -118,7 +109,7 @@ def _fused_linear_selective_log_softmax(
     softcap: float | None, logit_scale: float, temperature: float, chunk_memory: int, with_kernels: bool,
     entropy_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    outputs = log_probs, entropy, lse, partition = empty_outputs(x, x.shape[0], entropy_wanted, _wide(x))
+    outputs = log_probs, entropy, lse, partition = empty_outputs(x, x.shape[0], entropy_wanted, wide_dtype(x))
     scaling, plan = Scaling(ignore_index, softcap, logit_scale, temperature), Plan(chunk_memory, with_kernels)
     for part, logits in linear_chunks(x, weight, bias, chunk_memory)[1]:
         found = log_probs[part], entropy[part] if entropy_wanted else None, lse[part], partition[part]
@@ -127,7 +118,7 @@ def _fused_linear_selective_log_softmax(
 
 
 def _fake_backward(x, weight, bias, *options):
-    return _empty_gradients(x, weight, bias, options[-1])
+    return empty_gradients(x, weight, bias, options[-1])
 
 
 @raw(_fake_backward)
@@ -139,7 +130,7 @@ def _fused_linear_selective_log_softmax_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     scaling, plan = Scaling(ignore_index, softcap, logit_scale, temperature), Plan(chunk_memory, with_kernels)
     count, chunks = linear_chunks(x, weight, bias, chunk_memory)
-    gradients = _Gradients(x, weight, bias, wanted, count, False)
+    gradients = Gradients(x, weight, bias, wanted, count, False)
     for part, logits in chunks:
         incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
         of_rows = entropy[part] if dentropy is not None else None, partition[part]

@@ -14,15 +14,14 @@ Operations: 2NVH for each of logits, dx and dW. Memory beside the gradients: `ch
 import torch
 
 from liger_hw.dispatch import Function, check
-from liger_hw.kernels.fused_linear_cross_entropy import MiB, _fused_linear_cross_entropy_scale, _Gradients, _wide
 from liger_hw.kernels.fused_linear_selective_log_softmax import (
     Plan,
     fused_linear_selective_log_softmax,
     linear_chunks,
-    prepare_linear,
     row_functions,
     wanted_gradients,
 )
+from liger_hw.kernels.linear_chunks import Gradients, MiB, prepare_linear, scale_gradients_of_linear, wide_dtype
 from liger_hw.kernels.selective_log_softmax import Scaling, check_tokens, empty_outputs
 
 CHUNK_MEMORY = 512 * MiB
@@ -40,7 +39,7 @@ class _InForward(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, step, chunk_memory, buffers, wanted, with_kernels):
         count, chunks = linear_chunks(x, weight, bias, chunk_memory, buffers)
-        gradients, outputs = _Gradients(x, weight, bias, wanted, count, False), []
+        gradients, outputs = Gradients(x, weight, bias, wanted, count, False), []
         for part, logits in chunks:
             outputs.append(step(part, logits, any(wanted)))
             if any(wanted):
@@ -60,7 +59,7 @@ class _InForward(Function):
                 "second one call the loss again"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        _fused_linear_cross_entropy_scale(*gradients, dvalue, ctx.with_kernels)
+        scale_gradients_of_linear(*gradients, dvalue, ctx.with_kernels)
         return *(g if w else None for g, w in zip(gradients, ctx.wanted)), *[None] * 5
 
 
@@ -110,8 +109,7 @@ def chunked_loss(loss, x, weight, bias=None, rows=(), chunk_memory=CHUNK_MEMORY,
         ValueError: shapes, dtypes or devices do not fit.
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
-    check(x.ndim == 2, "x", x, "floats (N, H)")
+    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     check(buffers >= 1, "buffers", buffers, "at least 1")
     rows = _frozen(rows)
     for row in rows:
@@ -155,8 +153,7 @@ def token_loss(
         ValueError: shapes, dtypes or devices do not fit.
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
-    check(x.ndim == 2, "x", x, "floats (N, H)")
+    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     check_tokens(tokens, x.shape[:1], x)
     scaling, rows = Scaling.of(ignore_index, softcap, logit_scale, temperature), _frozen(rows)
     with_kernels = with_kernels_on(x.device)
@@ -170,7 +167,7 @@ def token_loss(
     tokens = tokens.contiguous()
 
     def step(part, logits, differentiate):
-        log_probs, entropy, lse, partition = empty_outputs(logits, logits.shape[0], with_entropy, _wide(logits))
+        log_probs, entropy, lse, partition = empty_outputs(logits, logits.shape[0], with_entropy, wide_dtype(logits))
         entropy = entropy if with_entropy else None
         functions.forward_rows(logits, tokens[part], scaling, log_probs, entropy, lse, partition)
         leaves = [row.requires_grad_(differentiate) for row in (log_probs, entropy) if row is not None]

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy, linear
 from liger_hw.dispatch import check, widen
 from liger_hw.kernels.divergence import kind_of
 from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
-from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks, prepare_linear
+from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks
+from liger_hw.kernels.linear_chunks import prepare_linear
 from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, traced, with_kernels_on
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
@@ -58,14 +59,13 @@ def distillation_loss(
         ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
+    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (
         t if t is None else t.detach()
-        for t in prepare_linear(teacher_x, teacher_weight, teacher_bias, chunk_memory, names)
+        for t in prepare_linear(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
     )
-    check(x.ndim == 2, "x", x, "floats (N, H)")
-    check(teacher_x.ndim == 2 and len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
+    check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
     check(soft_loss in SOFT_LOSSES, "soft_loss", repr(soft_loss), ", ".join(SOFT_LOSSES))
     check(temperature > 0, "temperature", temperature, "a positive number")
     kind = kind_of(beta) if soft_loss == "jsd" else soft_loss
