@@ -189,11 +189,11 @@ def linear_selections(dtype, device="cpu"):
     x, w = randn(17, 16, dtype=dtype, device=device), randn(61, 16, dtype=dtype, device=device)
     y, bias = targets(17, 61, device), randn(61, dtype=dtype, device=device)
     for options in SELECTIVE_OPTIONS:
-        yield (x, w, y), options | {"chunk_memory": 1000}
+        yield (x, w, y), options | {"chunk_memory": 2000}
         yield (x, w, y, bias), options
     for learns in [(True, False, False), (False, True, False), (False, False, True), (False,) * 3]:
         frozen = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, w, bias), learns)]
-        yield (frozen[0], frozen[1], y, frozen[2]), {"chunk_memory": 1000, "return_entropy": True}
+        yield (frozen[0], frozen[1], y, frozen[2]), {"chunk_memory": 3000, "return_entropy": True}
     yield (randn(2, 3, 16, dtype=dtype, device=device), w, y[:6].reshape(2, 3)), {}
     yield (randn(0, 16, dtype=dtype, device=device), w, y[:0], bias), {"return_lse": True}
     yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
