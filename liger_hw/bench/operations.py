@@ -120,7 +120,8 @@ def about(device) -> dict:
             "name": name, "vendor": here.vendor, "arch": here.arch, "python": platform.python_version(),
             "clock": "wall, warm caches" if device.type == "cpu" else "events on the stream, cold L2",
         },
-        "versions": {"liger_hw": __version__} | {package: _version(package) for package in PACKAGES},
+        "versions": {package: _version(package) for package in PACKAGES}
+        | {"liger_hw": __version__, "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": _commit(),
         "backend": backends.forced() or "automatic",

@@ -114,8 +114,9 @@ def test_strides(engine, device):
         (tvd, "reduction", {"reduction": "rows"}),
     ],
 )
-def test_bad_input(op, argument, change, engine):
-    q, p = pair()
+def test_bad_input(op, argument, change, engine, device):
+    q, p = (x.to(device) for x in pair())
+    change = {name: x.to(device) if torch.is_tensor(x) else x for name, x in change.items()}
     names = {jsd: ("log_q", "log_p"), kl_div: ("log_q", "target"), tvd: ("q", "p")}[op]
     with pytest.raises(ValueError, match=argument):
         op(**(dict(zip(names, (q, p))) | change))

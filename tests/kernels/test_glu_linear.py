@@ -223,4 +223,4 @@ def test_peak_memory_is_lower(device):
 
     for function in (glu_linear, two_steps):  # what only a first call allocates
         peak(function)
-    assert peak(two_steps) - peak(glu_linear) >= gate.nbytes
+    assert peak(two_steps) - peak(glu_linear) > 0.99 * gate.nbytes  # an allocator rounds

@@ -12,3 +12,10 @@ def engine(request):
         pytest.skip("no accelerator here and TRITON_INTERPRET is not set")
     with use_backend("triton" if request.param == "kernels" else None):
         yield request.param
+
+
+@pytest.fixture
+def device(request):
+    """An accelerator for the kernels; the default is a CPU's, which takes float64 too."""
+    kernels = "engine" in request.fixturenames and request.getfixturevalue("engine") == "kernels"
+    return torch.accelerator.current_accelerator().type if kernels and not interpreting() else "cpu"

@@ -9,10 +9,10 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @tuned
 def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
-    # Blocks are read ahead where that costs no registers. H200, 8,192 rows of bf16: 128,256 columns without gradient take
-    # 0.52 ms with 4,096 on 4 warps (0.88 with 16,384 on 32), with it 1.41 with 8,192 on 16 warps (1.45 with 4,096, 1.54
-    # with 16,384); 32,000 columns 0.16 and, with 4,096 on 8 warps, 0.32. Softcap, smoothing and predictions hold twice as
-    # many values a lane.
+    # Blocks are read ahead where that costs no registers. H200, 8,192 rows of bf16, in ms: 128,256 columns take 0.52
+    # without gradient with 4,096 on 4 warps (0.88 with 16,384 on 32), and 1.41 with it with 8,192 on 16 warps (1.45
+    # with 4,096, 1.54 with 16,384); 32,000 columns 0.16 and, with 4,096 on 8 warps, 0.32. Softcap, smoothing and
+    # predictions hold twice as many values a lane.
     stages, block, values = 1, 8192, 16
     if device.async_copy:
         stages, block, values = 4, 8192 if gradient and cols > 65536 else 4096, 16 if gradient else 32
