@@ -30,7 +30,7 @@ def selective_log_softmax_forward_config(cols, itemsize, device):
 @tuned
 def selective_log_softmax_backward_config(cols, itemsize, device):
     block = min(power_of_2(cols), 8192)
-    return Config({"COLS": block}, row_warps(block, device, per_lane=16))
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)  # for the same reason
 
 
 @triton.jit
