@@ -88,8 +88,11 @@ def survivors(name, mutants):
             environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia"}
             command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/kernels/test_{name}.py"]
             run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-            print(f"{'killed  ' if run.returncode == 1 else 'SURVIVED'} {name}: {description}", flush=True)
-            if run.returncode != 1:
+            killed = (
+                run.returncode == 1 or run.returncode < 0
+            )  # a test failed, or a write out of bounds ended the process
+            print(f"{'killed  ' if killed else 'SURVIVED'} {name}: {description}", flush=True)
+            if not killed:
                 yield f"{name}: {description}: pytest ended with {run.returncode}\n{run.stdout[-1500:]}"
 
 
