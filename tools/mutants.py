@@ -40,7 +40,7 @@ MUTANTS = {
             'if CASTING != "gemma":\n            y = rounded(y, dtype)',
             'if CASTING == "none":\n            y = rounded(y, dtype)',
         ),
-        ("rows beyond the last tile", "(row < rows)[:, None] & in_row", "(row < rows + 1)[:, None] & in_row"),
+        ("last row of a tile masked", "(row < rows)[:, None] & in_row", "(row < rows - 1)[:, None] & in_row"),
     ],
     "glu": [
         ("slope of silu without its second term", "s * (1.0 + x * (1.0 - s))", "s"),
