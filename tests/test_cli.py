@@ -11,6 +11,7 @@ import torch
 from liger_hw import backends, cli, dispatch, shapes, tuning, use_backend
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import nvidia
+from liger_hw.cli import common
 from liger_hw.kernels import load_all
 
 load_all()
@@ -125,8 +126,8 @@ def test_tune_needs_an_accelerator(on_a_cpu, capsys):
 def h200(monkeypatch):
     """Meta tensors are on an H200, on which nothing takes time but by `cost`."""
     pytest.importorskip("rich")
-    monkeypatch.setattr(cli, "_accelerators", lambda: [cli.META])
-    monkeypatch.setitem(backends._devices, cli.META, nvidia.ARCHS["sm90"])
+    monkeypatch.setattr(common, "accelerators", lambda: [common.META])
+    monkeypatch.setitem(backends._devices, common.META, nvidia.ARCHS["sm90"])
 
     def clock(cost):
         asked = []
@@ -273,7 +274,7 @@ def test_numbers_are_positive(number, capsys):
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tokenizers" else object())
+    monkeypatch.setattr(common, "find_spec", lambda name: None if name == "tokenizers" else object())
     assert cli.main(["demo"]) == 2
     assert "tokenizers" in (error := capsys.readouterr().err) and "pip install 'liger_hw[bench]'" in error
 

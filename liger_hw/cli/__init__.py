@@ -1,0 +1,36 @@
+"""The command `liger-hw`: one file for each command, with its arguments and a thin function over what does the work."""
+
+import argparse
+import sys
+
+import torch
+
+from liger_hw import __version__
+from liger_hw.cli import bench, demo, info, matrix, tune
+from liger_hw.kernels import load_all
+
+
+def main(argv=None) -> int:
+    """Run the command line `argv` (the process's own by default); its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:2] == ["bench", "train"]:  # a command of its own: its arguments are not those of ops
+        argv[:2] = ["bench train"]
+    args = _parser().parse_args(argv)
+    load_all()
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
+        print(f"liger-hw {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("liger-hw", description="Fused Triton kernels for training language models.")
+    parser.add_argument("--version", action="version", version=f"liger_hw {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (info, demo, tune, bench, matrix):
+        command.add(commands)
+    return parser

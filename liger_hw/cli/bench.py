@@ -1,0 +1,106 @@
+"""`liger-hw bench`: every op, and training steps of whole models, against their peers."""
+
+import json
+from pathlib import Path
+
+from liger_hw.cli import common
+
+
+def add(commands) -> None:
+    command = commands.add_parser("bench", help="measure every op against its peers and this machine's limits")
+    command.set_defaults(run=bench)
+    command.add_argument(
+        "ops", nargs="*", metavar="OP", help="ops to measure (all); `bench train` measures training steps"
+    )
+    command.add_argument(
+        "--against", default="", metavar="NAMES", help="liger,compile,torch,eager,cce,quack (what is here)"
+    )
+    command.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
+    command.add_argument(
+        "--modes", default="fwd,bwd,full,host", metavar="NAMES", help="some of fwd,bwd,full,host (all)"
+    )
+    command.add_argument("--dtype", choices=common.DTYPES, help="fp32 on a CPU, bf16 elsewhere")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    command.add_argument(
+        "--compare", nargs=2, type=Path, metavar="FILE", help="two results: print what changed, and end"
+    )
+
+    command = commands.add_parser("bench train", help="measure training steps of whole models")
+    command.set_defaults(run=bench_train)
+    command.add_argument(
+        "models", nargs="*", metavar="MODEL", help="llama-1b, llama-8b, gemma2-2b, qwen2.5-0.5b, moe (all)"
+    )
+    command.add_argument("--against", default="", metavar="NAMES", help="eager,compile,liger (what is installed here)")
+    command.add_argument("--batch", type=common.positive, metavar="N", help="sequences in a batch (each model's own)")
+    command.add_argument(
+        "--seq", type=common.positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)"
+    )
+    command.add_argument("--checkpointing", choices=("on", "off", "both"), help="of gradients (each model's own)")
+    command.add_argument("--steps", type=common.positive, default=10, metavar="N", help="timed steps of a run (10)")
+    command.add_argument("--dtype", choices=common.DTYPES, help="fp32 on a CPU, bf16 elsewhere")
+    command.add_argument(
+        "--longest", action="store_true", help="search the longest sequence that fits the memory, instead"
+    )
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+
+
+def bench(args) -> int | None:
+    """Measure, print the table, write bench.json and bench.html; or compare two results."""
+    from liger_hw.bench import tables
+
+    if args.compare:
+        print(tables.compare(*map(_results, args.compare)))
+        return None
+    common.require("matplotlib", "rich")
+    from liger_hw.bench import operations, page, peers
+
+    device = common.here()
+    modes = _names("--modes", args.modes, operations.MODES)
+    providers = peers.choose([name for name in args.against.split(",") if name], device)
+    cases = operations.select(args.ops, args.shapes, modes, device)
+    dtype = common.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    with common.progress() as progress:
+        found = operations.run(cases, providers, modes, dtype, device, progress, args.report / "bench.json")
+    print(f"{args.report / 'bench.json'}, {page.write(found, args.report / 'bench.html')}\n")
+    print(tables.show(found))
+    if not found["complete"]:
+        return 130
+    return 1 if any(result["error"] for result in found["parity"].values()) else None
+
+
+def bench_train(args) -> int | None:
+    """Measure training, print the table, write train.json and train.html."""
+    common.require("matplotlib", "rich", "transformers")
+    from liger_hw.bench import page, tables, training
+
+    device = common.here()
+    if args.longest and device.type == "cpu":
+        raise ValueError("--longest: needs an accelerator, whose memory ends somewhere")
+    checkpointing = {"on": [True], "off": [False], "both": [False, True], None: None}[args.checkpointing]
+    dtype = common.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    providers = training.choose([name for name in args.against.split(",") if name], device)
+    models = args.models or training.DEFAULT
+    runs = training.plan(
+        models, providers, args.batch, args.seq, checkpointing, args.steps, dtype, args.longest
+    )  # fmt: skip
+    file = args.report / ("longest.json" if args.longest else "train.json")
+    with common.progress() as progress:
+        found = training.run(runs, device, progress, file)
+    print(f"{file}, {page.write_training(found, file.with_suffix('.html'))}\n")
+    print(tables.show_training(found))
+    return None if found["complete"] else 130
+
+
+def _names(option: str, text: str, allowed) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{option}: got {name}, allowed: {', '.join(allowed)}, with commas between")
+    return names
+
+
+def _results(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--compare: got {file}, allowed: a bench.json ({error})") from None

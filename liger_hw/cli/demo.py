@@ -1,0 +1,34 @@
+"""`liger-hw demo`: train a small Llama, plain and patched, and compare."""
+
+from pathlib import Path
+
+from liger_hw.cli import common
+
+
+def add(commands) -> None:
+    command = commands.add_parser("demo", help="train a small Llama on real text, plain and patched, and compare")
+    command.set_defaults(run=demo)
+    command.add_argument("--model", choices=("tiny", "1b", "8b"), default="tiny", help="its shape; weights are random")
+    command.add_argument("--steps", type=common.positive, metavar="N", help="optimiser steps of each run")
+    command.add_argument("--batch", type=common.positive, metavar="N", help="sequences in a batch")
+    command.add_argument("--seq", type=common.positive, metavar="N", help="tokens in a sequence")
+    command.add_argument("--dtype", choices=("fp32", "bf16"), help="fp32 on a CPU, bf16 elsewhere")
+    command.add_argument("--text", nargs="+", metavar="PATH", help="files or folders (the standard library's source)")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    command.add_argument("--against", choices=("liger",), help="add a run patched by the package liger-kernel")
+
+
+def demo(args) -> None:
+    """Train plain and patched, print the table, write the report."""
+    common.require("matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
+    import transformers
+    from rich.console import Console
+
+    from liger_hw import demo, report
+
+    transformers.logging.set_verbosity_error()
+    console = Console()
+    with common.progress(console) as progress:
+        found = demo.compare(args, progress)
+    report.show(found, console)
+    console.print(f"report: [bold]{report.write(found, args.report)}[/bold]", highlight=False, soft_wrap=True)

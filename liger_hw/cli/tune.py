@@ -1,0 +1,77 @@
+"""`liger-hw tune`: search better launch configurations for this machine."""
+
+from pathlib import Path
+
+import torch
+
+from liger_hw import backends, dispatch, shapes, tuning
+from liger_hw._text import table
+from liger_hw.cli import common
+
+
+def add(commands) -> None:
+    command = commands.add_parser("tune", help="search better launch configurations for this machine")
+    command.set_defaults(run=tune)
+    command.add_argument("ops", nargs="*", metavar="OP", help="ops to tune (all)")
+    command.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
+    command.add_argument("--dtype", choices=common.DTYPES, default="bf16")
+    command.add_argument("--output", type=Path, metavar="FILE", help="the table to write (this user's cache)")
+
+
+def tune(args) -> int | None:
+    """Search around the heuristics at the shapes of real models; write winners as they are found."""
+    common.require("rich")
+    cases = [c for c in shapes.cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
+    cases = [case for case in cases if case.op in dispatch.OPS]
+    if not cases:
+        raise ValueError(f"--shapes: got {', '.join(args.shapes)}, which no label of these ops contains")
+    devices = common.accelerators()
+    if not devices:
+        raise ValueError("measures launches on an accelerator, and torch finds none here")
+    if backends.forced():
+        raise ValueError(f"measures this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console, report, interrupted = Console(), {}, False
+    columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        bar = progress.add_task("shapes", total=len(cases), note="")
+        try:
+            for case in cases:
+                _tune_case(case, devices[0], args, report, lambda note: progress.update(bar, note=note), console)
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            interrupted = True
+    print(_tuned(report))
+    print(f"winners: {args.output or tuning.cache_file(backends.detected(devices[0]))}")
+    return 130 if interrupted else None
+
+
+def _tune_case(case, device, args, report, note, console) -> None:
+    """Tune what one op's forward and backward launch, launch by launch; results go into `report` as they come."""
+    op = dispatch.OPS[case.op]
+    serving = op.implementations[op.choose(device)]
+
+    def progress(key, tried, best):
+        note(f"{key}: {tried} tried")
+
+    try:
+        inputs = case.make(device, common.DTYPES[args.dtype])
+        for call in tuning.calls_within(lambda: shapes.step(serving, inputs, case.options)):
+            keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
+            report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
+    except torch.OutOfMemoryError:
+        console.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
+
+
+def _tuned(report: dict) -> str:
+    rows = []
+    for key, found in sorted(report.items()):
+        won = "meta" in found
+        rows.append([
+            key, f"{found['heuristic_ms']:.4f}", f"{found['ms']:.4f}",
+            f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if won else "", found["candidates"],
+            f"{common.parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
+        ])  # fmt: skip
+    return table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)

@@ -1,0 +1,1 @@
+"""What was proven for which GPU, and how."""
