@@ -1,8 +1,15 @@
-"""`AutoModelForCausalLM` whose models come patched."""
+"""The auto classes of transformers whose models come patched."""
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from liger_hw.transformers.patching import FLAGS, patch
+
+
+def _patched(make, args, kwargs):
+    flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
+    model = make(*args, **kwargs)
+    patch(model, **flags)
+    return model
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -13,17 +20,23 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
+        # not super(): transformers looks remote code up by the name of the class that is called
+        return _patched(AutoModelForCausalLM.from_pretrained, (pretrained_model_name_or_path, *model_args), kwargs)
+
+    @classmethod
+    def from_config(cls, config, **kwargs):
+        return _patched(AutoModelForCausalLM.from_config, (config,), kwargs)
+
+
+class AutoLigerKernelForImageTextToText(AutoModelForImageTextToText):
+    """`AutoModelForImageTextToText`, with every model patched by structure: as `AutoLigerKernelForCausalLM`."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         return _patched(
-            AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), flags
+            AutoModelForImageTextToText.from_pretrained, (pretrained_model_name_or_path, *model_args), kwargs
         )
 
     @classmethod
     def from_config(cls, config, **kwargs):
-        flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
-        return _patched(AutoModelForCausalLM.from_config(config, **kwargs), flags)
-
-
-def _patched(model, flags):
-    patch(model, **flags)
-    return model
+        return _patched(AutoModelForImageTextToText.from_config, (config,), kwargs)

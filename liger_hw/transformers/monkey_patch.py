@@ -1,33 +1,36 @@
 """`apply_liger_kernel_to_*`: `patch` under the names and flags of `liger_kernel.transformers.monkey_patch`."""
 
+import inspect
+
 from liger_hw.dispatch import check
+from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 from liger_hw.transformers.patching import patch
 
-STANDARD = {
-    "rope": True, "cross_entropy": False, "fused_linear_cross_entropy": True, "rms_norm": True, "swiglu": True,
-}  # fmt: skip
-# model type -> the flags of its function and their defaults
-FAMILIES = {"llama": STANDARD}
 
-
-def _make(model_type, defaults):
-    """`apply_liger_kernel_to_<model_type>`: its flags, then `model`."""
-    names = (*defaults, "model")
+def _make(family, defaults, is_open=False):
+    """`apply_liger_kernel_to_<family>` with the parameters `defaults`."""
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in defaults.items()
+    ]
+    if is_open:
+        parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
 
     def apply(*args, **kwargs):
-        check(len(args) <= len(names), "arguments", f"{len(args)} positional ones", f"at most {len(names)}")
-        given = dict(zip(names, args))
+        check(len(args) <= len(defaults), "arguments", f"{len(args)} positional ones", f"at most {len(defaults)}")
+        given = dict(zip(defaults, args))
         for name in kwargs:
-            check(name in names and name not in given, name, "an argument of this name", ", ".join(names))
-        flags = defaults | given | kwargs
-        model = flags.pop("model", None)
-        return patch(_class_of(model_type) if model is None else model, **flags)
+            new = name not in given and (is_open or name in defaults)
+            check(new, name, "an argument of this name", f"each of {', '.join(defaults)} once")
+        given |= kwargs
+        model = given.pop("model", None)
+        return patch(_class_of(family) if model is None else model, **_flags(defaults, given))
 
-    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type}"
-    apply.__doc__ = f"""`liger_hw.patch` for the {model_type} family.
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{family}"
+    apply.__doc__ = f"""`liger_hw.patch` for the {family} family.
 
     Args:
-        {", ".join(f"{name}={value}" for name, value in defaults.items())}: as in `liger_hw.patch`.
+        {", ".join(f"{name}={value}" for name, value in defaults.items() if name != "model")}: as in `liger_hw.patch`.
         model: the model to patch; None for every model of the family that is built from now on, until
             `liger_hw.unpatch` of its class.
 
@@ -35,43 +38,76 @@ def _make(model_type, defaults):
         what `liger_hw.patch` returns.
 
     Raises:
-        ValueError: an unknown flag, or cross_entropy together with fused_linear_cross_entropy.
+        ValueError: an unknown flag, cross_entropy together with fused_linear_cross_entropy, or a family that the
+            installed transformers has not got.
     """
-    apply.__signature__ = _signature(defaults)
+    apply.__signature__ = inspect.Signature(parameters)
     return apply
 
 
-def _signature(defaults):
-    from inspect import Parameter, Signature
-
-    both = (*defaults.items(), ("model", None))
-    return Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default) for name, default in both])
+def _flags(defaults, given):
+    """The flags of `patch`: the defaults of a family, changed by what was `given`."""
+    flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
+    if given.get("fused_linear_cross_entropy") and "cross_entropy" not in given:
+        flags["cross_entropy"] = False  # which is granite's default
+    return flags | given
 
 
 def _class_of(model_type):
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) or MODEL_MAPPING_NAMES.get(model_type)
-    return getattr(transformers, names[0] if isinstance(names, (tuple, list)) else names)
-
-
-MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _make(model_type, defaults) for model_type, defaults in FAMILIES.items()}
-apply_liger_kernel_to_llama = MODEL_TYPE_TO_APPLY_LIGER_FN["llama"]
-
-
-def _apply_liger_kernel_to_instance(model, **flags):
-    """`liger_hw.patch(model, **flags)`, under the name that Hugging Face's Trainer calls. Any model type will do."""
-    return patch(model, **flags)
-
-
-def _apply_liger_kernel(model_type, **flags):
-    """`apply_liger_kernel_to_<model_type>` without a model.
+    """A class of models of a family; which one does not matter to `patch`.
 
     Raises:
-        ValueError: Hugging Face has no model of that type.
+        ValueError: the installed transformers has no such model type.
     """
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+    import transformers
+    from transformers.models.auto import modeling_auto
 
-    check(model_type in MODEL_MAPPING_NAMES, "model_type", repr(model_type), "a model type of transformers")
-    return patch(_class_of(model_type), **flags)
+    for mapping in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", None):
+        name = f"MODEL_FOR_{mapping}_MAPPING_NAMES" if mapping else "MODEL_MAPPING_NAMES"
+        names = getattr(modeling_auto, name, {}).get(model_type)
+        if names:
+            return getattr(transformers, names[0] if isinstance(names, (tuple, list)) else names)
+    where = f"a model type of transformers {transformers.__version__}"
+    check(MODEL_TYPES.get(model_type, model_type) != model_type, "model_type", repr(model_type), where)
+    return _class_of(MODEL_TYPES[model_type])
+
+
+class _ByModelType(dict):
+    """Model type -> function. Has the types of `MODEL_TYPES`, and on request every other one of transformers."""
+
+    def __missing__(self, model_type):
+        try:
+            _class_of(model_type)
+        except ValueError as error:
+            raise KeyError(model_type) from error
+        return self.setdefault(model_type, _make(model_type, VISION | {"geglu": True}))
+
+    def __contains__(self, model_type):
+        return self.get(model_type) is not None
+
+    def get(self, model_type, default=None):
+        try:
+            return self[model_type]
+        except KeyError:
+            return default
+
+
+_FUNCTIONS = {family: _make(family, defaults, family in OPEN) for family, defaults in FAMILIES.items()}
+globals().update((function.__name__, function) for function in _FUNCTIONS.values())
+MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
+    (model_type, _FUNCTIONS[family]) for model_type, family in MODEL_TYPES.items()
+)
+
+
+def _apply_liger_kernel_to_instance(model, **kwargs):
+    """`liger_hw.patch(model, **kwargs)`, under the name that Hugging Face's Trainer calls. Any model type will do."""
+    return patch(model, **kwargs)
+
+
+def _apply_liger_kernel(model_type, **kwargs):
+    """`apply_liger_kernel_to_<model_type>` without a model, with any flag of `liger_hw.patch`.
+
+    Raises:
+        ValueError: Hugging Face has no model of that type, or as `liger_hw.patch`.
+    """
+    return patch(_class_of(model_type), **kwargs)

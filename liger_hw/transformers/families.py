@@ -1,0 +1,47 @@
+"""The families of models that liger_kernel has a function for, and the parameters of each function.
+
+Plain data: `liger_hw.patch` needs no list of models, programs that call these functions by name do.
+"""
+
+LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": True}
+# the parameters of a family's function, in their order, with their defaults
+TEXT = {"rope": True, **LOSSES, "rms_norm": True, "swiglu": True, "model": None}
+GEMMA = {"rope": True, **LOSSES, "rms_norm": True, "geglu": True, "model": None}
+GEMMA_VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "geglu": True, "model": None}
+VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "swiglu": True, "model": None}
+COMPOSED = {**LOSSES, "rms_norm": True, "layer_norm": True, "model": None}  # whose text model may be of any family
+WITHOUT_ROPE = TEXT | {"rope": False}
+
+FAMILIES = {
+    **dict.fromkeys(
+        (
+            "exaone4", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral",
+            "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl_moe", "smollm3",
+        ),
+        TEXT,
+    ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+        WITHOUT_ROPE,
+    ),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), GEMMA),
+    **dict.fromkeys(("gemma3", "paligemma"), GEMMA_VISION),
+    **dict.fromkeys(("gpt_oss", "qwen3_vl"), TEXT | {"swiglu": False}),
+    **dict.fromkeys(("mllama", "muse_glimmer"), VISION),
+    **dict.fromkeys(("internvl", "smolvlm"), COMPOSED),
+    "deepseek_v4": WITHOUT_ROPE | {"swiglu": False},
+    "gemma4": GEMMA_VISION | {"rope": False, "layer_norm": False},
+    "gemma4_text": GEMMA | {"rope": False},
+    "granite": TEXT | {"cross_entropy": True, "fused_linear_cross_entropy": False},
+    "llama4": TEXT | {"layer_norm": True},
+    "llava": LOSSES | {"model": None},
+    "nemotron": {"relu_squared": True, **LOSSES, "model": None},
+    "pixtral": {"rope": True, "rms_norm": True, "swiglu": True, "model": None},
+    "qwen2_vl": {"rope": True, **LOSSES, "rms_norm": True, "layer_norm": True, "swiglu": True, "model": None},
+}  # fmt: skip
+OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # take any other flag of `patch` too
+MODEL_TYPES = {name: name for name in FAMILIES} | {  # model type -> the family whose function serves it
+    "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen2_vl_text": "qwen2_vl", "qwen3_5_moe_text": "qwen3_5_moe", "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_moe_text": "qwen3_vl_moe", "qwen3_vl_text": "qwen3_vl",
+}  # fmt: skip
