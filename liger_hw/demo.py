@@ -247,12 +247,12 @@ def measure_memory(run: Run, batch: torch.Tensor):
         run.optimizer.zero_grad()
 
 
-def step_bytes(run: Run, batch: torch.Tensor) -> int:
+def step_bytes(run: Run, batch) -> int:
     """Peak memory of one more step of a run that has made some: what stays from step to step, and what comes beside."""
     run.optimizer.zero_grad()
     state = [value for values in run.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     resident = sum(t.numel() * t.element_size() for t in (*run.model.parameters(), *run.model.buffers(), *state))
-    return resident + memory.peak(lambda: run.step(batch), batch.device)
+    return resident + memory.peak(lambda: run.step(batch), run.model.device)
 
 
 def _loss_alone(model, batch):
