@@ -29,11 +29,24 @@ def run(function, inputs, options, seed=1):
 
 def check(op, inputs, options, backend):
     """Hold `op` on `backend` to its reference. Inputs that ask for a gradient get it compared."""
-    wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
-    exact, plain = run(op.reference, wide, options), run(op.reference, inputs, options)
-    with use_backend(backend):
-        found = run(op, inputs, options)
-    compare(exact, plain, found, f"{op.__name__} on {backend}")
+    try:
+        wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
+        exact, plain = run(op.reference, wide, options), run(op.reference, inputs, options)
+        with use_backend(backend):
+            found = run(op, inputs, options)
+        compare(exact, plain, found, f"{op.__name__} on {backend}")
+    except Exception as error:
+        observer(op, inputs, backend, error)
+        raise
+    observer(op, inputs, backend, None)
+
+
+def no_observer(op, inputs, backend, error):
+    """Nobody keeps count."""
+
+
+# Called after every check, with the exception that it ends with or None.
+observer = no_observer
 
 
 def compare(exact, plain, found, what):

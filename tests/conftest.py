@@ -1,17 +1,80 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from liger_hw import parity
 from liger_hw._triton import interpreting
 from liger_hw.backends import VENDORS, detected
+from liger_hw.matrix import evidence
+
+WORKERS_A_GPU = 8  # they share its memory, and what compiles is the host
 
 
-def _backends():
+def pytest_addoption(parser):
+    parser.addoption("--evidence", type=Path, metavar="FILE", help="write which op was right on which backend as JSON")
+    parser.addoption("--every-arch", action="store_true", help="under the interpreter: all architectures, not one each")
+    parser.addoption("--needs-device", action="store_true", help="fail where no accelerator is, instead of skipping")
+    parser.addoption("--models", choices=("few", "all"), default="few", help="models of transformers to patch")
+    parser.addoption("--shard", default="1/1", metavar="I/N", help="the I-th of N parts of --models")
+
+
+def pytest_configure(config):
+    if config.getoption("--needs-device"):
+        if interpreting():
+            raise pytest.UsageError("--needs-device: TRITON_INTERPRET is set, so no test would run on a device")
+        if not torch.accelerator.is_available():
+            raise pytest.UsageError("--needs-device: torch finds no accelerator here, so every test of one would skip")
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    if worker and not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
+        torch.accelerator.set_device_index(int(worker.removeprefix("gw")) % torch.accelerator.device_count())
+    if config.getoption("--evidence"):
+        config.pluginmanager.register(_Evidence(config), "evidence")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    if not interpreting() and torch.accelerator.is_available():
+        return min(os.cpu_count() or 1, WORKERS_A_GPU * torch.accelerator.device_count())
+    return None
+
+
+class _Evidence:
+    """Counts what `parity.check` finds, in this process and in xdist's workers, and writes it at the end."""
+
+    def __init__(self, config):
+        self.config, self.recorder, self.tests = config, evidence.Recorder(), {}
+        self.level = evidence.INTERPRETED if interpreting() else evidence.EXECUTED
+        parity.observer = self.recorder.add
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.tests[report.outcome] = self.tests.get(report.outcome, 0) + 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        self.recorder.load(getattr(node, "workeroutput", {}).get("evidence", []))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self):
+        parity.observer = parity.no_observer
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["evidence"] = self.recorder.dump()
+            return
+        here = torch.accelerator.current_accelerator() if self.level == evidence.EXECUTED else None
+        run, facts = evidence.about(self.level, here)
+        facts |= {"command": " ".join(["pytest", *self.config.invocation_params.args]), "tests": self.tests}
+        evidence.write(self.config.getoption("--evidence"), {run: facts}, self.recorder.cells(run))
+
+
+def _backends(config):
     """The backends that can run here, or one skip that says why none can."""
     forced = os.environ.get("LIGER_HW_BACKEND")
     if forced:
         return [forced]
+    if interpreting() and config.getoption("--every-arch"):
+        return [f"{name}:{arch}" for name, vendor in VENDORS.items() for arch in vendor.ARCHS]
     if interpreting():
         return list(VENDORS)
     if torch.accelerator.is_available():
@@ -19,7 +82,12 @@ def _backends():
     return [pytest.param(None, marks=pytest.mark.skip(reason="no accelerator here and TRITON_INTERPRET is not set"))]
 
 
-@pytest.fixture(params=_backends())
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", _backends(metafunc.config), indirect=True)
+
+
+@pytest.fixture
 def backend(request):
     """The name of a backend that runs Triton kernels here."""
     return request.param

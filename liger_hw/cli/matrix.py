@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
+from liger_hw import dispatch
+from liger_hw._text import table
 from liger_hw.cli import common
+
+EVIDENCE = Path("benchmarks/evidence")  # of a checkout
 
 
 def add(commands) -> None:
     command = commands.add_parser("matrix", help="what was proven for which GPU, and how; or prove what a compiler can")
     command.set_defaults(run=matrix)
     command.add_argument("files", nargs="*", type=Path, metavar="PATH", help="evidence: files, or folders of them")
-    command.add_argument("--compile", action="store_true", help="compile every kernel for every architecture, first")
+    command.add_argument("--complete", action="store_true", help="fail if an op lacks what another has")
+    command.add_argument("--compile", action="store_true", help="compile every kernel for every architecture instead")
     command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="with --compile: only these (all)")
     command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="with --compile: only these (all)")
     command.add_argument("--jobs", type=common.positive, metavar="N", help="with --compile: processes (all cores)")
@@ -17,9 +22,28 @@ def add(commands) -> None:
 
 
 def matrix(args) -> int | None:
-    """Compile, if asked; merge evidence, print the matrix, write matrix.json and matrix.html."""
+    """Merge evidence, print the matrix, write matrix.json and matrix.html; or compile, which makes evidence.
+
+    Ends with 1 where a case failed.
+    """
     if args.compile:
         from liger_hw.matrix import compiled
 
         return compiled.run(args.archs, args.ops, args.jobs, args.report)
-    raise ValueError("PATH: got nothing")
+    from liger_hw.matrix import evidence, page
+
+    files = args.files or [EVIDENCE]
+    if not args.files and not EVIDENCE.is_dir():
+        raise ValueError(f"PATH: got none, and there is no {EVIDENCE} here, allowed: what pytest --evidence FILE, "
+                         "liger-hw matrix --compile, liger-hw doctor and liger-hw bench wrote")  # fmt: skip
+    runs, cells = evidence.read(files)
+    if not cells:
+        raise ValueError(f"PATH: got {', '.join(map(str, files))}, in which there is no evidence")
+    print(table(page.HEADER, page.rows(cells)), end="\n\n")
+    for level, text in evidence.SAYS.items():
+        print(f"{level}: {text}")
+    problems = page.problems(cells) + (evidence.missing(cells, dispatch.OPS) if args.complete else [])
+    print("", *problems, sep="\n")
+    merged = evidence.write(args.report / "matrix.json", runs, cells)
+    print(f"{merged}, {page.write(runs, cells, args.report / 'matrix.html')}")
+    return 1 if problems else None

@@ -1,0 +1,246 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from liger_hw import backends, cli, dispatch, parity
+from liger_hw._triton import AVAILABLE
+from liger_hw.backends import nvidia
+from liger_hw.matrix import evidence, page
+from liger_hw.matrix.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
+
+HERE = Path(__file__).parent
+RUN = {"r": {"level": INTERPRETED, "date": "2026-01-02 03:04", "commit": "abc", "versions": {"torch": "2.11.0"}}}
+GOOD = Cell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 3, 0, [], "r")
+BAD = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 1, ["AssertionError: <worst> error"], "r")
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+
+
+@pytest.fixture(autouse=True)
+def nothing_forced(monkeypatch):
+    monkeypatch.setattr(backends, "_forced", None)
+
+
+def matrix(capsys, tmp_path, *arguments):
+    status = cli.main(["matrix", *map(str, arguments), "--report", str(tmp_path / "report")])
+    return status, capsys.readouterr()
+
+
+def test_evidence_comes_back_as_it_was_written(tmp_path):
+    file = evidence.write(tmp_path / "a.json", RUN, [GOOD, BAD], kernels=[1])
+    assert evidence.read([file]) == (RUN, [GOOD, BAD])
+    assert json.loads(file.read_text())["kernels"] == [1]
+
+
+def test_what_stands_in_two_files_counts_once_and_runs_add_up(tmp_path):
+    evidence.write(tmp_path / "a" / "part.json", RUN, [GOOD])
+    evidence.write(tmp_path / "a" / "merged.json", RUN, [GOOD, BAD])
+    other = Cell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 5, 1, ["late"], "s")
+    evidence.write(tmp_path / "b.json", {"s": RUN["r"]}, [other])
+    (tmp_path / "a" / "another.json").write_text('{"something": "else"}')
+    runs, cells = evidence.read([tmp_path / "a", tmp_path / "b.json"])
+    assert set(runs) == {"r", "s"} and len(cells) == 3
+    total = evidence.total(cells)[GOOD.key]
+    assert (total.passed, total.failed, total.failures) == (8, 1, ["late"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"evidence": 2, "runs": {}, "cells": []}', '{"evidence": 1, "runs": {}, "cells": [{"op": "x"}]}',
+     json.dumps({"evidence": 1, "runs": {}, "cells": [vars(GOOD)]})],
+)  # fmt: skip
+def test_what_is_no_evidence_is_refused(text, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(text)
+    status, shown = matrix(capsys, tmp_path, tmp_path / "x.json")
+    assert status == 2 and "x.json, allowed: evidence" in shown.err
+    status, shown = matrix(capsys, tmp_path, tmp_path)
+    assert status == 2 and "there is no evidence" in shown.err
+    status, shown = matrix(capsys, tmp_path, tmp_path / "absent.json")
+    assert status == 2 and "absent.json" in shown.err
+
+
+def test_a_benchmark_is_evidence_of_what_it_timed():
+    (file,) = (HERE.parent / "benchmarks").glob("h200.json")
+    runs, cells = evidence.read([file])
+    assert {facts["level"] for facts in runs.values()} == {MEASURED}
+    cell = evidence.total(cells)["rms_norm", "nvidia:sm90", "bf16", MEASURED]
+    shapes = {r["shape"] for r in json.loads(file.read_text())["results"]
+              if (r["op"], r["provider"]) == ("rms_norm", "liger_hw")}  # fmt: skip
+    assert (cell.passed, cell.failed) == (len(shapes), 0)
+
+
+def test_the_matrix_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
+    evidence.write(tmp_path / "good.json", RUN, [GOOD])
+    status, shown = matrix(capsys, tmp_path, tmp_path / "good.json")
+    assert status == 0 and "1 of 1 ops, 3 cases, bf16" in shown.out and "FAILED" not in shown.out
+    text = (tmp_path / "report" / "matrix.html").read_text()
+    assert 'class="ok" title="interpreted: 3 passed, 0 failed"' in text and 'class="bad"' not in text
+    assert evidence.read([tmp_path / "report" / "matrix.json"]) == (RUN, [GOOD])
+
+    evidence.write(tmp_path / "bad.json", RUN, [GOOD, BAD])
+    status, shown = matrix(capsys, tmp_path, tmp_path / "bad.json")
+    assert status == 1 and "0 of 2 ops, 2 cases, fp32, 1 FAILED" in shown.out
+    assert "rope on intel:bmg in fp32, interpreted: 1 of 3 cases failed: AssertionError: <worst> error" in shown.out
+    text = (tmp_path / "report" / "matrix.html").read_text()
+    assert 'class="bad"' in text and "<worst>" not in text and "&lt;worst&gt;" in text
+    assert not re.search(r"""(src|href)=|<script|url\(""", text)
+
+
+def test_complete_means_every_op_wherever_one_is(tmp_path, capsys):
+    cells = [Cell(op, "amd:gfx942", "bf16", INTERPRETED, 1, 0, [], "r") for op in dispatch.OPS]
+    evidence.write(tmp_path / "all.json", RUN, cells)
+    assert matrix(capsys, tmp_path, tmp_path / "all.json", "--complete")[0] == 0
+    compiled = Cell("rope", "amd:gfx942", "bf16", COMPILED, 1, 0, [], "r")
+    evidence.write(tmp_path / "all.json", RUN, [*cells, compiled])
+    assert matrix(capsys, tmp_path, tmp_path / "all.json")[0] == 0
+    status, shown = matrix(capsys, tmp_path, tmp_path / "all.json", "--complete")
+    assert status == 1 and "rms_norm on amd:gfx942 in bf16: not compiled" in shown.out
+    assert "rope on" not in shown.out
+
+
+def test_every_architecture_has_a_name_on_the_page():
+    known = {arch for vendor in backends.VENDORS.values() for arch in vendor.ARCHS}
+    assert set(page.CARDS) == known
+    cells = [Cell("rope", f"{name}:{arch}", "bf16", COMPILED, 1, 0, [], "r")
+             for name, vendor in backends.VENDORS.items() for arch in vendor.ARCHS]  # fmt: skip
+    assert [row[0] for row in page.rows(cells)][:3] == ["NVIDIA sm80", "NVIDIA sm86", "NVIDIA sm89"]
+    assert len(page.rows(cells)) == len(known)
+
+
+# recording -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """An op whose kernel is right for whatever backend, until it is told not to be."""
+    state = SimpleNamespace(factor=2)
+
+    def double(x):
+        return x * 2
+
+    monkeypatch.setattr(dispatch, "OPS", dict(dispatch.OPS))
+    state.op = dispatch.op(double)
+    state.op.register("triton")(lambda x: x * state.factor)
+    return state
+
+
+@needs_triton
+def test_what_a_check_speaks_for(double, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(parity, "observer", recorder.add)
+    monkeypatch.setattr(evidence, "interpreting", lambda: True)
+    monkeypatch.setattr(backends, "interpreting", lambda: True)
+    x = torch.randn(3, dtype=torch.float16)
+    parity.check(double.op, (x,), {}, "amd:gfx1100")
+    parity.check(double.op, (x,), {}, "intel")
+    parity.check(double.op, (x,), {}, None)  # plain torch on a CPU: of no GPU
+    double.factor = 3
+    with pytest.raises(AssertionError):
+        parity.check(double.op, (x,), {}, "intel:pvc")
+    assert recorder.dump() == [
+        ["double", "amd:gfx1100", "fp16", INTERPRETED, 1, 0, []],
+        ["double", "intel:pvc", "fp16", INTERPRETED, 1, 1, [recorder.dump()[1][-1][0]]],
+    ]
+    assert recorder.dump()[1][-1][0].startswith("AssertionError: output 0 of double on intel:pvc: worst error")
+    other = Recorder()
+    other.load(recorder.dump())
+    other.load(recorder.dump())
+    assert [(cell.passed, cell.failed) for cell in other.cells("r")] == [(2, 0), (2, 2)]
+
+
+@needs_triton
+def test_only_the_device_that_is_here_is_executed(double, monkeypatch):
+    monkeypatch.setattr(evidence, "interpreting", lambda: False)
+    monkeypatch.setattr(backends, "interpreting", lambda: True)  # so that CPU tensors may stand for the GPU's
+    monkeypatch.setitem(backends._devices, torch.device("cpu"), nvidia.ARCHS["sm90"])
+    x = torch.randn(3)
+    for backend, found in [
+        (None, EXECUTED), ("nvidia", EXECUTED), ("nvidia:sm90", EXECUTED), ("triton", EXECUTED),
+        ("nvidia:sm80", None), ("amd", None), ("reference", None),
+    ]:  # fmt: skip
+        where = evidence.proven(double.op, (x,), backend)
+        assert where == (("double", "nvidia:sm90", "fp32", found) if found else None), backend
+
+
+TESTS = """
+import pytest, torch
+from liger_hw import dispatch, parity
+
+@dispatch.op
+def twice(x):
+    return x * 2
+
+twice.register("triton")(lambda x: x * (2 if x.dtype == torch.float32 else 3))
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_twice(rows, dtype, backend, device):
+    parity.check(twice, (torch.ones(rows, dtype=dtype),), {}, backend)
+"""
+
+
+@needs_triton
+def test_a_worker_hands_over_what_it_saw(tmp_path):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_twice.py").write_text(TESTS)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+    environment |= {"LIGER_HW_BACKEND": "", "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "--every-arch", "--evidence", "e.json"]
+    done = subprocess.run([*command, "test_twice.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    runs, cells = evidence.read([tmp_path / "e.json"])
+    (facts,) = runs.values()
+    every = sum(len(vendor.ARCHS) for vendor in backends.VENDORS.values())
+    assert facts["level"] == INTERPRETED and facts["tests"] == {"passed": 2 * every, "failed": 2 * every}
+    assert facts["command"].startswith("pytest -p conftest -n 1")
+    assert {(cell.dtype, cell.passed, cell.failed) for cell in cells} == {("fp32", 2, 0), ("fp16", 0, 2)}
+    assert len(cells) == 2 * every and page.problems(cells)
+
+
+@pytest.fixture
+def plugin(request):
+    return request.config.pluginmanager.get_plugin(str(HERE / "conftest.py"))
+
+
+def a_config(**options):
+    values = {"--needs-device": False, "--evidence": None} | options
+    return SimpleNamespace(getoption=values.get, workerinput={"workerid": "gw5"})
+
+
+def test_a_runner_without_a_device_fails(plugin, monkeypatch):
+    needs = a_config(**{"--needs-device": True})
+    monkeypatch.setattr(plugin, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    plugin.pytest_configure(a_config())
+    with pytest.raises(pytest.UsageError, match="finds no accelerator"):
+        plugin.pytest_configure(needs)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    plugin.pytest_configure(needs)
+    monkeypatch.setattr(plugin, "interpreting", lambda: True)
+    with pytest.raises(pytest.UsageError, match="TRITON_INTERPRET is set"):
+        plugin.pytest_configure(needs)
+
+
+def test_workers_spread_over_the_devices(plugin, monkeypatch):
+    taken = []
+    monkeypatch.setattr(plugin, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    plugin.pytest_configure(a_config())
+    assert taken == [1]  # the sixth worker's
+    assert plugin.pytest_xdist_auto_num_workers(None) == 4 * plugin.WORKERS_A_GPU
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert plugin.pytest_xdist_auto_num_workers(None) == 3
+    monkeypatch.setattr(plugin, "interpreting", lambda: True)
+    assert plugin.pytest_xdist_auto_num_workers(None) is None
+    plugin.pytest_configure(a_config())
+    assert taken == [1]
