@@ -215,7 +215,7 @@ def _warm(key, providers, dtype, device) -> None:
                 with torch.no_grad():
                     subject.forward()
                 subject.full()
-        _clean(device)
+        clean(device)
 
 
 # measuring ------------------------------------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def _measure(case, providers, modes, dtype, clock, found) -> None:
             clock.synchronize()
             subjects[name] = subject
         except Exception as error:  # a peer's failure is a finding, not our end
-            _skip(found, case, name, error)
-            _clean(clock.device)
+            skip(found, case, name, error)
+            clean(clock.device)
     limits = _limits(case, dtype, found["ceilings"])
     times = {}
 
@@ -320,15 +320,15 @@ def _measure(case, providers, modes, dtype, clock, found) -> None:
                 for name, took in clock.host(calls).items():
                     record(f"host {mode}", name, took, 1e6)
     subjects.clear()
-    _clean(clock.device)
+    clean(clock.device)
 
 
-def _skip(found, case, name, error) -> None:
+def skip(found, case, name, error) -> None:
     why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
     found["skipped"].append({"op": case.op, "shape": case.label, "provider": name, "why": why[:300]})
 
 
-def _clean(device) -> None:
+def clean(device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()

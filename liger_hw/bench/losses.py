@@ -1,0 +1,213 @@
+"""`liger-hw bench losses`: times and memory of every loss beside plain torch, liger_kernel and bare matrix products."""
+
+import contextlib
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from liger_hw import memory
+from liger_hw._text import table
+from liger_hw.bench import tables
+from liger_hw.bench.loss_cases import LIGER, REAL, SMALL, TORCH, cases
+from liger_hw.bench.measure import Clock
+from liger_hw.bench.operations import about, clean, skip, write
+from liger_hw.bench.peers import FLOOR, OURS
+
+PROVIDERS = {
+    OURS: "",
+    TORCH: "whole logits, log-softmax in fp32, autograd",
+    LIGER: "liger_kernel with its default options, which compile its chunks by torch.compile",
+    FLOOR: "torch.mm of the same sizes: the logits of every model, both gradients of the one that learns",
+}
+SECONDS = 1.0  # what the rounds of one loss may take
+
+
+def choose(names) -> list[str]:
+    """The providers to measure, ours first; all that are installed unless some are named.
+
+    Raises:
+        ValueError: a name is unknown, or not installed.
+    """
+    for name in names:
+        if name not in (TORCH, LIGER):
+            raise ValueError(f"--against: got {name}, allowed: {TORCH}, {LIGER}")
+    installed = find_spec("liger_kernel") is not None
+    if LIGER in names and not installed:
+        raise ValueError("--against: got liger, which is not installed here: pip install liger-kernel")
+    names = names or [TORCH] + [LIGER] * installed
+    return [OURS, *dict.fromkeys(names), FLOOR]
+
+
+def select(texts, device) -> list:
+    """The cases whose name or label contains one of `texts`, all by default; small ones on a CPU.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    return cases(texts, _sizes(device))
+
+
+def _sizes(device):
+    return SMALL if device.type == "cpu" else REAL
+
+
+class Step:
+    """Forward and backward of one provider's version of a loss."""
+
+    def __init__(self, case, name, inputs):
+        self.function, self.inputs = case.providers[name], inputs
+        self.leaves = [x for x in inputs if x.requires_grad]
+
+    def __call__(self):
+        return torch.autograd.grad(self.function(*self.inputs), self.leaves)
+
+
+class _Products:
+    """The matrix products that a loss cannot do without, into buffers that are there before."""
+
+    def __init__(self, case, inputs):
+        self.layers = []
+        for x, weight in case.products:
+            x, weight = inputs[x], inputs[weight]
+            learns, x = x.requires_grad, x.detach().reshape(-1, x.shape[-1])
+            logits = x.new_empty(len(x), len(weight)).normal_()
+            gradients = (torch.empty_like(x), torch.empty_like(weight)) if learns else None
+            self.layers.append((x, weight.detach(), logits, torch.empty_like(logits), gradients))
+
+    def __call__(self):
+        for x, weight, dlogits, logits, gradients in self.layers:
+            torch.mm(x, weight.t(), out=logits)
+            if gradients:
+                torch.mm(dlogits, weight, out=gradients[0])
+                torch.mm(dlogits.t(), x, out=gradients[1])
+
+
+def run(chosen, providers, dtype, device, progress, file: Path) -> dict:
+    """Measure the cases `chosen`; the results, which are also written to `file` after each.
+
+    Args:
+        providers: from `choose`.
+        progress: a `rich.progress.Progress` that is being shown.
+
+    Returns:
+        Plain data; `complete` is False if it was interrupted. Times are in milliseconds, of forward and backward;
+        `gradient_bytes` is what the gradients take of `peak_bytes`; `loss` is what each provider finds.
+    """
+    found = about(device) | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "providers": {name: PROVIDERS[name] for name in providers},
+        "parity": {}, "results": [], "skipped": [], "complete": False,
+    }  # fmt: skip
+    try:
+        if device.type != "cpu":
+            _compile(chosen, providers, dtype, device, progress)
+        clock = Clock(device)
+        found["ceilings"] = clock.ceilings(dtype)
+        bar = progress.add_task("losses", total=len(chosen), note="")
+        for case in chosen:
+            progress.update(bar, note=f"{case.op} {case.label}")
+            _measure(case, providers, dtype, clock, found)
+            write(found, file)
+            progress.advance(bar)
+        found["complete"] = True
+    except KeyboardInterrupt:
+        pass
+    write(found, file)
+    return found
+
+
+def _measure(case, providers, dtype, clock, found) -> None:
+    inputs = case.make(clock.device, dtype)
+    gradients = sum(x.nbytes for x in inputs if x.requires_grad)
+    calls, beside = {}, {}
+    for name in [name for name in providers if name in case.providers]:
+        try:
+            if name == TORCH and clock.device.type == "cuda" and case.plain_bytes > torch.cuda.mem_get_info()[0]:
+                raise torch.OutOfMemoryError
+            with torch.no_grad():
+                loss = case.providers[name](*inputs).item()
+            calls[name] = step = Step(case, name, inputs)
+            step()
+            peak = memory.peak(step, clock.device)
+            beside[name] = {"loss": loss, "peak_bytes": peak, "gradient_bytes": gradients}
+        except Exception as error:  # a peer's failure is a finding, not our end
+            calls.pop(name, None)
+            skip(found, case, name, error)
+        clean(clock.device)
+    if FLOOR in providers and case.products:
+        calls[FLOOR] = _Products(case, inputs)
+    for name, took in clock.interleave(calls, SECONDS).items():
+        times = {key: value * 1e3 if key != "rounds" else value for key, value in took.items()}
+        record = {"op": case.op, "shape": case.label, "mode": "full", "provider": name}
+        found["results"].append(record | times | beside.get(name, {}))
+    calls.clear()
+    clean(clock.device)
+
+
+def _compile(chosen, providers, dtype, device, progress) -> None:
+    """Compile what the cases need, on several cores, into the caches of Triton and Inductor."""
+    bar = progress.add_task("compiling", total=len(chosen), note="")
+    # plain torch is not among what runs here: without it, six losses fit an accelerator's memory at once
+    cores = max(min((os.cpu_count() or 2) // 2, 6), 1)
+    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=_one_thread) as workers:
+        jobs = [workers.submit(_warm, case.op, case.label, providers, dtype, device) for case in chosen]
+        for _ in as_completed(jobs):
+            progress.advance(bar)
+
+
+def _one_thread() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each has a pool of its own for every core
+
+
+def _warm(name, label, providers, dtype, device) -> None:
+    (case,) = (case for case in cases(sizes=_sizes(device)) if (case.op, case.label) == (name, label))
+    inputs = case.make(device, dtype)
+    for provider in (OURS, LIGER):
+        if provider in providers and provider in case.providers:
+            with contextlib.suppress(Exception):  # the measurement itself meets it again, and tells
+                Step(case, provider, inputs)()
+    del inputs
+    clean(device)
+
+
+# text -----------------------------------------------------------------------------------------------------------------
+
+HEADER = [
+    "loss", "rows x features x classes", "liger_hw", "over its matrix products", "plain torch", "liger_kernel",
+    "memory beside the gradients", "plain torch's", "liger_kernel's", "saved of plain torch's",
+]  # fmt: skip
+
+
+def rows(found: dict) -> list[list[str]]:
+    """A line for each loss: times of forward and backward, and memory above the inputs and beside the gradients."""
+    skipped = {(s["op"], s["shape"], s["provider"]): s["why"] for s in found["skipped"]}
+    lines = []
+    for (name, label, _), records in tables.by_shape(found).items():
+
+        def time(provider, name=name, label=label, records=records):
+            if provider in records:
+                return f"{tables.number(records[provider]['median'])} ms"
+            why = skipped.get((name, label, provider), "")
+            return why if why == "out of memory" else "fails" if why else ""
+
+        ours, floor = records.get(OURS), records.get(FLOOR)
+        over = f"{ours['median'] / floor['median']:.2f}x" if ours and floor else ""
+        spaces = [_beside(records.get(provider)) for provider in (OURS, TORCH, LIGER)]
+        saved = f"{1 - spaces[0] / spaces[1]:.0%}" if spaces[0] is not None and spaces[1] else ""
+        shown = ["" if space is None else f"{space / 2**20:,.0f} MiB" for space in spaces]
+        lines.append([name, label, time(OURS), over, time(TORCH), time(LIGER), *shown, saved])
+    return lines
+
+
+def _beside(record) -> int | None:
+    return record["peak_bytes"] - record["gradient_bytes"] if record else None
+
+
+def show(found: dict) -> str:
+    """Everything for a terminal."""
+    lines = [f"{name}: {value}" for name, value in tables.facts(found).items()]
+    return "\n".join([*lines, "", table(HEADER, rows(found)), *tables.problems(found)])
