@@ -1,0 +1,144 @@
+"""One tiny model against its patched copy: loss, logits and every gradient in fp32, modules bit for bit in bf16."""
+
+import contextlib
+import copy
+import warnings
+
+import torch
+import zoo
+
+import liger_hw
+
+LOSS_PARTS = ("head", "causal_lm")
+ALMOST = ("layer_norm",)  # torch takes the variance in another order: all bits but a few of fp32's last
+
+
+def learn(plain, patched, inputs):
+    """What differs between training steps of both, as a dictionary of figures.
+
+    `loss` and `logits` relative to the largest value, `gradient` the worst parameter's difference relative to its norm
+    (with a floor of 2e-5 of the norm of all gradients: what cancels to nothing is noise), and its name.
+    """
+    outputs = []
+    for model in (plain, patched):
+        torch.manual_seed(1)
+        outputs.append(model(**inputs))
+    expected, found = outputs
+    fused = getattr(found.logits, "value", found.logits) is None
+    for out in outputs:
+        out.loss.backward()
+    floor = 2e-5 * sum(p.grad.norm() ** 2 for p in plain.parameters() if p.grad is not None) ** 0.5
+    worst, where = 0.0, ""
+    for (name, p), q in zip(plain.named_parameters(), patched.parameters()):
+        if (p.grad is None) != (q.grad is None):
+            worst, where = float("inf"), name
+        elif p.grad is not None:
+            difference = ((p.grad - q.grad).norm() / (p.grad.norm() + floor)).item()
+            worst, where = max((worst, where), (difference, name))
+    logits = torch.clone(found.logits) if fused else found.logits
+    return {
+        "fused": fused,
+        "loss": _difference(found.loss, expected.loss),
+        "logits": _difference(logits, expected.logits),
+        "gradient": worst,
+        "gradient_of": where,
+    }
+
+
+def _difference(found, expected):
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(found)):
+        return float("inf")
+    found, expected = found[finite].detach(), expected[finite].detach()
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def round_alike(plain, patched, inputs):
+    """Names of the replaced modules of a bf16 model that do not return their original's bits.
+
+    Every module is called with what the plain model's forward called it with, or with random rows where that forward
+    does not come by (a vision tower without an image).
+    """
+    calls = {}
+
+    def hook(name):
+        def remember(module, args, kwargs):
+            calls.setdefault(name, (copy.deepcopy(args), copy.deepcopy(kwargs)))
+
+        return remember
+
+    ours = {
+        name: module
+        for name, module in patched.named_modules()
+        if hasattr(type(module), "liger_match") and type(module).liger_match.kind not in LOSS_PARTS
+    }
+    theirs = dict(plain.named_modules())
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name in ours:
+            stack.callback(theirs[name].register_forward_pre_hook(hook(name), with_kwargs=True).remove)
+        torch.manual_seed(1)
+        plain(**inputs)
+    wrong = []
+    for name, module in ours.items():
+        args, kwargs = calls.get(name) or (_rows(module), {})
+        if args is None:
+            continue
+        results = []
+        for m in (theirs[name], module):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                results.append(m(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+        exact = type(module).liger_match.op not in ALMOST
+        if not _same(*results, exact):
+            wrong.append(name)
+    return wrong
+
+
+def _rows(module):
+    match = type(module).liger_match
+    names = dict(match.names)
+    if match.kind == "norm":
+        weight = getattr(module, names["weight"]) if names["weight"] else None
+        return (torch.randn(3, 64 if weight is None else weight.numel(), dtype=torch.bfloat16),)
+    if match.kind == "glu":
+        return (torch.randn(2, 3, getattr(module, names["gate"]).in_features, dtype=torch.bfloat16),)
+    return None
+
+
+def _same(expected, found, exact):
+    if isinstance(expected, (tuple, list)):
+        return len(expected) == len(found) and all(_same(e, f, exact) for e, f in zip(expected, found))
+    if not torch.is_tensor(expected):
+        return True  # a cache, or nothing
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return False
+    if exact:
+        return torch.equal(expected.nan_to_num(), found.nan_to_num())
+    return (expected != found).float().mean() < 0.02
+
+
+def row(model_type, cls):
+    """Everything that is found out about one class of models, as a dictionary; `mismatch` says what differs.
+
+    Raises:
+        zoo.NotTiny: there is no such tiny model.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, inputs = zoo.build(model_type, cls)
+        patched = copy.deepcopy(plain)
+        summary = liger_hw.patch(patched)
+        found = {"model_type": model_type, "class": cls} | learn(plain, patched, inputs)
+        wrong = round_alike(plain.bfloat16(), patched.bfloat16(), inputs)
+    found["replaced"] = dict(sorted(_sums(summary.replaced).items()))
+    found["left"] = {f"{name}: {why}": count for (name, why), count in sorted(summary.left.items())}
+    limits = {"loss": 1e-5, "logits": 1e-4, "gradient": 1e-3}
+    found["mismatch"] = [name for name, limit in limits.items() if not found[name] < limit] + wrong
+    return found
+
+
+def _sums(replaced):
+    sums = {}
+    for (_, what), count in replaced.items():
+        sums[what] = sums.get(what, 0) + count
+    return {what: count for what, count in sums.items() if what not in LOSS_PARTS and not what.startswith("causal_lm")}
