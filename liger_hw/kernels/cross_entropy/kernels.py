@@ -2,7 +2,7 @@
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._math import in_row
+from liger_hw.kernels._logits import LN_2, LOWEST, alignment, body_pointer, edge_columns, in_body, score, split
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -18,7 +18,7 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
         stages, block, values = 4, 8192 if gradient and cols > 65536 else 4096, 16 if gradient else 32
     if not plain:
         block, values = block // 2, values // 2
-    block = min(power_of_2(cols), block)
+    block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
     staged = stages * (itemsize if plain else itemsize + 4)  # of the logits, and of fp32 class weights
     while stages > 1 and block * staged > device.shared_memory // 2:
         block //= 2
@@ -37,94 +37,39 @@ def cross_entropy_scale_config(cols, itemsize, device):
     return Config({"COLS": block}, row_warps(block, device, per_lane=16))
 
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.0e38)  # a running maximum that a row of -inf does not turn into inf - inf
-
-
-@triton.jit
-def _split(row, stride, misaligned, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """A row is `head` columns to its first 16-byte boundary, `body` columns in whole vectors, and less than one more.
-
-    The body needs a mask by vectors at most, which keeps its accesses at 16 bytes whatever the width.
-    """
-    if ALIGNED:
-        return 0, cols // VECTOR * VECTOR
-    else:
-        before = row * stride
-        if misaligned is not None:
-            before += misaligned
-        head = tl.minimum((VECTOR - before % VECTOR) % VECTOR, cols).to(tl.int32)
-        return head, (cols - head) // VECTOR * VECTOR
-
-
-@triton.jit
-def _edge(head, body, cols: tl.constexpr, VECTOR: tl.constexpr):
-    """The columns before and after the body, and which lanes have one."""
-    lane = tl.arange(0, 2 * VECTOR)
-    col = tl.where(lane < VECTOR, lane, head + body + lane - VECTOR)
-    return col, tl.where(lane < VECTOR, lane < head, col < cols)
-
-
-@triton.jit
-def _in_body(at, body, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
-    if ALIGNED:
-        return in_row(at, cols // VECTOR * VECTOR, COLS)
-    else:
-        return at < tl.multiple_of(body, VECTOR)
-
-
-@triton.jit
-def _body_pointer(X, row, stride, head, misaligned, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a row's body begins, with what the compiler must be told: that it is a 16-byte boundary."""
-    if ALIGNED:
-        return X + tl.multiple_of(row * stride, VECTOR)
-    elif misaligned is None:
-        return X + tl.multiple_of(row * stride + head, VECTOR)
-    else:  # not every compiler hears it in this form
-        return tl.multiple_of(X + (row * stride + head), 16)
-
-
-@triton.jit
-def _tanh(x):
-    """To 3 ulp of itself everywhere, as the softcap multiplies its error. (2 sigmoid(2x) - 1 loses small results.)"""
-    s = x * x
-    small = ((s * 1.57394409e-2 - 5.23025580e-2) * s + 1.33152470e-1) * s - 3.33327681e-1
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2_E)) + 1.0)
-    return tl.where(s < 0.3, x + x * s * small, tl.where(x < 0, -large, large))
-
-
-@triton.jit
-def _score(x, logit_scale, softcap):
-    """z in units of ln 2, and what the softcap multiplied."""
-    x = x.to(tl.float32)
-    if softcap is None:
-        return x * (logit_scale * LOG2_E), 0.0
-    else:
-        ratio = _tanh(x * (logit_scale / softcap))
-        return ratio * (softcap * LOG2_E), ratio
-
-
 @triton.jit
 def _online(x, col, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, best, best_col,
-            SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr):  # fmt: skip
-    """Take one block into the running maximum, the sum of powers, the weighted sum and the largest logit's place."""
+            SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
+    """Take one block into every lane's running maximum, sum of powers, weighted sum and largest logit's place.
+
+    A lane reduces the vectors it holds and nothing else, so that no lane waits for another before the row's end.
+    """
+    LANES: tl.constexpr = x.shape[0] // VECTOR
     if PREDICT:  # before the softcap, which makes large ones equal; of equal ones the first, as torch.argmax
-        a = tl.where(mask, x.to(tl.float32) * logit_scale, float("-inf"))
-        block_best = tl.max(a, 0)
-        block_col = tl.min(tl.where(a == block_best, col, cols - 1), 0)
+        a = tl.reshape(tl.where(mask, x.to(tl.float32) * logit_scale, float("-inf")), (LANES, VECTOR))
+        block_best = tl.max(a, 1)
+        block_col = tl.min(tl.where(a == block_best[:, None], tl.reshape(col, (LANES, VECTOR)), cols - 1), 1)
         better = (block_best > best) | ((block_best == best) & (block_col < best_col))
         best, best_col = tl.where(better, block_best, best), tl.where(better, block_col, best_col)
-    z, _ = _score(x, logit_scale, softcap)
-    z = tl.where(mask, z, float("-inf"))
-    higher = tl.maximum(peak, tl.max(z, 0))
-    total = total * tl.exp2(peak - higher) + tl.exp2(z - higher)
+    z, _ = score(x, logit_scale, softcap)
     if SMOOTH:
         weighted = tl.where(mask, z, 0.0)
         if WEIGHT is not None:
             weighted *= tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
-        smoothed += tl.sum(weighted, 0)
+        smoothed += tl.sum(tl.reshape(weighted, (LANES, VECTOR)), 1)
+    z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
+    higher = tl.maximum(peak, tl.max(z, 1))
+    total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
     return higher, total, smoothed, best, best_col
+
+
+@triton.jit
+def _over_lanes(peak, total, smoothed, best, best_col, cols: tl.constexpr):
+    """The row's maximum, sums and largest logit's place, from its lanes'."""
+    top = tl.max(peak, 0)
+    row_best = tl.max(best, 0)
+    best_col = tl.min(tl.where(best == row_best, best_col, cols - 1), 0)
+    return top, tl.sum(total * tl.exp2(peak - top), 0), tl.sum(smoothed, 0), row_best, best_col
 
 
 @triton.jit
@@ -158,13 +103,14 @@ def _factors(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothin
 
 
 @triton.jit
-def _gradient(x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr):
+def _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr):
     """dx_j, where `of_power` multiplies 2^(z_j - peak) and every factor has been multiplied by logit_scale.
 
-    A peak and a total, and not the one log-sum-exp, whose rounding would be the same relative error in all of a row.
+    `of_target` is 0 but in the target's column. A peak and a total, and not the one log-sum-exp, whose rounding would
+    be the same relative error in all of a row.
     """
-    z, ratio = _score(x, logit_scale, softcap)
-    dx = of_power * tl.exp2(z - peak) - tl.where(col == y, of_target, 0.0)
+    z, ratio = score(x, logit_scale, softcap)
+    dx = of_power * tl.exp2(z - peak) - of_target
     if SMOOTH:
         if WEIGHT is not None:
             dx -= of_each * tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
@@ -173,15 +119,6 @@ def _gradient(x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit
     if softcap is not None:
         dx *= 1.0 - ratio * ratio
     return dx
-
-
-@triton.jit
-def _edge_gradient(X, DX, head, body, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap,
-                   SMOOTH: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
-    col, mask = _edge(head, body, cols, VECTOR)
-    x = tl.load(X + col, mask, other=0.0)
-    dx = _gradient(x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
-    tl.store(DX + col, dx, mask)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
@@ -196,18 +133,18 @@ def cross_entropy_forward(
     SMOOTH: tl.constexpr = label_smoothing is not None
     PREDICT: tl.constexpr = PREDICTED is not None
     lane = tl.arange(0, COLS)
-    head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+    head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
     X = LOGITS + row * stride
-    BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+    BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
     y = tl.load(TARGET + row)
     if y == ignore_index:
         if GRADIENT:
             if EDGES:
-                edge, edge_mask = _edge(head, body, cols, VECTOR)
+                edge, edge_mask = edge_columns(head, body, cols, VECTOR)
                 tl.store(X + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
             for start in range(0, body, COLS):
                 at = start + lane
-                tl.store(BODY + at, tl.zeros((COLS,), tl.float32), _in_body(at, body, cols, VECTOR, ALIGNED, COLS))
+                tl.store(BODY + at, tl.zeros((COLS,), tl.float32), in_body(at, body, cols, VECTOR, ALIGNED, COLS))
         tl.store(LOSS + row, 0.0)
         if Z_LOSS is not None:
             tl.store(Z_LOSS + row, 0.0)
@@ -218,28 +155,32 @@ def cross_entropy_forward(
             tl.store(PREDICTED + row, -1)
     else:
         inside = (y >= 0) & (y < cols)
-        z_y, _ = _score(tl.load(X + y, inside, other=0.0), logit_scale, softcap)
-        peak = tl.full((), LOWEST, tl.float32)
-        best = tl.full((), float("-inf"), tl.float32)
-        best_col = tl.full((), cols - 1, tl.int32)
-        total = tl.zeros((COLS,), tl.float32)
-        smoothed = tl.full((), 0.0, tl.float32)
-        if EDGES:
-            edge, edge_mask = _edge(head, body, cols, VECTOR)
-            zeros = tl.zeros((2 * VECTOR,), tl.float32)
-            peak, edge_total, smoothed, best, best_col = _online(
-                tl.load(X + edge, edge_mask, other=0.0), edge, edge_mask, WEIGHT, logit_scale, softcap, peak, zeros,
-                smoothed, best, best_col, SMOOTH, PREDICT, cols,
-            )  # fmt: skip
-            total = tl.where(lane == 0, tl.sum(edge_total, 0), total)
+        x_y = tl.load(X + y, inside, other=0.0)
+        z_y, _ = score(x_y, logit_scale, softcap)
+        LANES: tl.constexpr = COLS // VECTOR
+        peak = tl.full((LANES,), LOWEST, tl.float32)
+        best = tl.full((LANES,), float("-inf"), tl.float32)
+        best_col = tl.full((LANES,), cols - 1, tl.int32)
+        total = tl.zeros((LANES,), tl.float32)
+        smoothed = tl.zeros((LANES,), tl.float32)
         for start in tl.range(0, body, COLS, num_stages=STAGES):
             at = start + lane
-            mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+            mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
             peak, total, smoothed, best, best_col = _online(
                 tl.load(BODY + at, mask, other=0.0), head + at, mask, WEIGHT, logit_scale, softcap, peak, total,
-                smoothed, best, best_col, SMOOTH, PREDICT, cols,
+                smoothed, best, best_col, SMOOTH, PREDICT, cols, VECTOR,
             )  # fmt: skip
-        row_total = tl.sum(total, 0)
+        peak, row_total, smoothed, best, best_col = _over_lanes(peak, total, smoothed, best, best_col, cols)
+        if EDGES:
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+            zeros = tl.zeros((2,), tl.float32)
+            lanes = _online(
+                tl.load(X + edge, edge_mask, other=0.0), edge, edge_mask, WEIGHT, logit_scale, softcap, zeros + peak,
+                zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols, VECTOR,
+            )  # fmt: skip
+            higher, edge_total, edge_smoothed, best, best_col = _over_lanes(*lanes, cols)
+            row_total = row_total * tl.exp2(peak - higher) + edge_total
+            peak, smoothed = higher, smoothed + edge_smoothed
         lse = peak + tl.log2(row_total)
         distance = (peak - z_y) + tl.log2(row_total)  # the difference first: it is exact near the peak
         of_target, of_each, of_all, of_square = _factors(
@@ -264,19 +205,20 @@ def cross_entropy_forward(
             tl.debug_barrier()  # the whole row and its target's logit have been read by every lane
             for start in tl.range(0, body, COLS, num_stages=STAGES):
                 at = (body - 1) // COLS * COLS - start + lane
-                mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+                mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
                 x, col = tl.load(BODY + at, mask, other=0.0), head + at
-                dx = _gradient(
-                    x, col, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH
-                )
+                dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
                 tl.store(BODY + at, dx, mask)
             if EDGES:
-                edge, edge_mask = _edge(head, body, cols, VECTOR)
+                edge, edge_mask = edge_columns(head, body, cols, VECTOR)
                 x = tl.load(X + edge, edge_mask, other=0.0)
-                dx = _gradient(
-                    x, edge, edge_mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH
-                )
+                dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
                 tl.store(X + edge, dx, edge_mask)
+            # the target's column once more, with its own term, rather than a comparison in every column: that takes
+            # registers of which a core then has room for half as many programs (H200: 120 against 54 a lane)
+            dx = _gradient(x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
+            tl.debug_barrier()
+            tl.store(X + y, dx, inside)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
@@ -289,17 +231,17 @@ def cross_entropy_backward(
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
     EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     SMOOTH: tl.constexpr = label_smoothing is not None
-    head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+    head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
     X, D = LOGITS + row * stride, DX + row * dx_stride
     D_BODY = D + head
     if SAME_ALIGNMENT:
-        D_BODY = _body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
+        D_BODY = body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
     at = part * COLS + tl.arange(0, COLS)
-    mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+    mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
     y = tl.load(TARGET + row)
     if y == ignore_index:
         if EDGES and part == 0:
-            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
             tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
     else:
@@ -308,7 +250,7 @@ def cross_entropy_backward(
         lse = peak + tl.log2(total)
         distance = lse
         if TOKEN_SCALING:
-            z_y, _ = _score(tl.load(X + y, inside, other=0.0), logit_scale, softcap)
+            z_y, _ = score(tl.load(X + y, inside, other=0.0), logit_scale, softcap)
             distance = (peak - z_y) + tl.log2(total)
         of_target, of_each, of_all, of_square = _factors(
             y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, inside, cols,
@@ -317,28 +259,18 @@ def cross_entropy_backward(
         of_loss = tl.load(DLOSS + row * dloss_stride).to(tl.float32) * logit_scale
         of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss / total
         of_target, of_each = of_target * of_loss, of_each * of_loss
-        BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+        BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
         x = tl.load(BODY + at, mask, other=0.0)
-        dx = _gradient(x, head + at, mask, y, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
+        col = head + at
+        of_y = tl.where(col == y, of_target, 0.0)
+        dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_y, logit_scale, softcap, SMOOTH)
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
-            _edge_gradient(
-                X,
-                D,
-                head,
-                body,
-                y,
-                peak,
-                WEIGHT,
-                of_power,
-                of_each,
-                of_target,
-                logit_scale,
-                softcap,
-                SMOOTH,
-                cols,
-                VECTOR,
-            )
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+            x = tl.load(X + edge, edge_mask, other=0.0)
+            of_y = tl.where(edge == y, of_target, 0.0)
+            dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, of_y, logit_scale, softcap, SMOOTH)
+            tl.store(D + edge, dx, edge_mask)
 
 
 @triton.jit(do_not_specialize=["misaligned"])
@@ -349,22 +281,16 @@ def cross_entropy_scale(
     VECTOR: tl.constexpr = 128 // DX.dtype.element_ty.primitive_bitwidth
     dloss = tl.load(DLOSS + row * dloss_stride).to(tl.float32)
     if dloss != 1.0:
-        head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
-        BODY = _body_pointer(DX, row, stride, head, misaligned, VECTOR, ALIGNED)
+        head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+        BODY = body_pointer(DX, row, stride, head, misaligned, VECTOR, ALIGNED)
         for start in range(0, body, COLS):
             at = start + tl.arange(0, COLS)
-            mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+            mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
             tl.store(BODY + at, tl.load(BODY + at, mask, other=0.0).to(tl.float32) * dloss, mask)
         if not ALIGNED or cols % VECTOR != 0:
-            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
             EDGE = DX + row * stride + edge
             tl.store(EDGE, tl.load(EDGE, edge_mask, other=0.0).to(tl.float32) * dloss, edge_mask)
-
-
-def _alignment(x) -> tuple[int | None, bool]:
-    """Elements from the last 16-byte boundary to `x`, None for 0, and whether every row of `x` begins on one."""
-    misaligned = x.data_ptr() % 16 // x.element_size() or None
-    return misaligned, misaligned is None and x.stride(0) * x.element_size() % 16 == 0
 
 
 def _numbers(formula):
@@ -381,7 +307,7 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, pred
         predicted: (N,) int64.
     """
     rows, cols = logits.shape
-    misaligned, aligned = _alignment(logits)
+    misaligned, aligned = alignment(logits)
     plain = formula.softcap is None and formula.label_smoothing == 0 and predicted is None
     config = cross_entropy_forward_config(cols, logits.element_size(), plain, gradient, device_of(logits))
     launch(
@@ -395,8 +321,8 @@ def backward_rows(logits, terms, formula, partition, dloss, dx=None):
     """Write the gradient of `logits` to `dx`, or over them; `partition` is the forward's, `dloss` is (N,)."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
-    misaligned, aligned = _alignment(logits)
-    same = _alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
+    misaligned, aligned = alignment(logits)
+    same = alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
         cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
@@ -409,4 +335,4 @@ def scale_rows(dx, dloss):
     """Multiply each row of `dx` by its own incoming gradient; programs whose is 1 end at once."""
     rows, cols = dx.shape
     config = cross_entropy_scale_config(cols, dx.element_size(), device_of(dx))
-    launch(cross_entropy_scale, (rows, 1, 1), config, dx, dloss, dx.stride(0), dloss.stride(0), *_alignment(dx), cols)
+    launch(cross_entropy_scale, (rows, 1, 1), config, dx, dloss, dx.stride(0), dloss.stride(0), *alignment(dx), cols)

@@ -16,9 +16,10 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.kernels._logits import LN_2, LOG2_E
 from liger_hw.kernels._math import in_row
 from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
-from liger_hw.kernels.cross_entropy.kernels import LN_2, LOG2_E, scale_rows
+from liger_hw.kernels.cross_entropy.kernels import scale_rows
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

@@ -14,8 +14,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST
 from liger_hw.kernels._math import in_row
-from liger_hw.kernels.cross_entropy.kernels import LN_2, LOG2_E, LOWEST
 from liger_hw.kernels.divergence import divergence_element, elements
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned

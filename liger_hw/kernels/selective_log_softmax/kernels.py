@@ -2,16 +2,7 @@
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels.cross_entropy.kernels import (
-    LN_2,
-    LOWEST,
-    _alignment,
-    _body_pointer,
-    _edge,
-    _in_body,
-    _score,
-    _split,
-)
+from liger_hw.kernels._logits import LN_2, LOWEST, alignment, body_pointer, edge_columns, in_body, score, split
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -36,7 +27,7 @@ def selective_log_softmax_backward_config(cols, itemsize, device):
 @triton.jit
 def _scaled(x, softcap, logit_scale, temperature):
     """The logits that the softmax sees, in units of ln 2."""
-    return _score(x, logit_scale, softcap)[0] * (1.0 / temperature)
+    return score(x, logit_scale, softcap)[0] * (1.0 / temperature)
 
 
 @triton.jit
@@ -64,16 +55,16 @@ def selective_log_softmax_forward(
     entropy, lse, peak, row_total = log_prob, log_prob, log_prob, log_prob + 1.0
     if y != ignore_index:
         lane = tl.arange(0, COLS)
-        head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+        head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
         X = LOGITS + row * stride
-        BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+        BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
         inside = (y >= 0) & (y < cols)
         z_y = _scaled(tl.load(X + y, inside, other=0.0), softcap, logit_scale, temperature)
         peak = tl.full((), LOWEST, tl.float32)
         total = tl.zeros((COLS,), tl.float32)
         moment = tl.zeros((COLS,), tl.float32)
         if EDGES:
-            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
             edge_z = _scaled(tl.load(X + edge, edge_mask, other=0.0), softcap, logit_scale, temperature)
             zeros = tl.zeros((2 * VECTOR,), tl.float32)
             peak, edge_total, edge_moment = _powers(edge_z, edge_mask, peak, zeros, zeros, MOMENT)
@@ -81,7 +72,7 @@ def selective_log_softmax_forward(
             moment = tl.where(lane == 0, tl.sum(edge_moment, 0), moment)
         for start in tl.range(0, body, COLS, num_stages=STAGES):
             at = start + lane
-            mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+            mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
             z = _scaled(tl.load(BODY + at, mask, other=0.0), softcap, logit_scale, temperature)
             peak, total, moment = _powers(z, mask, peak, total, moment, MOMENT)
         row_total = tl.sum(total, 0)
@@ -101,7 +92,7 @@ def selective_log_softmax_forward(
 @triton.jit
 def _gradient(x, col, y, peak, log_total, entropy, of_token, of_power, of_entropy, softcap, logit_scale, temperature):
     """dx_j; the factors carry logit_scale / temperature, and those of powers 1 / total."""
-    z, ratio = _score(x, logit_scale, softcap)
+    z, ratio = score(x, logit_scale, softcap)
     z *= 1.0 / temperature
     power = tl.exp2(z - peak)
     factor = tl.zeros_like(power) + of_power
@@ -122,18 +113,18 @@ def selective_log_softmax_backward(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
     EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
-    head, body = _split(row, stride, misaligned, cols, VECTOR, ALIGNED)
+    head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
     X, D = LOGITS + row * stride, DX + row * dx_stride
     D_BODY = D + head
     if SAME_ALIGNMENT:
-        D_BODY = _body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
+        D_BODY = body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
     at = part * COLS + tl.arange(0, COLS)
-    mask = _in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+    mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
     y = tl.load(TOKENS + row)
     if y == ignore_index:
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
         if EDGES and part == 0:
-            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
             tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
     else:
         peak, total = tl.load(PARTITION + 2 * row), tl.load(PARTITION + 2 * row + 1)
@@ -149,14 +140,14 @@ def selective_log_softmax_backward(
         if D_ENTROPY is not None:
             entropy = tl.load(ENTROPY + row)
             of_entropy = tl.load(D_ENTROPY + row).to(tl.float32) * scale / total
-        BODY = _body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+        BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
         dx = _gradient(
             tl.load(BODY + at, mask, other=0.0), head + at, y, peak, log_total, entropy, of_token, of_power, of_entropy,
             softcap, logit_scale, temperature,
         )  # fmt: skip
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
-            edge, edge_mask = _edge(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
             edge_dx = _gradient(
                 tl.load(X + edge, edge_mask, other=0.0), edge, y, peak, log_total, entropy, of_token, of_power,
                 of_entropy, softcap, logit_scale, temperature,
@@ -172,7 +163,7 @@ def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
         partition: (N, 2), a peak and a total, where sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
     """
     rows, cols = logits.shape
-    misaligned, aligned = _alignment(logits)
+    misaligned, aligned = alignment(logits)
     config = selective_log_softmax_forward_config(cols, logits.element_size(), device_of(logits))
     launch(
         selective_log_softmax_forward, (rows, 1, 1), config,
@@ -184,8 +175,8 @@ def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentr
     """Write the gradient of `logits` to `dx`, or over them; incoming gradients (N,), None where there is none."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
-    misaligned, aligned = _alignment(logits)
-    same = _alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
+    misaligned, aligned = alignment(logits)
+    same = alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
     config = selective_log_softmax_backward_config(cols, logits.element_size(), device_of(logits))
     incoming = (grad if grad is None else grad.contiguous() for grad in (dlog_probs, dentropy, dlse))
     launch(

@@ -1,0 +1,77 @@
+"""What kernels over rows of logits share: how a row of any width and alignment is walked, and its scores."""
+
+from liger_hw._triton import tl, triton
+from liger_hw.kernels._math import in_row
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.0e38)  # a running maximum that a row of -inf does not turn into inf - inf
+
+
+@triton.jit
+def split(row, stride, misaligned, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """A row is `head` columns to its first 16-byte boundary, `body` columns in whole vectors, and less than one more.
+
+    The body needs a mask by vectors at most, which keeps its accesses at 16 bytes whatever the width.
+    """
+    if ALIGNED:
+        return 0, cols // VECTOR * VECTOR
+    else:
+        before = row * stride
+        if misaligned is not None:
+            before += misaligned
+        head = tl.minimum((VECTOR - before % VECTOR) % VECTOR, cols).to(tl.int32)
+        return head, (cols - head) // VECTOR * VECTOR
+
+
+@triton.jit
+def edge_columns(head, body, cols: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns before and after the body, and which lanes have one."""
+    lane = tl.arange(0, 2 * VECTOR)
+    col = tl.where(lane < VECTOR, lane, head + body + lane - VECTOR)
+    return col, tl.where(lane < VECTOR, lane < head, col < cols)
+
+
+@triton.jit
+def in_body(at, body, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
+    if ALIGNED:
+        return in_row(at, cols // VECTOR * VECTOR, COLS)
+    else:
+        return at < tl.multiple_of(body, VECTOR)
+
+
+@triton.jit
+def body_pointer(X, row, stride, head, misaligned, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a row's body begins, with what the compiler must be told: that it is a 16-byte boundary."""
+    if ALIGNED:
+        return X + tl.multiple_of(row * stride, VECTOR)
+    elif misaligned is None:
+        return X + tl.multiple_of(row * stride + head, VECTOR)
+    else:  # not every compiler hears it in this form
+        return tl.multiple_of(X + (row * stride + head), 16)
+
+
+@triton.jit
+def _tanh(x):
+    """To 3 ulp of itself everywhere, as the softcap multiplies its error. (2 sigmoid(2x) - 1 loses small results.)"""
+    s = x * x
+    small = ((s * 1.57394409e-2 - 5.23025580e-2) * s + 1.33152470e-1) * s - 3.33327681e-1
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2_E)) + 1.0)
+    return tl.where(s < 0.3, x + x * s * small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def score(x, logit_scale, softcap):
+    """z in units of ln 2, and what the softcap multiplied."""
+    x = x.to(tl.float32)
+    if softcap is None:
+        return x * (logit_scale * LOG2_E), 0.0
+    else:
+        ratio = _tanh(x * (logit_scale / softcap))
+        return ratio * (softcap * LOG2_E), ratio
+
+
+def alignment(x) -> tuple[int | None, bool]:
+    """Elements from the last 16-byte boundary to `x`, None for 0, and whether every row of `x` begins on one."""
+    misaligned = x.data_ptr() % 16 // x.element_size() or None
+    return misaligned, misaligned is None and x.stride(0) * x.element_size() % 16 == 0
