@@ -21,7 +21,7 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from liger_hw import backends
@@ -44,6 +44,7 @@ class Config:
         num_warps: warps per program.
         num_stages: stages of the compiler's loop pipeliner.
         programs: for kernels whose grid does not grow with the rows: programs per core.
+        knobs: options of the device's own compiler that differ from the device's launch options.
         fp_fusion: whether a product and a sum may be rounded once. False where a kernel promises to round both: the
             compiler also takes bf16(a * b) + c for one bf16 operation.
         device: the Device it was made for; `tuned` fills this in.
@@ -54,6 +55,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 1
     programs: int = 1
+    knobs: dict = field(default_factory=dict)
     fp_fusion: bool = True
     device: Device | None = None
     source: str = HEURISTIC
@@ -67,7 +69,7 @@ class Config:
 
     def options(self, here: Device) -> dict:
         """Launch options for the compiler of `here`. Another vendor's knobs would be unknown keywords to it."""
-        mine = self.device.launch_options if self.device.vendor == here.vendor else {}
+        mine = self.device.launch_options | self.knobs if self.device.vendor == here.vendor else {}
         # The default of enable_fp_fusion changes with Triton 3.10; stating it keeps the numbers.
         fusion = {"enable_fp_fusion": self.fp_fusion}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **fusion, **mine}
@@ -75,7 +77,12 @@ class Config:
     def to_json(self) -> dict:
         return {
             "meta": self.meta, "num_warps": self.num_warps, "num_stages": self.num_stages, "programs": self.programs,
+            **({"knobs": self.knobs} if self.knobs else {}),
         }  # fmt: skip
+
+    def refusal(self) -> str | None:
+        """Why its device could not be launched on so, or None."""
+        return backends.refusal(self.device, self.num_warps, self.device.launch_options | self.knobs)
 
 
 def power_of_2(n: int) -> int:
@@ -147,15 +154,18 @@ def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
             raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
         meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
         launch = {name: entry[name] for name in ("num_warps", "num_stages", "programs")}
-        config = replace(like, meta=meta, source=source, **launch)
+        config = replace(like, meta=meta, source=source, knobs=entry.get("knobs", {}), **launch)
         tile = [size for name, size in config.meta.items() if name != "STAGES"]
         counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
         if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
             raise ValueError(f"{config.to_json()}, allowed: positive integers")
         if math.prod(tile) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
             raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements at most")
-        if config.num_warps > like.device.max_warps:
-            raise ValueError(f"num_warps={config.num_warps}, allowed: {like.device.max_warps} at most")
+        allowed = backends.knobs(like.device)
+        if any(value not in allowed.get(name, ()) for name, value in config.knobs.items()):
+            raise ValueError(f"knobs={config.knobs}, allowed: {allowed}")
+        if config.refusal():
+            raise ValueError(config.refusal())
         return config
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
@@ -263,12 +273,13 @@ def record(file: Path, entries: dict) -> None:
 
 
 def neighbours(config: Config) -> list[Config]:
-    """What lies one halving or doubling away from `config` in one number, or in one number and the warps together."""
+    """What lies one halving or doubling away from `config` in one number, in one number and the warps together, or in
+    one option of its compiler; nothing that the device would refuse."""
     found = []
 
     def add(meta, **changes):
         candidate = replace(config, meta=config.meta | meta, **changes)
-        if min(candidate.meta.values()) >= 1 and 1 <= candidate.num_warps <= config.device.max_warps:
+        if min([candidate.num_warps, *candidate.meta.values()]) >= 1 and not candidate.refusal():
             found.append(candidate)
 
     for scale in (0.5, 2):
@@ -279,6 +290,11 @@ def neighbours(config: Config) -> list[Config]:
         for name, value in config.meta.items():
             add({name: int(value * scale)})
             add({name: int(value * scale)}, num_warps=num_warps)
+    options = config.device.launch_options | config.knobs
+    for name, values in backends.knobs(config.device).items():
+        for value in values:
+            if value != options.get(name):
+                add({}, knobs=config.knobs | {name: value})
     return found
 
 

@@ -46,6 +46,7 @@ def an_intel(monkeypatch, arch, **facts):
     defaults = {
         "name": "Intel(R) Arc(TM) B580", "sub_group_sizes": [16, 32], "gpu_subslice_count": 20,
         "local_mem_size": 128 * KiB, "max_work_group_size": 1024, "last_level_cache_size": 18 * MiB,
+        "max_num_sub_groups": 64, "architecture": 0,
     }  # fmt: skip
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(**defaults | facts))
     monkeypatch.setattr(intel, "_driver_arch", lambda device: arch)
@@ -53,7 +54,7 @@ def an_intel(monkeypatch, arch, **facts):
 
 @pytest.mark.parametrize("device", EVERY, ids=lambda device: f"{device.vendor}-{device.arch}")
 def test_facts_are_possible(device):
-    assert device.warp_size in (32, 64)
+    assert device.warp_size in (16, 32, 64)
     assert device.max_warps * device.warp_size == device.max_threads <= device.core_threads
     assert 64 * KiB <= device.shared_memory <= 256 * KiB
     assert 64 <= device.registers <= 256 and device.num_cores > 0 and device.l2 > 0 and device.bandwidth > 0
@@ -92,17 +93,49 @@ def test_an_amd_gpu(monkeypatch, name, arch, warp_size, registers):
     assert found.backends[0] == f"amd:{arch}"
 
 
+XPU = torch.device("xpu", 0)
+
+
 def test_an_intel_gpu(monkeypatch):
     an_intel(monkeypatch, "bmg")
-    found = backends.detected(torch.device("xpu", 0))
+    found = backends.detected(XPU)
     assert (found.vendor, found.arch, found.warp_size, found.num_cores) == ("intel", "bmg", 32, 20)
-    assert found.launch_options == {"grf_mode": "default"}
+    assert (found.max_warps, found.warp_sizes, found.shared_memory) == (32, (16, 32), 128 * KiB)
+    assert found.launch_options == {"grf_mode": "default", "warp_size": 32}
+
+
+def test_xe_hpg_runs_sub_groups_of_16(monkeypatch):
+    """Of 32, each lane would have 32 registers."""
+    an_intel(monkeypatch, "dg2", sub_group_sizes=[8, 16, 32], local_mem_size=64 * KiB, max_num_sub_groups=128)
+    found = backends.detected(XPU)
+    assert (found.warp_size, found.max_threads, found.registers, found.shared_memory) == (16, 512, 64, 64 * KiB)
+    assert found.launch_options["warp_size"] == 16 and found.warp_sizes == (8, 16, 32)
 
 
 def test_intel_sub_groups_of_16_only(monkeypatch):
+    """The compiler has to be told: it asks for 32 otherwise, and refuses that."""
     an_intel(monkeypatch, "lnl", sub_group_sizes=[8, 16], max_work_group_size=512)
-    found = backends.detected(torch.device("xpu", 0))
+    found = backends.detected(XPU)
     assert (found.warp_size, found.max_threads, found.max_warps) == (16, 512, 32)
+    assert found.launch_options == {"grf_mode": "default", "warp_size": 16}
+
+
+def test_intel_limits_on_the_groups_of_a_work_group(monkeypatch):
+    an_intel(monkeypatch, "bmg", max_num_sub_groups=16)
+    assert backends.detected(XPU).max_warps == 16
+
+
+@pytest.mark.parametrize(
+    "number, arch",
+    [  # values of SYCL's list of architectures
+        (0x000000030F000700, "pvc"), (0x000000030F400700, "pvc"), (0x000000030DC00800, "dg2"),
+        (0x000000030E000500, "dg2"), (0x0000000500400400, "bmg"), (0x0000000500800000, "bmg"),
+        (0x0000000501000400, "lnl"), (0x0000000311C00400, "mtl"), (0x0000000780000400, "ptl_h"),
+    ],
+)  # fmt: skip
+def test_torch_numbers_the_architecture(monkeypatch, number, arch):
+    an_intel(monkeypatch, "asked in vain", architecture=number)
+    assert backends.detected(XPU).arch == arch
 
 
 def test_intel_names_its_architecture_in_a_dict(monkeypatch):
@@ -111,9 +144,45 @@ def test_intel_names_its_architecture_in_a_dict(monkeypatch):
     active = SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.xpu, "device", lambda device: contextlib.nullcontext())
-    assert intel._driver_arch(torch.device("xpu", 0)) == "pvc"
+    assert intel._driver_arch(XPU) == "pvc"
     target.arch = {}
-    assert intel._driver_arch(torch.device("xpu", 0)) == "unknown"
+    assert intel._driver_arch(XPU) == "unknown"
+    target.arch = "not a dict"
+    assert intel._driver_arch(XPU) == "unknown"
+
+
+def test_intel_without_an_active_driver(monkeypatch):
+    """`liger-hw info` must still tell what there is."""
+
+    class Driver:
+        @property
+        def active(self):
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    monkeypatch.setattr(pytest.importorskip("triton").runtime, "driver", Driver())
+    monkeypatch.setattr(torch.xpu, "device", lambda device: contextlib.nullcontext())
+    assert intel._driver_arch(XPU) == "unknown"
+
+
+@pytest.mark.parametrize(
+    "device, num_warps, knobs, words",
+    [
+        (intel.ARCHS["pvc"], 32, {"warp_size": 8}, "warp_size=8, allowed: 16, 32"),
+        (intel.ARCHS["dg2"].with_facts(max_threads=1024), 64, {"grf_mode": "256"}, "allowed: 32 at most"),
+        (intel.ARCHS["dg2"].with_facts(max_threads=1024), 64, {}, None),
+        (intel.ARCHS["pvc"], 32, {"grf_mode": "256"}, None),
+        (intel.ARCHS["pvc"], 16, {"grf_mode": "large"}, "grf_mode=large, allowed: default, 128, 256, auto"),
+        (intel.ARCHS["pvc"], 64, {}, "64 warps are 2048 threads"),
+        (intel.ARCHS["pvc"], 64, {"warp_size": 16}, None),
+        (intel.ARCHS["dg2"], 32, {"warp_size": 32}, "32 warps are 1024 threads, allowed: 512"),
+        (amd.ARCHS["gfx942"], 32, {}, "32 warps are 2048 threads"),
+        (amd.ARCHS["gfx1100"], 32, {"waves_per_eu": 2}, None),
+        (nvidia.ARCHS["sm90"], 64, {}, "64 warps are 2048 threads"),
+    ],
+)
+def test_what_a_compiler_would_refuse(device, num_warps, knobs, words):
+    found = backends.refusal(device, num_warps, device.launch_options | knobs)
+    assert (found is None) == (words is None) and (words or "") in (found or "")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +190,7 @@ def test_intel_names_its_architecture_in_a_dict(monkeypatch):
     [
         (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm130", "sm121"),
         (amd, "gfx908", "gfx90a"), (amd, "gfx940", "gfx942"), (amd, "gfx1103", "gfx1100"), (amd, "gfx1152", "gfx1150"),
-        (intel, "ptl_h", "bmg"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
+        (intel, "ptl_h", "lnl"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
     ],
 )  # fmt: skip
 def test_the_nearest_of_unknown_architectures(vendor, unknown, like):
@@ -133,7 +202,7 @@ def test_the_nearest_of_unknown_architectures(vendor, unknown, like):
     [
         (lambda patch: an_nvidia(patch, 11, 0, name="Thor"), GPU, "sm110", "sm103"),
         (lambda patch: an_amd(patch, "gfx1152:xnack-", 32, 8), GPU, "gfx1152", "gfx1150"),
-        (lambda patch: an_intel(patch, "ptl_h"), torch.device("xpu", 0), "ptl_h", "bmg"),
+        (lambda patch: an_intel(patch, "ptl_h"), torch.device("xpu", 0), "ptl_h", "lnl"),
     ],
     ids=["nvidia", "amd", "intel"],
 )

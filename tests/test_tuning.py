@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import backends, dispatch, tuning
+from liger_hw import backends, dispatch, shapes, tuning
 from liger_hw._triton import AVAILABLE, tl, triton
 from liger_hw.backends import VENDORS, nvidia
 from liger_hw.kernels import load_all
@@ -253,14 +253,70 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path):
     assert tuning.read_table(tmp_path / "table.json") == {f"key {i}": {"n": i} for i in range(50)}
 
 
-@pytest.mark.parametrize("device", [d for v in VENDORS.values() for d in v.ARCHS.values()], ids=lambda d: d.arch)
+EVERY = [device for vendor in VENDORS.values() for device in vendor.ARCHS.values()]
+
+
+@pytest.mark.parametrize("device", EVERY, ids=lambda d: d.arch)
 def test_neighbours_are_near_and_launchable(device):
     config = Config({"ROWS": 1, "COLS": 4096, "STAGES": 3}, num_warps=device.max_warps, programs=1, device=device)
     for found in tuning.neighbours(config):
-        assert list(found.meta) == list(config.meta) and found.device is device
-        assert 1 <= found.num_warps <= device.max_warps and found.programs >= 1 and found.num_stages >= 1
+        assert list(found.meta) == list(config.meta) and found.device is device and found.refusal() is None
+        assert found.num_warps >= 1 and found.programs >= 1 and found.num_stages >= 1
         steps = [math.log2(found.meta[n] / config.meta[n]) for n in ("ROWS", "COLS")]
-        assert sum(map(abs, steps)) <= 1 and 1 <= found.meta["STAGES"] <= 6
+        assert sum(map(abs, steps)) + len(found.knobs) <= 1 and 1 <= found.meta["STAGES"] <= 6
+
+
+@pytest.mark.parametrize("device", VENDORS["intel"].ARCHS.values(), ids=lambda d: d.arch)
+def test_what_intels_compiler_refuses_never_leaves_the_tuner(device):
+    """From every corner of the space, as `validate_options` and `make_spv` of its backend have it."""
+    for num_warps in (1, 8, 16, 32):
+        for knobs in ({}, {"grf_mode": "256"}, {"warp_size": 16}, {"warp_size": 16, "grf_mode": "256"}):
+            config = Config({"ROWS": 1}, num_warps=num_warps, knobs=knobs, device=device)
+            for found in tuning.neighbours(config):
+                options = found.options(device)
+                assert options["warp_size"] in device.warp_sizes
+                assert options["warp_size"] * options["num_warps"] <= 1024
+                assert options["grf_mode"] in ("default", "128", "256", "auto")
+                assert options["grf_mode"] != "256" or options["num_warps"] <= 32
+    far = tuning.neighbours(Config({"ROWS": 1}, num_warps=8, device=device))
+    assert {"256", "128", "auto"} <= {found.knobs.get("grf_mode") for found in far}
+
+
+@pytest.mark.parametrize("device", EVERY, ids=lambda d: f"{d.vendor}-{d.arch}")
+def test_no_heuristic_is_refused(device, monkeypatch):
+    """At every shape of a model, on every GPU: its compiler knows every option, and takes every value."""
+    meta = torch.device("meta")
+    monkeypatch.setitem(backends._devices, meta, device)
+    monkeypatch.setattr(backends, "_forced", None)
+    seen = {}
+    for case in shapes.cases():
+        op = dispatch.OPS[case.op]
+        inputs = case.make(meta, torch.bfloat16)
+        serving = op.implementations[op.choose(meta)]
+        for config, shape, where in tuning.configurations_of(lambda: shapes.step(serving, inputs, case.options)):  # noqa: B023
+            seen[config.key(*shape)] = config.heuristic(*shape, where)
+    known = {"num_warps", "num_stages", "enable_fp_fusion", *backends.knobs(device)}
+    assert len(seen) > 30
+    for key, config in seen.items():
+        assert config.refusal() is None, key
+        assert config.options(device).keys() <= known, key
+
+
+def test_knobs_in_a_table(caplog):
+    """An option of the compiler is kept with a winner, and no other compiler ever sees it."""
+    bmg = VENDORS["intel"].ARCHS["bmg"]
+    tuned_for = Config({"ROWS": 4, "COLS": 512}, num_warps=8, knobs={"grf_mode": "256"}, device=bmg)
+    tuning.record(tuning.cache_file(bmg), {KEY: tuning.entry_for(made_up_config, (1024, 2), tuned_for, 1e-3, 2e-3)})
+    found = made_up_config(1024, 2, bmg)
+    assert found.source == LOCAL and found.options(bmg)["grf_mode"] == "256"
+    assert "grf_mode" not in found.options(H200)
+    poison = tuning.read_table(tuning.cache_file(bmg))[KEY]
+    for knobs in ({"grf_mode": "large"}, {"maxnreg": 64}, {"warp_size": 8}, ["grf_mode"], {"grf_mode": ["256"]}, 3):
+        tuning.warn_once.cache_clear()
+        caplog.clear()
+        tuning.record(tuning.cache_file(bmg), {KEY: poison | {"knobs": knobs}})
+        assert made_up_config(1024, 2, bmg).source == HEURISTIC, knobs
+        assert len(caplog.records) == 1
 
 
 class Bench:

@@ -72,6 +72,22 @@ def target(name: str, device: torch.device) -> Device:
     return archs[arch] if arch else next(iter(archs.values()))
 
 
+def refusal(device: Device, num_warps: int, options: dict) -> str | None:
+    """Why `device` could not be launched on with these options, the device's own among them; None if it could.
+
+    Its compiler is not asked: some end the process that asks them what they cannot build.
+    """
+    lanes = num_warps * options.get("warp_size", device.warp_size)
+    if lanes > device.max_threads:
+        return f"{num_warps} warps are {lanes} threads, allowed: {device.max_threads} at most"
+    return VENDORS[device.vendor].refusal(device, num_warps, options) if device.vendor in VENDORS else None
+
+
+def knobs(device: Device) -> dict[str, tuple]:
+    """Options of that vendor's compiler that a tuner may vary, with the values they may take."""
+    return VENDORS[device.vendor].KNOBS if device.vendor in VENDORS else {}
+
+
 def check_name(name: str) -> str:
     """`name` itself if it is a backend name; otherwise a ValueError that lists them."""
     archs = {f"{vendor}:{arch}" for vendor, module in VENDORS.items() for arch in module.ARCHS}

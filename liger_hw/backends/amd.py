@@ -5,6 +5,7 @@ import torch
 from liger_hw.backends.device import Device
 
 KiB, MiB = 1024, 1024 * 1024
+KNOBS = {"waves_per_eu": (1, 2, 4)}  # what the tuner varies beside the numbers of a Config
 
 
 def _cdna(arch, num_cores, shared_kib, l2_mib, bandwidth):
@@ -61,3 +62,8 @@ def describe(device: torch.device) -> Device:
     return nearest(arch).with_facts(
         arch=arch, warp_size=p.warp_size, num_cores=p.multi_processor_count, l2=p.L2_cache_size, name=p.name
     )
+
+
+def refusal(device: Device, num_warps: int, options: dict) -> str | None:
+    """Nothing beyond the threads of a block, which are every vendor's limit."""
+    return None

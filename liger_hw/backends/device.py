@@ -20,6 +20,7 @@ class Device:
         async_copy: loads of a pipelined loop go to shared memory without passing through registers.
         bandwidth: memory bandwidth in GB/s, from the data sheet; 0 where nobody wrote it down.
         launch_options: options every launch on this vendor passes to its compiler.
+        warp_sizes: sizes of a warp that its compiler can be asked for; empty where there is no choice.
         name: what the driver calls it; empty for a description that no driver gave.
     """
 
@@ -35,6 +36,7 @@ class Device:
     bandwidth: int = 0
     async_copy: bool = False
     launch_options: dict = field(default_factory=dict)
+    warp_sizes: tuple = ()
     name: str = ""
 
     @property

@@ -5,6 +5,7 @@ import torch
 from liger_hw.backends.device import Device
 
 KiB, MiB = 1024, 1024 * 1024
+KNOBS = {}  # what the tuner varies beside the numbers of a Config
 
 
 def _arch(arch, num_cores, shared_kib, core_threads, l2_mib, bandwidth):
@@ -55,3 +56,8 @@ def describe(device: torch.device) -> Device:
         l2=p.L2_cache_size,
         name=p.name,
     )
+
+
+def refusal(device: Device, num_warps: int, options: dict) -> str | None:
+    """Nothing beyond the threads of a block, which are every vendor's limit."""
+    return None
