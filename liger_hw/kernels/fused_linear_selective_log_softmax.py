@@ -92,11 +92,16 @@ def linear_chunks(x, weight, bias, chunk_memory, buffers=1, whole=False):
     A row of logits begins at a 16-byte boundary whatever the vocabulary. `buffers` is how many times the logits of a
     chunk take memory; `whole` makes one chunk, as part of another's.
     """
+    size, stride = chunk_layout(x, weight, chunk_memory, buffers)
+    size = x.shape[0] if whole else size
+    return -(-x.shape[0] // size), logits_in_chunks(x, weight, bias, size, stride)
+
+
+def chunk_layout(x, weight, chunk_memory, buffers=1):
+    """Rows of a chunk, and elements from one row of its logits to the next."""
     vector = 16 // x.element_size()
     stride = -(-weight.shape[0] // vector) * vector
-    row_bytes = int(buffers * stride * x.element_size())
-    size = x.shape[0] if whole else chunk_rows(x.shape[0], row_bytes, chunk_memory, device_of(x))
-    return -(-x.shape[0] // size), logits_in_chunks(x, weight, bias, size, stride)
+    return chunk_rows(x.shape[0], int(buffers * stride * x.element_size()), chunk_memory, device_of(x)), stride
 
 
 def _fake_forward(x, weight, bias, tokens, *options):

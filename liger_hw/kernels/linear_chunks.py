@@ -74,19 +74,29 @@ def scale_gradients(DLOSS, DX, DW, DB, x_size, w_size, b_size, BLOCK: tl.constex
         _scale(DB, b_size, dloss, BLOCK)
 
 
+def logits_buffer(x, vocabulary, rows, stride):
+    """(rows, stride) for logits; what is beyond the vocabulary is 0: a CPU's bf16 product multiplies it by 0, not NaN."""
+    buffer = x.new_empty(rows, stride)
+    buffer[:, vocabulary:].zero_()
+    return buffer
+
+
 def logits_in_chunks(x, weight, bias, size, stride):
     """Yield a slice of at most `size` rows and their logits, for all slices, the logits in one buffer."""
     rows, vocabulary = x.shape[0], weight.shape[0]
-    buffer = x.new_empty(size, stride)
-    buffer[:, vocabulary:].zero_()  # a CPU's bf16 product multiplies what is beyond the vocabulary by 0: no NaN may be
+    buffer = logits_buffer(x, vocabulary, size, stride)
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
         logits = buffer[: part.stop - start, :vocabulary]
-        if bias is None:
-            torch.mm(x[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[part], weight.t(), out=logits)
+        write_logits(x[part], weight, bias, logits)
         yield part, logits
+
+
+def write_logits(x, weight, bias, logits):
+    if bias is None:
+        torch.mm(x, weight.t(), out=logits)
+    else:
+        torch.addmm(bias, x, weight.t(), out=logits)
 
 
 def wide_dtype(x):
@@ -105,15 +115,17 @@ class Gradients:
         if self.dw.dtype != wide_dtype(self.dw) and (accumulate_fp32 or chunks > ROUNDINGS):
             self.dw = self.dw.new_empty(self.dw.shape, dtype=wide_dtype(self.dw))
         self.db = torch.zeros_like(self.db, dtype=wide_dtype(self.db))
+        self.first = True
 
     def add(self, part, dlogits):
         x_wanted, w_wanted, b_wanted = self.wanted
         if x_wanted:
             torch.mm(dlogits, self.weight, out=self.dx[part])
         if w_wanted:
-            _add_product(self.dw, dlogits.t(), self.x[part], part.start == 0)
+            _add_product(self.dw, dlogits.t(), self.x[part], self.first)
         if b_wanted:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
+        self.first = False
 
     def finished(self):
         if self.x.shape[0] == 0:

@@ -5,8 +5,8 @@
 The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them.
 `chunked_loss` takes any torch function of logits, `token_loss` any torch function of the log-probabilities of given
 tokens, whose way from the logits and back is a kernel. Neither function knows of chunks: it returns a sum over its rows
-(or values by row), and its rows may depend on nothing but themselves. Losses that couple rows, such as a preference
-between two sequences, are ordinary torch over `fused_linear_selective_log_softmax`.
+(or values by row), and its rows may depend on nothing but themselves. Losses that couple the rows of a sequence, or of
+two, are in `sequences`; what couples the whole batch is ordinary torch over `fused_linear_selective_log_softmax`.
 
 Operations: 2NVH for each of logits, dx and dW. Memory beside the gradients: `chunk_memory`.
 """
@@ -34,22 +34,15 @@ def traced(*tensors):
 
 
 class _InForward(Function):
-    """The outputs of `step(rows, logits, whether to put their gradient in their place)`; gradients for the first."""
+    """The outputs of `compute(wanted)`, whose first is differentiable by the gradients that it returns besides."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, step, chunk_memory, buffers, wanted, with_kernels):
-        count, chunks = linear_chunks(x, weight, bias, chunk_memory, buffers)
-        gradients, outputs = Gradients(x, weight, bias, wanted, count, False), []
-        for part, logits in chunks:
-            outputs.append(step(part, logits, any(wanted)))
-            if any(wanted):
-                gradients.add(part, logits)
+    def forward(ctx, x, weight, bias, compute, wanted, with_kernels):
         # nothing but the backward may hold them, or autograd copies what it could hand over
-        ctx.gradients, ctx.wanted, ctx.with_kernels = gradients.finished(), wanted, with_kernels
-        value, *logged = zip(*outputs)
-        logged = [torch.cat(rows) for rows in logged]
+        (value, *logged), ctx.gradients = compute(wanted)
+        ctx.wanted, ctx.with_kernels = wanted, with_kernels
         ctx.mark_non_differentiable(*logged)
-        return torch.stack(list(value)).sum(), *logged
+        return value, *logged
 
     @staticmethod
     def backward(ctx, dvalue, *_):
@@ -60,7 +53,18 @@ class _InForward(Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         scale_gradients_of_linear(*gradients, dvalue, ctx.with_kernels)
-        return *(g if w else None for g, w in zip(gradients, ctx.wanted)), *[None] * 5
+        return *(g if w else None for g, w in zip(gradients, ctx.wanted)), *[None] * 3
+
+
+def with_gradients(compute, x, weight, bias, with_kernels):
+    """(value, *logged), of which the value has a gradient.
+
+    Args:
+        compute: (which of x, weight and bias want a gradient) -> ((value (), *logged), gradients of the value), all
+            without a graph.
+        with_kernels: whether Triton runs here.
+    """
+    return _InForward.apply(x, weight, bias, compute, wanted_gradients(x, weight, bias), with_kernels)
 
 
 def run_chunks(step, x, weight, bias, chunk_memory, buffers, with_kernels):
@@ -73,8 +77,18 @@ def run_chunks(step, x, weight, bias, chunk_memory, buffers, with_kernels):
         buffers: how many times the memory of a chunk's logits `step` takes, with the logits.
         with_kernels: whether Triton runs here.
     """
-    wanted = wanted_gradients(x, weight, bias)
-    return _InForward.apply(x, weight, bias, step, chunk_memory, buffers, wanted, with_kernels)
+
+    def compute(wanted):
+        count, chunks = linear_chunks(x, weight, bias, chunk_memory, buffers)
+        gradients, outputs = Gradients(x, weight, bias, wanted, count, False), []
+        for part, logits in chunks:
+            outputs.append(step(part, logits, any(wanted)))
+            if any(wanted):
+                gradients.add(part, logits)
+        value, *logged = zip(*outputs)
+        return (torch.stack(list(value)).sum(), *(torch.cat(rows) for rows in logged)), gradients.finished()
+
+    return with_gradients(compute, x, weight, bias, with_kernels)
 
 
 def with_kernels_on(device):

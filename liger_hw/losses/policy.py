@@ -3,8 +3,8 @@
     log r_t = log_prob_t - old_log_prob_t          of a token, or its mean over the sequence (GSPO)
     loss    = sum_t w_t (objective(r_t, A) + beta KL_t - entropy_coef H_t)
 
-The weights w_t are the reduction over the batch. Where a token's loss depends on nothing but itself the gradients are
-made in the forward (`token_loss`), otherwise the backward makes the logits again.
+The weights w_t are the reduction over the batch. The gradients are made in the forward: token by token (`token_loss`),
+or sequence by sequence (`sequence_loss`) where a token's loss depends on the others'.
 """
 
 import math
@@ -17,6 +17,7 @@ from liger_hw.dispatch import check
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.sequences import sequence_loss
 
 IGNORED = -100  # the token of a masked position
 
@@ -284,7 +285,7 @@ def policy_loss(
 
     Raises:
         ValueError: shapes that do not fit, an unknown loss type or an option out of range.
-        RuntimeError: a second backward, except for sequence-level ratios and "vespo".
+        RuntimeError: a second backward.
     """
     options = PolicyOptions(**options)
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
@@ -302,11 +303,16 @@ def policy_loss(
     weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
     with_entropy = return_entropy or options.entropy_coef != 0
     if options.importance_sampling_level == "sequence" or options.loss_type == "vespo":
-        found = fused_linear_selective_log_softmax(
-            x, weight, batch.tokens, bias, return_entropy=with_entropy, return_lse=True, **linear
+
+        def of_sequences(log_probs, entropy, groups):
+            part = Batch(*(row if row is None else row[groups] for row in batch))
+            entropy = entropy if entropy is None else entropy[0]
+            return (losses_of(log_probs[0], entropy, part, options)[0] * weights[groups]).sum()
+
+        loss, log_probs, entropy = sequence_loss(
+            of_sequences, x, weight, batch.tokens, bias, with_entropy=with_entropy, **linear
         )
-        loss, kl, is_clipped = losses_of(found.log_probs, found.entropy, batch, options)
-        loss, log_probs, entropy = (loss * weights).sum(), found.log_probs.detach(), found.entropy
+        _, kl, is_clipped = losses_of(log_probs, entropy, batch, options)
     else:
 
         def formula(log_probs, entropy, old, ref, advantages, ratio, mask, weights):

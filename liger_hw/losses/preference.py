@@ -1,7 +1,8 @@
 """Losses over preferred and dispreferred answers: each is a line or a few over log-probabilities of whole answers.
 
-`preference_loss` takes pairs, `unpaired_preference_loss` single answers with a label; both compute the answers'
-log-probabilities from hidden states by `fused_linear_selective_log_softmax` and differentiate the formula by autograd.
+`preference_loss` takes pairs, `unpaired_preference_loss` single answers with a label. Where a pair's (or an answer's)
+loss depends on nothing else the gradients are made in the forward, pair by pair (`sequence_loss`); where it depends on
+the whole batch the backward makes the logits again.
 """
 
 import functools
@@ -13,7 +14,8 @@ from torch.nn.functional import logsigmoid
 
 from liger_hw.dispatch import check
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.chunked import CHUNK_MEMORY
+from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.sequences import sequence_loss
 
 
 class Pairs(NamedTuple):
@@ -154,6 +156,7 @@ def bco(log_ratio, preferred, beta, delta=None):
 
 
 UNPAIRED_LOSSES = {"kto": kto, "bco": bco}
+MEAN_REWARD = ("bco_pair", "bco")  # whose `delta` is a mean over the batch unless given
 
 
 class PreferenceOutput(NamedTuple):
@@ -260,6 +263,7 @@ def preference_loss(
 
     Raises:
         ValueError: an odd number of answers, shapes that do not fit, an unknown loss type or option out of range.
+        RuntimeError: a second backward, except for "aot", "aot_pair" and "bco_pair" without `delta`.
     """
     _check_answers(x, labels)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
@@ -269,20 +273,28 @@ def preference_loss(
     check(0 <= label_smoothing <= 0.5 and least, "label_smoothing", label_smoothing, allowed)
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
-    token_log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
-    policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
-    answers = Pairs(*policy.split(pairs), *reference.split(pairs))
-    loss = formula(answers, beta, label_smoothing).mean()
-    nll = torch.zeros_like(loss)
-    if alpha:
-        chosen, chosen_labels = token_log_probs[:pairs], labels[:pairs]
-        if nll_labels is not None:
-            fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= pairs and nll_labels.shape[1] == labels.shape[1]
-            check(fits, "nll_labels", nll_labels, f"shape {tuple(labels.shape)} or its first half")
-            chosen_labels = nll_labels[:pairs]
-            chosen = fused_linear_selective_log_softmax(x[:pairs], weight, chosen_labels, bias, **options)
-        nll = -chosen.sum() / (chosen_labels != ignore_index).sum().clamp(min=1)
+    by_pair, labels_by_pair = reference.reshape(2, pairs), labels.reshape(2, pairs, -1)
+    nll_items = (labels_by_pair[0] != ignore_index).sum().clamp(min=1)
+    of_same_labels = alpha if nll_labels is None else 0.0
+
+    def of_pairs(log_probs, entropy, groups):
+        policy = _answers(log_probs, labels_by_pair[:, groups], ignore_index, average_log_prob)
+        losses = formula(Pairs(*policy, *by_pair[:, groups]), beta, label_smoothing)
+        value = losses.sum() / pairs
+        return value - of_same_labels * log_probs[0].sum() / nll_items if of_same_labels else value
+
+    loss, token_log_probs = _loss_of_groups(of_pairs, loss_type, loss_options, x, weight, labels, bias, 2, options)
+    nll = torch.zeros_like(loss.detach())
+    if alpha and nll_labels is None:
+        nll = -token_log_probs[:pairs].sum() / nll_items
+    elif alpha:
+        fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= pairs and nll_labels.shape[1] == labels.shape[1]
+        check(fits, "nll_labels", nll_labels, f"shape {tuple(labels.shape)} or its first half")
+        chosen = nll_labels[:pairs].reshape(-1)
+        total = token_loss(_negative, x[:pairs].reshape(-1, x.shape[-1]), weight, chosen, bias, **options)[0]
+        nll = total / (chosen != ignore_index).sum().clamp(min=1)
         loss = loss + alpha * nll
+    answers = Pairs(*_answers(token_log_probs, labels, ignore_index, average_log_prob).split(pairs), *by_pair)
     is_chosen = torch.arange(2 * pairs, device=x.device) < pairs
     sums = _logits_sums(x.detach(), weight.detach(), bias if bias is None else bias.detach(), is_chosen, ~is_chosen)
     means = (total / (pairs * x.shape[1] * weight.shape[0]) for total in sums)
@@ -309,6 +321,7 @@ def unpaired_preference_loss(
 
     Raises:
         ValueError: shapes that do not fit, an unknown loss type or an option out of range.
+        RuntimeError: a second backward, except for "bco" without `delta`.
     """
     _check_answers(x, labels)
     check(x.shape[0] > 0, "x", x, "at least one answer")
@@ -317,14 +330,32 @@ def unpaired_preference_loss(
     formula = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options)
     options, preferred = {"ignore_index": ignore_index, "chunk_memory": chunk_memory}, preferred.bool()
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
-    token_log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
+    factors = torch.full_like(reference, undesirable_weight).masked_fill(preferred, desirable_weight) / len(x)
+
+    def of_answers(log_probs, entropy, groups):
+        policy = _answers(log_probs[0], labels[groups], ignore_index, average_log_prob)
+        return (formula(policy - reference[groups], preferred[groups], beta) * factors[groups]).sum()
+
+    loss, token_log_probs = _loss_of_groups(of_answers, loss_type, loss_options, x, weight, labels, bias, 1, options)
     policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
-    losses = formula(policy - reference, preferred, beta)
-    loss = torch.where(preferred, desirable_weight * losses, undesirable_weight * losses).mean()
-    rewards = beta * (policy - reference).detach()
+    rewards = beta * (policy - reference)
     logits = _logits_sums(x.detach(), weight.detach(), bias if bias is None else bias.detach(), preferred, ~preferred)
-    log_probs = [(policy.detach() * group).sum() for group in (preferred, ~preferred)]
+    log_probs = [(policy * group).sum() for group in (preferred, ~preferred)]
     return UnpairedPreferenceOutput(loss, *log_probs, *logits, *((rewards * g).sum() for g in (preferred, ~preferred)))
+
+
+def _negative(log_probs, entropy):
+    return (-log_probs,)
+
+
+def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, parts, options):
+    """(loss, log-probabilities of the tokens without a gradient): group by group, unless the batch must be known."""
+    whole_batch = loss_type in ("aot", "aot_pair") or (loss_type in MEAN_REWARD and loss_options.get("delta") is None)
+    if not whole_batch:
+        return sequence_loss(formula, x, weight, labels, bias, parts, **options)[:2]
+    log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
+    grouped = log_probs.reshape(parts, -1, *labels.shape[1:])
+    return formula(grouped, None, slice(None)), log_probs.detach()
 
 
 def _formula(losses, loss_type, beta, loss_options):
