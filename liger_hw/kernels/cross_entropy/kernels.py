@@ -267,10 +267,12 @@ def cross_entropy_backward(
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
             edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-            x = tl.load(X + edge, edge_mask, other=0.0)
-            of_y = tl.where(edge == y, of_target, 0.0)
-            dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, of_y, logit_scale, softcap, SMOOTH)
-            tl.store(D + edge, dx, edge_mask)
+            edge_x = tl.load(X + edge, edge_mask, other=0.0)
+            edge_of_y = tl.where(edge == y, of_target, 0.0)
+            edge_dx = _gradient(
+                edge_x, edge, edge_mask, peak, WEIGHT, of_power, of_each, edge_of_y, logit_scale, softcap, SMOOTH
+            )
+            tl.store(D + edge, edge_dx, edge_mask)
 
 
 @triton.jit(do_not_specialize=["misaligned"])
