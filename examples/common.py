@@ -1,0 +1,169 @@
+"""What the examples share: their arguments, a model, real text, and the meter that says how fast and large a run is.
+
+Every example trains with `--provider plain`, `liger_hw` or `liger-kernel` and prints tokens per second and peak memory;
+`--tiny` makes any of them a matter of seconds on a CPU.
+"""
+
+import argparse
+import ast
+import json
+import statistics
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
+
+import liger_hw
+from liger_hw import demo
+
+PLAIN, OURS, PEER = "plain", "liger_hw", "liger-kernel"
+TINY = {"batch": 2, "seq": 64, "steps": 4}
+TINY_TEXT = 150_000  # characters: enough for a tokenizer of some thousand entries
+WARM_UP = 2  # steps that compile and allocate, which the meter leaves out
+
+
+def arguments(description, batch=4, seq=2048, steps=12):
+    """The parsed command line, with these sizes unless it has others or says --tiny."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--model", help="a folder or name of a pretrained model (random weights of --shape)")
+    parser.add_argument("--shape", choices=("1b", "8b"), default="1b", help="Llama-3.2-1B's or Llama-3-8B's, random")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, little text, few steps: for a CPU")
+    parser.add_argument("--provider", choices=(PLAIN, OURS, PEER), default=OURS, help="what computes (liger_hw)")
+    parser.add_argument("--batch", type=int, help=f"sequences in a batch ({batch})")
+    parser.add_argument("--seq", type=int, help=f"tokens in a sequence ({seq})")
+    parser.add_argument("--steps", type=int, help=f"optimiser steps ({steps})")
+    parser.add_argument("--text", nargs="+", default=[], help="files or folders (the standard library's source)")
+    parser.add_argument("--output", default="output", help="folder for checkpoints and logs (./output)")
+    parser.add_argument("--json", type=Path, help="a file for the result")
+    args = parser.parse_args()
+    for name, value in (TINY if args.tiny else {"batch": batch, "seq": seq, "steps": steps}).items():
+        setattr(args, name, getattr(args, name) or value)
+    transformers.set_seed(0)
+    return args
+
+
+def device() -> torch.device:
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def model_and_tokenizer(args):
+    """The model that `args` names, on the device, and its tokenizer; with random weights, one trained on the text."""
+    dtype = torch.float32 if device().type == "cpu" else torch.bfloat16
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device()), tokenizer_of(args)
+    tokenizer = tokenizer_of(args)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = demo.MODELS[args.shape].config
+    if args.tiny:
+        config = demo.llama(64, 128, 2, 4, 2, len(tokenizer))
+    with device():
+        model = AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**config, **special, max_position_embeddings=4096), dtype=dtype
+        )
+    return model, tokenizer
+
+
+def tokenizer_of(args):
+    """The model's own tokenizer, or a byte-level BPE of the text."""
+    if args.model:
+        return AutoTokenizer.from_pretrained(args.model)
+    tokenizer = demo.train_tokenizer(text(args))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def text(args) -> list[str]:
+    return demo.read_text(args.text, TINY_TEXT if args.tiny else demo.SAMPLE)
+
+
+def sequences(args, tokenizer) -> list[dict]:
+    """Rows of exactly `args.seq` tokens of the text, enough for every step."""
+    joined = [token for file in text(args) for token in tokenizer(file)["input_ids"]]
+    starts = range(0, len(joined) - args.seq, args.seq)
+    rows = [{"input_ids": joined[i : i + args.seq], "labels": joined[i : i + args.seq]} for i in starts]
+    return [rows[i % len(rows)] for i in range(args.batch * args.steps)]
+
+
+def functions(args) -> list[tuple[str, str]]:
+    """(head, body) of the text's Python functions: a prompt and what a person wrote after it."""
+    found = []
+    for source in text(args):
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.body[0].lineno > node.lineno:
+                start, body, end = node.lineno - 1, node.body[0].lineno - 1, node.end_lineno
+                found.append(("\n".join(lines[start:body]) + "\n", "\n".join(lines[body:end]) + "\n"))
+    return found
+
+
+def preferences(args) -> list[dict]:
+    """prompt, chosen, rejected: a function's head, its own body, and another function's."""
+    known = functions(args)
+    others = known[1:] + known[:1]
+    rows = [{"prompt": head, "chosen": own, "rejected": other} for (head, own), (_, other) in zip(known, others)]
+    return [rows[i % len(rows)] for i in range(args.batch * args.steps)]
+
+
+def provide(args, model, **flags):
+    """`model` as `args.provider` computes it."""
+    if args.provider == OURS:
+        print(liger_hw.patch(model, **flags))
+    elif args.provider == PEER:
+        import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model, **flags)
+    return model
+
+
+class Meter(TrainerCallback):
+    """Times steps, and finds the peak memory of all of them. A callback of Hugging Face's Trainer."""
+
+    def __init__(self, args, tokens=None):
+        self.args, self.tokens = args, tokens or args.batch * args.seq
+        self.seconds, self.losses, self.started = [], [], 0.0
+
+    def on_step_begin(self, *_, **__):
+        demo.synchronize(device())
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_, **__):
+        demo.synchronize(device())
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def on_log(self, arguments, state, control, logs, **_):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+    def finish(self, example, model):
+        """Print the result; write it where --json says."""
+        seconds = statistics.median(self.seconds[WARM_UP:] or self.seconds)
+        on_cpu = device().type == "cpu"
+        result = {
+            "example": example, "model": self.args.model or ("tiny" if self.args.tiny else self.args.shape),
+            "parameters": sum(p.numel() for p in model.parameters()), "provider": self.args.provider,
+            "batch": self.args.batch, "seq": self.args.seq, "steps": len(self.seconds),
+            "tokens_per_second": self.tokens / seconds, "losses": self.losses,
+            "peak_bytes": None if on_cpu else torch.accelerator.max_memory_allocated(device()),
+        }  # fmt: skip
+        memory = "" if on_cpu else f", {result['peak_bytes'] / 2**30:.1f} GiB"
+        print(
+            f"{example}, {self.args.provider}: {result['tokens_per_second']:,.0f} tokens/s{memory}, loss {self.losses}"
+        )
+        if self.args.json:
+            self.args.json.write_text(json.dumps(result))
+        return result
+
+
+def trainer_arguments(args, **more):
+    """What every Hugging Face and TRL configuration of the examples has in common."""
+    on_cpu = device().type == "cpu"
+    return {
+        "output_dir": args.output, "max_steps": args.steps, "per_device_train_batch_size": args.batch,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "optim": "adamw_torch_fused", "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant", "bf16": not on_cpu, "use_cpu": on_cpu, "disable_tqdm": True, "seed": 0,
+        "gradient_checkpointing": False,
+    } | more  # fmt: skip

@@ -1,0 +1,45 @@
+"""Fine-tuning with Lightning."""
+
+import logging
+
+import common
+import lightning
+import torch
+
+
+class Training(lightning.LightningModule):
+    def __init__(self, model, meter):
+        super().__init__()
+        self.model, self.meter = model, meter
+
+    def training_step(self, batch, _):
+        loss = self.model(**batch).loss
+        self.meter.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def on_train_batch_start(self, *_):
+        self.meter.on_step_begin()
+
+    def on_train_batch_end(self, *_):
+        self.meter.on_step_end()
+
+
+def main():
+    args = common.arguments(__doc__)
+    model, tokenizer = common.model_and_tokenizer(args)
+    common.provide(args, model.train())  # liger_hw.patch(model)
+    rows = [{name: torch.tensor(row) for name, row in rows.items()} for rows in common.sequences(args, tokenizer)]
+    meter = common.Meter(args)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    lightning.Trainer(
+        max_steps=args.steps, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Training(model, meter), torch.utils.data.DataLoader(rows, batch_size=args.batch))  # fmt: skip
+    return meter.finish("lightning_sft", model)
+
+
+if __name__ == "__main__":
+    main()

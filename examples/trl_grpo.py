@@ -1,0 +1,35 @@
+"""Reinforcement learning with TRL's GRPOTrainer: completions of functions are rewarded for letters and spaces."""
+
+import common
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+COMPLETIONS = 4  # of each prompt
+
+
+def letters_and_spaces(completions, **_):
+    """The share of a completion's characters that are spaces or letters."""
+    return [sum(c.isalpha() or c == " " for c in text) / max(1, len(text)) for text in completions]
+
+
+def main():
+    args = common.arguments(__doc__, batch=8, seq=512)
+    args.batch = -(-args.batch // COMPLETIONS) * COMPLETIONS
+    model, tokenizer = common.model_and_tokenizer(args)
+    common.provide(args, model)  # liger_hw.patch(model)
+    meter = common.Meter(args)
+    prompts = [{"prompt": row["prompt"][-args.seq :]} for row in common.preferences(args)]
+    settings = common.trainer_arguments(args, num_generations=COMPLETIONS, max_completion_length=args.seq)
+    GRPOTrainer(
+        model,
+        letters_and_spaces,
+        GRPOConfig(**settings),
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=tokenizer,
+        callbacks=[meter],
+    ).train()
+    return meter.finish("trl_grpo", model)
+
+
+if __name__ == "__main__":
+    main()
