@@ -93,6 +93,10 @@ def ropes(dtype, device="cpu"):
     yield (heads(1, 2, 2, 8, grad=False), heads(1, 2, 2, 8), *angles(1, 2, 8, dtype, device)), {}
     yield (heads(1, 2, 2, 8), heads(1, 2, 2, 8, grad=False), *angles(1, 2, 8, dtype, device)), {}
     yield (heads(2, 2, 0, 8), heads(2, 2, 0, 8), *angles(1, 0, 8, dtype, device)), {}
+    for layout in ("half", "interleaved", "interleaved_to_half"):
+        for shared, wide, k in [(False, True, heads(2, 2, 3, 20)), (True, False, None)]:
+            tables = angles(1, 3, 6 if shared else 12, dtype, device)
+            yield (heads(2, 3, 3, 20), k, *tables), {"layout": layout, "shared": shared, "wide": wide}
 
 
 LOSS_OPTIONS = [

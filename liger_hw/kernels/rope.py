@@ -1,7 +1,7 @@
-r"""Rotary position embedding of queries and keys (arXiv:2104.09864), in the half-rotation form of Hugging Face.
+r"""Rotary position embedding of queries and keys (arXiv:2104.09864), in the forms that Hugging Face's models have.
 
-    out1 = x1 cos1 - x2 sin1        x1, x2: the two halves of the first rotary_dim values of a head
-    out2 = x2 cos2 + x1 sin2        the rest of the head passes through
+    out1 = x1 cos1 - x2 sin1        x1, x2: the two halves of the first rotary_dim values of a head, or its even and its
+    out2 = x2 cos2 + x1 sin2        odd values; the rest of the head passes through
 
     dx1 = dout1 cos1 + dout2 sin2   the rotation by the opposite angle, where the halves of cos and sin are equal
     dx2 = dout2 cos2 - dout1 sin1
@@ -20,18 +20,24 @@ from liger_hw.kernels._math import in_row, rounded
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
+# layout -> whether x1 and x2 are neighbours (or else halves), in the input and in the output
+LAYOUTS = {"half": (False, False), "interleaved": (True, True), "interleaved_to_half": (True, False)}
 
-def _validate(q, k, cos, sin, unsqueeze_dim):
+
+def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     check(unsqueeze_dim in (1, 2), "unsqueeze_dim", unsqueeze_dim, (1, 2))
+    check(layout in LAYOUTS, "layout", layout, tuple(LAYOUTS))
     check(q.ndim == 4 and q.is_floating_point(), "q", q, "four dimensions, floating point")
     batch, tokens, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
-    fits = k.ndim == 4 and (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) == (batch, tokens, head_dim)
-    check(fits and k.is_floating_point() and k.device == q.device, "k", k, "q's batch, tokens, head_dim and device")
+    if k is not None:
+        fits = k.ndim == 4 and (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) == (batch, tokens, head_dim)
+        check(fits and k.is_floating_point() and k.device == q.device, "k", k, "q's batch, tokens, head_dim and device")
     fits = cos.ndim == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
-    fits = fits and 0 < cos.shape[2] <= head_dim and cos.shape[2] % 2 == 0
+    fits = fits and 0 < cos.shape[2] <= (head_dim // 2 if shared else head_dim) and (shared or cos.shape[2] % 2 == 0)
+    width = "rotary_dim / 2" if shared else "rotary_dim"
     check(
         fits and cos.is_floating_point() and cos.device == q.device, "cos", cos,
-        "(1 or batch, tokens, rotary_dim) on q's device, rotary_dim even and at most head_dim",
+        f"(1 or batch, tokens, {width}) on q's device, rotary_dim even and at most head_dim",
     )  # fmt: skip
     check(sin.shape == cos.shape and sin.dtype == cos.dtype and sin.device == cos.device, "sin", sin, cos)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -40,7 +46,7 @@ def _validate(q, k, cos, sin, unsqueeze_dim):
 
 
 @op
-def rope(q, k, cos, sin, unsqueeze_dim=1):
+def rope(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
     """Rotate the first `rotary_dim` values of every head of `q` and `k` by the angles of its token.
 
     As Hugging Face's apply_rotary_pos_emb, with its rounding: both products and their sum are rounded to the promoted
@@ -49,35 +55,50 @@ def rope(q, k, cos, sin, unsqueeze_dim=1):
 
     Args:
         q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any floating dtype and strides. Nothing is copied.
-        k: (B, Hk, T, D), or (B, T, Hk, D); the number of heads and the dtype are its own.
-        cos: (B or 1, T, R), R even and at most D. A constant: it gets no gradient.
+        k: (B, Hk, T, D), or (B, T, Hk, D); the number of heads and the dtype are its own. None: only `q` is rotated.
+        cos: (B or 1, T, R), R even and at most D, a value for each of the output's. A constant: it gets no gradient.
         sin: like `cos`.
         unsqueeze_dim: the dimension of `q` and `k` that counts heads, 1 or 2.
+        layout: which two values make a pair: "half" (Llama), value j and value j + R/2; "interleaved" (GPT-J, Cohere,
+            GLM), values 2j and 2j + 1; "interleaved_to_half" (DeepSeek-V3), those of the input, and j and j + R/2 of
+            the output.
+        shared: `cos` and `sin` are (B or 1, T, R/2), a value for each pair (gpt_oss).
+        wide: round neither products nor their sum before the result (Qwen2-VL's vision tower, Cohere).
 
     Returns:
         (q_out, k_out): new tensors, shaped and typed like `q` and `k`, dense, and ordered in memory as those are: heads
-        of a token side by side where the input has them so, otherwise tokens of a head.
+        of a token side by side where the input has them so, otherwise tokens of a head. k_out is None where `k` is.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or `cos` or `sin` requires grad.
+        ValueError: shapes, dtypes or devices do not fit, `layout` is unknown, or `cos` or `sin` requires grad.
     """
-    _validate(q, k, cos, sin, unsqueeze_dim)
+    _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))
 
 
 @rope.cost
-def _(q, k, cos, sin, *options, **named):
-    moved = 2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes
-    done = 3 * (q.numel() + k.numel()) * cos.shape[-1] // q.shape[-1]
+def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
+    heads = [x for x in (q, k) if x is not None]
+    moved = 2 * sum(x.nbytes for x in heads) + cos.nbytes + sin.nbytes
+    done = 3 * sum(x.numel() for x in heads) * cos.shape[-1] * (2 if shared else 1) // q.shape[-1]
     return Cost(moved, moved, done, done)
 
 
-def _rotated(x, cos, sin):
-    rotary, rest = x.tensor_split((cos.shape[-1],), -1)
-    x1, x2 = rotary.chunk(2, -1)
-    rotary = (rotary * cos + torch.cat((-x2, x1), -1) * sin).to(x.dtype)
-    return torch.cat((rotary, rest), -1) if rest.shape[-1] else rotary
+def _pairs(x, neighbours):
+    return (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
+
+
+def _rotated(x, cos, sin, layout, shared, wide):
+    pairs_in, pairs_out = LAYOUTS[layout]
+    rotary, rest = x.tensor_split((cos.shape[-1] * (2 if shared else 1),), -1)
+    if wide:
+        rotary, cos, sin = rotary.float(), cos.float(), sin.float()
+    x1, x2 = _pairs(rotary, pairs_in)
+    (cos1, cos2), (sin1, sin2) = ((t, t) if shared else _pairs(t, pairs_out) for t in (cos, sin))
+    halves = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+    rotary = torch.stack(halves, -1).flatten(-2) if pairs_out else torch.cat(halves, -1)
+    return torch.cat((rotary.to(x.dtype), rest), -1) if rest.shape[-1] else rotary.to(x.dtype)
 
 
 @tuned
@@ -87,9 +108,19 @@ def rope_rotate_config(heads, half, device):
 
 
 @triton.jit
+def _pair(col, half: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Where in a row the two values of pair `col` are."""
+    if NEIGHBOURS:
+        return 2 * col, 2 * col + 1
+    else:
+        return col, half + col
+
+
+@triton.jit
 def _rotate_heads(
     X, OUT, cos1, cos2, sin1, sin2, x_head_stride, x_dim_stride, out_head_stride, dtype: tl.constexpr,
-    heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
+    heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr,
+    PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Rotate all heads of the token that X points to, HEADS at a time. The products are rounded to `dtype`.
 
@@ -98,19 +129,21 @@ def _rotate_heads(
     half: tl.constexpr = rotary_dim // 2
     HALF: tl.constexpr = triton.next_power_of_2(half)
     col = tl.arange(0, HALF)[None, :]
+    in1, in2 = _pair(col, half, PAIRS_IN)
+    at1, at2 = _pair(col, half, PAIRS_OUT)
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         mask = in_row(head, heads, HEADS) & in_row(col, half, HALF)
-        x1 = tl.load(X + head * x_head_stride + col * x_dim_stride, mask).to(tl.float32)
-        x2 = tl.load(X + head * x_head_stride + (half + col) * x_dim_stride, mask).to(tl.float32)
+        x1 = tl.load(X + head * x_head_stride + in1 * x_dim_stride, mask).to(tl.float32)
+        x2 = tl.load(X + head * x_head_stride + in2 * x_dim_stride, mask).to(tl.float32)
         if BACKWARD:
             out1 = rounded(x1 * cos1, dtype) + rounded(x2 * sin2, dtype)
             out2 = rounded(x2 * cos2, dtype) - rounded(x1 * sin1, dtype)
         else:
             out1 = rounded(x1 * cos1, dtype) - rounded(x2 * sin1, dtype)
             out2 = rounded(x2 * cos2, dtype) + rounded(x1 * sin2, dtype)
-        tl.store(OUT + head * out_head_stride + col, out1, mask)
-        tl.store(OUT + head * out_head_stride + half + col, out2, mask)
+        tl.store(OUT + head * out_head_stride + at1, out1, mask)
+        tl.store(OUT + head * out_head_stride + at2, out2, mask)
         if rotary_dim < head_dim:
             REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
             rest = tl.arange(0, REST)[None, :]
@@ -125,6 +158,7 @@ def rope_rotate(
     q_batch_stride, q_token_stride, q_head_stride, q_dim_stride, q_out_token_stride, q_out_head_stride,
     k_batch_stride, k_token_stride, k_head_stride, k_dim_stride, k_out_token_stride, k_out_head_stride,
     q_heads: tl.constexpr, k_heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr,
+    PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, SHARED: tl.constexpr, WIDE: tl.constexpr,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // tokens).to(tl.int64)
@@ -133,25 +167,31 @@ def rope_rotate(
     HALF: tl.constexpr = triton.next_power_of_2(half)
     col = tl.arange(0, HALF)[None, :]
     there = in_row(col, half, HALF)
-    at = batch * cos_batch_stride + token * cos_token_stride + col * cos_dim_stride
-    cos1, cos2 = tl.load(COS + at, there), tl.load(COS + at + half * cos_dim_stride, there)
-    sin1, sin2 = tl.load(SIN + at, there), tl.load(SIN + at + half * cos_dim_stride, there)
-    cos1, cos2, sin1, sin2 = cos1.to(tl.float32), cos2.to(tl.float32), sin1.to(tl.float32), sin2.to(tl.float32)
+    at = batch * cos_batch_stride + token * cos_token_stride
+    if SHARED:
+        cos1 = tl.load(COS + at + col * cos_dim_stride, there).to(tl.float32)
+        sin1 = tl.load(SIN + at + col * cos_dim_stride, there).to(tl.float32)
+        cos2, sin2 = cos1, sin1
+    else:
+        at1, at2 = _pair(col, half, PAIRS_IN if BACKWARD else PAIRS_OUT)  # the tables are laid out as the result is
+        at1, at2 = at + at1 * cos_dim_stride, at + at2 * cos_dim_stride
+        cos1, cos2 = tl.load(COS + at1, there).to(tl.float32), tl.load(COS + at2, there).to(tl.float32)
+        sin1, sin2 = tl.load(SIN + at1, there).to(tl.float32), tl.load(SIN + at2, there).to(tl.float32)
     if Q is not None:
-        q_dtype: tl.constexpr = Q.dtype.element_ty if Q.dtype == COS.dtype else tl.float32
+        q_dtype: tl.constexpr = Q.dtype.element_ty if Q.dtype == COS.dtype and not WIDE else tl.float32
         _rotate_heads(
             Q + batch * q_batch_stride + token * q_token_stride,
             Q_OUT + batch * (tokens.to(tl.int64) * (q_heads * head_dim)) + token * q_out_token_stride,
             cos1, cos2, sin1, sin2, q_head_stride, q_dim_stride, q_out_head_stride, q_dtype,
-            q_heads, head_dim, rotary_dim, BACKWARD, HEADS,
+            q_heads, head_dim, rotary_dim, PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
         )  # fmt: skip
     if K is not None:
-        k_dtype: tl.constexpr = K.dtype.element_ty if K.dtype == COS.dtype else tl.float32
+        k_dtype: tl.constexpr = K.dtype.element_ty if K.dtype == COS.dtype and not WIDE else tl.float32
         _rotate_heads(
             K + batch * k_batch_stride + token * k_token_stride,
             K_OUT + batch * (tokens.to(tl.int64) * (k_heads * head_dim)) + token * k_out_token_stride,
             cos1, cos2, sin1, sin2, k_head_stride, k_dim_stride, k_out_head_stride, k_dtype,
-            k_heads, head_dim, rotary_dim, BACKWARD, HEADS,
+            k_heads, head_dim, rotary_dim, PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
         )  # fmt: skip
 
 
@@ -170,7 +210,7 @@ def _empty_output(x, unsqueeze_dim, heads_inside):
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _launch(cos, sin, xs, outs, unsqueeze_dim, backward):
+def _launch(cos, sin, xs, outs, unsqueeze_dim, layout, shared, wide, backward):
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     heads_axis, tokens_axis = unsqueeze_dim, 3 - unsqueeze_dim
@@ -184,28 +224,36 @@ def _launch(cos, sin, xs, outs, unsqueeze_dim, backward):
             strides += [x.stride(0), x.stride(tokens_axis), x.stride(heads_axis), x.stride(3)]
             strides += [out.stride(tokens_axis), out.stride(heads_axis)]
     tokens, rotary_dim = cos.shape[1:]
+    rotary_dim *= 2 if shared else 1
+    pairs = LAYOUTS[layout][::-1] if backward else LAYOUTS[layout]
     config = rope_rotate_config(power_of_2(max(heads)), power_of_2(rotary_dim // 2), device_of(first))
     launch(
         rope_rotate, (first.shape[0] * tokens, 1, 1), config,
         cos, sin, *xs, *outs, tokens, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2),
-        *strides, *heads, first.shape[3], rotary_dim, backward,
+        *strides, *heads, first.shape[3], rotary_dim, *pairs, shared, wide, backward,
     )  # fmt: skip
 
 
-def _fake_forward(cos, sin, q, k, unsqueeze_dim):
-    return tuple(_empty_output(x, unsqueeze_dim, _heads_inside(x, unsqueeze_dim)) for x in (q, k))
+def _fake_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide):
+    return tuple(
+        cos.new_empty(0) if x is None else _empty_output(x, unsqueeze_dim, _heads_inside(x, unsqueeze_dim))
+        for x in (q, k)
+    )
 
 
 @raw(_fake_forward)
 def _rope_forward(
-    cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outs = _fake_forward(cos, sin, q, k, unsqueeze_dim)
-    _launch(cos, sin, (q, k), outs, unsqueeze_dim, False)
-    return outs
+    cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, unsqueeze_dim: int,
+    layout: str, shared: bool, wide: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_out, k_out = _fake_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide)
+    _launch(cos, sin, (q, k), (q_out, None if k is None else k_out), unsqueeze_dim, layout, shared, wide, False)
+    return q_out, k_out
 
 
-def _fake_backward(cos, sin, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside):
+def _fake_backward(
+    cos, sin, dq_out, dk_out, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside
+):  # fmt: skip
     orders = ((dq_out, q_heads_inside), (dk_out, k_heads_inside))
     return tuple(cos.new_empty(0) if d is None else _empty_output(d, unsqueeze_dim, order) for d, order in orders)
 
@@ -213,23 +261,24 @@ def _fake_backward(cos, sin, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_he
 @raw(_fake_backward)
 def _rope_backward(
     cos: torch.Tensor, sin: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None,
-    unsqueeze_dim: int, q_heads_inside: bool, k_heads_inside: bool,
+    unsqueeze_dim: int, layout: str, shared: bool, wide: bool, q_heads_inside: bool, k_heads_inside: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dk = _fake_backward(cos, sin, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside)
+    form = unsqueeze_dim, layout, shared, wide
+    dq, dk = _fake_backward(cos, sin, dq_out, dk_out, *form, q_heads_inside, k_heads_inside)
     outs = (None if dq_out is None else dq, None if dk_out is None else dk)
-    _launch(cos, sin, (dq_out, dk_out), outs, unsqueeze_dim, True)
+    _launch(cos, sin, (dq_out, dk_out), outs, *form, True)
     return dq, dk
 
 
 class RopeFunction(Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, unsqueeze_dim):
+    def forward(ctx, q, k, cos, sin, *form):
         ctx.save_for_backward(cos, sin)
-        ctx.unsqueeze_dim = unsqueeze_dim
+        ctx.form = form
         # the gradients are ordered in memory like q and k, for the view that made those from a projection
-        ctx.q_heads_inside, ctx.k_heads_inside = (_heads_inside(x, unsqueeze_dim) for x in (q, k))
+        ctx.orders = tuple(x is not None and _heads_inside(x, form[0]) for x in (q, k))
         ctx.set_materialize_grads(False)
-        outs = _rope_forward(cos, sin, q, k, unsqueeze_dim)
+        outs = _rope_forward(cos, sin, q, k, *form)
         ctx.mark_non_differentiable(*(out for out, wanted in zip(outs, ctx.needs_input_grad) if not wanted))
         return outs
 
@@ -239,12 +288,13 @@ class RopeFunction(Function):
         dq_out = dq_out if ctx.needs_input_grad[0] else None
         dk_out = dk_out if ctx.needs_input_grad[1] else None
         if dq_out is None and dk_out is None:
-            return None, None, None, None, None
-        dq, dk = _rope_backward(cos, sin, dq_out, dk_out, ctx.unsqueeze_dim, ctx.q_heads_inside, ctx.k_heads_inside)
-        return None if dq_out is None else dq, None if dk_out is None else dk, None, None, None
+            return (None,) * 8
+        dq, dk = _rope_backward(cos, sin, dq_out, dk_out, *ctx.form, *ctx.orders)
+        return None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 6
 
 
 @rope.register("triton")
-def _(q, k, cos, sin, unsqueeze_dim=1):
-    _validate(q, k, cos, sin, unsqueeze_dim)
-    return RopeFunction.apply(q, k, cos, sin, unsqueeze_dim)
+def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
+    _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
+    q_out, k_out = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, layout, shared, wide)
+    return q_out, None if k is None else k_out

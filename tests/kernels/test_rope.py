@@ -35,17 +35,30 @@ def test_parity(dtype, backend, device):
         check(rope, inputs, options, backend)
 
 
+FORMS = [{}, {"layout": "interleaved"}, {"layout": "interleaved_to_half", "shared": True}, {"wide": True}]
+
+
 @pytest.mark.parametrize("rotary_dim", [64, 24])
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)  # it truncates to bf16
-def test_rounding_order(dtype, rotary_dim, backend, device):
+def test_rounding_order(dtype, form, rotary_dim, backend, device):
     """Forward and backward are bit for bit what Hugging Face's expression and its autograd give."""
     torch.manual_seed(0)
     q, k = randn(2, 4, 5, 64, dtype=dtype, device=device), randn(2, 2, 5, 64, dtype=dtype, device=device)
-    inputs = (q, k, *angles(2, 5, rotary_dim, dtype, device))
-    expected = run(rope.reference, inputs, {})
+    inputs = (q, k, *angles(2, 5, rotary_dim // 2 if "shared" in form else rotary_dim, dtype, device))
+    expected = run(rope.reference, inputs, form)
     with use_backend(backend):
-        found = run(rope, inputs, {})
+        found = run(rope, inputs, form)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_queries_alone(backend, device):
+    q, k = randn(2, 4, 3, 16, device=device), randn(2, 2, 3, 16, device=device)
+    tables = angles(1, 3, 16, device=device)
+    with use_backend(backend):
+        together, (alone, none) = rope(q, k, *tables), rope(q, None, *tables)
+    assert none is None and torch.equal(alone, together[0])
+    assert torch.equal(*(torch.autograd.grad(out.square().sum(), q)[0] for out in (alone, together[0])))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
@@ -107,11 +120,14 @@ def test_bad_inputs(which, backend, device):
         "k": (q, k[:, :, :2], cos, sin),
         "cos": (q, k, cos[..., :7], sin[..., :7]),
         "sin": (q, k, cos, sin[..., :6]),
+        "layout": (q, k, cos, sin, 1, "quarters"),
     }
     with use_backend(which or backend):
         for argument, inputs in bad.items():
             with pytest.raises(ValueError, match=f"^{argument}: got"):
                 rope(*inputs)
+        with pytest.raises(ValueError, match="^cos: got .* rotary_dim / 2"):
+            rope(q, k, cos, sin, shared=True)
         with pytest.raises(ValueError, match="^cos: got a tensor that requires grad"):
             rope(q, k, cos.clone().requires_grad_(), sin)
 
