@@ -1,5 +1,7 @@
 """The names of `liger_kernel.transformers`, loaded when they are used. Most work without transformers installed."""
 
+from importlib.util import find_spec
+
 from liger_hw._lazy import lazy_names
 from liger_hw.transformers.families import FAMILIES
 
@@ -8,7 +10,21 @@ _NAMES = {
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
         "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
     ),
-    "divergences": ("LigerFusedLinearJSD", "LigerJSD", "LigerKLDIVLoss", "LigerTVDLoss"),
+    "family_modules": (
+        "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerMLP",
+        "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerRMSNormForMuseGlimmer",
+        "LigerRMSNormForMuseGlimmerTextCentered", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP",
+        "LigerTiledSwiGLUMLP",
+    ),
+    "plain_modules": (
+        "LigerDyT", "LigerMHC", "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm",
+        "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax", "LigerVocabParallelCrossEntropy",
+    ),
+    "rotary": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),
+    "divergences": (
+        "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
+        "LigerTVDLoss",
+    ),
     "functional": ("CrossEntropyOutput",),
     "grpo_loss": ("triton_grpo_loss",),
     "patching": ("patch", "unpatch"),
@@ -20,3 +36,9 @@ _NAMES = {
 }  # fmt: skip
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
+__all__ += ["is_transformers_available"]
+
+
+def is_transformers_available():
+    """Whether the package transformers is installed."""
+    return find_spec("transformers") is not None

@@ -2,9 +2,23 @@
 
 from torch import nn
 
-from liger_hw.transformers.functional import liger_fused_linear_jsd, liger_jsd, liger_kl_div, liger_tvd
+from liger_hw.transformers import plain
+from liger_hw.transformers.functional import (
+    liger_fused_linear_jsd,
+    liger_fused_linear_kl_div,
+    liger_jsd,
+    liger_kl_div,
+    liger_tvd,
+)
 
-__all__ = ["LigerFusedLinearJSD", "LigerJSD", "LigerKLDIVLoss", "LigerTVDLoss"]
+__all__ = [
+    "LigerFusedCETVDLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearKLDivLoss",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerTVDLoss",
+]
 
 
 class LigerJSD(nn.Module):
@@ -70,3 +84,29 @@ class LigerFusedLinearJSD(nn.Module):
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
             self.ignore_index, self.temperature, self.accum_dtype,
         )  # fmt: skip
+
+
+class LigerFusedLinearKLDivLoss(nn.Module):
+    """`liger_fused_linear_kl_div` of student_input (N, H), student_weight (V, H), target (N, V)."""
+
+    def __init__(self, reduction="batchmean", ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None):
+        super().__init__()
+        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
+        self.eps, self.accum_dtype = eps, accum_dtype
+
+    def forward(self, student_input, student_weight, target, shift_labels=None):
+        return liger_fused_linear_kl_div(
+            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
+            self.eps, self.accum_dtype,
+        )  # fmt: skip
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross entropy and total variation distance by row, fp32 (N,) each: `plain.ce_and_tvd` of logits (N, V)."""
+
+    def __init__(self, ignore_index=-100):
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits, teacher_logits, target):
+        return plain.ce_and_tvd(student_logits, teacher_logits, target, self.ignore_index)

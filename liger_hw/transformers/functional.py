@@ -10,24 +10,45 @@ from liger_hw.dispatch import check
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
+from liger_hw.losses.chunked import CHUNK_MEMORY, chunked_loss
 from liger_hw.losses.distillation import distillation_loss
+from liger_hw.transformers import plain
 
 __all__ = [
     "CrossEntropyOutput",
+    "liger_attn_res",
     "liger_cross_entropy",
+    "liger_dyt",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
+    "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy",
+    "liger_fused_neighborhood_attention",
     "liger_geglu",
+    "liger_group_norm",
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
+    "liger_mhc_apply",
+    "liger_mhc_coeffs",
+    "liger_mhc_forward",
+    "liger_mhc_post_res",
+    "liger_mhc_pre",
+    "liger_modulated_rms_norm",
+    "liger_multi_token_attention",
+    "liger_poly_norm",
+    "liger_qwen2vl_mrope",
+    "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
+    "liger_softmax",
+    "liger_sparsemax",
     "liger_swiglu",
     "liger_tvd",
 ]
@@ -59,16 +80,21 @@ def liger_cross_entropy(
 def liger_fused_linear_cross_entropy(
     input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
     reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False,
+    return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1,
 ):  # fmt: skip
     """Cross entropy of `input @ weight.T + bias` without those logits: input (N, H), weight (V, H), target (N,).
 
-    The arguments mean what they mean in `liger_hw.fused_linear_cross_entropy`. Returns as `liger_cross_entropy`.
+    Args:
+        chunk_mem_const: the memory of a chunk of logits, in times of 512 MiB.
+        others: as in `liger_hw.fused_linear_cross_entropy`.
+
+    Returns as `liger_cross_entropy`.
     """
     return fused_linear_cross_entropy(
         input, weight, target, bias, ce_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
         reduction=reduction, accum_dtype=accum_dtype, use_token_scaling=use_token_scaling, return_z_loss=return_z_loss,
         return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+        chunk_memory=int(chunk_mem_const * CHUNK_MEMORY),
     )  # fmt: skip
 
 
@@ -97,9 +123,17 @@ def liger_geglu(a, b):
     return geglu(a, b)
 
 
-def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     """`liger_hw.rope`. `position_ids` is accepted as Hugging Face once had it and has no effect: cos and sin are
-    already those of the positions. The inputs are not written to."""
+    already those of the positions. The inputs are not written to.
+
+    Args:
+        rotary_dim: how many of the head's leading entries rotate; the width of cos by default. Tables of half of it, as
+            gpt_oss makes them, are repeated.
+    """
+    if rotary_dim is not None and 2 * cos.shape[-1] == rotary_dim:
+        cos, sin = (torch.cat((table, table), -1) for table in (cos, sin))
+    check(rotary_dim in (None, cos.shape[-1]), "rotary_dim", rotary_dim, f"the width of cos ({cos.shape[-1]}) or twice")
     return rope(q, k, cos, sin, unsqueeze_dim)
 
 
@@ -130,3 +164,151 @@ def liger_fused_linear_jsd(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
         temperature=temperature, hard_weight=0.0, soft_weight=1.0, ignore_index=ignore_index,
     ).loss  # fmt: skip
+
+
+def liger_fused_linear_kl_div(
+    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
+    temperature=1.0, eps=1e-10, accum_dtype=None,
+):  # fmt: skip
+    """KL(target, softmax(student_input @ student_weight.T / temperature)), a chunk of the logits at a time.
+
+    Args:
+        student_input: (N, H). student_weight: (V, H). target: (N, V) probabilities.
+        shift_labels: (N,) or None; rows whose label is `ignore_index` do not count.
+        reduction: "batchmean" over the rows that count, "mean" over their entries, or "sum".
+        eps: the least probability whose logarithm is taken.
+        accum_dtype: None or torch.float32; the weight's gradient is added up in fp32 where the chunks are many.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+    check(reduction in ("batchmean", "mean", "sum"), "reduction", repr(reduction), "batchmean, mean, sum")
+    check(temperature > 0, "temperature", temperature, "more than 0")
+    keep = torch.ones(target.shape[:1], device=target.device)
+    keep = keep if shift_labels is None else (shift_labels != ignore_index).float()
+
+    def sum_of_rows(logits, target, keep):
+        log_q, p = (logits.float() / temperature).log_softmax(-1), target.float()
+        return (keep * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)).sum()
+
+    total = chunked_loss(sum_of_rows, student_input, student_weight, None, (target, keep))
+    if reduction == "sum":
+        return total
+    return total / (keep.sum().clamp(min=1) * (target.shape[-1] if reduction == "mean" else 1))
+
+
+def liger_fused_linear_scaled_cross_entropy(
+    input, weight, target, temperature=1.0, ignore_index=-100, return_entropy=False
+):
+    """The negative log-probability of each target under softmax(input @ weight.T / temperature): fp32 (N,), or with
+    `return_entropy` the pair of it and the entropy."""
+    found = fused_linear_selective_log_softmax(
+        input, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy
+    )
+    return (-found.log_probs, found.entropy) if return_entropy else -found
+
+
+def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+    """`torch.nn.functional.group_norm` of X (N, num_channels, ...)."""
+    check(X.shape[1] == num_channels, "X", tuple(X.shape), f"(N, {num_channels}, ...)")
+    return torch.nn.functional.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
+
+
+def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
+    """See `plain.modulated_rms_norm`."""
+    return plain.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+
+
+def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
+    """See `plain.poly_norm`."""
+    return plain.poly_norm(X, W, B, eps)
+
+
+def liger_dyt(x, alpha, gamma, beta):
+    """See `plain.dyt`."""
+    return plain.dyt(x, alpha, gamma, beta)
+
+
+def liger_relu_squared(x):
+    """relu(x) squared."""
+    return torch.nn.functional.relu(x).square()
+
+
+def liger_softmax(x):
+    """Softmax over the last dimension."""
+    return x.softmax(-1)
+
+
+def liger_sparsemax(input, dim=-1):
+    """See `plain.sparsemax`."""
+    return plain.sparsemax(input, dim)
+
+
+def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+    """`liger_hw.rope` with tables (3, B, T, D) for time, height and width, of which each part of a head takes its own.
+
+    Args:
+        mrope_section: how many of the D / 2 angles go by time, height and width.
+    """
+    cos, sin = (
+        torch.cat([part[i % 3] for i, part in enumerate(table.split(list(mrope_section) * 2, -1))], -1)
+        for table in (cos, sin)
+    )
+    return rope(q, k, cos, sin, unsqueeze_dim)
+
+
+def liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
+    """See `plain.multi_token_attention`."""
+    return plain.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
+
+
+def liger_fused_neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
+    """See `plain.neighborhood_attention`."""
+    return plain.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
+
+
+def liger_attn_res(V, w_query, w_norm, eps=1e-6):
+    """See `plain.attention_residual`."""
+    return plain.attention_residual(V, w_query, w_norm, eps)
+
+
+def liger_mhc_coeffs(
+    x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
+    sinkhorn_eps=1e-6, post_mult=2.0,
+):  # fmt: skip
+    """See `plain.mhc_coefficients`. `allow_fp32` has no effect: any dtype of x is allowed."""
+    return plain.mhc_coefficients(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    )
+
+
+def liger_mhc_pre(x, h_pre):
+    """See `plain.mhc_pre`."""
+    return plain.mhc_pre(x, h_pre)
+
+
+def liger_mhc_post_res(x, f_out, h_post, h_res):
+    """See `plain.mhc_post_res`."""
+    return plain.mhc_post_res(x, f_out, h_post, h_res)
+
+
+def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
+    """The streams after a layer that returned `f_out`, with `return_x_in` also what went into it."""
+    out = plain.mhc_post_res(x, f_out, h_post, h_res)
+    return (out, plain.mhc_pre(x, h_pre)) if return_x_in else out
+
+
+def liger_mhc_forward(
+    x, layer, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
+    sinkhorn_eps=1e-6, post_mult=2.0, return_coeffs=False,
+):  # fmt: skip
+    """Hyper-connections around `layer`: the streams (..., S, C), with `return_coeffs` also the coefficients."""
+    coefficients = plain.mhc_coefficients(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    )
+    h_pre, h_post, h_res = coefficients
+    x_in = plain.mhc_pre(x, h_pre)
+    first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
+    out = plain.mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
+    return (out, coefficients) if return_coeffs else out

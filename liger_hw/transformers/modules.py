@@ -98,10 +98,13 @@ class LigerLayerNorm(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, intermediate_size=None):
         super().__init__()
-        self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.config, self.hidden_size = config, config.hidden_size
+        self._project(config.intermediate_size if intermediate_size is None else intermediate_size)
+
+    def _project(self, intermediate_size):
+        self.intermediate_size = intermediate_size
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
@@ -116,14 +119,20 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     Args:
         config: has hidden_size, intermediate_size and hidden_act, which must be "silu" or "swish".
+        intermediate_size: instead of config's.
 
     Raises:
         ValueError: another hidden_act.
     """
 
-    def __init__(self, config):
-        super().__init__(config)
-        check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
+    def __init__(self, config, intermediate_size=None):
+        super().__init__(config, intermediate_size)
+        activation = self._activation(config)
+        check(activation in ("silu", "swish"), "config.hidden_act", repr(activation), "silu, swish")
+
+    @staticmethod
+    def _activation(config):
+        return config.hidden_act
 
     def forward(self, x):
         return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "silu")
@@ -137,6 +146,9 @@ class LigerGEGLUMLP(_GatedMLP):
     Args:
         config: has hidden_size and intermediate_size.
     """
+
+    def __init__(self, config):
+        super().__init__(config)
 
     def forward(self, x):
         return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "gelu_tanh")

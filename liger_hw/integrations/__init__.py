@@ -1,0 +1,9 @@
+"""What other trainers need: a stand-in for `liger_kernel`, and plug-ins for those that have a place for one."""
+
+from liger_hw._lazy import lazy_names
+
+_NAMES = {
+    "stand_in": ("install", "is_installed", "uninstall"),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

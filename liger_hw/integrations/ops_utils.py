@@ -1,0 +1,57 @@
+"""The names of `liger_kernel.ops.utils` that kernels written elsewhere use."""
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from packaging.version import Version
+
+from liger_hw.dispatch import check
+
+LARGEST_BLOCK = 65_536
+
+
+def is_hip():
+    """Whether this PyTorch is built for AMD."""
+    return torch.version.hip is not None
+
+
+def ensure_contiguous(function):
+    """`function(ctx, ...)` with every tensor among its arguments contiguous."""
+
+    def contiguous(x):
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+    @functools.wraps(function)
+    def wrapper(ctx, *args, **kwargs):
+        return function(ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()})
+
+    return wrapper
+
+
+def calculate_settings(n):
+    """(block, warps) for a kernel that holds a row of `n` numbers in one program.
+
+    Raises:
+        ValueError: n is more than 65,536.
+    """
+    check(n <= LARGEST_BLOCK, "n", n, f"up to {LARGEST_BLOCK}")
+    block = 1 << max(n - 1, 0).bit_length()
+    widest = 16 if is_hip() else 32  # warps of 64 lanes: 1,024 threads is the most of a block everywhere
+    return block, next((warps for least, warps in ((32_768, widest), (8_192, 16), (2_048, 8)) if block >= least), 4)
+
+
+def compare_version(package, operator, target):
+    """`operator(version of the installed package, target)`; False where it is not installed."""
+    try:
+        return operator(Version(version(package)), Version(target))
+    except PackageNotFoundError:
+        return False
+
+
+def __getattr__(name):
+    if name != "torch_to_triton_dtype":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -1,0 +1,43 @@
+"""Run a program that imports `liger_kernel` on this library instead.
+
+    python -m liger_hw.run train.py --its-arguments
+    python -m liger_hw.run -m llamafactory.cli train config.yaml
+    torchrun --nproc-per-node 8 -m liger_hw.run train.py
+
+Every Python that the program starts (launchers, workers, data loaders) gets the stand-in too. An installed liger_kernel
+is hidden only with `--replace` before the program.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+
+from liger_hw.integrations import install
+
+
+def main(argv=None):
+    """Run the program that `argv` (the process's own arguments by default) names, in this process."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("python -m liger_hw.run", usage="%(prog)s [--replace] (SCRIPT | -m MODULE) ...")
+    parser.add_argument("--replace", action="store_true", help="hide the liger_kernel that is installed here")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    parser.add_argument("program", metavar="SCRIPT | MODULE")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    args = parser.parse_args(argv)
+    if not args.is_module and not os.path.exists(args.program):
+        parser.error(f"no such file: {args.program}")
+    try:
+        install(args.replace, children=True)
+    except RuntimeError as error:
+        parser.error(str(error))
+    sys.argv = [args.program, *args.rest]
+    if args.is_module:
+        runpy.run_module(args.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(args.program))
+        runpy.run_path(args.program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Functions of liger_kernel that this library has no kernel for: their definitions, in PyTorch, with its gradients.
+
+They are here so that programs which use them run, on any device and with right numbers; they save no memory.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from liger_hw.dispatch import check
+from liger_hw.kernels.rms_norm import rms_norm
+
+FAR_BELOW = -1e9  # what a masked score becomes in multi-token attention; finite, so that a convolution may read it
+
+
+def poly_norm(x, weight, bias, eps=1e-6):
+    """w0 n(x^3) + w1 n(x^2) + w2 n(x) + b with n(u) = u / sqrt(mean(u^2) + eps), in fp32 (arXiv:2411.03884).
+
+    Args:
+        x: (..., C). weight: (3,). bias: () or (1,).
+    """
+    wide = x.float()
+    powers = (p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in (wide**3, wide**2, wide))
+    return (sum(w * p for w, p in zip(weight.float(), powers)) + bias.float()).to(x.dtype)
+
+
+def dyt(x, alpha, gamma, beta):
+    """gamma tanh(alpha x) + beta, in fp32 (arXiv:2503.10622): x (..., C), alpha (1,), gamma (C,), beta (C,) or None."""
+    y = gamma.float() * torch.tanh(alpha.float() * x.float())
+    return (y if beta is None else y + beta.float()).to(x.dtype)
+
+
+def sparsemax(x, dim=-1):
+    """The projection of `x` on the simplex along `dim` (arXiv:1602.02068)."""
+    z = x.float()
+    z = z - z.amax(dim, keepdim=True)
+    ordered = z.sort(dim, descending=True).values
+    sums = ordered.cumsum(dim)
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    places = torch.arange(1, x.shape[dim] + 1, device=x.device, dtype=z.dtype).view(shape)
+    size = (places * ordered > sums - 1).sum(dim, keepdim=True)
+    threshold = (sums.gather(dim, size - 1) - 1) / size
+    return (z - threshold).clamp(min=0).to(x.dtype)
+
+
+def modulated_rms_norm(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    """rms_norm(x) (1 + scale) + shift.
+
+    Args:
+        x: (..., C). scale, shift: (..., C), of as many rows as x or a divisor: each then serves consecutive rows.
+    """
+    rows = x.numel() // x.shape[-1]
+
+    def spread(m):
+        m = m.reshape(-1, x.shape[-1])
+        check(rows % m.shape[0] == 0, "scale", f"{m.shape[0]} rows", f"a divisor of x's {rows}")
+        return m.repeat_interleave(rows // m.shape[0], 0).reshape(x.shape)
+
+    y = rms_norm(x, weight, eps, offset, casting_mode).float() * (1 + spread(scale).float())
+    return (y if shift is None else y + spread(shift).float()).to(x.dtype)
+
+
+def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
+    """A convolution over the causal softmax (or sparsemax) of scores (B, C, L, L), masked again (arXiv:2504.00927)."""
+    check(not sparse or scores.dtype == torch.float32, "scores", scores.dtype, "torch.float32 with sparse=True")
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    masked = scores.masked_fill(future, FAR_BELOW)
+    weights = sparsemax(masked) if sparse else masked.softmax(-1)
+    out = F.conv2d(weights, weight, bias, stride, padding, dilation, groups)
+    return out.masked_fill(torch.ones(out.shape[-2:], dtype=torch.bool, device=out.device).triu(1), 0.0)
+
+
+def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
+    """Attention (B, heads, L, D) of each position to the `kernel_size` around it, `dilation` apart, where they exist.
+
+    Raises:
+        ValueError: an even kernel size.
+    """
+    check(kernel_size % 2 == 1, "kernel_size", kernel_size, "an odd number")
+    places = torch.arange(query.shape[-2], device=query.device)
+    far = (places[:, None] - places).abs()
+    near = (far <= kernel_size // 2 * dilation) & (far % dilation == 0)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scale)
+
+
+def mhc_coefficients(
+    x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
+):
+    """What hyper-connections (arXiv:2512.24880) mix their streams with, in fp32: h_pre (..., S), h_post (..., S) and
+    h_res (..., S, S), whose rows and columns add up to 1.
+
+    Args:
+        x: (..., S, C), S streams. phi: (S C, S S + 2 S). b: (S S + 2 S,). alpha_*: ().
+        tmax: Sinkhorn iterations.
+    """
+    streams = x.shape[-2]
+    flat = x.flatten(-2).float()
+    mix = (flat @ phi.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    alphas = (alpha_pre, alpha_post, alpha_res)
+    sizes = (streams, streams, streams * streams)
+    pre, post, res = (
+        part * alpha.float() + bias for part, alpha, bias in zip(mix.split(sizes, -1), alphas, b.float().split(sizes))
+    )
+    matrix = res.unflatten(-1, (streams, streams)).softmax(-1) + sinkhorn_eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
+    for _ in range(tmax - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + sinkhorn_eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
+    return pre.sigmoid() + pre_eps, post.sigmoid() * post_mult, matrix
+
+
+def mhc_pre(x, h_pre):
+    """sum_i h_pre_i x_i: (..., S, C) and (..., S) -> (..., C)."""
+    return (h_pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
+
+
+def mhc_post_res(x, f_out, h_post, h_res):
+    """sum_i h_res_oi x_i + h_post_o f_out: (..., S, C)."""
+    return (h_res @ x.float() + h_post.unsqueeze(-1) * f_out.float().unsqueeze(-2)).to(x.dtype)
+
+
+def attention_residual(blocks, w_query, w_norm, eps=1e-6):
+    """Attention over depth in the place of a residual sum (arXiv:2603.15031).
+
+    Args:
+        blocks: (N, ..., D) or N tensors (..., D), any N. w_query, w_norm: (D,).
+    """
+    blocks = torch.stack(tuple(blocks)) if isinstance(blocks, (list, tuple)) else blocks
+    wide = blocks.float()
+    keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * w_norm.float()
+    depth = (keys @ w_query.float()).softmax(0)
+    return (depth.unsqueeze(-1) * wide).sum(0).to(blocks.dtype)
+
+
+def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+    """Mixture of SwiGLU experts: the sum over a token's experts of weight * down(silu(gate) * up).
+
+    Args:
+        x: (T, H). gate_up_proj: (E, 2I, H). down_proj: (E, H, I). top_k_index, top_k_weights: (T, K).
+    """
+    chosen = top_k_index.long()
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for e, (gate_up, down) in enumerate(zip(gate_up_proj, down_proj)):
+        tokens, places = torch.where(chosen == e)
+        gate, up = F.linear(x[tokens], gate_up).chunk(2, -1)
+        y = F.linear(F.silu(gate.float()).to(up.dtype) * up, down)
+        out = out.index_add(0, tokens, y.float() * top_k_weights[tokens, places, None].float())
+    return out.to(x.dtype)
+
+
+def tiled(function, module, x, shards=None):
+    """`function(module, x)` on pieces of the sequence, each computed again in backward: x (B, T, H) or (T, H).
+
+    Args:
+        shards: how many pieces; ceil(T / H) by default.
+    """
+    shards = max(1, shards or -(-x.shape[-2] // x.shape[-1]))
+    checkpoint = torch.utils.checkpoint.checkpoint
+    parts = [checkpoint(function, module, part, use_reentrant=False) for part in x.chunk(shards, -2)]
+    return torch.cat(parts, -2)
+
+
+def ce_and_tvd(student_logits, teacher_logits, target, ignore_index=-100):
+    """Cross entropy and total variation distance of each row, fp32 (N,) each, 0 where the target is `ignore_index`."""
+    log_q = student_logits.float().log_softmax(-1)
+    keep = target != ignore_index
+    ce = F.nll_loss(log_q, target, ignore_index=ignore_index, reduction="none")
+    distance = (log_q.exp() - teacher_logits.detach().float().softmax(-1)).abs().sum(-1) / 2
+    return ce, torch.where(keep, distance, torch.zeros_like(distance))

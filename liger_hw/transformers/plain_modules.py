@@ -1,0 +1,290 @@
+"""Modules of liger_kernel that this library has no kernel for: the functions of `functional` with their parameters."""
+
+import torch
+from torch import nn
+
+from liger_hw.dispatch import check
+from liger_hw.transformers import functional
+from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, _initial
+from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
+
+__all__ = [
+    "LigerDyT",
+    "LigerEmbedding",
+    "LigerFusedNeighborhoodAttention",
+    "LigerFusedNeighborhoodAttentionConfig",
+    "LigerFusedNeighborhoodAttentionLayer",
+    "LigerGroupNorm",
+    "LigerMHC",
+    "LigerModulatedRMSNorm",
+    "LigerMultiTokenAttention",
+    "LigerPolyNorm",
+    "LigerReLUSquared",
+    "LigerSoftmax",
+    "LigerSparsemax",
+    "LigerVocabParallelCrossEntropy",
+]
+
+
+class LigerGroupNorm(nn.Module):
+    """`torch.nn.GroupNorm`, with the number of channels first.
+
+    Args:
+        bias: accepted for compatibility. There is a bias either way, and it starts at zero either way.
+        init_fn: "ones" or "zeros", of the weight.
+    """
+
+    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
+        super().__init__()
+        check(num_channels % num_groups == 0, "num_groups", num_groups, f"a divisor of {num_channels} channels")
+        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
+        self.weight, self.bias = _initial(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, hidden_states):
+        return functional.liger_group_norm(
+            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
+        )
+
+    def extra_repr(self):
+        return f"{self.num_channels}, {self.num_groups}, eps={self.eps}"
+
+
+class LigerPolyNorm(nn.Module):
+    """`plain.poly_norm` with its three weights, 1/3 each at first, and its bias, 1 at first."""
+
+    def __init__(self, eps=1e-6, in_place=True):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.full((3,), 1 / 3)), nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon, self.in_place = eps, in_place
+
+    def forward(self, hidden_states):
+        return functional.liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+class LigerDyT(nn.Module):
+    """`plain.dyt` with its parameters.
+
+    Args:
+        beta: have one.
+        init_alpha: alpha at first; gamma is one and beta zero.
+    """
+
+    def __init__(self, hidden_size, beta=True, init_alpha=0.5):
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha, self.gamma = nn.Parameter(torch.ones(1) * init_alpha), nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x):
+        return functional.liger_dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
+
+
+class LigerReLUSquared(nn.Module):
+    """relu(x) squared."""
+
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        return functional.liger_relu_squared(x)
+
+
+class LigerSoftmax(nn.Module):
+    """Softmax over the last dimension."""
+
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        return functional.liger_softmax(x)
+
+
+class LigerSparsemax(nn.Module):
+    """`plain.sparsemax`."""
+
+    def __init__(self, dim=-1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return functional.liger_sparsemax(x, self.dim)
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """`plain.modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
+        elementwise_affine=True,
+    ):  # fmt: skip
+        super().__init__(
+            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
+        )
+
+    def forward(self, hidden_states, scale, shift=None):
+        return functional.liger_modulated_rms_norm(
+            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+class LigerMultiTokenAttention(nn.Module):
+    """`plain.multi_token_attention` with the parameters of its convolution; arguments as torch.nn.Conv2d."""
+
+    def __init__(
+        self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True, sparse=False
+    ):
+        super().__init__()
+        conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+        self.in_channels, self.out_channels, self.groups, self.sparse = in_channels, out_channels, groups, sparse
+        self.kernel_size, self.stride, self.padding = conv.kernel_size, conv.stride, conv.padding
+        self.dilation, self.weight = conv.dilation, conv.weight
+        self.register_parameter("bias", conv.bias)
+
+    def forward(self, scores):
+        return functional.liger_multi_token_attention(
+            scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.sparse
+        )
+
+
+class LigerFusedNeighborhoodAttention(nn.Module):
+    """Self-attention (B, L, H) of each position to its neighbourhood: see `plain.neighborhood_attention`.
+
+    Raises:
+        ValueError: heads that do not divide the width, an even kernel size, or an attention mask.
+    """
+
+    def __init__(self, hidden_size, num_heads, kernel_size=7, dilation=1, bias=True, dropout=0.0, scale=None):
+        super().__init__()
+        check(hidden_size % num_heads == 0, "num_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
+        check(kernel_size % 2 == 1, "kernel_size", kernel_size, "an odd number")
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.kernel_size, self.dilation, self.dropout_p = kernel_size, dilation, dropout
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, nn.Linear(hidden_size, hidden_size, bias))
+        self.dropout = nn.Dropout(dropout) if dropout > 0 else None
+
+    def forward(self, hidden_states, attention_mask=None):
+        check(attention_mask is None, "attention_mask", type(attention_mask).__name__, "None")
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        found = functional.liger_fused_neighborhood_attention(
+            query, key, value, self.kernel_size, self.dilation, self.scale
+        )
+        found = found.transpose(1, 2).flatten(-2)
+        return self.out_proj(found if self.dropout is None else self.dropout(found))
+
+
+class LigerFusedNeighborhoodAttentionLayer(nn.Module):
+    """x + attention(layer_norm(x))."""
+
+    def __init__(
+        self, hidden_size, num_heads, kernel_size=7, dilation=1, bias=True, dropout=0.0, layer_norm_eps=1e-5, scale=None
+    ):
+        super().__init__()
+        self.attention = LigerFusedNeighborhoodAttention(
+            hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale
+        )
+        self.layer_norm = LigerLayerNorm(hidden_size, layer_norm_eps)
+        self.dropout = nn.Dropout(dropout) if dropout > 0 else None
+
+    def forward(self, hidden_states, attention_mask=None):
+        found = self.attention(self.layer_norm(hidden_states), attention_mask)
+        return hidden_states + (found if self.dropout is None else self.dropout(found))
+
+
+class LigerFusedNeighborhoodAttentionConfig:
+    """The arguments of `LigerFusedNeighborhoodAttentionLayer`."""
+
+    def __init__(
+        self, hidden_size=768, num_heads=12, kernel_size=7, dilation=1, bias=True, dropout=0.0, layer_norm_eps=1e-5,
+        scale=None,
+    ):  # fmt: skip
+        self.hidden_size, self.num_heads, self.kernel_size, self.dilation = (
+            hidden_size,
+            num_heads,
+            kernel_size,
+            dilation,
+        )
+        self.bias, self.dropout, self.layer_norm_eps, self.scale = bias, dropout, layer_norm_eps, scale
+
+    def to_dict(self):
+        return dict(vars(self))
+
+
+class LigerMHC(nn.Module):
+    """Hyper-connections of `hc` streams (..., hc, c) around `layer` (..., c) -> (..., c): see `plain.mhc_coefficients`.
+
+    Args:
+        tmax: Sinkhorn iterations.
+        phi_dtype: of the projection that makes the coefficients.
+        allow_fp32: without effect; any dtype is allowed.
+    """
+
+    def __init__(
+        self, layer, *, hc, c, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0,
+        phi_dtype=torch.float16, allow_fp32=False,
+    ):  # fmt: skip
+        super().__init__()
+        self.layer, self.hc, self.c, self.allow_fp32 = layer, hc, c, allow_fp32
+        self.tmax, self.rms_eps, self.pre_eps = tmax, rms_eps, pre_eps
+        self.sinkhorn_eps, self.post_mult = sinkhorn_eps, post_mult
+        first = next(layer.parameters(), None)
+        where = {"device": None if first is None else first.device}
+        width = hc * hc + 2 * hc
+        self.phi = nn.Parameter(torch.randn(hc * c, width, dtype=phi_dtype, **where) * 0.02)
+        self.b = nn.Parameter(torch.zeros(width, **where))
+        for name in ("alpha_pre", "alpha_post", "alpha_res"):
+            setattr(self, name, nn.Parameter(torch.ones((), **where)))
+
+    def forward(self, x):
+        check(x.shape[-2:] == (self.hc, self.c), "x", tuple(x.shape), f"(..., {self.hc}, {self.c})")
+        return functional.liger_mhc_forward(
+            x, self.layer, self.phi, self.b, self.alpha_pre, self.alpha_post, self.alpha_res, tmax=self.tmax,
+            rms_eps=self.rms_eps, pre_eps=self.pre_eps, sinkhorn_eps=self.sinkhorn_eps, post_mult=self.post_mult,
+        )  # fmt: skip
+
+    def extra_repr(self):
+        return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
+
+
+class LigerEmbedding(nn.Module):
+    """`torch.nn.functional.embedding` of a weight (num_embeddings, embedding_dim)."""
+
+    def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.weight = nn.Parameter(torch.randn(num_embeddings, embedding_dim))
+        if padding_idx is not None:
+            self.weight.data[padding_idx] = 0
+
+    def forward(self, indices):
+        return nn.functional.embedding(indices, self.weight, self.padding_idx)
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    """`vocab_parallel_cross_entropy` of logits (S, B, V / ranks) and targets (S, B): fp32 (S, B).
+
+    Raises:
+        ValueError: another reduction than "none", or an option out of its range.
+    """
+
+    def __init__(
+        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch",
+        label_smoothing_mode="global",
+    ):  # fmt: skip
+        super().__init__()
+        check(reduction == "none", "reduction", repr(reduction), "none: the loss of each token")
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+
+    def forward(self, vocab_parallel_logits, target, tp_group=None):
+        return vocab_parallel_cross_entropy(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode,
+        )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Cross entropy of logits whose vocabulary is divided among ranks: plain PyTorch and three small all-reduces.
+
+Each rank holds V / ranks consecutive columns. loss = log sum exp(x) - x_target, both over all ranks; the gradient of a
+rank's columns, softmax - one-hot, needs no further communication.
+"""
+
+import torch
+import torch.distributed as dist
+
+from liger_hw.dispatch import check
+
+FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which leaves the target out
+MODES = ("global", "partition")  # the smoothed mean over all columns, or over those of the rank
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, group, ignore_index, smoothing, formula, mode):
+        ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+
+        def over_ranks(x, op=dist.ReduceOp.SUM):
+            if ranks > 1:
+                dist.all_reduce(x, op, group)
+            return x
+
+        wide, cols = logits.float(), logits.shape[-1]
+        wide = wide - over_ranks(wide.amax(-1, keepdim=True), dist.ReduceOp.MAX)
+        lse = over_ranks(wide.exp().sum(-1)).log()
+        here = target - rank * cols
+        is_here = (here >= 0) & (here < cols)
+        here = here.clamp(0, cols - 1).unsqueeze(-1)
+        loss = lse - over_ranks(wide.gather(-1, here).squeeze(-1) * is_here)
+        averaged = cols * ranks if mode == "global" else cols
+        alpha = smoothing * (averaged / (averaged - 1) if formula == "megatron" else 1)
+        if smoothing:
+            log_probs = (wide - lse.unsqueeze(-1)).sum(-1)
+            mean = (over_ranks(log_probs) if mode == "global" else log_probs) / averaged
+            loss = (1 - alpha) * loss - alpha * mean
+        counts = target != ignore_index
+        ctx.save_for_backward(wide - lse.unsqueeze(-1), here, is_here, counts)
+        ctx.alpha, ctx.averaged, ctx.dtype = alpha, averaged, logits.dtype
+        return torch.where(counts, loss, torch.zeros_like(loss))
+
+    @staticmethod
+    def backward(ctx, grad):
+        log_probs, here, is_here, counts = ctx.saved_tensors
+        # sum of the smoothed target's weights, which each softmax is multiplied by, is 1
+        gradient = log_probs.exp() - ctx.alpha / ctx.averaged
+        gradient.scatter_add_(-1, here, -(1 - ctx.alpha) * is_here.unsqueeze(-1).to(gradient.dtype))
+        return (gradient * (grad * counts).unsqueeze(-1)).to(ctx.dtype), *[None] * 6
+
+
+def vocab_parallel_cross_entropy(
+    logits, target, group=None, ignore_index=-100, label_smoothing=0.0, formula="pytorch", mode="global"
+):
+    """Cross entropy of each token where the ranks of `group` hold a part of the vocabulary each, of equal size.
+
+    Args:
+        logits: (S, B, V / ranks), this rank's columns, in the order of ranks.
+        target: (S, B) int64 in [0, V) or `ignore_index`, whose loss and gradient are 0.
+        group: a process group, or None for one rank.
+        label_smoothing: 0 to 1.
+        formula: "pytorch" spreads label_smoothing over all V; "megatron" over the V - 1 others.
+        mode: "global" smooths over all columns; "partition" over this rank's, so that ranks differ.
+
+    Returns:
+        fp32 (S, B), the same on every rank ("partition" with smoothing apart).
+
+    Raises:
+        ValueError: shapes that do not fit or an option out of its range.
+    """
+    check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
+    check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")
+    check(0 <= label_smoothing < 1, "label_smoothing", label_smoothing, "0 to 1")
+    check(formula in FORMULAS, "label_smoothing_formula", repr(formula), ", ".join(FORMULAS))
+    check(mode in MODES, "label_smoothing_mode", repr(mode), ", ".join(MODES))
+    return _VocabParallelCrossEntropy.apply(logits, target, group, ignore_index, label_smoothing, formula, mode)

@@ -1,0 +1,176 @@
+"""`liger_kernel` without liger_kernel: imports, metadata, other processes, and back."""
+
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from liger_hw import integrations
+from liger_hw.integrations.stand_in import SITE, VERSION
+
+
+@pytest.fixture
+def clean():
+    """No liger_kernel here."""
+    if importlib.util.find_spec("liger_kernel") is not None:
+        pytest.skip("the package liger_kernel is installed here")
+    yield
+    integrations.uninstall()
+
+
+@pytest.fixture
+def original(tmp_path, monkeypatch):
+    """An installed package liger_kernel 0.9, which is not this library."""
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel/__init__.py").write_text("__version__ = '0.9'\nORIGINAL = True\n")
+    (tmp_path / "liger_kernel-0.9.dist-info").mkdir()
+    (tmp_path / "liger_kernel-0.9.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 0.9\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield tmp_path
+    integrations.uninstall()
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+
+
+def test_comes_and_goes(clean):
+    assert not integrations.is_installed()
+    integrations.install()
+    integrations.install()  # nothing new
+    import liger_kernel
+    import liger_kernel.transformers.rms_norm
+
+    assert liger_kernel.__version__ == VERSION and integrations.is_installed()
+    assert importlib.metadata.version("liger-kernel") == importlib.metadata.version("liger_kernel") == VERSION
+    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
+    assert importlib.util.find_spec("liger_kernel") is not None
+    integrations.uninstall()
+    assert not any(name.split(".")[0] == "liger_kernel" for name in sys.modules)
+    with pytest.raises(ModuleNotFoundError):
+        import liger_kernel  # noqa: F811
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("liger-kernel")
+
+
+def test_does_not_hide_an_installed_one_unasked(original):
+    with pytest.raises(RuntimeError, match="replace=True"):
+        integrations.install()
+    import liger_kernel as real
+
+    assert real.ORIGINAL
+    integrations.install(replace=True)
+    import liger_kernel as ours
+
+    assert ours.__version__ == VERSION and not hasattr(ours, "ORIGINAL")
+    assert importlib.metadata.version("liger-kernel") == VERSION
+    integrations.uninstall()
+    import liger_kernel as again
+
+    assert again is real and importlib.metadata.version("liger-kernel") == "0.9"
+
+
+def test_transformers_looks_again(clean):
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    if not hasattr(utils.is_liger_kernel_available, "cache_clear"):
+        pytest.skip("this transformers does not remember")
+    assert not utils.is_liger_kernel_available()
+    integrations.install()
+    assert utils.is_liger_kernel_available()
+    integrations.uninstall()
+    assert not utils.is_liger_kernel_available()
+
+
+def test_what_is_imported_through_it_is_at_home_here(stand_in):
+    from liger_kernel.transformers import LigerRMSNorm
+
+    pickled = pickle.dumps(LigerRMSNorm(8))
+    integrations.uninstall()
+    assert b"liger_kernel" not in pickled and type(pickle.loads(pickled)) is LigerRMSNorm
+
+
+def test_assignments_to_its_modules_hold(stand_in, monkeypatch):
+    from liger_kernel.transformers.model import loss_utils
+
+    monkeypatch.setattr(loss_utils, "LigerForCausalLMLoss", len)
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    assert LigerForCausalLMLoss is len
+
+
+def _see(queue):
+    import liger_kernel
+
+    queue.put(liger_kernel.__version__)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
+def test_forked_processes_have_it(stand_in):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    context.Process(target=_see, args=(queue,)).start()
+    assert queue.get(timeout=30) == VERSION
+
+
+PROGRAM = """
+import multiprocessing, subprocess, sys
+import liger_kernel
+
+def see(queue):
+    import liger_kernel
+    queue.put(liger_kernel.__version__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    context.Process(target=see, args=(queue,)).start()
+    child = [sys.executable, "-c", "import liger_kernel; print(liger_kernel.__version__)"]
+    others = queue.get(timeout=60), subprocess.check_output(child, text=True)
+    print(sys.argv[1:], __name__, liger_kernel.__version__, *others)
+"""
+
+
+def run(*arguments, cwd):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "liger_hw.run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_run_reaches_every_process(form, tmp_path, clean):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    what = [str(tmp_path / "program.py")] if form == "script" else ["-m", "program"]
+    found = run(*what, "--flag", "-m", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split("\n")[0] == f"['--flag', '-m'] __main__ {VERSION} {VERSION} {VERSION}"
+
+
+def test_run_says_what_is_wrong(tmp_path, original):
+    (tmp_path / "program.py").write_text("import liger_kernel; print(liger_kernel.__version__)")
+    assert "no such file: nothing.py" in run("nothing.py", cwd=tmp_path).stderr
+    refused = run("program.py", cwd=tmp_path)
+    assert refused.returncode == 2 and "--replace" in refused.stderr
+    assert run("--replace", "program.py", cwd=tmp_path).stdout.strip() == VERSION
+
+
+def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path, clean):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = 1")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([SITE, str(tmp_path), *sys.path])}
+    code = "import sys, liger_kernel; print(sys.mine, liger_kernel.__version__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert found.stdout.split() == ["1", VERSION], found.stderr
+
+
+def test_children_are_told_and_untold(clean, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    integrations.install(children=True)
+    integrations.install(children=True)
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([SITE, "somewhere"])
+    integrations.uninstall()
+    assert os.environ["PYTHONPATH"] == "somewhere"
