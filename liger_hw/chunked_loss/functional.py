@@ -34,7 +34,8 @@ def liger_fused_linear_dpo(
 ):  # fmt: skip
     """`preference_loss` with a reference model: see `LigerFusedLinearDPOLoss`."""
     ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
-    options = {"tau": discopop_tau} if loss_type == "discopop" else {}
+    options = {"discopop": {"tau": discopop_tau}, "bco_pair": {"delta": 0.0}}.get(loss_type, {})
+    label_smoothing = 0.0 if loss_type == "sigmoid" else label_smoothing
     return _logged(
         preference_loss(
             _input, weight, target, bias, loss_type, beta, label_smoothing, alpha if compute_nll_loss else 0.0,

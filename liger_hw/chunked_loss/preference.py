@@ -33,7 +33,8 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
     Args:
         alpha: weight of the NLL, where `compute_nll_loss`.
-        label_smoothing: also of "sigmoid".
+        label_smoothing: as in `preference_loss`, but not of "sigmoid", which it does not smooth in liger_kernel either;
+            "robust" and CPO are smoothed ones. "bco_pair" has `delta` 0 here for the same reason.
         use_ref_model: False leaves the reference model out of account.
         discopop_tau: of "discopop".
 

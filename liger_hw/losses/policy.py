@@ -144,7 +144,8 @@ def vespo_weights(log_ratio, advantages, mask, ratio, options):
         least, most = math.log(1e-8), 20.0
         log_w = (log_ratio.clamp(-most, most) * mask).sum(-1, keepdim=True)
         if ratio is not None:
-            log_w = log_w + (ratio.log().clamp(least, most) * mask).sum(-1, keepdim=True)
+            log_ratio = ratio.log().clamp(least, most)  # of tokens, or once of the whole sequence
+            log_w = log_w + (log_ratio * mask if ratio.shape == mask.shape else log_ratio).sum(-1, keepdim=True)
         log_w, rises = log_w.clamp(least, most), advantages >= 0
         k = torch.where(rises, options.vespo_k_pos, options.vespo_k_neg)
         slope = torch.where(rises, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
@@ -162,7 +163,7 @@ def token_weights(mask, options, num_items=None, dtype=torch.float32):
     if kind == "dr_grpo":  # arXiv:2503.20783: a constant length
         return mask / (batch * (options.max_completion_length or length))
     if kind == "luspo":  # arXiv:2602.05261: sequences count by their length
-        return mask / batch if options.importance_sampling_level == "sequence" else mask * lengths / (batch * length)
+        return mask / batch
     if num_items is None or kind in ("bnpo", "ppo"):  # all tokens count the same
         num_items = lengths.sum().clamp(min=1)
     return mask / num_items
@@ -203,7 +204,8 @@ class PolicyOutput(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Checked inputs of one shape (B, T), masked positions 0, their tokens IGNORED; None where there is none."""
+    """Checked inputs of one shape (B, T), the ratio also (B, 1); masked positions 0, their tokens IGNORED; None where
+    there is none."""
 
     tokens: torch.Tensor
     mask: torch.Tensor
@@ -220,12 +222,13 @@ class Batch(NamedTuple):
         check(mask.shape == shape, "mask", mask, f"shape {tuple(shape)}, as tokens")
         mask = mask != 0
 
-        def rows(name, value, shapes):
+        def rows(name, value, shapes, expand=True):
             if value is None:
                 return None
             check(tuple(value.shape) in shapes, name, value, f"a shape of {', '.join(map(str, shapes))}")
-            value = value.detach().reshape(shape[0], -1)
-            return value.to(torch.promote_types(value.dtype, torch.float32)).expand(shape).masked_fill(~mask, 0)
+            value = value.detach().reshape(shape[0], -1).to(torch.promote_types(value.dtype, torch.float32))
+            value = value.expand(shape) if expand else value
+            return value.masked_fill(~(mask if value.shape == shape else mask.any(-1, keepdim=True)), 0)
 
         whole, by_sequence = tuple(shape), [(shape[0],), (shape[0], 1), tuple(shape)]
         return cls(
@@ -234,7 +237,7 @@ class Batch(NamedTuple):
             rows("advantages", advantages, by_sequence),
             rows("old_log_probs", old_log_probs, [whole]),
             rows("ref_log_probs", ref_log_probs, [whole]),
-            rows("vllm_is_ratio", ratio, by_sequence),
+            rows("vllm_is_ratio", ratio, by_sequence, expand=False),
         )
 
     def mean(self, values):
@@ -322,7 +325,7 @@ def policy_loss(
             return loss * weights, *logged
 
         rows = batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.ratio, batch.mask, weights
-        rows = [row if row is None else row.reshape(-1) for row in rows]
+        rows = [row if row is None else row.expand(tokens.shape).reshape(-1) for row in rows]
         loss, *logged = token_loss(
             formula, x.reshape(-1, x.shape[-1]), weight, batch.tokens.reshape(-1), bias, rows,
             with_entropy=with_entropy, **linear,

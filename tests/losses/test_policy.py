@@ -55,7 +55,8 @@ def whole(
         elif o.loss_type == "vespo":
             log_w = ((lp - old) * mask_).sum(-1, keepdim=True).detach()
             if vllm_is_ratio is not None:
-                log_w = log_w + (vllm_is_ratio.reshape(len(lp), -1).log() * mask).sum(-1, keepdim=True)
+                log_c = vllm_is_ratio.reshape(len(lp), -1).log()  # a sequence's counts once
+                log_w = log_w + (log_c * mask if log_c.shape == mask.shape else log_c).sum(-1, keepdim=True)
             k = torch.where(advantage >= 0, o.vespo_k_pos, o.vespo_k_neg)
             lam = torch.where(advantage >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
             loss, correction = -torch.exp(lam + k * log_w - lam * log_w.exp()) * advantage * lp, 1.0
@@ -76,8 +77,7 @@ def whole(
         elif o.loss_type == "dr_grpo":
             value = loss.sum() / (len(lp) * (o.max_completion_length or lp.shape[1]))
         elif o.loss_type == "luspo":
-            by_sequence = o.importance_sampling_level == "sequence"
-            value = loss.sum() / len(lp) if by_sequence else (loss * lengths).mean()
+            value = loss.sum() / len(lp)
         elif o.loss_type in ("bnpo", "ppo"):
             value = loss.sum() / total.clamp(min=1)
         else:
@@ -107,6 +107,7 @@ VARIANTS = [
     {"loss_type": "bnpo", "kl_estimator": "k2", "temperature": 0.7, "old_log_probs": None},
     {"loss_type": "ppo", "importance_sampling_level": "sequence", "use_bias_correction_kl": True, "entropy_coef": 0.1},
     {"loss_type": "vespo", "vllm_is_ratio": torch.tensor([0.5, 1.5, 0.9])},
+    {"loss_type": "vespo", "vllm_is_ratio": torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) + 0.5},
     {"loss_type": "grpo", "vllm_is_ratio": torch.tensor([[0.5], [1.5], [0.9]])},
     {"loss_type": "dapo", "vllm_is_ratio": torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) + 0.5},
 ]
