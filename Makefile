@@ -2,6 +2,7 @@
 # make test    every test this machine can run; ARGS="-k rope" is passed on
 # make lint    style
 # make mutants tests must fail where a kernel is wrong
+# make trl     losses against TRL's trainers, which this installs
 #
 # Each sets up what it needs first: a virtual environment in VENV with the build of PyTorch for the accelerator that is
 # here. PYTHON picks the interpreter, TORCH and TORCH_INDEX the build. NO_VENV=1 uses PYTHON as it is and installs nothing.
@@ -32,7 +33,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint mutants clean
+.PHONY: demo test lint mutants trl clean
 
 demo: $(READY)
 	$(RUN) -m liger_hw.cli demo $(ARGS)
@@ -80,6 +81,11 @@ endif
 	@touch $@
 
 # Mistakes planted in two kernels must turn their tests red.
+# TRL comes with datasets, pandas and pyarrow, which nothing else here needs.
+trl: $(READY)
+	$(if $(READY),$(PIP) --constraint $(VENV)/constraints.txt 'trl>=1.16')
+	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest tests/losses/test_trl.py
+
 mutants: $(READY)
 	$(RUN) tools/mutants.py rms_norm glu
 

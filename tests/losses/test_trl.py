@@ -1,0 +1,231 @@
+"""Our losses give what the trainers of TRL compute, given the same log-probabilities or logits.
+
+TRL keeps its losses in methods of its trainers. They are called here without a trainer: with an object that has what
+the method looks at, and a model that returns the log-probabilities it is made of.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from naive import token_log_probs
+
+pytest.importorskip("trl", reason="TRL is not installed; `make trl` installs it and runs these tests")
+
+from test_policy import case as policy_case  # noqa: E402
+from test_preference import answers_of  # noqa: E402
+from test_preference import case as answers_case  # noqa: E402
+from trl.experimental.cpo import CPOTrainer  # noqa: E402
+from trl.experimental.gkd import GKDTrainer  # noqa: E402
+from trl.experimental.orpo import ORPOTrainer  # noqa: E402
+from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
+from trl.trainer.utils import entropy_from_logits, selective_log_softmax  # noqa: E402
+
+import liger_hw  # noqa: E402
+from liger_hw.losses.distillation import distillation_loss  # noqa: E402
+from liger_hw.losses.policy import policy_loss  # noqa: E402
+from liger_hw.losses.preference import preference_loss, unpaired_preference_loss  # noqa: E402
+
+BETA, SMOOTHING = 0.3, 0.1
+ACCELERATOR = SimpleNamespace(
+    device="cpu", num_processes=1, sync_gradients=True, gather=lambda x: x, gather_for_metrics=lambda x: x,
+    reduce=lambda x, reduction: x,
+)  # fmt: skip
+
+
+class Trainer(SimpleNamespace):
+    """What TRL's methods look at: any attribute that is not given is off."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def trainer(**attributes):
+    return Trainer(
+        accelerator=ACCELERATOR, model=SimpleNamespace(training=True), beta=BETA, label_smoothing=SMOOTHING,
+        precompute_ref_logps=True, aux_loss_enabled=False, use_weighting=False, _total_train_tokens=0, _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)), **attributes,
+    )  # fmt: skip
+
+
+class Model:
+    """Returns what TRL's fused output layer does of x (B, T, H): log-probabilities of the T tokens after the first."""
+
+    def __init__(self, x, weight, bias):
+        self.layer, self.training = (x, weight, bias), True
+
+    def __call__(self, labels, **inputs):
+        x, weight, bias = self.layer
+        log_probs, entropy = token_log_probs(x, weight, labels[:, 1:], bias)
+        none = torch.zeros_like(log_probs)
+        return SimpleNamespace(log_probs=log_probs, entropy=entropy, mean_logits=none, is_top1=none.bool())
+
+
+def trl_inputs(labels):
+    """Tokens and their mask as TRL has them, one position more than our shifted labels."""
+    ids = F.pad(labels.clamp(min=0), (1, 0))
+    return {"input_ids": ids, "completion_mask": F.pad((labels != -100).long(), (1, 0)), "attention_mask": ids}
+
+
+def same(loss, expected, leaves):
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+DPO = {  # our name -> TRL's
+    name: name
+    for name in ("sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+                 "discopop", "aot")
+} | {"aot_pair": "aot_unpaired"}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", DPO)
+def test_dpo(loss_type):
+    (x, w, b), ref, labels = answers_case()
+    reference = answers_of(ref[0], ref[1], labels, ref[2], False)
+    found = preference_loss(
+        x, w, labels, b, loss_type, BETA, 0.0 if loss_type == "sigmoid" else SMOOTHING, ref_log_probs=reference,
+        **({"delta": 0.0} if loss_type == "bco_pair" else {}),
+    )  # fmt: skip
+    inputs = trl_inputs(labels) | dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2)))
+    theirs = trainer(
+        loss_types=[DPO[loss_type]], loss_weights=[1.0], f_divergence_type="reverse_kl",
+        args=SimpleNamespace(discopop_tau=0.05),
+    )  # fmt: skip
+    same(found.loss, DPOTrainer._compute_loss(theirs, Model(x, w, b), inputs, False), (x, w, b))
+    torch.testing.assert_close(found.chosen_rewards.mean().item(), theirs._metrics["train"]["rewards/chosen"][0])
+
+
+def test_ipo_is_of_averages():
+    (x, w, b), ref, labels = answers_case()
+    labels = labels.clamp(min=0)  # TRL divides by the tokens of the unshifted mask: the same without a prompt
+    reference = answers_of(ref[0], ref[1], labels, ref[2], False)
+    inputs = trl_inputs(labels) | dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2)))
+    theirs = trainer(loss_types=["ipo"], loss_weights=[1.0], f_divergence_type="reverse_kl")
+    found = preference_loss(x, w, labels, b, "ipo", BETA, average_log_prob=True, ref_log_probs=reference / 5)
+    same(found.loss, DPOTrainer._compute_loss(theirs, Model(x, w, b), inputs, False), (x, w, b))
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_cpo(loss_type):
+    (x, w, b), _, labels = answers_case()
+    average = loss_type == "simpo"
+    theirs = trainer(loss_type=loss_type, alpha=0.0, simpo_gamma=0.5)
+    losses, chosen, rejected = CPOTrainer.cpo_loss(theirs, *answers_of(x, w, labels, b, average).chunk(2))
+    found = preference_loss(x, w, labels, b, loss_type, BETA, SMOOTHING, average_log_prob=average)
+    same(found.loss, losses.mean(), (x, w, b))
+    torch.testing.assert_close(found.chosen_rewards, chosen)
+    torch.testing.assert_close(found.rejected_rewards, rejected)
+
+
+def test_orpo():
+    (x, w, b), _, labels = answers_case()
+    theirs = ORPOTrainer.odds_ratio_loss(trainer(), *answers_of(x, w, labels, b, True).chunk(2))
+    found = preference_loss(x, w, labels, b, "orpo", BETA, average_log_prob=True)
+    same(found.loss, -theirs[0].mean(), (x, w, b))  # TRL subtracts it from the NLL
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 0.5)])
+def test_kto(weights, monkeypatch):
+    (x, w, b), ref, labels = answers_case()
+    reference = answers_of(ref[0], ref[1], labels, ref[2], False)
+    preferred = torch.tensor([True, False, True, True, False, False])
+    kl = answers_of(x, w, labels, b, False).detach() + 0.4
+    theirs = trainer(
+        loss_type="kto", calculate_KL=True, desirable_weight=weights[0], undesirable_weight=weights[1],
+        _compute_kl_logps=lambda model, batch: kl,
+    )  # fmt: skip
+    inputs = trl_inputs(labels) | {"label": preferred, "ref_logps": reference, "ref_KL_logps": reference}
+    expected = KTOTrainer._compute_loss(theirs, Model(x, w, b), inputs, False)
+    point = (kl - reference).mean().clamp(min=0)
+    found = unpaired_preference_loss(
+        x, w, labels, preferred, b, "kto", BETA, False, *weights, ref_log_probs=reference, kl=point
+    )
+    same(found.loss, expected, (x, w, b))
+
+
+GRPO = [
+    *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")),
+    *({"loss_type": name, "level": "sequence"} for name in ("grpo", "dapo", "luspo")),
+    {"loss_type": "grpo", "delta": 1.1},
+    {"loss_type": "dapo", "use_bias_correction_kl": True},
+    {"loss_type": "bnpo", "entropy_coef": 0.1},
+    {"loss_type": "vespo", "ratio": torch.rand(3, 1, generator=torch.Generator().manual_seed(0)) + 0.5},
+    {"loss_type": "grpo", "ratio": torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) + 0.5},
+]
+
+
+@pytest.mark.parametrize("variant", GRPO, ids=lambda variant: " ".join(map(str, list(variant.items())[:2])))
+def test_grpo(variant):
+    (x, w, b), tokens, advantages, beside = policy_case()
+    options = {"epsilon_high": 1.1 if variant["loss_type"] == "cispo" else 0.2, "max_completion_length": 9}
+    level, ratio = variant.get("level", "token"), variant.get("ratio")
+    more = {name: value for name, value in variant.items() if name not in ("level", "ratio")}
+    found = policy_loss(
+        x,
+        w,
+        tokens,
+        advantages,
+        bias=b,
+        importance_sampling_level=level,
+        vllm_is_ratio=ratio,
+        **beside,
+        **options,
+        **more,
+    )
+    mask = beside["mask"].long()
+    args = SimpleNamespace(
+        delta=more.get("delta"), use_bias_correction_kl="use_bias_correction_kl" in more, steps_per_generation=1,
+        sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+    )  # fmt: skip
+
+    def log_probs(model, input_ids, attention_mask, logits_to_keep, **others):
+        return *token_log_probs(x, w, tokens, b), None
+
+    theirs = trainer(
+        args=args, loss_type=variant["loss_type"], importance_sampling_level=level, epsilon_low=0.2,
+        epsilon_high=options["epsilon_high"], top_entropy_quantile=1.0, max_completion_length=9,
+        current_gradient_accumulation_steps=1, use_vllm=ratio is not None, vllm_importance_sampling_correction=True,
+        _entropy_bonus_enabled="entropy_coef" in more, entropy_coef=more.get("entropy_coef", 0.0),
+        _get_per_token_logps_and_entropies=log_probs, get_gamma_weights=GRPOTrainer.get_gamma_weights,
+    )  # fmt: skip
+    theirs.beta = 0.04
+    inputs = {
+        "prompt_ids": tokens[:, :1], "prompt_mask": mask[:, :1], "completion_ids": tokens, "completion_mask": mask,
+        "advantages": advantages, "old_per_token_logps": beside["old_log_probs"],
+        "ref_per_token_logps": beside["ref_log_probs"], "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": ratio,
+    }  # fmt: skip
+    same(found.loss, GRPOTrainer._compute_loss(theirs, None, inputs), (x, w, b))
+    torch.testing.assert_close(found.kl.item(), theirs._metrics["train"]["kl"][0])
+
+
+@pytest.mark.parametrize("beta, temperature", [(0.0, 1.0), (0.3, 1.0), (0.5, 2.0), (1.0, 1.0)])
+def test_generalised_jsd(beta, temperature):
+    torch.manual_seed(0)
+    x, w = torch.randn(9, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True)
+    teacher_x, teacher_w = torch.randn(9, 6), torch.randn(31, 6)
+    labels = torch.tensor([0, 5, -100, 7, 30, 2, -100, 1, 1])
+    theirs = GKDTrainer.generalized_jsd_loss(
+        F.linear(x, w)[None], F.linear(teacher_x, teacher_w)[None], labels[None], beta, temperature
+    )
+    found = distillation_loss(
+        x, w, teacher_x, teacher_w, labels, beta=beta, temperature=temperature, hard_weight=0.0, soft_weight=1.0
+    )
+    same(found.loss, theirs, (x, w))
+
+
+def test_selected_log_probabilities():
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(3, 7, 41), torch.randint(0, 41, (3, 7))
+    found = liger_hw.selective_log_softmax(logits, tokens, return_entropy=True)
+    torch.testing.assert_close(found.log_probs, selective_log_softmax(logits, tokens))
+    torch.testing.assert_close(found.entropy, entropy_from_logits(logits))
