@@ -80,12 +80,12 @@ endif
 	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
 
-# Mistakes planted in two kernels must turn their tests red.
 # TRL comes with datasets, pandas and pyarrow, which nothing else here needs.
 trl: $(READY)
 	$(if $(READY),$(PIP) --constraint $(VENV)/constraints.txt 'trl>=1.16')
 	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest tests/losses/test_trl.py
 
+# Mistakes planted in two kernels must turn their tests red.
 mutants: $(READY)
 	$(RUN) tools/mutants.py rms_norm glu
 
