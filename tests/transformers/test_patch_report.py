@@ -1,0 +1,89 @@
+"""`liger-hw patch-report`: from a model type, from a folder, from a folder with code of its own."""
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from liger_hw.cli import main
+from liger_hw.transformers.patch_report import patch_report
+
+transformers = tiny.transformers
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Nothing is poisoned: the list of what torch.device("meta") reaches would miss torch.empty, and models take memory."""
+    torch.utils._device._device_constructors.cache_clear()
+    yield
+    torch.utils._device._device_constructors.cache_clear()
+
+
+def report(capsys, *arguments):
+    assert main(["patch-report", *map(str, arguments), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return (
+        found["model"],
+        {row["class"]: row for row in found["replaced"]},
+        {row["class"]: row for row in found["left"]},
+    )
+
+
+def test_folder(tmp_path, capsys):
+    tiny.model("seed_oss").config.save_pretrained(tmp_path)
+    name, replaced, left = report(capsys, tmp_path)
+    assert name == "SeedOssForCausalLM" and replaced["SeedOssRMSNorm"]["modules"] == 5
+    assert replaced["SeedOssAttention"]["op"] == "rope"
+    _, summary = patch_report(tmp_path, rms_norm=False)
+    assert summary.left["SeedOssRMSNorm", "rms_norm=False"] == 5
+
+
+def test_a_model_that_is_no_language_model_and_one_of_pictures(tmp_path, capsys):
+    assert report(capsys, "paligemma")[0] == "PaliGemmaForConditionalGeneration"
+    transformers.BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    assert report(capsys, tmp_path)[0] == "BertForMaskedLM"
+
+
+def test_table(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")
+    tiny.model("llama").config.save_pretrained(tmp_path)
+    assert main(["patch-report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaRMSNorm" in out and "rms_norm(casting_mode='llama', offset=0.0)" in out and "modules replaced" in out
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_remote_code(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/modeling_mine.py").write_text(REMOTE)
+    tiny.model("llama").config.save_pretrained(tmp_path / "mine")
+    config = json.loads((tmp_path / "mine/config.json").read_text())
+    config |= {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "modeling_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (tmp_path / "mine/config.json").write_text(json.dumps(config))
+    name, replaced, _ = report(capsys, tmp_path / "mine", "--trust-remote-code")
+    assert name == "MineForCausalLM" and replaced["LlamaRMSNorm"]["modules"] == 5
+    assert main(["patch-report", str(tmp_path / "mine")]) == 2
+    assert "trust_remote_code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["unheard_of", "./nowhere"])
+def test_what_is_no_model_is_an_error(model, capsys):
+    assert main(["patch-report", model]) == 2
+    assert "a model type of transformers" in capsys.readouterr().err
