@@ -14,7 +14,7 @@ class Training(lightning.LightningModule):
 
     def training_step(self, batch, _):
         loss = self.model(**batch).loss
-        self.meter.losses.append(float(loss))
+        self.meter.losses.append(float(loss.detach()))
         return loss
 
     def configure_optimizers(self):

@@ -1,0 +1,42 @@
+"""Every example, tiny: the same losses and gradients with liger_hw as without."""
+
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "examples"
+NEEDS = {
+    "trainer_sft": "accelerate", "orpo": "accelerate", "medusa": "accelerate", "vision_sft": "accelerate",
+    "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "lightning_sft": "lightning",
+}  # fmt: skip
+
+
+def run(name, provider, monkeypatch, tmp_path):
+    arguments = ["--tiny", "--steps", "3", "--provider", provider, "--output", str(tmp_path)]
+    if name == "trl_grpo":  # generates token by token
+        arguments += ["--seq", "8"]
+    monkeypatch.setattr(sys, "argv", [name, *arguments, "--json", str(tmp_path / "result.json")])
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module(name).main()
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_example(name, monkeypatch, tmp_path, capsys):
+    for package in ("transformers", "tokenizers", NEEDS[name]):
+        if find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed")
+    if torch.accelerator.is_available():
+        pytest.skip("compares fp32 runs of a CPU")
+    plain, patched = (run(name, provider, monkeypatch, tmp_path) for provider in ("plain", "liger_hw"))
+    assert len(plain["losses"]) == 3 and plain["tokens_per_second"] > 0
+    for key in ("losses", "gradient_norms"):
+        torch.testing.assert_close(torch.tensor(patched[key]), torch.tensor(plain[key]), rtol=1e-5, atol=1e-6)
+    assert "rms_norm" in capsys.readouterr().out and (tmp_path / "result.json").exists()
+
+
+def test_every_example_is_tested():
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, "common"}
