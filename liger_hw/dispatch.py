@@ -151,7 +151,8 @@ def raw(fake=None, mutates=()):
 
     Args:
         fake: a function of the same arguments that returns empty outputs of the right shapes and dtypes.
-        mutates: names of the tensor arguments written to.
+        mutates: names of the tensor arguments written to. Such a function launches one kernel: if a table's winner for
+            it cannot be launched, nothing was written yet, and the function runs again with another.
     """
 
     def decorate(function):
@@ -161,10 +162,18 @@ def raw(fake=None, mutates=()):
         _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
 
         @functools.wraps(function)
+        def launches(*args):
+            while True:
+                try:
+                    return function(*args)
+                except tuning.Refused:  # at a first launch; what serves instead is looked up anew
+                    pass
+
+        @functools.wraps(function)
         def run(*args):
             if tuning.observer is not None:
-                return tuning.observer(function, args, not mutates)
-            return function(*args)
+                return tuning.observer(launches, args, not mutates)
+            return launches(*args)
 
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_hw::{name}", fake or _fakes_nothing, lib=_library)
@@ -176,7 +185,10 @@ def raw(fake=None, mutates=()):
                 return opaque(x, *args)
             if tuning.observer is not None:
                 return run(x, *args)
-            return function(x, *args)
+            try:
+                return function(x, *args)
+            except tuning.Refused:
+                return launches(x, *args)
 
         call.opaque = opaque
         return call

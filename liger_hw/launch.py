@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw import backends
+from liger_hw import backends, tuning
 from liger_hw._triton import interpreting
 
 
@@ -38,6 +38,11 @@ def launch(kernel, grid, config, *args):
         compiled[grid](*args, *meta)
     else:
         run(*grid, _triton.current_stream(index), function, metadata, None, None, None, *args, *meta)
+
+
+def compiled_kernels() -> list:
+    """Triton's object of every kernel that this process has compiled for a device."""
+    return [launcher[3] for _, launchers in _kernels.values() for launcher in launchers.values()]
 
 
 _kernels = {}  # id(kernel) -> (its key function, {key: what a further launch needs})
@@ -76,7 +81,14 @@ def _first_launch(launchers, key, kernel, grid, config, args):
         kernel[grid](*args, *meta, **options)
         return
     with torch.accelerator.device_index(device.index):
-        compiled = kernel[grid](*args, *meta, **options)
+        try:
+            compiled = kernel[grid](*args, *meta, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # each compiler and driver has its own; a heuristic's is a mistake of ours
+            if config.source == tuning.HEURISTIC:
+                raise
+            raise tuning.refuse(config, error) from error
     launchers[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled, meta
     _triton.load()
 

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import textwrap
 import time
 from contextlib import contextmanager, suppress
@@ -49,6 +50,7 @@ class Config:
             compiler also takes bf16(a * b) + c for one bf16 operation.
         device: the Device it was made for; `tuned` fills this in.
         source: "heuristic", "shipped" or "local".
+        key: what tables call it: "rms_norm_forward(4096, 2)"; `tuned` fills this in.
     """
 
     meta: dict
@@ -59,6 +61,7 @@ class Config:
     fp_fusion: bool = True
     device: Device | None = None
     source: str = HEURISTIC
+    key: str = ""
 
     def __getitem__(self, name):
         return self.meta[name]
@@ -96,9 +99,19 @@ def row_warps(elements: int, device: Device, per_lane: int = 8, most: int | None
     return min(max(power_of_2(elements) // (per_lane * device.warp_size), 1), limit)
 
 
+def cache_folder() -> Path:
+    """Where this user's winners and compiled results are kept: LIGER_HW_CACHE_DIR, or ~/.cache/liger_hw."""
+    chosen = os.environ.get("LIGER_HW_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "liger_hw"
+    except RuntimeError:  # a container's user without a name or a home
+        return Path(tempfile.gettempdir()) / f"liger_hw-{os.getuid()}"
+
+
 def cache_file(device: Device) -> Path:
-    root = os.environ.get("LIGER_HW_CACHE_DIR") or Path.home() / ".cache" / "liger_hw"
-    return Path(root) / f"{device.vendor}-{device.arch}.json"
+    return cache_folder() / f"{device.vendor}-{device.arch}.json"
 
 
 def shipped_file(device: Device) -> Path:
@@ -145,31 +158,60 @@ def kernel_hash(kernel) -> str:
 _LARGEST_TILE = 2**20  # elements of one Triton tensor
 
 
+def launchable(entry: dict, like: Config, source: str) -> Config:
+    """The Config in a table's entry for the device of `like`, whose parameters it must have.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: what is wrong with it.
+    """
+    if entry["meta"].keys() != like.meta.keys():
+        raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
+    meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
+    launch = {name: entry[name] for name in ("num_warps", "num_stages", "programs")}
+    config = replace(like, meta=meta, source=source, knobs=entry.get("knobs", {}), **launch)
+    tile = [size for name, size in config.meta.items() if name != "STAGES"]
+    counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
+    if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
+        raise ValueError(f"{config.to_json()}, allowed: positive integers")
+    if math.prod(tile) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
+        raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements at most")
+    allowed = backends.knobs(like.device)
+    if any(value not in allowed.get(name, ()) for name, value in config.knobs.items()):
+        raise ValueError(f"knobs={config.knobs}, allowed: {allowed}")
+    if config.refusal():
+        raise ValueError(config.refusal())
+    return config
+
+
 def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
-    """The Config in a table's entry, if it was measured on this code and can be launched."""
+    """The Config in a table's entry, if it was measured on this code, can be launched, and was not refused before."""
     try:
         if (entry["kernel"], entry["triton"]) != (kernel, triton.__version__):
             return None
-        if entry["meta"].keys() != like.meta.keys():
-            raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
-        meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
-        launch = {name: entry[name] for name in ("num_warps", "num_stages", "programs")}
-        config = replace(like, meta=meta, source=source, knobs=entry.get("knobs", {}), **launch)
-        tile = [size for name, size in config.meta.items() if name != "STAGES"]
-        counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
-        if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
-            raise ValueError(f"{config.to_json()}, allowed: positive integers")
-        if math.prod(tile) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
-            raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements at most")
-        allowed = backends.knobs(like.device)
-        if any(value not in allowed.get(name, ()) for name, value in config.knobs.items()):
-            raise ValueError(f"knobs={config.knobs}, allowed: {allowed}")
-        if config.refusal():
-            raise ValueError(config.refusal())
-        return config
+        config = launchable(entry, like, source)
+        return None if _name(config) in _refused else config
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
         return None
+
+
+class Refused(Exception):
+    """A winner that the compiler or the driver could not launch: the caller asks again and gets another."""
+
+
+_refused: set[str] = set()  # such winners, each with its key and device
+
+
+def _name(config: Config) -> str:
+    return f"{config.device.vendor}-{config.device.arch} {config.key} {json.dumps(config.to_json())}"
+
+
+def refuse(config: Config, error: Exception) -> Refused:
+    """Take a winner of a table out of use, for this process; what to raise in place of `error`."""
+    _refused.add(_name(config))
+    warn_once(f"ignoring the {config.source} winner {_name(config)}, which cannot be launched here: {error!r}"[:500])
+    CONFIGS[config.key.partition("(")[0]].forget()
+    return Refused(_name(config))
 
 
 _overrides: dict[str, Config] = {}
@@ -191,7 +233,7 @@ def tuned(heuristic):
     @functools.cache
     def look_up(*shape_and_device) -> Config:
         *shape, device = shape_and_device
-        default = replace(heuristic(*shape, device), device=device)
+        default = replace(heuristic(*shape, device), device=device, key=key(*shape))
         if key(*shape) in _overrides:
             return replace(_overrides[key(*shape)], device=device)
         if AVAILABLE:
@@ -265,7 +307,7 @@ def record(file: Path, entries: dict) -> None:
             merged = {key: entry for key, entry in (read_table(file) | entries).items() if entry is not None}
             part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
             part.replace(file)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
         with suppress(OSError):
             part.unlink()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import parity
+from liger_hw import backends, parity
 from liger_hw._triton import interpreting
 from liger_hw.backends import VENDORS, detected
 from liger_hw.matrix import evidence
@@ -101,6 +101,12 @@ def device():
         if interpreting() or not torch.accelerator.is_available()
         else torch.accelerator.current_accelerator().type
     )
+
+
+@pytest.fixture(autouse=True)
+def nothing_forced(monkeypatch):
+    """LIGER_HW_BACKEND is for the tests that ask for a backend; the others test what is there without it."""
+    monkeypatch.setattr(backends, "_forced", None)
 
 
 @pytest.fixture(autouse=True)

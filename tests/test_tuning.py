@@ -1,18 +1,25 @@
+import contextlib
+import dataclasses
 import json
 import linecache
 import logging
 import math
 import multiprocessing
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import filelock
 import pytest
 import torch
 
-from liger_hw import backends, dispatch, shapes, tuning
+from liger_hw import backends, dispatch, launch, shapes, tuning
 from liger_hw._triton import AVAILABLE, tl, triton
 from liger_hw.backends import VENDORS, nvidia
-from liger_hw.kernels import load_all
+from liger_hw.kernels import glu, load_all
 from liger_hw.tuning import HEURISTIC, LOCAL, SHIPPED, Config, power_of_2, row_warps, tuned
 
 pytestmark = pytest.mark.skipif(
@@ -236,9 +243,12 @@ def test_a_full_disk_costs_one_warning_and_no_table(error, monkeypatch, caplog):
 def _record_many(folder, first):
     for i in range(first, first + 25):
         tuning.record(Path(folder) / "table.json", {f"key {i}": {"n": i}})
+    tuning.CONFIGS["made_up"] = made_up_config
+    tuning.bench = lambda function: 1e-3 / made_up_config(1024 + first, 2, H200).num_warps * (function() or 1)
+    tuning.tune(lambda: made_up_config(1024 + first, 2, H200) and None, Path(folder) / "tuned.json")
 
 
-def test_processes_that_record_at_once_lose_nothing(tmp_path):
+def test_processes_that_record_and_tune_at_once_lose_nothing(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=_record_many, args=(str(tmp_path), first)) for first in (0, 25)]
     for worker in workers:
@@ -251,6 +261,147 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path):
         time.sleep(0.005)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert tuning.read_table(tmp_path / "table.json") == {f"key {i}": {"n": i} for i in range(50)}
+    found = tuning.read_table(tmp_path / "tuned.json")
+    assert {key: entry["num_warps"] for key, entry in found.items()} == {
+        "made_up(1024, 2)": 32, "made_up(1049, 2)": 32,
+    }  # fmt: skip
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from liger_hw import tuning
+def die(self, target):
+    print(self.name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = die
+tuning.record(pathlib.Path(sys.argv[1]), {"mine": {"n": 1}})
+"""
+
+
+def test_a_killed_tuner_leaves_the_table_and_no_lock(tmp_path):
+    file = tmp_path / "table.json"
+    tuning.record(file, {"before": {"n": 0}})
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(file)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / killed.stdout.strip()).exists()  # it died with the new table written and the lock held
+    assert tuning.read_table(file) == {"before": {"n": 0}}
+    start = time.perf_counter()
+    tuning.record(file, {"after": {"n": 2}})
+    assert time.perf_counter() - start < 5
+    assert tuning.read_table(file) == {"before": {"n": 0}, "after": {"n": 2}}
+
+
+def test_a_file_system_without_locks_costs_one_warning(monkeypatch, caplog):
+    def fail(self, *args, **kwargs):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", fail)
+    for _ in range(2):
+        tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1 and "does not appear to support flock" in caplog.text
+
+
+def test_a_folder_where_the_table_should_be_costs_one_warning(caplog):
+    tuning.cache_file(H200).mkdir(parents=True)
+    for _ in range(2):
+        tuning.forget()
+        assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LIGER_HW_CACHE_DIR")
+    monkeypatch.setattr(Path, "home", nobody)
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+
+
+# winners that look right and cannot be launched ----------------------------------------------------------------------
+
+
+class Compiler:
+    """A stand-in for a kernel and its compiler, which builds it with 4 warps and nothing else."""
+
+    params = [SimpleNamespace(name="X", is_constexpr=False)]
+
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, grid):
+        def launch(x, *meta, num_warps, **options):
+            self.asked.append(num_warps)
+            if num_warps != 4:
+                raise triton.runtime.errors.OutOfResources(10**6, 232448, "shared memory")
+            x += 1
+            return SimpleNamespace(run=None, function=None, packed_metadata=None)
+
+        return launch
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(launch._triton, "load", lambda: None)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(tuning, "_refused", set())
+    return Compiler()
+
+
+@pytest.mark.parametrize("mutates", [[], ["x"]], ids=["out", "in place"])
+@pytest.mark.parametrize("path", ["eager", "observed", "registered"])
+def test_a_winner_that_cannot_be_launched_costs_one_warning(mutates, path, compiler, monkeypatch, caplog):
+    def _launches(x: torch.Tensor) -> torch.Tensor:
+        y = x if mutates else x.clone()
+        launch.launch(compiler, (1, 1, 1), made_up_config(1024, 2, H200), y)
+        return y.clone()
+
+    _launches.__name__ = f"launches_{path}_{len(mutates)}"
+    by_call = dispatch.raw(lambda x: torch.empty_like(x), mutates)(_launches)
+    monkeypatch.setattr(tuning, "observer", (lambda f, args, again: f(*args)) if path == "observed" else None)
+    function = by_call.opaque if path == "registered" else by_call
+    tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    ship({KEY: entry(num_warps=16)})
+    assert made_up_config(1024, 2, H200).num_warps == 8
+    x = torch.ones(3)
+    assert torch.equal(function(x), torch.full((3,), 2.0))
+    assert compiler.asked == [8, 16, 4]  # this machine's, the shipped one, the heuristic
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    tuning.forget()
+    assert made_up_config(1024, 2, H200).source == HEURISTIC  # not again, whoever tunes in this process
+    assert len(caplog.records) == 2 and all("cannot be launched here" in r.message for r in caplog.records)
+
+
+def test_a_heuristic_that_cannot_be_launched_is_an_error(compiler):
+    config = dataclasses.replace(made_up_config(1024, 2, H200), num_warps=8)
+    with pytest.raises(triton.runtime.errors.OutOfResources):
+        launch.launch(compiler, (1, 1, 1), config, torch.ones(3))
+
+
+def test_what_writes_to_its_arguments_launches_one_kernel(monkeypatch):
+    """So that it may run again after a launch that was refused."""
+    meta = torch.device("meta")
+    monkeypatch.setitem(backends._devices, meta, H200)
+    monkeypatch.setattr(backends, "_forced", None)
+    launched, counts = [], {}
+    monkeypatch.setattr(launch, "_first_launch", lambda *args: launched.append(1))
+    monkeypatch.setattr(glu, "_disjoint", lambda a, b: True)  # all tensors without data are at address 0
+
+    def observer(launches, args, repeatable):
+        before = len(launched)
+        result = launches(*args)
+        if not repeatable:
+            counts.setdefault(launches.__wrapped__.__name__, set()).add(len(launched) - before)
+        return result
+
+    monkeypatch.setattr(tuning, "observer", observer)
+    for case in shapes.cases(further=True):
+        op = dispatch.OPS[case.op]
+        inputs = [x.clone() for x in case.make(meta, torch.bfloat16)]  # what is written over may not be a leaf
+        shapes.step(op.implementations[op.choose(meta)], inputs, case.options)
+    assert len(counts) >= 4 and set.union(*counts.values()) <= {0, 1}, counts
 
 
 EVERY = [device for vendor in VENDORS.values() for device in vendor.ARCHS.values()]

@@ -1,7 +1,9 @@
+import os
+
 import pytest
 import torch
 
-from liger_hw import backends, use_backend
+from liger_hw import use_backend
 from liger_hw._triton import interpreting
 
 
@@ -10,7 +12,8 @@ def engine(request):
     """The test runs on what serves the device by default, and on the Triton kernels."""
     if request.param == "kernels" and not interpreting() and not torch.accelerator.is_available():
         pytest.skip("no accelerator here and TRITON_INTERPRET is not set")
-    with use_backend((backends.forced() or "triton") if request.param == "kernels" else None):
+    forced = os.environ.get("LIGER_HW_BACKEND") or "triton"
+    with use_backend(forced if request.param == "kernels" else None):
         yield request.param
 
 
