@@ -49,6 +49,8 @@ def test_same_bits_every_run(op, dtype, device):
 @pytest.mark.parametrize("op", sorted(SAMPLES))
 def test_graph_capture(op, device):
     """Forward and backward captured once, replayed on other data, give what eager gives."""
+    if device != "cuda":
+        pytest.skip(f"torch.cuda captures graphs; this accelerator is torch.{device}'s")
     torch.manual_seed(0)
     for inputs, options in list(cases(op, torch.bfloat16, device))[:6]:
         static = [x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
@@ -93,15 +95,35 @@ def test_compiles_without_a_break(op, device):
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
 
 
+@pytest.fixture
+def room(device):
+    """Memory for tensors of more than 2^31 elements, given back afterwards: other workers share the device."""
+    gib = torch.get_device_module(device).mem_get_info()[0] / 2**30
+    if gib < 32:
+        pytest.skip(f"needs 32 GiB of free device memory, and {gib:.0f} are")
+    yield
+    torch.get_device_module(device).empty_cache()
+
+
+def _enormous(test):
+    """One worker runs all of these, one after another."""
+    return pytest.mark.usefixtures("room")(pytest.mark.xdist_group("enormous")(test))
+
+
 def _rows(cols, dtype=torch.bfloat16):
     """More rows of `cols` than 2^31 elements hold."""
     return 2**31 // cols + 7
 
 
 def _random(*shape):
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(shape, device=torch.accelerator.current_accelerator(), dtype=torch.bfloat16)
 
 
+def _targets(vocab, rows):
+    return torch.randint(vocab, (rows,), device=torch.accelerator.current_accelerator())
+
+
+@_enormous
 @pytest.mark.parametrize("op", [rms_norm, layer_norm, fused_add_rms_norm, swiglu, geglu], ids=lambda op: op.__name__)
 def test_beyond_32_bits(op):
     """The last rows of a tensor of more than 2^31 elements are what they are in a small one."""
@@ -118,6 +140,7 @@ def test_beyond_32_bits(op):
     assert torch.equal(out[-9:], small) and torch.equal(grad[-9:], small_grad)
 
 
+@_enormous
 def test_rope_beyond_32_bits():
     tokens, heads, dim = 2**31 // (32 * 128) + 3, 32, 128
     q, k = _random(1, heads, tokens, dim), _random(1, 1, 5, dim)
@@ -128,10 +151,11 @@ def test_rope_beyond_32_bits():
     assert torch.equal(found[:, :, -5:], small)
 
 
+@_enormous
 @pytest.mark.parametrize("in_place", [False, True])
 def test_cross_entropy_beyond_32_bits(in_place):
     rows, vocab = _rows(128256), 128256
-    logits, target = _random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
+    logits, target = _random(rows, vocab), _targets(vocab, rows)
     tail, tail_target = logits[-3:].clone().requires_grad_(), target[-3:]
     leaf = logits.requires_grad_()
     losses = cross_entropy(leaf * 1 if in_place else leaf, target, reduction="sum", in_place=in_place)
@@ -141,11 +165,12 @@ def test_cross_entropy_beyond_32_bits(in_place):
     torch.testing.assert_close(grad[-3:], small_grad, rtol=0, atol=2**-9)
 
 
+@_enormous
 def test_fused_linear_cross_entropy_beyond_32_bits():
     hidden, vocab = 1024, 512
     rows = _rows(hidden)
     x, weight = _random(rows, hidden).requires_grad_(), (_random(vocab, hidden) / 32).requires_grad_()
-    target = torch.randint(vocab, (rows,), device="cuda")
+    target = _targets(vocab, rows)
     loss = fused_linear_cross_entropy(x, weight, target, reduction="sum")
     grad, _ = torch.autograd.grad(loss, (x, weight))
     tail = x.detach()[-3:].clone().requires_grad_()
