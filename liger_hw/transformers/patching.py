@@ -123,16 +123,21 @@ def _find(module, flags):
     if _owns_a_loss(module):
         return _find_loss(module, flags)
     match = _recognised(
-        ("part", *_facts(module)), lambda: recognition.match_norm(module) or recognition.match_glu(module)
+        ("part", *_facts(module)),
+        lambda: recognition.match_norm(module) or recognition.match_glu(module) or recognition.match_experts(module),
     )
     if match is None:
         cls = type(module)
         match, why = _recognised(("rope", cls), lambda: recognition.match_rope(cls))
-        if why:
-            return [], why
-    if match is None:
-        return [], "no op gives the same bits" if _looks_replaceable(module) else None
-    return ([(module, match)], None) if flags.get(match.op, True) else ([], f"{match.op}=False")
+        if match is None and why is None:
+            return [], "no op gives the same bits" if _looks_replaceable(module) else None
+    else:
+        why = None
+    if match is not None and not flags.get(match.op, True):
+        return [], f"{match.op}=False"
+    if match is not None and match.kind == "experts" and not recognition.asks_for_gate(module):
+        return [], f"experts implementation {module.config._experts_implementation!r} does its gate by itself"
+    return ([] if match is None else [(module, match)]), why
 
 
 def _facts(module):

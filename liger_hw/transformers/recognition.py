@@ -7,7 +7,7 @@ op's reference run on the same random rows in fp32 and in bf16; a match is equal
 not touched.
 """
 
-import inspect
+import functools
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -17,12 +17,17 @@ import torch
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
-from liger_hw.kernels.rope import rope
+from liger_hw.transformers import rotary
 
 DTYPES = (torch.float32, torch.bfloat16)
 PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
 HIDDEN, INTERMEDIATE = 32, 48  # of the probe of a gated MLP
 GLU_OPTIONS = ((swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"}))
+HALVES = {  # where in a fused projection gate and up are
+    "gate first": lambda x: x.chunk(2, dim=-1),
+    "up first": lambda x: x.chunk(2, dim=-1)[::-1],
+    "interleaved": lambda x: (x[..., ::2], x[..., 1::2]),
+}
 TELLING = 0.37  # a float attribute that takes part in the arithmetic shows at this value
 
 
@@ -31,12 +36,12 @@ class Match:
     """An op, with the options and attributes that make it compute what a class computes.
 
     Attributes:
-        kind: "norm", "glu", "rope", or the parts of a loss, "head" and "causal_lm".
+        kind: "norm", "glu", "experts", "rope", or the parts of a loss, "head" and "causal_lm".
         op: the name of the op, or "" where the kind says it.
         options: keyword arguments of the op, as sorted pairs.
-        names: role -> attribute of the module (for rope: global name), as pairs; None where it has no such part.
-        narrow, wide: the op agrees, too, where x (for rope: q and k) has a narrower, a wider dtype than the weight (the
-            tables).
+        names: role -> attribute of the module, as pairs, None where it has no such part; for rope: global name ->
+            `Rotation`.
+        narrow, wide: the op agrees, too, where x has a narrower, a wider dtype than the weight.
     """
 
     kind: str
@@ -48,6 +53,8 @@ class Match:
 
     def __str__(self):
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        if self.kind == "rope":
+            options = "; ".join(sorted({str(rotation) for _, rotation in self.names} - {""}))
         return f"{self.op or self.kind}({options})" if options else self.op or self.kind
 
 
@@ -197,43 +204,59 @@ def gate_and_up(gate, up, x, up_first=False):
     return halves[::-1] if up_first else halves
 
 
+@functools.cache
+def _rotation(function):
+    def agrees(original, replacement, cases):
+        def both(*args):
+            found = original(*args)
+            return tuple(found) if isinstance(found, (tuple, list)) else found
+
+        return _agrees(both, replacement, cases)
+
+    return rotary.rotation_of(function, agrees)
+
+
 def match_rope(cls):
-    """(Match, None) of a class whose forward calls a rotary function that rotates halves; (None, the reason) if it
-    calls one that this library has no op for; (None, None) if it calls none.
+    """(Match, reason): of a class whose methods call rotary functions that the op computes, and why one is left alone.
 
-    The function is looked up where the forward would find it, in the globals of its file.
+    Match is None where there is none to replace, reason where none is left. A function is looked up where the method
+    would find it, in the globals of its file.
     """
-    forward = cls.forward
-    code = getattr(forward, "__code__", None)
-    names = [name for name in (code.co_names if code else ()) if "rotary" in name and name in forward.__globals__]
-    if not names:
-        return None, None
-    if hasattr(forward, "__wrapped__") or forward.__closure__:
-        return None, "its forward is decorated or a closure"
-    for name in names:
-        function = forward.__globals__[name]
-        if not callable(function) or list(parameters(function))[:4] != ["q", "k", "cos", "sin"]:
-            continue
-        if set(list(parameters(function))[4:]) - {"position_ids", "unsqueeze_dim"}:
-            continue
-
-        def original(*args, function=function):
-            return tuple(function(*args))
-
-        if _agrees(original, rope.reference, [_rotary_case(dtype, dtype) for dtype in DTYPES]):
-            narrow = _agrees(original, rope.reference, [_rotary_case(*DTYPES[::-1])])
-            return _match("rope", rope, {}, {"function": name}, narrow), None
-    return None, f"{', '.join(names)} is not a rotation of halves"
+    functions = {n: f for n, f in rotary.rotary_functions(cls).items() if not isinstance(f, type)}
+    found = {name: _rotation(function) for name, function in functions.items()}
+    left = [name for name, rotation in found.items() if rotation is None]
+    found = {name: rotation for name, rotation in found.items() if rotation is not None}
+    why = f"{', '.join(left)} is no rotation that the op rope computes" if left else None
+    return (Match("rope", "rope", names=tuple(sorted(found.items()))) if found else None), why
 
 
-def parameters(function):
-    """The parameters of a function, or of a module's forward."""
-    function = function.forward if isinstance(function, torch.nn.Module) else function
-    return inspect.signature(function).parameters
+def match_experts(module):
+    """The `Match` of experts that transformers' experts interface runs, by what they do between their two products.
+
+    None where there is no such part, it is none of our gated units, or the implementation that the model's
+    configuration names does not ask the module for it.
+    """
+    apply_gate = getattr(type(module), "_apply_gate", None)
+    if apply_gate is None or not getattr(module, "has_gate", False):
+        return None
+    for split, (op, options) in itertools.product(HALVES, GLU_OPTIONS):
+
+        def original(gate_up):
+            return apply_gate(_clone(module, dict(module._parameters), dict(module._modules)), gate_up)
+
+        def replacement(gate_up, split=split, op=op, options=options):
+            return op.reference(*HALVES[split](gate_up), **options)
+
+        generator = torch.Generator().manual_seed(0)
+        cases = [(3 * _random(generator, 7, 2 * INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
+        if _agrees(original, replacement, cases):
+            return _match("experts", op, options, {"split": split})
+    return None
 
 
-def _rotary_case(dtype, table_dtype, batch=2, length=5, width=16):
-    generator = torch.Generator().manual_seed(0)
-    q, k = (_random(generator, batch, heads, length, width, dtype=dtype) for heads in (4, 2))
-    angle = _random(generator, batch, length, width // 2).repeat(1, 1, 2)
-    return q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype)
+def asks_for_gate(module):
+    """Whether the experts implementation that `module`'s configuration names calls the module's `_apply_gate`."""
+    from transformers.integrations import moe
+
+    chosen = moe.ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation, None)
+    return chosen is not None and "_apply_gate" in chosen.__code__.co_names

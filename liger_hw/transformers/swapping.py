@@ -6,18 +6,18 @@ that one model changes.
 """
 
 import functools
-import types
 
 import torch
 
-from liger_hw.kernels.glu import GELU
+from liger_hw.kernels.glu import GELU, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
-from liger_hw.kernels.rope import rope
+from liger_hw.transformers import rotary
 from liger_hw.transformers.gated_mlp import project_down
-from liger_hw.transformers.recognition import gate_and_up, parameters
+from liger_hw.transformers.recognition import HALVES, gate_and_up
 
 NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
+GLUS = {op.__name__: op for op in (swiglu, geglu)}
 
 
 def swap(module, match):
@@ -101,52 +101,24 @@ def _glu(original, match):
 
 
 def _rope(original, match):
-    name = dict(match.names)["function"]
-    forward = original.forward
-    rotate = rotation(forward.__globals__[name], match.narrow)
-    return {"forward": with_globals(forward, {name: rotate})}
+    found = rotary.rotary_functions(original)
+    replaced = {name: rotary.replacement(found[name], rotation) for name, rotation in match.names}
+    return rotary.with_rotations(original, replaced)
 
 
-def rotation(original, narrow):
-    """A function of the signature of a model's own `apply_rotary_pos_emb`, computed by the op.
+def _experts(original, match):
+    op, options, split = GLUS[match.op], dict(match.options), HALVES[dict(match.names)["split"]]
 
-    Args:
-        original: the model's function.
-        narrow: whether it returns q and k in their own dtype where the tables are wider; otherwise they are promoted.
-    """
-    skipped = int("position_ids" in parameters(original))
+    def _apply_gate(self, gate_up_out):
+        gate, up = split(gate_up_out)
+        return op(gate, up, in_place=gate.stride(-1) == 1, **options)
 
-    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
-        if not q.dtype == k.dtype or cos.dtype != sin.dtype:
-            return original(q, k, cos, sin, *args, **kwargs)
-        if q.dtype != cos.dtype and not narrow:
-            q, k, cos, sin = (x.to(torch.promote_types(q.dtype, cos.dtype)) for x in (q, k, cos, sin))
-        return rope(q, k, cos, sin, *args[skipped:], **{n: v for n, v in kwargs.items() if n != "position_ids"})
-
-    return apply_rotary_pos_emb
-
-
-def with_globals(function, replaced):
-    """A copy of `function` that finds other objects under some of its global names."""
-    found = {**function.__globals__, **replaced}
-    found.pop(
-        "__name__", None
-    )  # Dynamo would look the names up in the module of that name, where they are the old ones
-    copy = types.FunctionType(
-        function.__code__,
-        found,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(
-        copy, function, assigned=("__doc__", "__annotations__", "__module__", "__qualname__")
-    )
+    return {"_apply_gate": _apply_gate}
 
 
 MEMBERS = {
     "norm": _norm,
     "glu": _glu,
+    "experts": _experts,
     "rope": _rope,
 }  # kind -> members of the subclass; loss.py adds the parts of a loss
