@@ -1,0 +1,168 @@
+"""Patched models with adapters: every layer, quantised ones too, with activations recomputed, merged and unmerged."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+import liger_hw
+from liger_hw.transformers import swapping
+
+peft = pytest.importorskip("peft", reason="the package peft is not installed")
+
+EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model, **options):
+    """A PEFT model whose fresh adapters change the output; equal calls give equal weights."""
+    torch.manual_seed(5)
+    options = {"target_modules": EVERYWHERE, "init_lora_weights": False} | options
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, **options))
+
+
+def pair(patch_first, prepare=lambda model: model, family="llama", config=(), **options):
+    """A plain and a patched model with the same adapters, patched before or after they were added."""
+    plain, patched = (prepare(tiny.model(family, **dict(config))) for _ in range(2))
+    if patch_first:
+        liger_hw.patch(patched)
+    plain, patched = adapted(plain, **options), adapted(patched, **options)
+    if not patch_first:
+        liger_hw.patch(patched)
+    return plain, patched
+
+
+def swapped(model):
+    return sum(map(swapping.is_swapped, model.modules()))
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
+@pytest.mark.parametrize(
+    "options, fused",
+    [
+        ({}, True),
+        ({"target_modules": "all-linear", "use_dora": True}, True),
+        ({"target_modules": [*EVERYWHERE, "embed_tokens"]}, True),
+        ({"target_modules": [*EVERYWHERE, "lm_head"]}, False),
+        ({"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}, True),
+        ({"target_modules": ["o_proj"], "layers_to_transform": [1]}, True),
+    ],
+    ids=["projections", "all linear, dora", "embedding", "head", "saved", "one layer"],
+)
+def test_any_layer(options, fused, patch_first):
+    plain, patched = pair(patch_first, **options)
+    assert swapped(patched) > 5
+    tiny.assert_learns_alike(plain, patched, fused=fused, **tiny.tokens())
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2"])
+def test_other_families(family, patch_first):
+    plain, patched = pair(patch_first, family=family, target_modules="all-linear")
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_activations_recomputed(target, reentrant):
+    plain, patched = pair(False, target_modules=[*EVERYWHERE, target])
+    for model in (plain, patched):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tiny.assert_learns_alike(plain, patched, fused=target != "lm_head", **tiny.tokens())
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_merged_and_unmerged(target, patch_first):
+    """In place and taken out again, switched off, and for good; every time what the plain model does."""
+    plain, patched = (m.eval() for m in pair(patch_first, target_modules=[*EVERYWHERE, target]))
+
+    def check():
+        expected, found = (tiny.call(m, **tiny.tokens()) for m in (plain, patched))
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.logits[..., :], expected.logits, rtol=1e-4, atol=1e-4)
+        return found.loss.item()
+
+    apart = check()
+    for model in (plain, patched):
+        model.merge_adapter()
+    assert abs(check() - apart) < 1e-4
+    for model in (plain, patched):
+        model.unmerge_adapter()
+    check()
+    with plain.disable_adapter(), patched.disable_adapter():
+        assert abs(check() - apart) > 1e-3
+    plain, patched = plain.merge_and_unload(), patched.merge_and_unload()
+    assert abs(check() - apart) < 1e-4
+    assert not [name for name, _ in patched.named_parameters() if "lora" in name]
+    for model in (plain, patched):
+        model.train().requires_grad_(True)  # an adapted model's own weights were frozen
+    tiny.assert_learns_alike(plain, patched, fused=target != "lm_head" or patch_first, **tiny.tokens())
+
+
+class Int8Linear(torch.nn.Linear):
+    """What a quantised layer looks like from outside: a Linear whose weight is neither floating point nor trainable."""
+
+    def __init__(self, linear):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
+        weight = linear.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).T
+
+
+def quantised(model, head=False):
+    """`model` with every projection quantised, and the rest as `peft.prepare_model_for_kbit_training` leaves it."""
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and (head or "lm_head" not in name):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, Int8Linear(module))
+    model.is_loaded_in_8bit = True
+    return peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
+@pytest.mark.parametrize("head", [False, True], ids=["", "quantised head"])
+def test_quantised(head, patch_first):
+    plain, patched = pair(patch_first, prepare=lambda model: quantised(model, head))
+    assert sum(isinstance(m, Int8Linear) for m in patched.modules()) == 14 + head
+    assert swapped(patched) > 5
+    tiny.assert_learns_alike(plain, patched, fused=not head, **tiny.tokens())
+
+
+def test_quantised_by_bitsandbytes():
+    """4 bits on a CPU, where a build of bitsandbytes has them."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the package bitsandbytes is not installed")
+
+    def prepare(model):
+        for name, module in list(model.named_modules()):
+            if type(module) is torch.nn.Linear and "lm_head" not in name:
+                parent, _, attribute = name.rpartition(".")
+                new = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, bias=False,
+                                                 compute_dtype=torch.float32, quant_type="nf4")  # fmt: skip
+                new.weight = bitsandbytes.nn.Params4bit(module.weight.detach().clone(), requires_grad=False,
+                                                        quant_type="nf4", module=new)  # fmt: skip
+                setattr(model.get_submodule(parent), attribute, new.to("cpu"))
+        model.is_loaded_in_4bit = True
+        return peft.prepare_model_for_kbit_training(model)
+
+    plain, patched = pair(True, prepare=prepare)
+    assert swapped(patched) > 5
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+def test_two_adapters_and_a_copy():
+    plain, patched = pair(False)
+    for model in (plain, patched):
+        torch.manual_seed(6)
+        model.add_adapter("other", peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False, r=2))
+    for name in ("other", "default"):
+        plain.set_adapter(name), patched.set_adapter(name)
+        tiny.assert_learns_alike(plain, copy.deepcopy(patched), **tiny.tokens())
+    liger_hw.unpatch(patched)
+    assert not swapped(patched)
+    tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
