@@ -17,7 +17,14 @@ from liger_hw.kernels.divergence.of_logits import soft_rows
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
 from liger_hw.losses.policy import OBJECTIVES, policy_loss
-from liger_hw.losses.preference import PAIR_LOSSES, UNPAIRED_LOSSES, Pairs, preference_loss, unpaired_preference_loss
+from liger_hw.losses.preference import (
+    PAIR_LOSSES,
+    UNPAIRED_LOSSES,
+    Answers,
+    Pairs,
+    preference_loss,
+    unpaired_preference_loss,
+)
 
 TORCH, LIGER = "torch", "liger"
 BETA = 0.1
@@ -198,7 +205,7 @@ def _answers(sizes, name, loss_type, liger, point):
         answers = _log_probs(x, weight, tokens).sum(-1)
         with torch.no_grad():
             theirs = _log_probs(ref_x, ref_weight, tokens).sum(-1)
-        return UNPAIRED_LOSSES[loss_type](answers - theirs, preferred, BETA, **point).mean()
+        return UNPAIRED_LOSSES[loss_type](Answers(answers, theirs, preferred), BETA, **point).mean()
 
     peer = liger and _by_liger(liger, beta=BETA, use_ref_model=True)
 

@@ -1,12 +1,46 @@
-"""GRPO as the module of `liger_kernel.chunked_loss`."""
+"""GRPO as the module of `liger_kernel.chunked_loss`, and the parts of its formula under their names there."""
 
+import torch
 from torch import nn
 
 from liger_hw.chunked_loss.functional import liger_fused_linear_grpo
 from liger_hw.dispatch import check
-from liger_hw.losses.policy import PolicyOptions
+from liger_hw.losses.policy import KL, PolicyOptions, vespo_weights
 
-__all__ = ["LigerFusedLinearGRPOLoss"]
+__all__ = ["LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]
+
+
+def k3_loss_fn(log_p, log_q):
+    """The k3 estimate of the KL of q from p, by token."""
+    return KL["k3"](log_q - log_p)
+
+
+def get_gamma_weights(
+    advantages, log_ratio_per_token, mask, importance_sampling_ratio=None, k_pos=2.0, lambda_pos=3.0, k_neg=3.0,
+    lambda_neg=2.0,
+):  # fmt: skip
+    """`vespo_weights`, (B, 1), of advantages (B,) and log-ratios (B, T)."""
+    options = PolicyOptions(
+        "vespo", vespo_k_pos=k_pos, vespo_lambda_pos=lambda_pos, vespo_k_neg=k_neg, vespo_lambda_neg=lambda_neg
+    )
+    return vespo_weights(log_ratio_per_token, advantages[:, None], mask, importance_sampling_ratio, options)
+
+
+def sapo_loss_fn(importance_ratio, temperature):
+    """SAPO's gate of a ratio. Raises ValueError: a temperature that is not more than 0."""
+    check(temperature > 0, "temperature", temperature, "a positive number")
+    return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
+
+
+def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
+    """(clipped ratio or None, whether it was below, whether it was above), as the loss type clips."""
+    if loss_type in ("sapo", "vespo"):
+        never = torch.zeros_like(coef, dtype=torch.bool)
+        return None, never, never
+    if loss_type == "cispo":
+        return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    return coef.clamp(low, high), coef < low, coef > high
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):

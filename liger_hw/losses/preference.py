@@ -143,16 +143,29 @@ PAIR_LOSSES = {
 }  # fmt: skip
 
 
-def kto(log_ratio, preferred, beta, kl=0.0):
-    """KTO, arXiv:2402.01306 eq. 8; `kl` is the reference point z_0 of eq. 7, an estimate of the policy's KL."""
-    return 1 - torch.sigmoid(beta * torch.where(preferred, log_ratio - kl, kl - log_ratio))
+class Answers(NamedTuple):
+    """Log-probabilities (R,) of answers by the policy and the reference model (or 0), and which are preferred, bool."""
+
+    log_probs: torch.Tensor
+    ref_log_probs: torch.Tensor
+    preferred: torch.Tensor
+
+    @property
+    def log_ratio(self):
+        return self.log_probs - self.ref_log_probs
 
 
-def bco(log_ratio, preferred, beta, delta=None):
-    """BCO, arXiv:2404.04656 eq. 9; `delta` is the mean reward, of these answers unless given."""
-    reward = beta * log_ratio
+def kto(answers, beta, kl=0.0):
+    """KTO, arXiv:2402.01306 eq. 7; `kl` is the reference point z_0, an estimate of the policy's KL."""
+    log_ratio = answers.log_ratio
+    return 1 - torch.sigmoid(beta * torch.where(answers.preferred, log_ratio - kl, kl - log_ratio))
+
+
+def bco(answers, beta, delta=None):
+    """BCO, arXiv:2404.04656; `delta` is the mean reward, of these answers unless given."""
+    reward = beta * answers.log_ratio
     delta = reward.mean().detach() if delta is None else delta
-    return -logsigmoid(torch.where(preferred, reward - delta, delta - reward))
+    return -logsigmoid(torch.where(answers.preferred, reward - delta, delta - reward))
 
 
 UNPAIRED_LOSSES = {"kto": kto, "bco": bco}
@@ -246,7 +259,9 @@ def preference_loss(
         x: (2P, T, H) hidden states, the chosen answers first, then the rejected ones in the same order.
         weight: (V, H). bias: (V,) or None.
         labels: (2P, T), the token that each position predicts (already shifted), `ignore_index` outside the answer.
-        loss_type: a name of `PAIR_LOSSES`. "simpo" and "orpo" are meant for average_log_prob=True and no reference.
+        loss_type: a name of `PAIR_LOSSES`, or a function as those are, (`Pairs`, beta, label_smoothing) -> (P,), in
+            which pairs depend on nothing but themselves. "simpo" and "orpo" are meant for average_log_prob=True and no
+            reference.
         beta: weight of the log-ratio; more than 0.
         label_smoothing: probability that a pair is the wrong way round: 0 to 0.5, more than 0 for "exo_pair" and less
             than 0.5 for "robust". Used by these two, "sigmoid", "simpo", "aot" and "aot_pair".
@@ -311,7 +326,7 @@ def unpaired_preference_loss(
 
     Args:
         preferred: (B,) bool.
-        loss_type: "kto" or "bco".
+        loss_type: "kto" or "bco", or a function as those are, (`Answers`, beta) -> (R,).
         desirable_weight, undesirable_weight: of preferred and other answers, the lambdas of KTO.
         loss_options: `kl` of "kto", `delta` of "bco": numbers, or tensors of one value.
         others: as in `preference_loss`, with B for 2P and no order.
@@ -334,7 +349,8 @@ def unpaired_preference_loss(
 
     def of_answers(log_probs, entropy, groups):
         policy = _answers(log_probs[0], labels[groups], ignore_index, average_log_prob)
-        return (formula(policy - reference[groups], preferred[groups], beta) * factors[groups]).sum()
+        losses = formula(Answers(policy, reference[groups], preferred[groups]), beta)
+        return (losses * factors[groups]).sum()
 
     loss, token_log_probs = _loss_of_groups(of_answers, loss_type, loss_options, x, weight, labels, bias, 1, options)
     policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
@@ -359,8 +375,11 @@ def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, p
 
 
 def _formula(losses, loss_type, beta, loss_options):
-    check(loss_type in losses, "loss_type", repr(loss_type), ", ".join(losses))
+    known = callable(loss_type) or loss_type in losses
+    check(known, "loss_type", repr(loss_type), ", ".join(losses) + ", or a function as those are")
     check(beta > 0, "beta", beta, "a positive number")
+    if callable(loss_type):
+        return functools.partial(loss_type, **loss_options)
     function = losses[loss_type]
     code = function.__code__
     takes = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]

@@ -1,0 +1,62 @@
+"""A preference loss of one's own: the base class that programs written for liger_kernel derive from."""
+
+import torch
+
+from liger_hw.chunked_loss._own_loss import differentiated, gathered, loss_and_others, scaled
+from liger_hw.losses.preference import preference_loss
+
+__all__ = ["LigerFusedLinearPreferenceBase"]
+
+
+class LigerFusedLinearPreferenceBase(torch.autograd.Function):
+    """Derive from it, define `preference_loss_fn`, and let `forward` call `super().forward(cls, ctx, ...)`.
+
+    `preference_loss` of `liger_hw.losses.preference` takes such a function as its `loss_type`, without a class.
+    """
+
+    @staticmethod
+    def preference_loss_fn(chosen_logps, rejected_logps, full_target, **loss_kwargs):
+        """The loss of some pairs divided by the number of all, or (it, *values to be returned besides).
+
+        With `use_ref_model` it gets ref_chosen_logps and ref_rejected_logps, and always beta.
+        """
+        raise NotImplementedError("preference_loss_fn: a derived class defines it")
+
+    @staticmethod
+    def forward(
+        cls, ctx, _input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1,
+        compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False, ref_input=None, ref_weight=None,
+        ref_bias=None, average_log_prob=True, **loss_kwargs,
+    ):  # fmt: skip
+        """(loss + alpha NLL, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+        *what `preference_loss_fn` returns besides: numbers added up, rows one after the other)).
+
+        Args: as in `preference_loss`; chunk_size and compiled are without effect.
+        """
+        calls = []
+
+        def formula(pairs, beta, label_smoothing):
+            ref = {"ref_chosen_logps": pairs.ref_chosen, "ref_rejected_logps": pairs.ref_rejected}
+            named = loss_kwargs | (ref if use_ref_model else {})
+            found = cls.preference_loss_fn(pairs.chosen, pairs.rejected, target, beta=beta, **named)
+            loss, others = loss_and_others(found)
+            calls.append(others)
+            return loss * (target.shape[0] // 2)
+
+        ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+
+        def loss_of(x, weight, bias):
+            return preference_loss(
+                x, weight, target, bias, formula, beta, alpha=alpha if compute_nll_loss else 0.0,
+                average_log_prob=average_log_prob, nll_labels=nll_target, ignore_index=ignore_index, **ref,
+            )  # fmt: skip
+
+        (loss, *others), gradients = differentiated(loss_of, _input, weight, bias)
+        ctx.save_for_backward(*gradients)
+        return loss, (*others[:5], *gathered(calls))
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        """The gradients of the first four arguments."""
+        of_input, of_weight, of_bias = scaled(ctx, grad_output[0])
+        return of_input, of_weight, None, of_bias
