@@ -9,11 +9,12 @@ r"""Layer norm over the last dimension.
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC) and saves mean and rstd (R each, fp32);
 backward reads x and dy and writes dx (3RC) plus one fp32 partial dw and db a program. Both are bound by memory. A row
-that does not fit one block is read twice: forward then keeps a running mean and sum of squares (Welford, Technometrics
-1962) for every lane and merges those (Chan et al., 1979), so that no variance is the difference of two large numbers.
+that does not fit one block is read twice, in the backward by two kernels: forward then keeps a running mean and sum of
+squares (Welford, Technometrics 1962) for every lane and merges those (Chan et al., 1979), so that no variance is the
+difference of two large numbers.
 """
 
-from dataclasses import replace
+import functools
 
 import torch
 
@@ -27,8 +28,10 @@ from liger_hw.kernels._math import (
     load_parameter,
     norm_backward_config,
     norm_forward_config,
+    norm_wide_sums_config,
     reduce_partials,
     rows_of,
+    wide_grid,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
@@ -78,11 +81,17 @@ def layer_norm_forward_config(cols, itemsize, device):
 
 @tuned
 def layer_norm_backward_config(cols, itemsize, device):
-    config = norm_backward_config(cols, itemsize, device)
-    if config["COLS"] >= cols:
-        return config
-    # a loop over blocks keeps two sums a value, not one: with whole blocks of fp32 sm_90 spills 16 bytes a lane
-    return replace(config, meta=config.meta | {"COLS": config["COLS"] // 2})
+    return norm_backward_config(cols, itemsize, device)
+
+
+@tuned
+def layer_norm_wide_sums_config(cols, itemsize, device):
+    return norm_wide_sums_config(device)
+
+
+@tuned
+def layer_norm_wide_backward_config(itemsize, device):
+    return norm_backward_config(1024, itemsize, device)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -134,14 +143,13 @@ def _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride):
     """The normalised row, the gradient that reaches it and the gradient of the output."""
     x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
     dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
-    return (x - mean[:, None]) * rstd[:, None], dy * w.to(tl.float32), dy
+    return (x - mean) * rstd, dy * w.to(tl.float32), dy
 
 
 @triton.jit
-def _add_to_partial(PARTIAL, at, rows_of_it, cols: tl.constexpr, COLS: tl.constexpr):
-    """This program's own partial sum, so read and written back in L2."""
-    sum_so_far = tl.load(PARTIAL + at, in_row(at, cols, COLS), other=0.0)
-    tl.store(PARTIAL + at, sum_so_far + tl.sum(rows_of_it, 0)[None, :], in_row(at, cols, COLS))
+def _store_partial(PARTIAL, rows_of_it, program, at, cols: tl.constexpr, COLS: tl.constexpr):
+    partial_at = PARTIAL + program.to(tl.int64) * cols + at
+    tl.store(partial_at, tl.sum(rows_of_it, 0)[None, :], in_row(at, cols, COLS))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -151,59 +159,69 @@ def layer_norm_backward(
 ):  # fmt: skip
     # a fixed number of programs stride over the rows, each summing its own dw and db
     col = tl.arange(0, COLS)[None, :]
-    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    partial = tl.program_id(0).to(tl.int64) * cols
-    if cols <= COLS:
-        w = load_parameter(W, col, 1.0, cols, COLS)
-        dw, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
-        for start in tl.range(first, rows, step, num_stages=STAGES):
-            row = (start + tl.arange(0, ROWS)).to(tl.int64)
-            mask = in_tile(row, col, rows, cols, ROWS, COLS)
-            mean, rstd = tl.load(MEAN + row, row < rows, other=0.0), tl.load(RSTD + row, row < rows, other=0.0)
-            normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, col, mask, x_stride, dy_stride)
-            if DX is not None:
-                along, shift = tl.sum(m * normed, 1) / cols, tl.sum(m, 1) / cols
-                dx = rstd[:, None] * (m - normed * along[:, None] - shift[:, None])
-                tl.store(DX + row[:, None] * cols + col, dx, mask)
-            if DW is not None:
-                dw += dy * normed
-            if DB is not None:
-                db += dy
-        if DW is not None:
-            tl.store(DW + partial + col, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
-        if DB is not None:
-            tl.store(DB + partial + col, tl.sum(db, 0)[None, :], in_row(col, cols, COLS))
-    else:
-        for start in range(0, cols, COLS):
-            at = start + col
-            if DW is not None:
-                tl.store(DW + partial + at, tl.zeros((1, COLS), tl.float32), in_row(at, cols, COLS))
-            if DB is not None:
-                tl.store(DB + partial + at, tl.zeros((1, COLS), tl.float32), in_row(at, cols, COLS))
-        for start_row in range(first, rows, step):
-            row = (start_row + tl.arange(0, ROWS)).to(tl.int64)
-            mean, rstd = tl.load(MEAN + row, row < rows, other=0.0), tl.load(RSTD + row, row < rows, other=0.0)
-            along, shift = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
-            for start in range(0, cols, COLS):
-                at = start + col
-                mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                w = load_parameter(W, at, 1.0, cols, COLS)
-                normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride)
-                along += m * normed
-                shift += m
-                if DW is not None:
-                    _add_to_partial(DW + partial, at, dy * normed, cols, COLS)
-                if DB is not None:
-                    _add_to_partial(DB + partial, at, dy, cols, COLS)
-            if DX is not None:
-                mean_along, mean_shift = tl.sum(along, 1) / cols, tl.sum(shift, 1) / cols
-                for start in range(0, cols, COLS):
-                    at = start + col
-                    mask = in_tile(row, at, rows, cols, ROWS, COLS)
-                    w = load_parameter(W, at, 1.0, cols, COLS)
-                    normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride)
-                    dx = rstd[:, None] * (m - normed * mean_along[:, None] - mean_shift[:, None])
-                    tl.store(DX + row[:, None] * cols + at, dx, mask)
+    w = load_parameter(W, col, 1.0, cols, COLS)
+    dw, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        mean = tl.load(MEAN + row, row < rows, other=0.0)[:, None]
+        rstd = tl.load(RSTD + row, row < rows, other=0.0)[:, None]
+        normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, col, mask, x_stride, dy_stride)
+        if DX is not None:
+            along, shift = tl.sum(m * normed, 1)[:, None] / cols, tl.sum(m, 1)[:, None] / cols
+            tl.store(DX + row[:, None] * cols + col, rstd * (m - normed * along - shift), mask)
+        dw += dy * normed
+        db += dy
+    if DW is not None:
+        _store_partial(DW, dw, tl.program_id(0), col, cols, COLS)
+    if DB is not None:
+        _store_partial(DB, db, tl.program_id(0), col, cols, COLS)
+
+
+@triton.jit
+def layer_norm_wide_sums(
+    X, W, MEAN, RSTD, DY, ALONG, SHIFT, x_stride, dy_stride, cols: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """mean(m normed) and mean(m) of a row too wide for one program's registers."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    mean, rstd = tl.load(MEAN + row)[:, None], tl.load(RSTD + row)[:, None]
+    along, shift = tl.zeros((1, COLS), tl.float32), tl.zeros((1, COLS), tl.float32)
+    for start in tl.range(0, cols, COLS, num_stages=STAGES):
+        at = start + tl.arange(0, COLS)[None, :]
+        w = load_parameter(W, at, 1.0, cols, COLS)
+        normed, m, _ = _load_normed(X, DY, w, mean, rstd, row, at, in_row(at, cols, COLS), x_stride, dy_stride)
+        along += m * normed
+        shift += m
+    tl.store(ALONG + row, tl.sum(along, 1) / cols)
+    tl.store(SHIFT + row, tl.sum(shift, 1) / cols)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def layer_norm_wide_backward(
+    X, W, MEAN, RSTD, DY, DX, DW, DB, ALONG, SHIFT, rows, x_stride, dy_stride,
+    cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # a block of columns of every n-th row, so that their sums for dw and db stay in registers
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    w = load_parameter(W, col, 1.0, cols, COLS)
+    dw, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    for start in tl.range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        mean = tl.load(MEAN + row, row < rows, other=0.0)[:, None]
+        rstd = tl.load(RSTD + row, row < rows, other=0.0)[:, None]
+        along = tl.load(ALONG + row, row < rows, other=0.0)[:, None]
+        shift = tl.load(SHIFT + row, row < rows, other=0.0)[:, None]
+        normed, m, dy = _load_normed(X, DY, w, mean, rstd, row, col, mask, x_stride, dy_stride)
+        if DX is not None:
+            tl.store(DX + row[:, None] * cols + col, rstd * (m - normed * along - shift), mask)
+        dw += dy * normed
+        db += dy
+    if DW is not None:
+        _store_partial(DW, dw, tl.program_id(1), col, cols, COLS)
+    if DB is not None:
+        _store_partial(DB, db, tl.program_id(1), col, cols, COLS)
 
 
 def _empty_outputs(x, *parameters_and_eps):
@@ -236,23 +254,49 @@ def _layer_norm_backward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
     dy: torch.Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rows, cols = rstd.shape[0], x.shape[-1]
     dx = empty_rows(x) if x_grad else None
-    x, x_stride = rows_of(x)
-    dy, dy_stride = rows_of(dy)
-    config = layer_norm_backward_config(cols, x.element_size(), device_of(x))
-    programs = config.grid_for(-(-rows // config["ROWS"]))
-    dw = rstd.new_empty(programs, cols) if weight_grad else None
-    db = rstd.new_empty(programs, cols) if bias_grad else None
-    launch(
-        layer_norm_backward, (programs, 1, 1), config,
-        x, weight, mean, rstd, dy, dx, dw, db, rows, x_stride, dy_stride, cols,
-    )  # fmt: skip
+    config = layer_norm_backward_config(x.shape[-1], x.element_size(), device_of(x))
+    launch_backward = functools.partial(_narrow_backward, config) if x.shape[-1] <= config["COLS"] else _wide_backward
+    dw, db = launch_backward(*rows_of(x), weight, mean, rstd, *rows_of(dy), dx, weight_grad, bias_grad)
     return (
         dx if x_grad else dy.new_empty(0),
         reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0),
         reduce_partials(db, bias.dtype) if bias_grad else dy.new_empty(0),
     )
+
+
+def _partials(rstd, programs, cols, *wanted):
+    return [rstd.new_empty(programs, cols) if want else None for want in wanted]
+
+
+def _narrow_backward(config, x, x_stride, weight, mean, rstd, dy, dy_stride, dx, *wanted):
+    rows, cols = rstd.shape[0], x.shape[-1]
+    programs = config.grid_for(-(-rows // config["ROWS"]))
+    dw, db = _partials(rstd, programs, cols, *wanted)
+    launch(
+        layer_norm_backward, (programs, 1, 1), config,
+        x, weight, mean, rstd, dy, dx, dw, db, rows, x_stride, dy_stride, cols,
+    )  # fmt: skip
+    return dw, db
+
+
+def _wide_backward(x, x_stride, weight, mean, rstd, dy, dy_stride, dx, *wanted):
+    rows, cols = rstd.shape[0], x.shape[-1]
+    along, shift = torch.empty_like(rstd), torch.empty_like(rstd)
+    if dx is not None:
+        config = layer_norm_wide_sums_config(cols, x.element_size(), device_of(x))
+        launch(
+            layer_norm_wide_sums, (rows, 1, 1), config,
+            x, weight, mean, rstd, dy, along, shift, x_stride, dy_stride, cols,
+        )  # fmt: skip
+    config = layer_norm_wide_backward_config(x.element_size(), device_of(x))
+    blocks, groups = wide_grid(config, rows, cols)
+    dw, db = _partials(rstd, groups, cols, *wanted)
+    launch(
+        layer_norm_wide_backward, (blocks, groups, 1), config,
+        x, weight, mean, rstd, dy, dx, dw, db, along, shift, rows, x_stride, dy_stride, cols,
+    )  # fmt: skip
+    return dw, db
 
 
 class LayerNormFunction(Function):
