@@ -16,8 +16,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
-from liger_hw.kernels._logits import LN_2, LOG2_E
-from liger_hw.kernels._math import in_row
+from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge_columns, in_body, split
 from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
 from liger_hw.kernels.cross_entropy.kernels import scale_rows
 from liger_hw.launch import launch
@@ -149,8 +148,9 @@ def _(x, target, *options, **named):
 
 @tuned
 def divergence_forward_config(cols, itemsize, device):
-    # half of the lanes a program may have: with all of them jsd spills on sm_120
-    block = min(power_of_2(cols), device.max_threads * 4)
+    # a quarter of the lanes a program may have: with half of them (4,096 columns on 16 warps) jsd takes 64 registers and
+    # spills 8 bytes on sm_120 at 50,257 columns; with a quarter 48, and five programs of 8 warps fit a core
+    block = min(power_of_2(cols), device.max_threads * 2)
     return Config({"COLS": block}, row_warps(block, device, per_lane=8))
 
 
@@ -179,32 +179,67 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
         return tl.where(p > 0, -beta * p * (over_p * LN_2), 0.0) + of_q, of_q
 
 
-@triton.jit(do_not_specialize=["x_stride", "y_stride", "ignore_index"])
+@triton.jit
+def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
+    """An element of what the caller has, and its gradient by x."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if LOGARITHMS:
+        return divergence_element(x * LOG2_E, y * LOG2_E, beta, KIND)
+    elif KIND == "kl":
+        return y * (tl.log2(tl.maximum(y, eps)) * LN_2 - x), -y
+    else:
+        return tl.abs(x - y) * 0.5, tl.where(x > y, 0.5, tl.where(x < y, -0.5, 0.0))
+
+
+@triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def divergence_forward(
-    X, Y, LABELS, DENOMINATOR, LOSS, DX, x_stride, y_stride, beta, eps, ignore_index, KIND: tl.constexpr,
-    LOGARITHMS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+    X, Y, LABELS, DENOMINATOR, LOSS, DX, x_stride, y_stride, dx_stride, misaligned, beta, eps, ignore_index,
+    KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_ALIKE: tl.constexpr, DX_ALIKE: tl.constexpr,
+    cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    # Y_ALIKE, DX_ALIKE: those rows reach a 16-byte boundary where the rows of X do
     row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     factor = 1.0 / tl.load(DENOMINATOR).to(tl.float32)
     counts = tl.full((), 1.0, tl.float32)
     if LABELS is not None:
         counts = tl.where(tl.load(LABELS + row) == ignore_index, 0.0, 1.0)
+    head, body = split(row, x_stride, misaligned, cols, VECTOR, ALIGNED)
+    X_BODY = body_pointer(X, row, x_stride, head, misaligned, VECTOR, ALIGNED)
+    Y_BODY = Y + (row * y_stride + head)
+    if Y_ALIKE:
+        Y_BODY = body_pointer(Y, row, y_stride, head, misaligned, VECTOR, ALIGNED)
+    D_BODY = X_BODY
+    if DX is not None:
+        D_BODY = DX + (row * dx_stride + head)
+        if DX_ALIKE:
+            D_BODY = body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
     total = tl.zeros((COLS,), tl.float32)
-    for start in range(0, cols, COLS):
+    for start in range(0, body, COLS):
         at = start + tl.arange(0, COLS)
-        mask = in_row(at, cols, COLS)
-        x = tl.load(X + row * x_stride + at, mask, other=0.0).to(tl.float32)
-        y = tl.load(Y + row * y_stride + at, mask, other=0.0).to(tl.float32)
-        if LOGARITHMS:
-            value, dx = divergence_element(x * LOG2_E, y * LOG2_E, beta, KIND)
-        elif KIND == "kl":
-            value, dx = y * (tl.log2(tl.maximum(y, eps)) * LN_2 - x), -y
-        else:
-            value, dx = tl.abs(x - y) * 0.5, tl.where(x > y, 0.5, tl.where(x < y, -0.5, 0.0))
+        mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+        x, y = tl.load(X_BODY + at, mask, other=0.0), tl.load(Y_BODY + at, mask, other=0.0)
+        value, dx = _element(x, y, beta, eps, KIND, LOGARITHMS)
         total += tl.where(counts > 0, tl.where(mask, value, 0.0), 0.0)
         if DX is not None:
-            tl.store(DX + row * cols + at, tl.where(counts > 0, dx * factor, 0.0), mask)
-    tl.store(LOSS + row, tl.sum(total, 0) * factor)
+            tl.store(D_BODY + at, tl.where(counts > 0, dx * factor, 0.0), mask)
+    row_total = tl.sum(total, 0)
+    if EDGES:
+        edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+        edge_x = tl.load(X + row * x_stride + edge, edge_mask, other=0.0)
+        edge_y = tl.load(Y + row * y_stride + edge, edge_mask, other=0.0)
+        edge_value, edge_dx = _element(edge_x, edge_y, beta, eps, KIND, LOGARITHMS)
+        row_total += tl.sum(tl.where(counts > 0, tl.where(edge_mask, edge_value, 0.0), 0.0), 0)
+        if DX is not None:
+            tl.store(DX + row * dx_stride + edge, tl.where(counts > 0, edge_dx * factor, 0.0), edge_mask)
+    tl.store(LOSS + row, row_total * factor)
+
+
+def _alike(x, other):
+    """Whether every row of `other` reaches a 16-byte boundary after as many columns as that of `x`."""
+    same = other.dtype == x.dtype and alignment(other)[0] == alignment(x)[0]
+    return same and (other.stride(0) - x.stride(0)) * x.element_size() % 16 == 0
 
 
 def _fake_divergence(x, *options):
@@ -220,10 +255,11 @@ def _divergence(
     loss = x.new_empty(rows, dtype=torch.float32)
     dx = x.new_empty(x.shape if gradient_wanted else 0)
     config = divergence_forward_config(cols, x.element_size(), device_of(x))
+    misaligned, aligned = alignment(x)
     launch(
         divergence_forward, (rows, 1, 1), config,
-        x, y, labels, denominator, loss, dx if gradient_wanted else None, x.stride(0), y.stride(0), beta, eps,
-        ignore_index, kind, logarithms, cols,
+        x, y, labels, denominator, loss, dx if gradient_wanted else None, x.stride(0), y.stride(0), cols, misaligned,
+        beta, eps, ignore_index, kind, logarithms, aligned, _alike(x, y), gradient_wanted and _alike(x, dx), cols,
     )  # fmt: skip
     return loss, dx
 
