@@ -377,7 +377,8 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
         "ceilings": {"bytes_per_second": 4e12, "flops_per_second": 7e14},
     }  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps(found))
-    (tmp_path / "README.md").write_text(f"before\n{readme.BEGIN}\nstale\n{readme.END}\nafter\n")
+    begin = readme.BEGIN.format(readme.TOOL)
+    (tmp_path / "README.md").write_text(f"before\n{begin}\nstale\n{readme.END}\nafter\n")
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     readme.main([tmp_path / "gpu.json"])
     text = (tmp_path / "README.md").read_text()
@@ -385,3 +386,26 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
     assert "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x |" in text
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_of_models_is_written_from_results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
+    import readme
+
+    def run(provider, tokens, memory, model="llama-1b"):
+        asked = {"model": model, "batch": 4, "seq": 2048, "checkpointing": False, "provider": provider}
+        return asked | {"dtype": "bfloat16", "tokens_per_second": tokens, "peak_bytes": memory * 2**30}
+
+    broken = run("liger", 0, 0, "granite-2b") | {"error": "ValueError: sideways"}
+    found = operations.about(torch.device("cpu")) | results(
+        run("eager", 1000.0, 20), run("liger_hw", 1500.0, 10), run("liger", 1200.0, 12),
+        run("eager", 1000.0, 20, "granite-2b"), run("liger_hw", 1300.0, 10, "granite-2b"), broken,
+    ) | {"device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}}  # fmt: skip
+    (tmp_path / "models.json").write_text(json.dumps(found))
+    page = tmp_path / "models_speed.md"
+    page.write_text(f"before\n{readme.BEGIN.format(readme.TOOL)}\n{readme.END}\nafter\n")
+    readme.main([page, tmp_path / "models.json"])
+    line = "| llama-1b 4x2048 | 1,000, 20.0 GiB | 1,200, 12.0 GiB | 1,500, 10.0 GiB | 1.50x, 0.50x | 1.25x, 0.83x |"
+    text = page.read_text()
+    assert line in text and "| granite-2b 4x2048 | 1,000, 20.0 GiB | does not run | 1,300, 10.0 GiB |" in text
+    assert text.endswith("after\n")

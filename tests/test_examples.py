@@ -40,3 +40,25 @@ def test_example(name, monkeypatch, tmp_path, capsys):
 
 def test_every_example_is_tested():
     assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, "common"}
+
+
+def test_the_table_is_written_from_results(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER.parent / "tools")
+    tool = importlib.import_module("examples")
+
+    def result(provider, tokens, memory):
+        sizes = {"parameters": 1_240_000_000, "batch": 4, "seq": 2048, "losses": []}
+        measured = {"tokens_per_second": tokens, "peak_bytes": memory * 2**30}
+        return {"example": "trainer_sft", "provider": provider} | sizes | measured
+
+    found = {
+        "device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90"}, "date": "today", "versions": {"torch": "2"},
+        "results": [
+            result("plain", 1000, 20), result("liger_hw", 1500, 10),
+            {"example": "trainer_sft", "provider": "liger-kernel", "error": "ImportError: nothing"},
+            {"example": "trl_sft", "provider": "liger_hw", "error": "ImportError: nothing"},
+        ],
+    }  # fmt: skip
+    lines = tool.table(found).splitlines()
+    row = "| `trainer_sft.py` | 1.24B | 4x2048 | 1,000, 20.0 GiB | 1,500, 10.0 GiB | does not run | 1.50x |"
+    assert lines[-1] == row and "trl_sft" not in lines[-2]

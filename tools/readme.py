@@ -1,7 +1,9 @@
-"""Write the README's table and pictures from results: `python tools/readme.py benchmarks/h200.json ...`.
+"""Write the tables and pictures of a page from results; what stands between the page's two markers is replaced.
 
-The results are those of `liger-hw bench` and `liger-hw bench train`. The pictures lie beside them; what stands between
-the two markers of the README is replaced.
+    python tools/readme.py benchmarks/h200.json ...                     the README, of `liger-hw bench [train]`
+    python tools/readme.py docs/models_speed.md benchmarks/models.json ...  whole models, of `liger-hw bench train`
+
+Pictures lie beside the results.
 """
 
 import json
@@ -12,7 +14,9 @@ from liger_hw.bench import page, tables
 from liger_hw.bench.peers import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- measured: begin, by tools/readme.py -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- measured: begin, by {} -->", "<!-- measured: end -->"
+TOOL = "tools/readme.py"
+TRAINED = ("eager", "liger", OURS)  # whose steps of training a table shows
 SHAPES = {  # what the README shows of each op; everything is in the JSON
     "rms_norm": ("32768x1024", "16384x4096", "16384x8192"),
     "fused_add_rms_norm": ("16384x4096", "16384x8192"),
@@ -79,17 +83,59 @@ def _save(figure, stem: Path, name: str) -> str:
     return f"![{name}]({file.resolve().relative_to(ROOT).as_posix()})"
 
 
-def main(files) -> None:
-    parts = []
-    for file in map(Path, files):
-        found = json.loads(file.read_text())
-        parts.append((operations if "ceilings" in found else training)(found, file.with_suffix("")))
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text().partition(BEGIN)
+def models(founds: list[dict]) -> str:
+    """Whole models as each library trains them: speed and peak memory of a step, and how liger_hw's compare."""
+    runs = {}
+    for found in founds:
+        runs |= tables.by_setting(found)
+    rows = []
+    for label, records in runs.items():
+        kept = {name: records.get(name, {"error": "not run"}) for name in TRAINED}
+        timed = {name: record for name, record in kept.items() if "error" not in record}
+        if OURS not in timed or "peak_bytes" not in timed[OURS]:
+            continue
+        cells = [
+            f"{record['tokens_per_second']:,.0f}, {tables.memory(record)}" if name in timed else _failure(record)
+            for name, record in kept.items()
+        ]
+        ours = timed[OURS]
+        against = [
+            f"{ours['tokens_per_second'] / timed[name]['tokens_per_second']:.2f}x, "
+            f"{ours['peak_bytes'] / timed[name]['peak_bytes']:.2f}x" if name in timed else ""
+            for name in TRAINED[:2]
+        ]  # fmt: skip
+        rows.append([label, *cells, *against])
+    facts = tables.facts(founds[0])
+    lead = f"{facts['device']}, {founds[0]['date']}, {founds[0]['results'][0]['dtype']}. {facts['versions']}."
+    header = ["model", *(f"{name}: tokens/s, memory" for name in ("plain", *TRAINED[1:])), "over plain", "over liger"]
+    return f"{lead}\n\n{markdown(header, rows)}"
+
+
+def _failure(record) -> str:
+    known = ("out of memory", "not run")
+    return record["error"] if record["error"] in known else "does not run"
+
+
+def insert(file: Path, text: str, tool: str) -> None:
+    """Put `text` between the markers of a page."""
+    start = BEGIN.format(tool)
+    before, begin, rest = file.read_text().partition(start)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"README.md: got no markers, allowed: {BEGIN} and later {END}")
-    readme.write_text(f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n{END}{after}")
+        raise SystemExit(f"{file.name}: got no markers, allowed: {start} and later {END}")
+    file.write_text(f"{before}{start}\n{text}\n{END}{after}")
+
+
+def main(files) -> None:
+    files = [Path(file) for file in files]
+    if files[0].suffix == ".md":
+        founds = [json.loads(file.read_text()) for file in files[1:]]
+        return insert(files[0], models(founds), TOOL)
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text())
+        parts.append((operations if "ceilings" in found else training)(found, file.with_suffix("")))
+    insert(ROOT / "README.md", "\n\n".join(parts), TOOL)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""Measure the examples, and write the table of examples/README.md from what was measured.
+
+    python tools/examples.py run benchmarks/examples-h200.json [EXAMPLE ...] [-- --steps 8 --shape 1b]
+    python tools/examples.py table benchmarks/examples-h200.json
+
+`run` adds to the file: what it holds of the same example and provider is measured again. What stands after -- goes to
+the examples.
+"""
+
+import importlib
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+from readme import ROOT, insert, markdown
+
+FOLDER = ROOT / "examples"
+EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "common")
+PROVIDERS = ("plain", "liger_hw", "liger-kernel")
+
+
+def measure(file: Path, names, options) -> None:
+    """Run every example with every provider, each in a process of its own, and write the results after each."""
+    from liger_hw.bench.operations import write
+
+    context = multiprocessing.get_context("fork")  # what was imported below is imported once; no device was touched
+    importlib.import_module("transformers.trainer")
+    found = json.loads(file.read_text()) if file.exists() else {"results": []}
+    for name in names or EXAMPLES:
+        for provider in PROVIDERS:
+            answer = Path(tempfile.mkdtemp()) / "result.json"
+            process = context.Process(target=_one, args=(name, ["--provider", provider, *options], answer))
+            process.start()
+            process.join()
+            result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
+            key = {"example": name, "provider": provider}
+            about = result.pop("about", {})
+            kept = [r for r in found["results"] if {k: r[k] for k in key} != key]
+            found = found | about | {"results": [*kept, key | result]}
+            write(found, file)
+
+
+def _one(name, options, answer) -> None:
+    import torch
+
+    from liger_hw.bench.operations import about
+
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = [name, *options, "--json", str(answer), "--output", str(answer.parent)]
+    try:
+        result = importlib.import_module(name).main()
+    except Exception as error:  # an absent package, or a library that fails: the others are measured all the same
+        result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(device.type, 0) if device.type != "cpu" else device
+    known = about(device) | {"command": f"python tools/examples.py run ... -- {' '.join(options[2:])}"}
+    answer.write_text(json.dumps(result | {"about": known}))
+
+
+def table(found: dict) -> str:
+    """The examples with a result of liger_hw, beside what the others took."""
+    rows = []
+    for name in EXAMPLES:
+        runs = {run["provider"]: run for run in found["results"] if run["example"] == name}
+        ours = runs.get("liger_hw", {"error": ""})
+        if "error" in ours:
+            continue
+        line = [f"`{name}.py`", f"{ours['parameters'] / 1e9:.2f}B", f"{ours['batch']}x{ours['seq']}"]
+        for provider in PROVIDERS:
+            run = runs.get(provider, {"error": "not run"})
+            if "error" in run:
+                line.append("does not run")
+                continue
+            memory = f", {run['peak_bytes'] / 2**30:.1f} GiB" if run["peak_bytes"] else ""
+            line.append(f"{run['tokens_per_second']:,.0f}{memory}")
+        plain = runs.get("plain", {})
+        line.append(f"{ours['tokens_per_second'] / plain['tokens_per_second']:.2f}x" if "losses" in plain else "")
+        rows.append(line)
+    device, versions = found["device"], found["versions"]
+    with_versions = ", ".join(f"{package} {number}" for package, number in versions.items() if number)
+    lead = f"{device['name']} ({device['vendor']} {device['arch']}), {found['date']}. {with_versions}."
+    header = ["example", "parameters", "batch", *(f"{p}: tokens/s, peak memory" for p in PROVIDERS), "over plain"]
+    return f"{lead}\n\n{markdown(header, rows)}"
+
+
+def main(arguments) -> None:
+    if len(arguments) < 2 or arguments[0] not in ("run", "table"):
+        raise SystemExit(__doc__)
+    command, file, *rest = arguments
+    if command == "table":
+        return insert(FOLDER / "README.md", table(json.loads(Path(file).read_text())), "tools/examples.py")
+    names, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
+    unknown = [name for name in names if name not in EXAMPLES]
+    if unknown:
+        raise SystemExit(f"EXAMPLE: got {', '.join(unknown)}, allowed: {', '.join(EXAMPLES)}")
+    measure(Path(file), names, options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
