@@ -14,7 +14,10 @@ MODULES = {
         ),
         ("chunked_loss", "integrations.ops"),
     ),
-    "chunked_loss.fused_linear_distillation": ("chunked_loss.fused_linear_distillation",),
+    **{
+        f"chunked_loss.fused_linear_{name}": (f"chunked_loss.fused_linear_{name}",)
+        for name in ("distillation", "ppo", "preference", "unpaired_preference")
+    },
     "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "integrations.ops"),
     "env_report": ("env_report",),
     "ops": _OPS,
@@ -43,8 +46,8 @@ MODULES = {
     "transformers.model.loss_utils": ("transformers.loss_utils",),
     "transformers.model.output_classes": ("transformers.output_classes",),
     "transformers.monkey_patch": ("transformers.monkey_patch",),
-    "transformers.trainer": (),
-    "transformers.trainer.orpo_trainer": ("integrations.fsdp",),
+    "transformers.trainer": ("integrations.orpo_trainer",),
+    "transformers.trainer.orpo_trainer": ("integrations.fsdp", "integrations.orpo_trainer"),
     "transformers.trainer_integration": ("transformers.monkey_patch",),
     **{
         f"transformers.{name}": _MODULES

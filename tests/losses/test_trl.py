@@ -5,6 +5,7 @@ the method looks at, and a model that returns the log-probabilities it is made o
 """
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -229,3 +230,35 @@ def test_selected_log_probabilities():
     found = liger_hw.selective_log_softmax(logits, tokens, return_entropy=True)
     torch.testing.assert_close(found.log_probs, selective_log_softmax(logits, tokens))
     torch.testing.assert_close(found.entropy, entropy_from_logits(logits))
+
+
+def test_orpo_trainer():
+    """Both trainers' loss, gradients and metrics of the same model on the same pairs, of prompt, answer and padding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from liger_hw.integrations.orpo_trainer import LigerORPOTrainer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, **sizes))
+    batch = {}
+    for name in ("chosen", "rejected"):
+        ids, lengths = torch.randint(0, 31, (3, 7)), torch.tensor([[7], [5], [6]])
+        at = torch.arange(7)
+        batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"] = ids, (at < lengths).long()
+        batch[f"{name}_labels"] = ids.masked_fill((at < 2) | (at >= lengths), -100)
+    found = []
+    for kind in (ORPOTrainer, LigerORPOTrainer):
+        it = trainer(
+            is_encoder_decoder=False, padding_value=0, concatenated_inputs=ORPOTrainer.concatenated_inputs,
+            get_batch_logps=ORPOTrainer.get_batch_logps,
+        )  # fmt: skip
+        it.concatenated_forward = partial(kind.concatenated_forward, it)
+        it.odds_ratio_loss = partial(ORPOTrainer.odds_ratio_loss, it)
+        loss, metrics = kind.get_batch_loss_metrics(it, model, batch)
+        found.append((loss, metrics, torch.autograd.grad(loss, list(model.parameters()))))
+    (expected, their_metrics, their_gradients), (loss, metrics, gradients) = found
+    torch.testing.assert_close(loss, expected)
+    assert metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-5)
+    for ours, theirs in zip(gradients, their_gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
