@@ -1,25 +1,29 @@
 """Compile launches for a GPU that is not here, and read what the compiler made of them.
 
-Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. `compiling_for(device)` makes every
-launch in its body a compilation for that device, with exactly the configuration the launch would use there.
+Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. `launches_on(device)` turns every
+launch in its body into a description of what would be compiled there, with exactly the configuration the launch would
+use; `compiled(launch)` compiles one and reads it.
 """
 
 import functools
-import os
+import hashlib
+import importlib
+import json
 import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import torch
 
-from liger_hw import backends, launch
+from liger_hw import assembly, backends, launch
+from liger_hw.assembly import Access
+from liger_hw.backends import amd, nvidia
 from liger_hw.backends.device import Device
 
+DEVICES = nvidia.ARCHS | amd.ARCHS
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
     torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8",
@@ -27,49 +31,112 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What the compiler sees of a launch, as plain data.
+
+    Attributes:
+        module, kernel: where the kernel is.
+        arch: one of DEVICES.
+        signature: parameter -> its Triton type, or "constexpr".
+        constants: parameter -> value, of those.
+        attributes: position -> what is known of that argument: alignment, size.
+        options: of the compiler, num_warps among them.
+        config: the configuration, as `Config.to_json` gives it, with its "source".
+        aligned: whether every row of every tensor begins at a multiple of 16 bytes.
+        matrices: the parameters that are tensors of rows, and not one vector for all of them.
+    """
+
+    module: str
+    kernel: str
+    arch: str
+    signature: dict
+    constants: dict
+    attributes: dict
+    options: dict
+    config: dict
+    aligned: bool
+    matrices: tuple
+
+    @property
+    def what(self) -> tuple:
+        """What makes two launches the same code, apart from the architecture."""
+        return (self.module, self.kernel, *(str(x) for x in (self.signature, self.constants, self.attributes)),
+                str(self.options))  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """A hash of all that the compiled code depends on: the kernel's source with that of all it calls, constants,
+        types, options, target, the version of Triton, and of what reads the result."""
+        text = json.dumps([self.what, self.arch, _source(self.module, self.kernel), *reader()])
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _source(module: str, kernel: str) -> str:
+    return getattr(importlib.import_module(module), kernel).cache_key
+
+
+@functools.cache
+def reader() -> tuple[str, str]:
+    """The version of Triton, and a hash of the code that compiles and reads."""
+    import triton
+
+    own = b"".join(Path(file).read_bytes() for file in (__file__, assembly.__file__))
+    return triton.__version__, hashlib.sha256(own).hexdigest()
+
+
+@dataclass(frozen=True)
 class Resources:
     """What one compiled kernel takes.
 
     Attributes:
-        kernel, arch: its name and the architecture.
-        num_warps, shared: warps and bytes of shared memory a program.
         registers: registers a lane (AMD: vector registers, accumulation registers included).
         spills: bytes (NVIDIA) or registers (AMD) a lane that did not fit and went to memory.
-        loads, stores: global accesses by bytes a lane, as {width: count}.
-        forbidden: what no kernel here may contain: atomics, compare-and-swap loops, fp64 arithmetic, calls.
+        scratch: bytes of memory a lane that the compiler set aside.
+        shared: bytes of shared memory a program.
+        waves: waves that a scheduler keeps by the compiler's own account; None where it says nothing (NVIDIA).
+        accesses: every load and store of the source, see `assembly.Access`.
+        atomics, loops, calls, doubles: atomic operations, compare-and-swap loops, calls that were not inlined, and
+            fp64 arithmetic, in instructions.
+        library: functions of the vendor's library that the source names.
     """
 
-    kernel: str
-    arch: str
-    num_warps: int
-    shared: int
     registers: int
     spills: int
-    loads: dict = field(default_factory=dict)
-    stores: dict = field(default_factory=dict)
-    forbidden: tuple = ()
+    scratch: int
+    shared: int
+    waves: int | None = None
+    accesses: tuple = ()
+    atomics: int = 0
+    loops: int = 0
+    calls: int = 0
+    doubles: int = 0
+    library: list = field(default_factory=list)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict) -> "Resources":
+        return cls(**(found | {"accesses": tuple(Access(**access) for access in found["accesses"])}))
 
 
 @contextmanager
-def compiling_for(device: Device):
-    """Within, launches of CPU tensors compile for `device` instead of running; yields the list of their `Resources`.
+def launches_on(device: Device):
+    """Within, launches of tensors on the CPU or on "meta" are recorded for `device` and not run; yields their list, in
+    which those that differ in nothing the compiler sees are equal in `what`.
 
     Outputs hold garbage, so values computed from them mean nothing.
     """
-    found, seen = [], {}
+    found = []
 
-    def compile_only(kernel, grid, config, *args):
-        if 0 in grid:
-            return
-        signature, constants, attributes = _specialise(kernel, config, args, device)
-        key = (kernel, str(signature), str(constants), str(attributes), str(config.options(device)))
-        if key not in seen:
-            seen[key] = _compile(kernel, signature, constants, attributes, config, device)
-            found.append(seen[key])
+    def record(kernel, grid, config, *args):
+        if 0 not in grid:
+            found.append(_describe(kernel, config, args, device))
 
     users = _modules_that_launch()
     with mock.patch.multiple(backends, interpreting=lambda: True, device_of=lambda tensor: device):
-        with _patched(users, "launch", compile_only), _patched(users, "device_of", lambda tensor: device):
+        with _patched(users, "launch", record), _patched(users, "device_of", lambda tensor: device):
             with backends.use_backend(f"{device.vendor}:{device.arch}"):
                 yield found
 
@@ -94,7 +161,7 @@ def _patched(modules, name, replacement):
             setattr(module, name, value)
 
 
-def _specialise(kernel, config, args, device):
+def _describe(kernel, config, args, device) -> Launch:
     """Types, constants and the facts about alignment that Triton would find in these arguments."""
     values = [*args, *config.meta.values()]
     signature, constants, attributes = {}, {}, {}
@@ -103,9 +170,9 @@ def _specialise(kernel, config, args, device):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif torch.is_tensor(value):
             signature[parameter.name] = _TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]] if value.data_ptr() % 16 == 0 else []
+            attributes[i] = [["tt.divisibility", 16]] if value.data_ptr() % 16 == 0 else []
             if device.vendor == "amd" and value.numel() * value.element_size() < 2**31:
-                attributes[(i,)] += [["tt.pointer_range", 32]]
+                attributes[i] += [["tt.pointer_range", 32]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
@@ -114,74 +181,97 @@ def _specialise(kernel, config, args, device):
                 if value == 1:
                     signature[parameter.name], constants[parameter.name] = "constexpr", 1
                 elif value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
+                    attributes[i] = [["tt.divisibility", 16]]
+    matrices = tuple(p.name for p, value in zip(kernel.params, args) if torch.is_tensor(value) and value.ndim > 1)
+    return Launch(
+        kernel.fn.__module__, kernel.fn.__name__, device.arch, signature, constants, attributes,
+        config.options(device), config.to_json() | {"source": config.source}, _aligned(args, constants), matrices,
+    )  # fmt: skip
 
 
-def _compile(kernel, signature, constants, attributes, config, device) -> Resources:
-    import triton
+def _aligned(args, constants) -> bool:
+    """Whether every row begins at a multiple of 16 bytes; of a rotary embedding, every half of one."""
+    for x in args:
+        if torch.is_tensor(x) and x.is_floating_point() and x.ndim > 1:
+            steps = [x.shape[-1], *(stride for stride in x.stride()[:-1])]
+            if "rotary_dim" in constants:
+                steps.append(constants["rotary_dim"] // 2)
+            if x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps):
+                return False
+    return True
+
+
+def compiled(job: Launch) -> Resources:
+    """Compile what `job` describes, through Triton's own stages and past its cache on disk, and read the result.
+
+    Raises:
+        Exception: whatever the compiler raises; it knows many ways.
+    """
+    from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
 
+    device = DEVICES[job.arch]
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
     if device.vendor == "nvidia":
-        target = GPUTarget("cuda", int(device.arch.removeprefix("sm")), 32)
+        target = GPUTarget("cuda", int(job.arch.removeprefix("sm")), 32)
     else:
-        target = GPUTarget("hip", device.arch, device.warp_size)
-    source = ASTSource(kernel, signature, constants, attributes)
-    built = triton.compile(source, target=target, options=config.options(device))
+        target = GPUTarget("hip", job.arch, device.warp_size)
+    attributes = {(i,): facts for i, facts in job.attributes.items()}
+    source = ASTSource(kernel, job.signature, job.constants, attributes)
+    backend = make_backend(target)
+    options = backend.parse_options(dict(job.options))
+    stages, metadata, text = {}, {"target": target, **options.__dict__}, {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name in ("ttir", "ptx", "cubin", "amdgcn"):
+            text[name] = module if isinstance(module, bytes) else str(module)
+        if name == "amdgcn":  # what is left only assembles it
+            break
     read = _read_nvidia if device.vendor == "nvidia" else _read_amd
-    return Resources(kernel.__name__, device.arch, config.num_warps, built.metadata.shared, **read(built))
+    library = assembly.library_calls(text["ttir"])
+    return Resources(shared=metadata["shared"], library=library, **read(text, assembly.accesses_of(text["ttir"])))
 
 
-def _read_nvidia(built) -> dict:
-    ptx = built.asm["ptx"]
-    widths = Counter()
-    for match in re.finditer(r"\b(ld|st)\.global(?:\.[\w:]+)*?(?:\.(v[248]))?\.([bfus]\d+)\b", ptx):
-        lanes = int(match.group(2)[1:]) if match.group(2) else 1
-        widths[match.group(1), lanes * int(match.group(3)[1:]) // 8] += 1
-    found = re.findall(r"\b(atom|red)\.global|\b(call)\b|\.(f64)\b", ptx)
-    usage = _cuobjdump(built.asm["cubin"])
+_DOUBLES = re.compile(r"^\s*(?:@!?%p\d+ )?(?:add|sub|mul|div|fma|cvt|setp|sqrt|rcp|neg|abs|min|max)\.\S*f64\b", re.M)
+
+
+def _read_nvidia(text, accesses) -> dict:
+    ptx = text["ptx"]
+    registers, stack = assembly.cubin_usage(text["cubin"])
     return {
-        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
-        "spills": int(re.search(r"LOCAL:(\d+)", usage).group(1)) + int(re.search(r"STACK:(\d+)", usage).group(1)),
-        "loads": {width: n for (kind, width), n in widths.items() if kind == "ld"},
-        "stores": {width: n for (kind, width), n in widths.items() if kind == "st"},
-        "forbidden": tuple(sorted({word for match in found for word in match if word})),
-    }
+        "registers": registers,
+        "spills": stack,  # no kernel here has an array that the compiler would put there
+        "scratch": stack,
+        "accesses": tuple(assembly.with_widths(accesses, ptx, assembly.ptx_access)),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.global", ptx)),
+        "loops": len(re.findall(r"\batom\.\S*cas\b", ptx)),
+        "calls": len(re.findall(r"^\s*call\b", ptx, re.M)),
+        "doubles": len(_DOUBLES.findall(ptx)),
+    }  # fmt: skip
 
 
-@functools.cache
-def _cuobjdump(cubin: bytes) -> str:
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = os.path.join(folder, "kernel.cubin")
-        with open(file, "wb") as out:
-            out.write(cubin)
-        return subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", file], capture_output=True, text=True, check=True
-        ).stdout
-
-
-_AMD_WIDTHS = [
-    (r"dwordx4|b128", 16), (r"dwordx3|b96", 12), (r"dwordx2|b64", 8), (r"dword|b32", 4), (r"short|16", 2), ("", 1),
-]  # fmt: skip
-
-
-def _read_amd(built) -> dict:
-    text = built.asm["amdgcn"]
+def _read_amd(text, accesses) -> dict:
+    code = text["amdgcn"]
 
     def number(name):
-        return int(re.search(rf"^\s*-?\s*\.{name}:\s*(\d+)", text, re.M).group(1))
+        return int(re.search(rf"^\s*-?\s*\.{name}:\s*(\d+)", code, re.M).group(1))
 
-    widths = Counter()
-    for match in re.finditer(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", text, re.M):
-        widths[match.group(1), next(width for pattern, width in _AMD_WIDTHS if re.search(pattern, match.group(2)))] += 1
-    found = re.findall(r"^\s+\w+_(atomic|cmpswap)\w*|^\s+(s_swappc)\w*|^\s+v_(?:add|mul|fma)_(f64)\b", text, re.M)
     return {
         "registers": number("vgpr_count"),
         "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
-        "loads": {width: n for (kind, width), n in widths.items() if kind == "load"},
-        "stores": {width: n for (kind, width), n in widths.items() if kind == "store"},
-        "forbidden": tuple(sorted({word for match in found for word in match if word})),
+        "scratch": number("private_segment_fixed_size"),
+        "waves": int(re.search(r"^;\s*Occupancy:\s*(\d+)", code, re.M).group(1)),
+        "accesses": tuple(assembly.with_widths(accesses, code, assembly.amd_access)),
+        "atomics": len(re.findall(r"^\s+(?:global|buffer|flat)_atomic", code, re.M)),
+        "loops": len(re.findall(r"^\s+\w+_atomic_cmpswap", code, re.M)),
+        "calls": len(re.findall(r"^\s+s_swappc", code, re.M)),
+        "doubles": len(re.findall(r"^\s+v_\w+_f64\w*\b", code, re.M)),
     }

@@ -1,61 +1,39 @@
-"""Every kernel of every op builds and fits, for every architecture, without a GPU.
+"""Every kernel of every op builds, fits and reads its rows in whole vectors, for every architecture, without a GPU.
 
-The configurations are exactly those a launch on that architecture would use; shapes are real widths, aligned and not.
+The configurations are exactly those a launch on that architecture would use. Here: the wide and odd shapes, in bf16.
+`liger-hw matrix --compile` holds every shape and dtype to the same gates.
 """
 
 import os
 
 import pytest
-import torch
 
-from liger_hw.backends import amd, nvidia
-from liger_hw.crosscompile import compiling_for
 from liger_hw.dispatch import OPS
-from liger_hw.samples import REAL
+from liger_hw.matrix import compiled
+from liger_hw.occupancy import LIMITS, waves_by_registers
+from liger_hw.samples import REAL, SAMPLES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-TARGETS = [
-    "sm80",
-    "sm86",
-    "sm89",
-    "sm90",
-    "sm100",
-    "sm120",
-    "gfx90a",
-    "gfx942",
-    "gfx950",
-    "gfx1100",
-    "gfx1151",
-    "gfx1201",
-]
-DEVICES = nvidia.ARCHS | amd.ARCHS
 
-
-def resources(op, device):
-    """What each launch of the op's real shapes, forward and backward, takes on `device`."""
-    with compiling_for(device) as found:
-        for inputs, options in REAL[op](torch.bfloat16):
-            outputs = OPS[op](*inputs, **options)
-            outputs = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(out)]
-            torch.autograd.backward(
-                [out for out in outputs if out.requires_grad], [torch.ones_like(o) for o in outputs if o.requires_grad]
-            )
-    return found
+@pytest.fixture(scope="module")
+def cache():
+    return compiled.Cache()
 
 
 def test_every_op_has_real_shapes():
-    assert set(REAL) == set(OPS)
+    assert set(REAL) == set(SAMPLES) == set(OPS)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("arch", compiled.ARCHS)
 @pytest.mark.parametrize("op", sorted(REAL))
-def test_builds_and_fits(op, target):
-    device = DEVICES[target]
-    found = resources(op, device)
-    assert found, "nothing was launched"
-    for kernel in found:
-        assert kernel.num_warps <= device.max_warps, kernel
-        assert kernel.shared <= device.shared_memory, kernel
-        assert kernel.spills == 0, kernel
-        assert not kernel.forbidden, kernel
+def test_passes_every_gate(op, arch, cache):
+    found = compiled.uses(arch, [op], ["bf16"], [compiled.WIDE])
+    assert {use.backward for use in found} == {False, True}
+    for use in found:
+        key = use.launch.key
+        if key not in cache.known:
+            cache.add(key, compiled.attempt(use.launch))
+        result = cache.known[key]
+        assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
+        assert result.waves in (None, waves_by_registers(LIMITS[arch], result.registers)), "not what LLVM counts"

@@ -1,0 +1,201 @@
+"""What a compiled Triton kernel does to memory, read from the text of its intermediate code and of its assembly.
+
+Every load and store in a kernel's source has a place, "rms_norm.py:214:9", which the compilers carry along. Its tile is
+read from Triton's own IR, its instructions from PTX or AMD's assembly.
+"""
+
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+
+from liger_hw.tuning import power_of_2
+
+
+@dataclass(frozen=True)
+class Access:
+    """One `tl.load` or `tl.store` of a kernel's source, all its instances in the compiled code together.
+
+    Attributes:
+        at: "cross_entropy/kernels.py:212:30".
+        kind: "load" or "store".
+        pointer: the kernel's parameter that it goes through; "?" if the compiler no longer tells.
+        elements: of its tile, 1 for a scalar.
+        row: of those, how many are contiguous at most: the tile's last dimension.
+        itemsize: bytes of an element.
+        loop: whether it is inside of a loop.
+        widths: bytes a lane -> instructions.
+    """
+
+    at: str
+    kind: str
+    pointer: str
+    elements: int
+    row: int
+    itemsize: int
+    loop: bool
+    widths: dict = field(default_factory=dict)
+
+    @property
+    def widest(self) -> int:
+        """Bytes a lane of its widest instruction, 0 if none was found. (A kernel may hold a second copy of an access,
+        masked, for the end of its rows.)"""
+        return max((int(width) for width in self.widths), default=0)
+
+
+def width_wanted(access: Access, warp_size: int) -> int:
+    """Bytes a lane that an access of this tile can have: 16, or what fills a warp where the tile is small."""
+    lane = access.elements * access.itemsize // warp_size
+    return max(min(16, power_of_2(lane + 1) // 2, access.row * access.itemsize), access.itemsize)
+
+
+_BITS = {"i1": 8, "i8": 8, "f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i64": 64, "f64": 64, "i16": 16}
+_ACCESS = re.compile(r"tt\.(load|store) (%\w+).* : (?:tensor<([\dx]+)x!tt\.ptr<(\w+)>>|!tt\.ptr<(\w+)>) loc\((.*)\)$")
+_POINTER = re.compile(r"(%\w+) = tt\.(?:addptr|splat|broadcast|expand_dims|bitcast|reshape) (%\w+)")
+_PARAMETER = re.compile(r"(%\w+): !tt\.ptr<\w+>[^%]*? loc\(\"(\w+)\"")
+_ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.M)
+_PLACE = re.compile(r'"([^"]*\.py)":(\d+):(\d+)')
+
+
+def accesses_of(ttir: str) -> list[Access]:
+    """Every load and store in Triton's IR, without instructions; those of one place are one."""
+    aliases = dict(_ALIAS.findall(ttir))
+    parameters, made_of = dict(_PARAMETER.findall(ttir)), dict(_POINTER.findall(ttir))
+    found, nested = {}, []
+    for line in ttir.splitlines():
+        line = line.strip()
+        if line.startswith("}") and nested:
+            nested.pop()
+        if line.endswith("{"):
+            nested.append(" scf.for " in f" {line}" or " scf.while " in f" {line}" or line.startswith("} do"))
+        match = _ACCESS.search(line)
+        if match is None:
+            continue
+        kind, pointer, shape, tile_type, scalar_type, location = match.groups()
+        sizes = [int(size) for size in shape.split("x")] if shape else [1]
+        elements = 1
+        for size in sizes:
+            elements *= size
+        while pointer in made_of:
+            pointer = made_of[pointer]
+        at = _innermost(location, aliases)
+        bits = _BITS[tile_type or scalar_type]
+        before = found.get((at, kind))
+        if before is None or before.elements < elements:
+            found[at, kind] = Access(
+                at, kind, parameters.get(pointer, "?"), elements, sizes[-1], bits // 8, any(nested), {}
+            )
+    return list(found.values())
+
+
+def _innermost(location: str, aliases: dict) -> str:
+    """The place in a file that a location means: of a call the callee's, of a name that of what is named."""
+    while True:
+        place = _PLACE.search(location)
+        alias = re.search(r"#loc\d*", location)
+        if place and (alias is None or place.start() < alias.start()):
+            return f"{_short(place.group(1))}:{place.group(2)}:{place.group(3)}"
+        if alias is None:
+            return "?"
+        location = aliases[alias.group(0)]
+
+
+def _short(path: str) -> str:
+    """A file's name, with its folder where the folder is a package of kernels: two are called kernels.py."""
+    *folders, name = path.split("/")
+    return f"{folders[-1]}/{name}" if folders and folders[-1] not in ("kernels", "language") else name
+
+
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', re.M)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
+
+
+def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Access]:
+    """`accesses` with the instructions that carry them out; `instruction(line)` is (kind, bytes a lane) or None.
+
+    Instructions whose place the compiler lost are added as accesses of one element at "?".
+    """
+    files = {number: _short(f"{folder}/{name}" if name else folder) for number, folder, name in _FILE.findall(assembly)}
+    widths, at, inline = {}, "?", None
+    for line in assembly.splitlines():
+        if "inline asm" in line:  # its lines are numbered on from the place's own
+            inline = 0 if "begin" in line else None
+        location = _LOC.match(line)
+        if location and not inline:
+            inline = None if inline is None else 1
+            number, row, column = location.groups()
+            at = f"{files.get(number)}:{row}:{column}" if row != "0" else "?"
+            continue
+        moved = instruction(line)
+        if moved:
+            widths.setdefault((at, moved[0]), Counter())[moved[1]] += 1
+    known = [
+        Access(**(vars(access) | {"widths": dict(widths.pop((access.at, access.kind), {}))})) for access in accesses
+    ]
+    lost = [Access("?", kind, "?", 1, 1, 1, False, dict(count)) for (_, kind), count in widths.items()]
+    return known + lost
+
+
+_PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (0x[0-9a-fA-F]+|\d+)")
+_PTX = re.compile(r"\b(ld|st)\.global(?:\.[\w:]+)*?(?:\.(v[248]))?\.([bfus]\d+)\b")
+_AMD = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)")
+_AMD_WIDTHS = [
+    (re.compile(pattern), width)
+    for pattern, width in [
+        (r"dwordx4|b128", 16), (r"dwordx3|b96", 12), (r"dwordx2|b64", 8), (r"dword|b32", 4), (r"short|16", 2), ("", 1),
+    ]
+]  # fmt: skip
+
+
+def ptx_access(line: str) -> tuple[str, int] | None:
+    """What one line of PTX moves from or to global memory: its kind, and bytes a lane."""
+    if ".global" not in line:
+        return None
+    copy = _PTX_COPY.search(line)
+    if copy:
+        return "load", int(copy.group(1), 0)
+    match = _PTX.search(line)
+    if match is None:
+        return None
+    lanes = int(match.group(2)[1:]) if match.group(2) else 1
+    return {"ld": "load", "st": "store"}[match.group(1)], lanes * int(match.group(3)[1:]) // 8
+
+
+def amd_access(line: str) -> tuple[str, int] | None:
+    """What one line of AMD's assembly moves from or to global memory: its kind, and bytes a lane."""
+    match = _AMD.match(line)
+    if match is None:
+        return None
+    return match.group(1), next(width for pattern, width in _AMD_WIDTHS if pattern.search(match.group(2)))
+
+
+def library_calls(ttir: str) -> list[str]:
+    """Functions of the vendor's library that the source asks for by name."""
+    return sorted(set(re.findall(r'tt\.extern_elementwise.*?symbol = "(\w+)"', ttir)))
+
+
+_REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
+
+
+def cubin_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a lane, and bytes of stack a lane, of the one kernel in a cubin: what `cuobjdump -res-usage` prints.
+
+    Both stand in the section .nv.info, as (format, attribute, size) and, for these two, (symbol, value).
+    """
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    header = [struct.unpack_from("<IIQQQQ", cubin, sections + i * entry) for i in range(count)]
+    found = {}
+    for name, _, _, _, offset, size in header:
+        start = header[names][4] + name
+        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
+            continue
+        at = offset
+        while at < offset + size:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if form == 4:  # a value of `value` bytes follows; otherwise it stands in the header
+                if attribute in (_REGISTERS, _FRAME):
+                    found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<II", cubin, at)[1])
+                at += value
+    return found[_REGISTERS], found.get(_FRAME, 0)

@@ -1,0 +1,366 @@
+"""Every kernel, compiled for every architecture with the configuration a launch there would choose, and judged.
+
+`run` is `liger-hw matrix --compile`. What is compiled: each op's forward and backward, in fp32, bf16 and fp16, at
+- the shapes of real models (`shapes.cases`) and the wide and odd ones of `samples.REAL`,
+- every shape class of `samples.SAMPLES`: of samples that launch the same kernel with the same tensors, dtypes and
+  flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no other class.
+Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
+not, the same whole vectors) are the same code but for a constant, and compiled once.
+
+A result is kept in the user's cache under a hash of all it depends on, as soon as it is there.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from liger_hw import crosscompile, shapes, tuning
+from liger_hw.assembly import width_wanted
+from liger_hw.crosscompile import DEVICES, Launch, Resources
+from liger_hw.dispatch import OPS
+from liger_hw.occupancy import occupancy
+
+ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101",
+         "gfx1102", "gfx1150", "gfx1151", "gfx1200", "gfx1201")  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL, WIDE, SAMPLE = "model", "wide", "sample"
+
+# Rows of an odd width begin anywhere, and these kernels read them as they come: no model's hidden size is odd, as a
+# vocabulary's is. Every other kernel is held to 16 bytes there too.
+NARROW_IF_UNALIGNED = {
+    "rms_norm_forward", "rms_norm_backward", "rms_norm_wide_sums", "rms_norm_wide_backward", "layer_norm_forward",
+    "layer_norm_backward", "layer_norm_wide_sums", "layer_norm_wide_backward", "sum_partials", "rope_rotate",
+}  # fmt: skip
+
+
+@dataclass
+class Use:
+    """A launch, and what launches it.
+
+    Attributes:
+        op, dtype, shapes: of the cases that do.
+        backward: whether their backward does.
+        origin: "model", "wide" or "sample": the first list that has such a case.
+    """
+
+    launch: Launch
+    op: str
+    dtype: str
+    backward: bool
+    origin: str
+    shapes: list = field(default_factory=list)
+
+
+# What is compiled -----------------------------------------------------------------------------------------------------
+
+
+def uses(
+    arch: str, ops: Iterable[str] = (), dtypes: Iterable[str] = DTYPES, origins=(MODEL, WIDE, SAMPLE)
+) -> list[Use]:
+    """What the ops launch on `arch`, one for each class of shapes."""
+    found, sampled = {}, set()
+    for origin in origins:
+        for dtype in dtypes:
+            for op, label, inputs, options in _cases(origin, ops or OPS, DTYPES[dtype]):
+                for launch, backward in _launches(DEVICES[arch], op, inputs, options):
+                    key = op, backward, *_class(launch)
+                    coarse = op, backward, *_coarse_class(launch)
+                    if key not in found:
+                        if origin == SAMPLE and coarse in sampled:
+                            continue
+                        found[key] = Use(launch, op, dtype, backward, origin)
+                    sampled.add(coarse)
+                    if label not in found[key].shapes:
+                        found[key].shapes.append(label)
+    return list(found.values())
+
+
+def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
+    from liger_hw import samples
+
+    if origin == MODEL:
+        for case in shapes.cases(ops):
+            yield case.op, case.label, case.make("meta", dtype), case.options
+        return
+    for op in ops:
+        made = samples.REAL[op](dtype) if origin == WIDE else samples.SAMPLES[op](dtype, "meta")
+        for inputs, options in made:
+            yield op, _label(inputs, options), inputs, options
+
+
+def _label(inputs, options) -> str:
+    sizes = "x".join(map(str, inputs[0].shape))
+    named = ", ".join(f"{k}={'...' if torch.is_tensor(v) else v}" for k, v in options.items())
+    return f"{sizes} {named}".strip()
+
+
+def _launches(device, op, inputs, options) -> list[tuple[Launch, bool]]:
+    with crosscompile.launches_on(device) as found:
+        outputs = OPS[op](*inputs, **options)
+        forward = len(found)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = [y for y in outputs if y is not None and y.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    return [(launch, i >= forward) for i, launch in enumerate(found)]
+
+
+def _class(launch: Launch) -> tuple:
+    """What two launches share whose code differs in nothing but the number that is the width of a row."""
+    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
+    rest = {name: value for name, value in launch.constants.items() if name != "cols"}
+    of_width = () if None in (cols, block) else (cols <= block, cols % block == 0, math.gcd(cols, 16))
+    return launch.what[:3], str(rest), *launch.what[4:], of_width
+
+
+def _coarse_class(launch: Launch) -> tuple:
+    """What two launches share that differ in sizes alone."""
+    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
+    flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
+    of_width = () if None in (cols, block) else (cols <= block,)
+    return launch.what[:3], str(flags), launch.aligned, of_width
+
+
+# How it is judged -----------------------------------------------------------------------------------------------------
+
+GATES = ("builds", "fits", "spills", "widths", "atomics", "fp64", "calls")
+
+
+def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
+    """The gates that a compiled launch misses, with what came and what is allowed; none is good.
+
+    Args:
+        found: what `crosscompile.compiled` returned, or the message of what it raised.
+    """
+    if isinstance(found, str):
+        return {"builds": found}
+    device, warps, missed = DEVICES[launch.arch], launch.options["num_warps"], {}
+    if warps > device.max_warps:
+        missed["fits"] = f"{warps} warps, allowed {device.max_warps}"
+    if found.shared > device.shared_memory:
+        missed["fits"] = f"{found.shared} bytes of shared memory, allowed {device.shared_memory}"
+    if found.spills or found.scratch:
+        missed["spills"] = f"{found.spills} spilled, {found.scratch} bytes of scratch a lane, allowed 0"
+    narrow = [f"{access.kind} of {access.pointer} at {access.at}: {access.widest} bytes, allowed {wanted}"
+              for access, wanted in wanted_widths(launch, found) if access.widest < wanted]  # fmt: skip
+    if narrow:
+        missed["widths"] = "; ".join(narrow)
+    if found.atomics or found.loops:
+        missed["atomics"] = f"{found.atomics} atomics, {found.loops} compare-and-swap loops, allowed 0"
+    if found.doubles:
+        missed["fp64"] = f"{found.doubles} instructions, allowed 0"
+    if found.calls or found.library:
+        missed["calls"] = f"{found.calls} calls, {', '.join(found.library) or 'no'} library functions, allowed 0"
+    return missed
+
+
+def wanted_widths(launch: Launch, found: Resources) -> Iterator[tuple]:
+    """The accesses that must be wide, with the bytes a lane that each must reach: those of the kernel's largest tiles.
+
+    Where rows are not aligned: of matrices only, as a vector for all rows (class weights) is then read out of step, and
+    from the cache.
+    """
+    if not launch.aligned and launch.kernel in NARROW_IF_UNALIGNED:
+        return
+    largest = max((access.elements for access in found.accesses), default=1)
+    for access in found.accesses:
+        if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
+            yield access, width_wanted(access, DEVICES[launch.arch].warp_size)
+
+
+def record(use: Use, found: Resources | str) -> dict:
+    """All there is to know of a compiled launch, for JSON."""
+    launch, missed = use.launch, judge(use.launch, found)
+    device = DEVICES[launch.arch]
+    row = {
+        "op": use.op, "kernel": launch.kernel, "pass": "backward" if use.backward else "forward",
+        "backend": f"{device.vendor}:{launch.arch}", "arch": launch.arch, "dtype": use.dtype, "origin": use.origin,
+        "shapes": use.shapes, "aligned": launch.aligned, "config": launch.config,
+        "constants": {name: value for name, value in launch.constants.items() if value is not None},
+        "gates": {gate: gate not in missed for gate in GATES}, "missed": missed, "passed": not missed,
+    }  # fmt: skip
+    if isinstance(found, str):
+        return row
+    warps = launch.options["num_warps"]
+    full = occupancy(device, found.registers, found.shared, warps) if warps <= device.max_warps else None
+    resources = found.to_json()
+    accesses = [access | {"widths": {str(width): n for width, n in access["widths"].items()}}
+                for access in resources.pop("accesses")]  # fmt: skip
+    return row | resources | {"occupancy": full and vars(full), "accesses": accesses}
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Results by `Launch.key`, one to a line of a file: what is written is kept, whatever ends the process."""
+
+    def __init__(self, folder: Path | None = None):
+        folder = folder or tuning.cache_folder()
+        triton, reader = crosscompile.reader()
+        self.file = folder / f"compiled-{triton}-{reader[:8]}.jsonl"
+        self.known = {}
+        for stale in folder.glob(f"compiled-{triton}-*.jsonl"):
+            if stale != self.file:
+                stale.unlink(missing_ok=True)
+        try:
+            lines = self.file.read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            try:
+                key, result = json.loads(line)
+                self.known[key] = result if isinstance(result, str) else Resources.from_json(result)
+            except (TypeError, ValueError):  # the line that was being written when a process was killed
+                continue
+
+    def add(self, key: str, result: Resources | str) -> None:
+        self.known[key] = result
+        line = json.dumps([key, result if isinstance(result, str) else result.to_json()]) + "\n"
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.file, "ab", buffering=0) as out:
+                out.write(line.encode())
+        except OSError as error:
+            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
+
+    def keep(self, keys: set) -> None:
+        """Forget all but these, if that is most of the file."""
+        if len(self.known) < 2 * len(keys):
+            return
+        part = self.file.with_suffix(f".{os.getpid()}.part")
+        kept = ((key, result) for key, result in self.known.items() if key in keys)
+        try:
+            part.write_text("".join(
+                json.dumps([key, result if isinstance(result, str) else result.to_json()]) + "\n"
+                for key, result in kept
+            ))  # fmt: skip
+            part.replace(self.file)
+        except OSError as error:
+            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
+
+
+def attempt(launch: Launch) -> Resources | str:
+    """What compiling `launch` gives: its resources, or the message of the error."""
+    try:
+        return crosscompile.compiled(launch)
+    except Exception as error:  # compilers fail in many ways; each is a result
+        return f"{type(error).__name__}: {error}"[-2000:]
+
+
+# All of it ------------------------------------------------------------------------------------------------------------
+
+
+def _attempt_all(batch: list[tuple[str, Launch]]) -> list[tuple[str, Resources | str]]:
+    return [(key, attempt(launch)) for key, launch in batch]
+
+
+def _uses_on(arch: str, ops: list, dtypes: list) -> list[Use]:
+    torch.set_num_threads(1)
+    return uses(arch, ops, dtypes)
+
+
+def compile_all(found: list[Use], pool, cache: Cache, note: Callable[[int, int], None]) -> dict:
+    """Compile what the cache does not have, and keep every result as it comes: key -> result."""
+    keys = {use.launch.key: use.launch for use in found}
+    todo = [(key, launch) for key, launch in keys.items() if key not in cache.known]
+    note(len(keys) - len(todo), len(keys))
+    size = 8  # about 2 s of work
+    pending = {pool.submit(_attempt_all, todo[i : i + size]) for i in range(0, len(todo), size)}
+    while pending:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            for key, result in future.result():
+                cache.add(key, result)
+                note(1, 0)
+    return {key: cache.known[key] for key in keys}
+
+
+def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
+    """`liger-hw matrix --compile`: compile, judge, print the table, and write compiled.json (evidence: what passed),
+    kernels.json (every `record`) and compiled.html.
+
+    Args:
+        archs: of ARCHS, "sm_90" or "sm90"; none means all.
+        ops: of `dispatch.OPS`; none means all.
+        jobs: processes; None means one for each core.
+        report: the folder to write to.
+
+    Returns:
+        0 if every gate was passed, else 1; 130 if interrupted: what was compiled is kept for the next time.
+
+    Raises:
+        ValueError: an architecture or an op is unknown, or a package is not installed.
+    """
+    from liger_hw.cli import common
+    from liger_hw.matrix import evidence, resources
+
+    common.require("rich", "triton")
+    archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
+    ops = [_known("--ops", op, OPS) for op in ops]
+    jobs = jobs or len(os.sched_getaffinity(0))
+    cache, found = Cache(), []
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, common.progress() as progress:
+        try:
+            task = progress.add_task("what launches", total=len(archs), note="")
+            for of_arch in [pool.submit(_uses_on, arch, ops, list(DTYPES)) for arch in archs]:
+                found += of_arch.result()
+                progress.update(task, advance=1)
+            task = progress.add_task("compiling", total=0, note="")
+            total = 0
+
+            def note(done, more):
+                nonlocal total
+                total += more
+                progress.update(task, advance=done, total=total)
+
+            results = compile_all(found, pool, cache, note)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if not ops and len(archs) == len(ARCHS):
+        cache.keep(set(results))
+    rows = [record(use, results[use.launch.key]) for use in found]
+    run_id, facts = evidence.about(evidence.COMPILED)
+    files = (
+        evidence.write(report / "compiled.json", {run_id: facts}, cells(rows, run_id)),
+        _write_lines(rows, report / "kernels.json"),
+        resources.write(rows, facts, report / "compiled.html"),
+    )
+    print(*files, sep=", ", end="\n\n")
+    print(resources.show(rows))
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def _write_lines(rows: list[dict], file: Path) -> Path:
+    """A JSON list with one record to a line, in one step."""
+    part = file.with_suffix(".part")
+    part.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    return part.replace(file)
+
+
+def _known(option: str, name: str, allowed) -> str:
+    if name not in allowed:
+        raise ValueError(f"{option}: got {name}, allowed: {', '.join(allowed)}")
+    return name
+
+
+def cells(rows: list[dict], run_id: str) -> list:
+    """The counts that `liger-hw matrix` shows, of each op, architecture and dtype."""
+    from liger_hw.matrix import evidence
+
+    counts = {}
+    for row in rows:
+        passed, failed, failures = counts.setdefault((row["op"], row["backend"], row["dtype"]), [0, 0, []])
+        key = (row["op"], row["backend"], row["dtype"])
+        counts[key] = [passed + row["passed"], failed + (not row["passed"]), failures]
+        for gate, message in row["missed"].items():
+            if len(failures) < evidence.FAILURES:
+                failures.append(f"{row['kernel']} at {row['shapes'][0]}: {gate}: {message}"[:300])
+    return [evidence.Cell(*key[:2], key[2], evidence.COMPILED, *count, run_id) for key, count in counts.items()]

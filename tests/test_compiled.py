@@ -1,0 +1,258 @@
+"""What reads, judges and keeps the results of compilation, on code that is known by heart."""
+
+import dataclasses
+import json
+import struct
+
+import pytest
+
+from liger_hw import assembly, crosscompile, occupancy
+from liger_hw.assembly import Access
+from liger_hw.crosscompile import DEVICES, Launch, Resources
+from liger_hw.matrix import compiled, resources
+
+GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, True, {16: 2}),))
+
+
+def launched(arch="sm90", kernel="cross_entropy_forward", aligned=True, **options):
+    config = {"meta": {"COLS": 4096}, "num_warps": 8, "num_stages": 1, "programs": 1, "source": "heuristic"}
+    return Launch("m", kernel, arch, {}, {}, {}, {"num_warps": 8} | options, config, aligned, ("X",))
+
+
+def changed(**facts):
+    return dataclasses.replace(GOOD, **facts)
+
+
+def narrow(pointer="X", width=2, elements=4096):
+    return changed(
+        accesses=(*GOOD.accesses, Access("k.py:2:1", "store", pointer, elements, elements, 2, True, {width: 16}))
+    )
+
+
+def test_good_code_misses_no_gate():
+    assert compiled.judge(launched(), GOOD) == {}
+
+
+@pytest.mark.parametrize(("gate", "found"), [
+    ("builds", "CompilationError: no"),
+    ("fits", changed(shared=300_000)),
+    ("spills", changed(spills=4)),
+    ("spills", changed(scratch=16)),
+    ("widths", narrow()),
+    ("widths", narrow(width=8)),
+    ("atomics", changed(atomics=1)),
+    ("atomics", changed(loops=1)),
+    ("fp64", changed(doubles=2)),
+    ("calls", changed(calls=1)),
+    ("calls", changed(library=["__nv_tanhf"])),
+])  # fmt: skip
+def test_each_gate_stops_what_it_is_for(gate, found):
+    assert list(compiled.judge(launched(), found)) == [gate]
+
+
+def test_too_many_warps_of_64_lanes_do_not_fit():
+    assert "fits" in compiled.judge(launched("gfx942", num_warps=32), GOOD)
+    assert "fits" not in compiled.judge(launched("gfx1100", num_warps=32), GOOD)
+
+
+def test_what_may_be_narrow():
+    assert not compiled.judge(launched(), narrow(elements=16)), "a tile that is not the kernel's largest"
+    assert not compiled.judge(launched(aligned=False), narrow("WEIGHT")), "one vector for all rows, read out of step"
+    assert not compiled.judge(launched(aligned=False, kernel="rms_norm_forward"), narrow()), "a norm of an odd width"
+    assert compiled.judge(launched(aligned=False), narrow()), "the rows of a vocabulary of any size"
+    assert compiled.judge(launched(kernel="rms_norm_forward"), narrow()), "a norm of a model's width"
+
+
+TTIR = """
+#loc = loc("/x/liger_hw/kernels/rms_norm.py":10:1)
+#loc1 = loc("/x/liger_hw/kernels/rms_norm.py":12:9)
+#loc2 = loc("/x/liger_hw/kernels/cross_entropy/kernels.py":40:13)
+#loc3 = loc("x"(#loc2))
+#loc4 = loc(callsite(#loc3 at #loc1))
+module {
+  tt.func public @k(%X: !tt.ptr<bf16> {tt.divisibility = 16 : i32, tt.pointer_range = 32 : i32} loc("X"(#loc)), %Y: !tt.ptr<f32> loc("Y"(#loc)), %n: i32 loc("n"(#loc))) attributes {noinline = false} {
+    %0 = tt.load %Y : !tt.ptr<f32> loc(#loc1)
+    %1 = scf.for %i = %a to %n step %b iter_args(%s = %c) -> (tensor<8x512xf32>)  : i32 {
+      %2 = tt.splat %X : !tt.ptr<bf16> -> tensor<8x512x!tt.ptr<bf16>> loc(#loc1)
+      %3 = tt.addptr %2, %o : tensor<8x512x!tt.ptr<bf16>>, tensor<8x512xi32> loc(#loc1)
+      %4 = tt.load %3, %m, %z : tensor<8x512x!tt.ptr<bf16>> loc(#loc4)
+      %5 = "tt.reduce"(%4) <{axis = 1 : i32}> ({
+      ^bb0(%p: f32 loc(unknown), %q: f32 loc(unknown)):
+        tt.reduce.return %p : f32 loc(#loc1)
+      }) : (tensor<8x512xf32>) -> tensor<8xf32> loc(#loc1)
+      scf.yield %s : tensor<8x512xf32> loc(#loc1)
+    } loc(#loc1)
+    tt.store %3, %1, %m : tensor<8x512x!tt.ptr<bf16>> loc(#loc1)
+    %t = tt.extern_elementwise %1 {libname = "", libpath = "", pure = true, symbol = "__nv_tanhf"} : (tensor<4xf32>) -> tensor<4xf32> loc(#loc1)
+    tt.return loc(#loc1)
+  } loc(#loc)
+} loc(#loc)
+"""  # noqa: E501
+PTX = """
+	.loc	1 12 9                          // rms_norm.py:12:9
+	// begin inline asm
+	.loc	1 12 9                          // rms_norm.py:12:9
+	mov.u32 %r1, 0x0;
+	.loc	1 13 9                          // rms_norm.py:13:9
+	@%p1 ld.global.L1::evict_last.b32 { %r1 }, [ %rd1 + 0 ];
+	// end inline asm
+	.loc	2 40 13, function_name $L__info_string0, inlined_at 1 12 9 // kernels.py:40:13
+	cp.async.cg.shared.global [ %r25 + 0 ], [ %rd11 + 0 ], 0x10, %r28;
+	@%p2 ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd2 + 0 ];
+	.loc	1 12 9
+	st.global.v2.b32 [ %rd3 + 0 ], { %r2, %r3 };
+	.file	1 "/x/liger_hw/kernels/rms_norm.py"
+	.file	2 "/x/liger_hw/kernels/cross_entropy/kernels.py"
+"""
+AMD = """
+	.file	1 "/x/liger_hw/kernels" "rms_norm.py"
+	.file	2 "/x/liger_hw/kernels/cross_entropy" "kernels.py"
+	.loc	1 12 9
+	global_load_dword v1, v0, s[2:3]
+	.loc	2 40 13 is_stmt 0
+	buffer_load_dwordx4 v[4:7], v0, s[8:11], 0 offen
+	buffer_load_b128 v[4:7], v0, s[8:11], 0 offen
+	.loc	1 12 9
+	buffer_store_short v1, v0, s[8:11], 0 offen
+	s_load_dwordx4 s[0:3], s[4:5], 0x0
+	.loc	1 0 5
+	global_store_d16_hi_b16 v0, v1, off
+"""
+
+
+def test_accesses_are_found_with_tile_pointer_loop_and_place():
+    scalar, load, store = assembly.accesses_of(TTIR)
+    assert scalar == Access("rms_norm.py:12:9", "load", "Y", 1, 1, 4, False, {})
+    assert load == Access("cross_entropy/kernels.py:40:13", "load", "X", 4096, 512, 2, True, {})
+    assert store == Access("rms_norm.py:12:9", "store", "X", 4096, 512, 2, False, {})
+    assert assembly.library_calls(TTIR) == ["__nv_tanhf"]
+
+
+@pytest.mark.parametrize(("text", "instruction", "widths"), [
+    (PTX, assembly.ptx_access, [{4: 1}, {16: 2}, {8: 1}]),
+    (AMD, assembly.amd_access, [{4: 1}, {16: 2}, {2: 1}]),
+], ids=["ptx", "amd"])  # fmt: skip
+def test_instructions_are_found_at_their_place(text, instruction, widths):
+    found = assembly.with_widths(assembly.accesses_of(TTIR), text, instruction)
+    assert [access.widths for access in found[:3]] == widths
+    assert [(access.at, access.kind) for access in found[3:]] == ([("?", "store")] if text is AMD else [])
+
+
+def test_a_small_tile_need_not_fill_more_than_a_warp():
+    def wanted(elements, row, itemsize, warp_size):
+        return assembly.width_wanted(Access("", "load", "X", elements, row, itemsize, True), warp_size)
+
+    assert wanted(4096, 4096, 2, 32) == 16
+    assert wanted(256, 256, 2, 32) == 16
+    assert wanted(256, 256, 2, 64) == 8
+    assert wanted(4096, 4, 2, 32) == 8, "four columns"
+    assert wanted(16, 16, 4, 32) == 4
+
+
+def test_the_usage_of_a_cubin():
+    """A section table with .nv.info of one kernel: 40 registers, 16 bytes of stack."""
+    info = (
+        struct.pack("<BBHII", 4, 0x2F, 8, 1, 40)
+        + struct.pack("<BBHII", 4, 0x11, 8, 1, 16)
+        + struct.pack("<BBH", 3, 1, 7)
+    )
+    names = b"\0.shstrtab\0.nv.info\0"
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64 + len(info) + len(names))
+    struct.pack_into("<HHH", header, 0x3A, 64, 3, 1)
+    table = b"".join(
+        struct.pack("<IIQQQQ", name, 0, 0, 0, offset, size).ljust(64, b"\0")
+        for name, offset, size in [(0, 0, 0), (1, 64 + len(info), len(names)), (11, 64, len(info))]
+    )
+    assert assembly.cubin_usage(bytes(header) + info + names + table) == (40, 16)
+
+
+@pytest.mark.parametrize(("arch", "registers", "shared", "warps", "programs", "limit"), [
+    # CUDA's occupancy calculator
+    ("sm90", 64, 0, 8, 4, "registers"),
+    ("sm90", 32, 0, 8, 8, "warps"),
+    ("sm90", 37, 0, 16, 3, "registers"),
+    ("sm90", 32, 100 * 1024, 4, 2, "shared"),
+    ("sm86", 40, 0, 32, 1, "warps"),
+    ("sm86", 40, 0, 16, 3, "warps"),
+    ("sm89", 32, 32 * 1024, 4, 3, "shared"),
+    ("sm86", 16, 0, 1, 16, "programs"),
+    # LLVM's; the table of waves in its documentation
+    ("gfx942", 64, 0, 4, 8, "warps"),
+    ("gfx942", 72, 0, 4, 7, "registers"),
+    ("gfx942", 128, 0, 16, 1, "registers"),
+    ("gfx942", 64, 33 * 1024, 4, 1, "shared"),
+    ("gfx950", 64, 33 * 1024, 4, 4, "shared"),
+    ("gfx1100", 96, 0, 8, 8, "warps"),
+    ("gfx1100", 120, 0, 8, 6, "registers"),
+    ("gfx1102", 96, 0, 8, 5, "registers"),
+])  # fmt: skip
+def test_occupancy(arch, registers, shared, warps, programs, limit):
+    found = occupancy.occupancy(DEVICES[arch], registers, shared, warps)
+    assert (found.programs, found.limit) == (programs, limit)
+    assert 0 < found.share <= 1
+
+
+def test_every_architecture_has_limits():
+    assert set(compiled.ARCHS) <= set(occupancy.LIMITS) and set(compiled.ARCHS) <= set(DEVICES)
+
+
+def test_results_are_kept(tmp_path):
+    cache = compiled.Cache(tmp_path)
+    cache.add("a", GOOD)
+    cache.add("b", "CompilationError: no")
+    again = compiled.Cache(tmp_path)
+    assert again.known["b"] == "CompilationError: no"
+    assert compiled.judge(launched(), again.known["a"]) == {} and again.known["a"].registers == 64
+
+
+def test_a_line_cut_short_costs_that_line(tmp_path):
+    cache = compiled.Cache(tmp_path)
+    cache.add("a", GOOD)
+    cache.file.write_text(cache.file.read_text() + cache.file.read_text()[:40])
+    assert set(compiled.Cache(tmp_path).known) == {"a"}
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    cache = compiled.Cache(tmp_path / "file" / "folder")
+    cache.add("a", GOOD)
+    assert cache.known["a"] is GOOD and "not kept" in caplog.text
+
+
+def test_only_what_is_used_is_kept(tmp_path):
+    cache = compiled.Cache(tmp_path)
+    for key in "abcd":
+        cache.add(key, GOOD)
+    cache.keep({"a", "b", "c"})
+    assert set(compiled.Cache(tmp_path).known) == set("abcd"), "a quarter is not worth it"
+    cache.keep({"a"})
+    assert set(compiled.Cache(tmp_path).known) == {"a"}
+
+
+def test_results_of_other_code_are_forgotten(tmp_path, monkeypatch):
+    compiled.Cache(tmp_path).add("a", GOOD)
+    monkeypatch.setattr(crosscompile, "reader", lambda: ("3.9.0", "another"))
+    assert not compiled.Cache(tmp_path).known
+
+
+def rows():
+    use = compiled.Use(launched(), "cross_entropy", "bf16", False, "model", ["8192x32000"])
+    return [compiled.record(use, GOOD), compiled.record(use, narrow()), compiled.record(use, "CompilationError: </b>")]
+
+
+def test_records_are_plain_data_and_say_what_was_missed():
+    good, bad, broken = json.loads(json.dumps(rows()))
+    assert good["passed"] and not bad["passed"] and not broken["passed"]
+    assert good["backend"] == "nvidia:sm90" and good["occupancy"]["programs"] == 4
+    assert "2 bytes, allowed 16" in bad["missed"]["widths"] and not bad["gates"]["widths"]
+    (cell,) = compiled.cells(rows(), "run")
+    assert (cell.op, cell.backend, cell.passed, cell.failed) == ("cross_entropy", "nvidia:sm90", 1, 2)
+
+
+def test_tables_and_page_show_what_was_missed(tmp_path):
+    about = {"versions": {"triton": "3.9.0"}, "date": "today", "commit": "c", "command": "liger-hw matrix --compile"}
+    assert "2 of 3 FAIL" in resources.show(rows())
+    page = resources.write(rows(), about, tmp_path / "compiled.html").read_text()
+    assert "2 of 3 miss a gate" in page and 'data-op="cross_entropy"' in page and "</b>" not in page
+    assert "http" not in page.replace("http-equiv", "")
