@@ -28,6 +28,7 @@ FLAGS = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
+NO_OP = "no op gives the same bits"
 _known = {}  # what a probe of a module depends on -> its Match or None
 
 
@@ -118,7 +119,7 @@ def _find(module, flags):
     if type(module).__module__.startswith("liger_hw."):
         return [], None
     if "forward" in vars(module):
-        interesting = _looks_replaceable(module) or _owns_a_loss(module)
+        interesting = _why_not(module) or _owns_a_loss(module)
         return [], "its forward was replaced on the instance" if interesting else None
     if _owns_a_loss(module):
         return _find_loss(module, flags)
@@ -130,7 +131,7 @@ def _find(module, flags):
         cls = type(module)
         match, why = _recognised(("rope", cls), lambda: recognition.match_rope(cls))
         if match is None and why is None:
-            return [], "no op gives the same bits" if _looks_replaceable(module) else None
+            return [], _why_not(module)
     else:
         why = None
     if match is not None and not flags.get(match.op, True):
@@ -149,7 +150,9 @@ def _facts(module):
         for name, c in module.named_children()
     )
     plain = tuple(
-        (k, v) for k, v in vars(module).items() if type(v) in (int, bool, str, float, type(None)) and k != "training"
+        (k, v)
+        for k, v in vars(module).items()
+        if type(v) in (int, bool, str, float, tuple, type(None)) and k != "training"
     )
     return type(module), shapes, children, plain
 
@@ -160,10 +163,17 @@ def _recognised(key, find):
     return _known[key]
 
 
-def _looks_replaceable(module):
+def _why_not(module):
+    """Why a module that looks as if an op could serve it is none that one serves; None where it does not look so."""
     name = type(module).__name__.lower()
-    is_norm = "norm" in name and not module._modules
-    return is_norm or any(part in name for part in ("mlp", "feedforward", "experts"))
+    if "norm" in name and not module._modules or "experts" in name:
+        return NO_OP
+    if not any(part in name for part in ("mlp", "feedforward")):
+        return None
+    linears = [c for c in module.children() if hasattr(c, "in_features") and hasattr(c, "out_features")]
+    if len(linears) == 2 and linears[0].out_features == linears[1].in_features:
+        return "not gated: nothing to fuse between its two products but one activation"
+    return NO_OP if linears else None
 
 
 def _owns_a_loss(module):

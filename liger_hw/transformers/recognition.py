@@ -7,7 +7,9 @@ op's reference run on the same random rows in fp32 and in bf16; a match is equal
 not touched.
 """
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.transformers import rotary
 
 DTYPES = (torch.float32, torch.bfloat16)
+WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that have no attribute for it
 PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
 HIDDEN, INTERMEDIATE = 32, 48  # of the probe of a gated MLP
 GLU_OPTIONS = ((swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"}))
@@ -42,6 +45,7 @@ class Match:
         names: role -> attribute of the module, as pairs, None where it has no such part; for rope: global name ->
             `Rotation`.
         narrow, wide: the op agrees, too, where x has a narrower, a wider dtype than the weight.
+        pinned: attribute of the module -> value, as pairs: it computes this while they have these values.
     """
 
     kind: str
@@ -50,6 +54,7 @@ class Match:
     names: tuple = ()
     narrow: bool = False
     wide: bool = False
+    pinned: tuple = ()
 
     def __str__(self):
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
@@ -111,31 +116,50 @@ def match_norm(module):
     if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
         return _match("norm", layer_norm, {}, {"weight": "weight", "bias": "bias", "eps": "eps"})
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    if module._modules or module._buffers or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
+    if module._modules or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
+        return None
+    if len(_inputs(module)) != 1:  # a gate that may be there, for one
         return None
     weight = next(iter(parameters), None)
-    width = (parameters[weight].numel() if weight else 0) or PROBE_WIDTH
+    width = (parameters[weight].numel() if weight else _normalized_width(module)) or PROBE_WIDTH
     modes = itertools.product(CASTING_MODES if weight else CASTING_MODES[:1], (0.0, 1.0) if weight else (0.0,))
     ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in modes] + [(layer_norm, {})]
-    for (op, options), eps in itertools.product(ops, [name for name, v in vars(module).items() if type(v) is float]):
+    floats = [name for name, v in vars(module).items() if type(v) is float]
+    for (op, options), eps in itertools.product(ops, floats or WRITTEN_EPS):
         generator = torch.Generator().manual_seed(0)
+        attribute = {eps: 0.05} if floats else {}
 
-        def original(x, w, eps=eps):
-            return type(module).forward(_clone(module, {weight: w} if weight else {}, {}, **{eps: 0.05}), x)
+        def original(x, w, attribute=attribute):
+            return type(module).forward(_clone(module, {weight: w} if weight else {}, {}, _buffers={}, **attribute), x)
 
-        def replacement(x, w, op=op, options=options):
-            return op.reference(x, w if weight else None, eps=0.05, **options)
+        def replacement(x, w, op=op, options=options, eps=eps):
+            return op.reference(x, w if weight else None, eps=0.05 if floats else eps, **options)
 
-        def case(x_dtype, w_dtype, generator=generator):
-            x = 3 * _random(generator, 7, width, dtype=x_dtype)
+        def case(x_dtype, w_dtype, generator=generator, eps=eps):
+            scale = 3 if floats else eps**0.5  # where an eps that is written into the code shows
+            x = scale * _random(generator, 7, width, dtype=x_dtype)
             return x, torch.nn.Parameter(_random(generator, width, dtype=w_dtype))
 
-        exact = op is rms_norm  # torch's layer_norm, the reference of ours, takes the variance in another order
+        # torch's own kernels take the sum of squares in another order
+        exact = op is rms_norm and type(module) is not torch.nn.RMSNorm
         if _agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES], exact):
             narrow, wide = (_agrees(original, replacement, [case(*pair)], exact) for pair in (DTYPES[::-1], DTYPES))
-            names = {"weight": weight, "bias": None, "eps": eps} if op is layer_norm else {"weight": weight, "eps": eps}
-            return _match("norm", op, options, names, narrow, wide)
+            names = {"weight": weight, "bias": None} if op is layer_norm else {"weight": weight}
+            if floats:
+                return _match("norm", op, options, names | {"eps": eps}, narrow, wide)
+            return _match("norm", op, options | {"eps": eps}, names, narrow, wide)
     return None
+
+
+def _inputs(module):
+    """The parameters of a module's forward that one may give by position."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
+
+
+def _normalized_width(module):
+    shape = getattr(module, "normalized_shape", ())
+    return shape[0] if isinstance(shape, (tuple, list, torch.Size)) and len(shape) == 1 else 0
 
 
 def _linear(generator, rows, cols, bias, dtype):
@@ -149,43 +173,100 @@ def _linear(generator, rows, cols, bias, dtype):
 def match_glu(module):
     """The `Match` of a gated MLP, down(f(gate(x)) * up(x)) with f SiLU or GELU, or None.
 
-    Gate and up may be two projections or the halves of one. What the projections are made of does not matter (they may
-    be quantised or carry adapters); their names do not either.
+    Gate and up may be two projections or the halves of one, the gate and the result scaled by an attribute, the product
+    or the result dropped out. What the projections are made of does not matter (they may be quantised or carry
+    adapters); their names do not either.
     """
     linears = {
         name: c for name, c in module.named_children() if hasattr(c, "in_features") and hasattr(c, "out_features")
     }
-    others = [c for name, c in module.named_children() if name not in linears]
+    others = {name: c for name, c in module.named_children() if name not in linears}
     owned = any(p is not None for p in module._parameters.values()) or module._buffers
-    if len(linears) not in (2, 3) or owned or any(next(c.parameters(), None) is not None for c in others):
+    if len(linears) not in (2, 3) or owned or any(next(c.parameters(), None) is not None for c in others.values()):
         return None
-    if any("dropout" in type(c).__name__.lower() for c in others):
-        return None
-    for order, (op, options) in itertools.product(_roles(linears), GLU_OPTIONS):
-        widths = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
-        if "up" not in order:
-            widths["gate"] = (2 * INTERMEDIATE, HIDDEN)
+    drops = {name: torch.nn.Dropout(TELLING) for name, c in others.items() if "dropout" in type(c).__name__.lower()}
+    floats = {name: value for name, value in vars(module).items() if type(value) is float}
+    for extras, order, (op, options) in itertools.product(_extras(drops, floats), _roles(linears), GLU_OPTIONS):
+        pinned = floats if extras is None else {}
+        order = order | (extras or {})
 
-        def probe(dtype, generator, order=order, widths=widths):
-            return {
-                name: _linear(generator, *widths[role], getattr(linears[name], "bias", None) is not None, dtype)
-                for role, name in order.items()
-                if role in widths
-            }
-
-        def original(x, children):
-            return type(module).forward(_clone(module, {}, module._modules | children, training=True), x)
+        def original(x, children, pinned=pinned):
+            torch.manual_seed(0)
+            clone = _clone(module, {}, module._modules | drops | children, training=True, **pinned)
+            return type(module).forward(clone, x)
 
         def replacement(x, children, order=order, op=op, options=options):
-            parts = {role: children[name] for role, name in order.items() if name in children}
-            gate, up = gate_and_up(parts["gate"], parts.get("up"), x, order.get("up_first", False))
-            return parts["down"](op.reference(gate, up, **options))
+            torch.manual_seed(0)
+            return gated_mlp(
+                _clone(module, {}, module._modules | drops | children, training=True), order, x, op, options
+            )
 
         generator = torch.Generator().manual_seed(0)
-        cases = [(_random(generator, 2, 5, HIDDEN, dtype=dtype), probe(dtype, generator)) for dtype in DTYPES]
+        cases = [
+            (_random(generator, 2, 5, HIDDEN, dtype=dtype), _projections(linears, order, dtype, generator))
+            for dtype in DTYPES
+        ]
         if _agrees(original, replacement, cases):
-            return _match("glu", op, options, order)
+            return dataclasses.replace(_match("glu", op, options, order), pinned=tuple(pinned.items()))
     return None
+
+
+def _extras(drops, floats):
+    """What a gated MLP may have beside its projections, as roles; None: as plain as its attributes are now."""
+    yield {}
+    for name in (*drops, *(name for name in floats if "dropout" in name)):
+        yield from ({"dropout_before": name}, {"dropout_after": name})
+    for gate_scale, down_scale in itertools.permutations(floats, 2):
+        yield {"gate_scale": gate_scale, "down_scale": down_scale}
+    if floats:
+        yield None
+
+
+def _projections(linears, order, dtype, generator):
+    """Small stand-ins for the projections of an MLP."""
+    widths = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    if "up" not in order:
+        widths["gate"] = (2 * INTERMEDIATE, HIDDEN)
+    return {
+        order[role]: _linear(generator, *widths[role], getattr(linears[order[role]], "bias", None) is not None, dtype)
+        for role in widths
+        if role in order
+    }
+
+
+def gated_mlp(module, names, x, op, options):
+    """The reference of what `match_glu` recognises: `module`'s result for `x`, by the roles of its attributes."""
+    gate, up = gate_and_up(module, names, x)
+    y = dropped(module, names.get("dropout_before"), op.reference(gate, up, **options))
+    return after_down(module, names, getattr(module, names["down"])(y))
+
+
+def gate_and_up(module, names, x):
+    """The gate and up activations of `x`, from two projections or from the halves of one."""
+    up = names.get("up")
+    gate = getattr(module, names["gate"])(x)
+    if up is not None:
+        up = getattr(module, up)(x)
+    else:
+        gate, up = gate.chunk(2, dim=-1)[:: -1 if names.get("up_first", False) else 1]
+    scale = names.get("gate_scale")
+    return gate if scale is None else gate * getattr(module, scale), up
+
+
+def after_down(module, names, y):
+    scale = names.get("down_scale")
+    y = y if scale is None else y * getattr(module, scale)
+    return dropped(module, names.get("dropout_after"), y)
+
+
+def dropped(module, name, x):
+    """`x` after the dropout, a child or a probability, that an attribute of `module` is."""
+    if name is None:
+        return x
+    found = getattr(module, name)
+    if isinstance(found, torch.nn.Module):
+        return found(x)
+    return torch.nn.functional.dropout(x, found, module.training)
 
 
 def _roles(linears):
@@ -194,14 +275,6 @@ def _roles(linears):
         return [dict(zip(("gate", "up", "down"), names)) for names in itertools.permutations(linears)]
     pairs = itertools.permutations(linears)
     return [{"gate": g, "down": d, "up_first": first} for g, d in pairs for first in (False, True)]
-
-
-def gate_and_up(gate, up, x, up_first=False):
-    """The gate and up activations of `x`, from two projections or from the halves of one."""
-    if up is not None:
-        return gate(x), up(x)
-    halves = gate(x).chunk(2, dim=-1)
-    return halves[::-1] if up_first else halves
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.transformers import rotary
 from liger_hw.transformers.gated_mlp import project_down
-from liger_hw.transformers.recognition import HALVES, gate_and_up
+from liger_hw.transformers.recognition import HALVES, after_down, dropped, gate_and_up
 
 NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
 GLUS = {op.__name__: op for op in (swiglu, geglu)}
@@ -62,7 +62,8 @@ def _rebuild(original, match):
 
 def _norm(original, match):
     op, options, names = NORMS[match.op], dict(match.options), dict(match.names)
-    weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names["eps"]
+    weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
+    written_eps = options.pop("eps", None)
     # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
     widens_under_autocast = original.__module__.startswith("torch.nn")
     narrow, wide = match.narrow, match.wide
@@ -77,27 +78,36 @@ def _norm(original, match):
                 return original.forward(self, x)
         if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
             return original.forward(self, x)
+        eps = getattr(self, eps_name) if eps_name else written_eps
         if bias_name:
-            return op(x, weight, getattr(self, bias_name), getattr(self, eps_name), **options)
-        return op(x, weight, eps=getattr(self, eps_name), **options)
+            return op(x, weight, getattr(self, bias_name), eps, **options)
+        return op(x, weight, eps=eps, **options)
 
     return {"forward": forward}
 
 
 def _glu(original, match):
-    names = dict(match.names)
-    activation = "silu" if match.op == "swiglu" else GELU[dict(match.options)["approximate"]]
-    gate_name, up_name, down_name = names["gate"], names.get("up"), names["down"]
-    up_first = names.get("up_first", False)
+    names, options, pinned = dict(match.names), dict(match.options), match.pinned
+    op = GLUS[match.op]
+    activation = "silu" if match.op == "swiglu" else GELU[options["approximate"]]
+    down_name, dropout_name = names["down"], names.get("dropout_before")
 
     def forward(self, *args, **kwargs):
-        if len(args) != 1 or kwargs:
+        if len(args) != 1 or kwargs or any(getattr(self, name) != value for name, value in pinned):
             return original.forward(self, *args, **kwargs)
-        up = getattr(self, up_name) if up_name else None
-        gate, up = gate_and_up(getattr(self, gate_name), up, args[0], up_first)
-        return project_down(getattr(self, down_name), gate, up, activation)
+        gate, up = gate_and_up(self, names, args[0])
+        if dropout_name and _drops(self, dropout_name):
+            y = getattr(self, down_name)(dropped(self, dropout_name, op(gate, up, in_place=True, **options)))
+        else:
+            y = project_down(getattr(self, down_name), gate, up, activation)
+        return after_down(self, names, y)
 
     return {"forward": forward}
+
+
+def _drops(module, name):
+    found = getattr(module, name)
+    return module.training and (found.p if hasattr(found, "p") else found) != 0
 
 
 def _rope(original, match):
