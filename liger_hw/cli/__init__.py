@@ -6,7 +6,7 @@ import sys
 import torch
 
 from liger_hw import __version__
-from liger_hw.cli import bench, demo, info, matrix, patch_report, tune
+from liger_hw.cli import bench, demo, doctor, info, matrix, patch_report, tune
 from liger_hw.kernels import load_all
 
 
@@ -31,6 +31,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("liger-hw", description="Fused Triton kernels for training language models.")
     parser.add_argument("--version", action="version", version=f"liger_hw {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (info, demo, tune, bench, matrix, patch_report):
+    for command in (info, demo, doctor, tune, bench, matrix, patch_report):
         command.add(commands)
     return parser

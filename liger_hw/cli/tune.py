@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import backends, dispatch, shapes, tuning
+from liger_hw import backends, dispatch, shapes, tuning, winners
 from liger_hw._text import table
 from liger_hw.cli import common
 
@@ -16,10 +16,17 @@ def add(commands) -> None:
     command.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
     command.add_argument("--dtype", choices=common.DTYPES, default="bf16")
     command.add_argument("--output", type=Path, metavar="FILE", help="the table to write (this user's cache)")
+    command.add_argument(
+        "--contribute", action="store_true", help="then write what may be shipped to ./VENDOR-ARCH.json"
+    )
+    command.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="instead: are these tables (those that "
+                         "are shipped) fit to ship?")  # fmt: skip
 
 
 def tune(args) -> int | None:
     """Search around the heuristics at the shapes of real models; write winners as they are found."""
+    if args.check is not None:
+        return _check(args.check or winners.shipped())
     common.require("rich")
     cases = [c for c in shapes.cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
     cases = [case for case in cases if case.op in dispatch.OPS]
@@ -44,8 +51,29 @@ def tune(args) -> int | None:
         except KeyboardInterrupt:
             interrupted = True
     print(_tuned(report))
-    print(f"winners: {args.output or tuning.cache_file(backends.detected(devices[0]))}")
+    device = backends.detected(devices[0])
+    table = args.output or tuning.cache_file(device)
+    print(f"winners: {table}")
+    if args.contribute:
+        file = winners.contribute(table, device, Path())
+        print(f"{file}: put it into liger_hw/backends/ and open a pull request, or attach it to an issue" if file
+              else "nothing to contribute: no winner beat its heuristic")  # fmt: skip
     return 130 if interrupted else None
+
+
+def _check(files: list[Path]) -> int | None:
+    wrong = [line for file in files for line in winners.problems(file)]
+    for file in files:
+        if not any(line.startswith(f"{file}:") for line in wrong):
+            old = len(winners.stale(file))
+            print(
+                f"{file}: fit to ship"
+                + (f"; {old} measured on other code or another Triton, and ignored" if old else "")
+            )
+    print("", *wrong, sep="\n")
+    if not files:
+        print("no table is shipped")
+    return 1 if wrong else None
 
 
 def _tune_case(case, device, args, report, note, console) -> None:

@@ -1,0 +1,250 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from liger_hw import backends, cli, dispatch, doctor, parity, samples, shapes, tuning, winners
+from liger_hw._triton import AVAILABLE, interpreting
+from liger_hw.backends import amd, intel, nvidia
+from liger_hw.cli import common
+from liger_hw.matrix import evidence
+from liger_hw.tuning import Config
+
+pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="starts the interpreter by itself")
+H200 = nvidia.ARCHS["sm90"]
+GPU = torch.device("cuda", 0)
+
+
+def report(folder):
+    return json.loads((folder / "doctor.json").read_text())
+
+
+def test_on_a_cpu_it_says_what_it_can_check_and_does(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
+    assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("swiglu: ", "no accelerator is here", "Triton's interpreter", "matrix --compile", "doctor.json"):
+        assert words in shown
+    runs, cells = evidence.read([tmp_path])
+    cases = len(list(samples.SAMPLES["swiglu"](torch.float32)))
+    assert {(cell.backend, cell.dtype, cell.level, cell.passed, cell.failed) for cell in cells} == {
+        (name, "fp32", "interpreted", cases, 0) for name in ("nvidia:sm90", "amd:gfx942", "intel:pvc")
+    }
+    found = report(tmp_path)
+    assert found["info"]["versions"]["torch"] == torch.__version__ and found["plain"] == {} and not found["checks"]
+    assert cli.main(["matrix", str(tmp_path), "--report", str(tmp_path / "m")]) == 0
+
+
+def test_what_is_wrong_is_found(monkeypatch):
+    monkeypatch.setitem(dispatch.OPS["swiglu"].implementations, "cpu", lambda gate, up, **options: gate * up)
+    monkeypatch.setattr(parity, "observer", parity.observer)
+    found = doctor._examine("swiglu", torch.device("cpu"))
+    assert found["plain"].startswith("AssertionError: output 0 of swiglu on None: worst error")
+    assert doctor._told(found).startswith("WRONG as plain torch")
+    lines = doctor.failures({"cells": [], "plain": {"swiglu": found["plain"]}})
+    assert lines == [f"swiglu as plain torch: {found['plain']}"]
+
+
+def test_unknown_ops_and_forced_vendors_are_refused(monkeypatch, capsys):
+    assert cli.main(["doctor", "nonsense"]) == 2
+    assert "OPS: got nonsense, allowed: cross_entropy" in capsys.readouterr().err
+    monkeypatch.setattr(common, "accelerators", lambda: [GPU])
+    with backends.use_backend("amd"):
+        assert cli.main(["doctor"]) == 2
+    assert "unset LIGER_HW_BACKEND" in capsys.readouterr().err
+
+
+def a_gpu(monkeypatch, device, per_second, *kernels):
+    """A GPU on which everything is right, copies at a rate, and runs kernels of these spills."""
+    monkeypatch.setitem(backends._devices, GPU, device)
+    backend = f"{device.vendor}:{device.arch}"
+
+    def each(ops, where):
+        for op in ops:
+            cells = [[op, backend, "bf16", "executed", 5, 0, []]]
+            built = [
+                {"op": op, "kernel": "k", "num_warps": 4, "shared": 0, "registers": 40, "spills": n} for n in kernels
+            ]
+            yield op, {"cells": cells, "plain": None, "kernels": built}
+
+    class Clock:
+        def __init__(self, device):
+            pass
+
+        def ceilings(self, dtype):
+            return {"bytes_per_second": per_second, "flops_per_second": 1e15}
+
+        def graph(self, function):
+            return None
+
+        def seconds(self, function):
+            return 1e-3
+
+    monkeypatch.setattr(doctor, "_each", each)
+    monkeypatch.setattr("liger_hw.bench.measure.Clock", Clock)
+    monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)
+    case = shapes.Case("swiglu", "64x64", lambda device, dtype: (torch.randn(64, 64, requires_grad=True),) * 2)
+    monkeypatch.setattr(shapes, "cases", lambda ops: [case])
+    monkeypatch.setattr(common, "here", lambda: GPU)
+    monkeypatch.setattr("liger_hw.cli.info.gather", lambda: {})
+    return sum(dispatch.OPS["swiglu"].cost_of(*case.make("meta", torch.bfloat16))[:2])
+
+
+@pytest.mark.parametrize("device", [H200, amd.ARCHS["gfx942"], intel.ARCHS["bmg"]], ids=lambda d: d.arch)
+def test_a_gpu_that_is_as_expected(device, monkeypatch, tmp_path, capsys):
+    moved = a_gpu(monkeypatch, device, 0.9 * device.bandwidth * 1e9, 0)
+    monkeypatch.setattr("liger_hw.bench.measure.Clock.seconds", lambda self, f: moved / (0.8 * device.bandwidth * 1e9))
+    assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0
+    shown, found = capsys.readouterr().out, report(tmp_path)
+    assert all(check["as_expected"] for check in found["checks"]) and len(found["checks"]) == 8
+    assert "DIFFERS" not in shown and "89%" in shown and "liger-hw tune --contribute" in shown
+    (cell,) = evidence.read([tmp_path])[1]
+    assert (cell.backend, cell.level, cell.passed) == (f"{device.vendor}:{device.arch}", "executed", 5)
+
+
+def test_a_gpu_that_is_not_as_expected(monkeypatch, tmp_path, capsys):
+    odd = H200.with_facts(arch="sm91", shared_memory=64 * 1024)
+    moved = a_gpu(monkeypatch, odd, 1e12, 0, 16)
+    monkeypatch.setattr("liger_hw.bench.measure.Clock.seconds", lambda self, f: 10 * moved / 1e12)
+    assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0  # slow, spilling, unknown; but right
+    shown = capsys.readouterr().out
+    wrong = [check["what"] for check in report(tmp_path)["checks"] if not check["as_expected"]]
+    assert wrong == ["architecture", "shared_memory", "spills of 2 kernels", "copy rate",
+                     "swiglu 64x64, forward and backward"]  # fmt: skip
+    assert shown.count("DIFFERS") == 5 and "k (4 warps, 40 registers): 16" in shown and "10%" in shown
+    assert "liger-hw tune swiglu --contribute" in shown and "an issue with it attached is welcome" in shown
+
+
+def test_a_process_that_crashes_is_one_failure(monkeypatch):
+    class Pool:
+        def __init__(self, workers, context):
+            self.alone = workers == 1
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def submit(self, function, op, device):
+            def result():
+                if not self.alone or op == "bad":
+                    raise doctor.BrokenProcessPool
+                return {"cells": [], "plain": None, "kernels": []}
+
+            return SimpleNamespace(result=result)
+
+    monkeypatch.setitem(backends._devices, GPU, H200)
+    monkeypatch.setattr(doctor, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    found = dict(doctor._each(["good", "bad"], GPU))
+    assert found["good"]["cells"] == []
+    assert found["bad"]["cells"] == [["bad", "nvidia:sm90", "fp32", "executed", 0, 1, ["its process crashed"]]]
+
+
+# tables that are handed on -------------------------------------------------------------------------------------------
+
+KEY = "rms_norm_forward(4096, 2)"
+
+
+@pytest.fixture
+def entry():
+    config = tuning.CONFIGS["rms_norm_forward"]
+    found = config.heuristic(4096, 2, H200.with_facts(name="NVIDIA H200"))
+    return tuning.entry_for(config, (4096, 2), found, 1e-3, 2e-3)
+
+
+def table(folder, name="nvidia-sm90.json", **entries):
+    (folder / name).write_text(json.dumps(entries))
+    return folder / name
+
+
+def check(*files):
+    return cli.main(["tune", "--check", *map(str, files)])
+
+
+def test_what_is_shipped_is_fit_to_ship():
+    assert cli.main(["tune", "--check"]) == 0
+
+
+def test_a_good_table_passes(entry, tmp_path, capsys):
+    file = table(tmp_path, **{KEY: entry})
+    assert check(file) == 0 and f"{file}: fit to ship\n" in capsys.readouterr().out
+    file = table(tmp_path, **{KEY: entry | {"kernel": "0123456789abcdef"}})
+    assert check(file) == 0 and "1 measured on other code" in capsys.readouterr().out
+    config = Config(entry["meta"], num_warps=8, knobs={"grf_mode": "256"})
+    assert check(table(tmp_path, "intel-bmg.json", **{KEY: entry | config.to_json()})) == 0
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_warps": 64}, "64 warps are 2048 threads"), ({"num_warps": 3}, "powers of two"),
+        ({"meta": {"COLS": 4096}}, "allowed: ROWS, COLS"), ({"knobs": {"grf_mode": "256"}}, "knobs="),
+        ({"ms": 3.0}, "a winner that is faster"), ({"ms": "fast"}, "a winner that is faster"),
+        ({"device": ""}, "device=''"), ({"date": "yesterday"}, "date='yesterday'"), ({"kernel": "x"}, "kernel='x'"),
+        ({"triton": None}, "triton=None"), ({"note": "mine"}, "got note"), ({"programs": 0}, "positive integers"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_with_an_entry(changes, words, entry, tmp_path, capsys):
+    assert check(table(tmp_path, **{KEY: entry | changes})) == 1
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, key, value, words",
+    [
+        ("nvidia-sm90.json", "nonsense(1)", None, "no configuration is called so"),
+        ("nvidia-sm90.json", "rms_norm_forward", None, "no configuration is called so"),
+        ("nvidia-sm90.json", "rms_norm_forward(4096)", None, "got 1 numbers, allowed: cols, itemsize"),
+        ("nvidia-sm90.json", "rms_norm_forward(a, b)", None, "its numbers are none"),
+        ("nvidia-sm90.json", KEY, [1], "got list"), ("nvidia-sm90.json", KEY, {}, "without date, device"),
+        ("nvidia-sm12.json", KEY, None, "got this name"), ("mine.json", KEY, None, "allowed: nvidia-sm90.json"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_table(name, key, value, words, entry, tmp_path, capsys):
+    assert check(table(tmp_path, name, **{key: entry if value is None else value})) == 1
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, words", [("{", "Expecting"), ("{}", "got dict of 0"), ("[]", "got list"), (None, "No such")]
+)
+def test_what_is_no_table(text, words, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "amd-gfx942.json").write_text(text)
+    assert check(tmp_path / "amd-gfx942.json") == 1 and words in capsys.readouterr().out
+
+
+def test_what_is_contributed_is_fit_to_ship(entry, tmp_path):
+    mine = table(tmp_path, "local.json", **{
+        KEY: entry, "rms_norm_forward(8192, 2)": entry | {"kernel": "0123456789abcdef"},
+        "rms_norm_forward(2048, 2)": entry | {"num_warps": 3},
+    })  # fmt: skip
+    file = winners.contribute(mine, H200, tmp_path / "out")
+    assert file.name == "nvidia-sm90.json" and list(json.loads(file.read_text())) == [KEY]
+    assert winners.problems(file) == [] and winners.stale(file) == []
+    assert winners.contribute(tmp_path / "absent.json", H200, tmp_path) is None
+    with pytest.raises(ValueError, match="sm91 is not among nvidia's architectures"):
+        winners.contribute(mine, H200.with_facts(arch="sm91"), tmp_path)
+
+
+def test_tune_contributes(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    tuning.forget()
+    monkeypatch.setattr(common, "accelerators", lambda: [common.META])
+    monkeypatch.setitem(backends._devices, common.META, H200.with_facts(name="NVIDIA H200"))
+
+    def bench(function):
+        asked = tuning.configurations_of(function)
+        return sum(1e-3 / config(*shape, device).num_warps for config, shape, device in asked)
+
+    monkeypatch.setattr(tuning, "bench", bench)
+    assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "--contribute"]) == 0
+    assert "nvidia-sm90.json: put it into liger_hw/backends/" in capsys.readouterr().out
+    assert check(tmp_path / "nvidia-sm90.json") == 0
+    tuning.forget()
