@@ -64,8 +64,10 @@ class _Evidence:
             return
         here = torch.accelerator.current_accelerator() if self.level == evidence.EXECUTED else None
         run, facts = evidence.about(self.level, here)
-        facts |= {"command": " ".join(["pytest", *self.config.invocation_params.args]), "tests": self.tests}
-        evidence.write(self.config.getoption("--evidence"), {run: facts}, self.recorder.cells(run))
+        file = self.config.getoption("--evidence")
+        arguments = [word.replace(str(file), file.name) for word in map(str, self.config.invocation_params.args)]
+        facts |= {"command": " ".join(["pytest", *arguments]), "tests": self.tests}
+        evidence.write(file, {run: facts}, self.recorder.cells(run))
 
 
 def _backends(config):
