@@ -87,23 +87,25 @@ def sequences(args, tokenizer) -> list[dict]:
 
 
 def functions(args) -> list[tuple[str, str]]:
-    """(head, body) of the text's Python functions: a prompt and what a person wrote after it."""
-    found = []
+    """(head, what follows) of the text's Python functions: a prompt, and more of what a person wrote than fits."""
+    enough, found = 6 * args.seq, []  # characters; a token of code is three or four
     for source in text(args):
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
-        lines = source.splitlines()
+        lines = source.splitlines(keepends=True)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.body[0].lineno > node.lineno:
-                start, body, end = node.lineno - 1, node.body[0].lineno - 1, node.end_lineno
-                found.append(("\n".join(lines[start:body]) + "\n", "\n".join(lines[body:end]) + "\n"))
+                body = node.body[0].lineno - 1
+                follows = "".join(lines[body : body + enough])[:enough]
+                if len(follows) == enough:
+                    found.append(("".join(lines[node.lineno - 1 : body]), follows))
     return found
 
 
 def preferences(args) -> list[dict]:
-    """prompt, chosen, rejected: a function's head, its own body, and another function's."""
+    """prompt, chosen, rejected: a function's head, what follows it, and what follows another's."""
     known = functions(args)
     others = known[1:] + known[:1]
     rows = [{"prompt": head, "chosen": own, "rejected": other} for (head, own), (_, other) in zip(known, others)]

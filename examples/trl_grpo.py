@@ -13,7 +13,7 @@ def letters_and_spaces(completions, **_):
 
 
 def main():
-    args = common.arguments(__doc__, batch=8, seq=512)
+    args = common.arguments(__doc__, batch=8, seq=256)
     args.batch = -(-args.batch // COMPLETIONS) * COMPLETIONS
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model)  # liger_hw.patch(model)
