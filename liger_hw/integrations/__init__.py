@@ -4,6 +4,9 @@ from liger_hw._lazy import lazy_names
 
 _NAMES = {
     "stand_in": ("install", "is_installed", "uninstall"),
+    "trainer_callback": ("LigerHwCallback",),
+    "lightning_callback": ("LigerHwLightningCallback",),
+    "trl": ("accelerate_trl", "restore_trl"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -59,7 +59,7 @@ MODULES = {
         for name in ("fused_ce_tvd", "fused_linear_jsd", "fused_linear_kl_div", "jsd", "kl_div", "tvd")
     },
     **{
-        f"transformers.{name}": ("transformers.rotary",)
+        f"transformers.{name}": ("transformers.rotary_names",)
         for name in ("llama4_rope", "qwen2vl_mrope", "rope")
     },
     **{

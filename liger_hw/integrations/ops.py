@@ -11,7 +11,7 @@ from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entro
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.losses.chunked import CHUNK_MEMORY
-from liger_hw.transformers import functional, loss_utils, plain, rotary
+from liger_hw.transformers import functional, loss_utils, plain, rotary_names
 from liger_hw.transformers.grpo_loss import triton_grpo_loss
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -196,7 +196,7 @@ def _add_rms_norm(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False
 
 
 def _llama4_rope(q, k, freqs_cis, BLOCK_SIZE=None):
-    return rotary.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
+    return rotary_names.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
 
 
 def _vocab_parallel(

@@ -20,7 +20,7 @@ _NAMES = {
         "LigerDyT", "LigerMHC", "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm",
         "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax", "LigerVocabParallelCrossEntropy",
     ),
-    "rotary": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),
+    "rotary_names": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),
     "divergences": (
         "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
         "LigerTVDLoss",

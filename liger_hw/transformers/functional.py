@@ -129,12 +129,12 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
 
     Args:
         rotary_dim: how many of the head's leading entries rotate; the width of cos by default. Tables of half of it, as
-            gpt_oss makes them, are repeated.
+            gpt_oss makes them, hold a value for each pair.
     """
-    if rotary_dim is not None and 2 * cos.shape[-1] == rotary_dim:
-        cos, sin = (torch.cat((table, table), -1) for table in (cos, sin))
-    check(rotary_dim in (None, cos.shape[-1]), "rotary_dim", rotary_dim, f"the width of cos ({cos.shape[-1]}) or twice")
-    return rope(q, k, cos, sin, unsqueeze_dim)
+    shared = rotary_dim is not None and 2 * cos.shape[-1] == rotary_dim
+    fits = shared or rotary_dim in (None, cos.shape[-1])
+    check(fits, "rotary_dim", rotary_dim, f"the width of cos ({cos.shape[-1]}) or twice it")
+    return rope(q, k, cos, sin, unsqueeze_dim, shared=shared)
 
 
 def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):

@@ -3,7 +3,7 @@
 import inspect
 
 from liger_hw.dispatch import check
-from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
+from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION, WITHOUT_AN_OP
 from liger_hw.transformers.patching import patch
 
 
@@ -50,7 +50,7 @@ def _flags(defaults, given):
     flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
     if given.get("fused_linear_cross_entropy") and "cross_entropy" not in given:
         flags["cross_entropy"] = False  # which is granite's default
-    return flags | given
+    return {name: value for name, value in (flags | given).items() if name not in WITHOUT_AN_OP}
 
 
 def _class_of(model_type):

@@ -1,0 +1,61 @@
+"""A plugin for Axolotl:
+
+    plugins:
+      - liger_hw.integrations.axolotl.LigerHwPlugin
+
+in the place of `axolotl.integrations.liger.LigerPlugin`. It takes that plugin's keys, of which everything but
+`liger_cross_entropy` is on unless it is set to false, for every model type.
+"""
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+
+from liger_hw.dispatch import check
+from liger_hw.transformers.patching import patch
+
+FLAGS = {  # key of the configuration -> flags of `patch`
+    "liger_rope": ("rope",),
+    "liger_rms_norm": ("rms_norm",),
+    "liger_layer_norm": ("layer_norm",),
+    "liger_glu_activation": ("swiglu", "geglu"),
+    "liger_cross_entropy": ("cross_entropy",),
+    "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
+}
+OTHER = "axolotl.integrations.liger.LigerPlugin"
+
+
+class LigerHwArgs(BaseModel):
+    """The keys of a configuration that the plugin reads."""
+
+    liger_rope: bool | None = None
+    liger_rms_norm: bool | None = None
+    liger_layer_norm: bool | None = None
+    liger_glu_activation: bool | None = None
+    liger_cross_entropy: bool | None = None
+    liger_fused_linear_cross_entropy: bool | None = None
+
+
+class LigerHwPlugin(BasePlugin):
+    """Patches the model that Axolotl has built, before adapters and sharding."""
+
+    def get_input_args(self):
+        """Where the plugin's keys are declared."""
+        return f"{LigerHwArgs.__module__}.{LigerHwArgs.__qualname__}"
+
+    def register(self, cfg):
+        """Refuse to run beside Axolotl's own plugin.
+
+        Raises:
+            ValueError: both are listed.
+        """
+        check(OTHER not in (cfg.get("plugins") or ()), "plugins", OTHER, f"one of it and {type(self).__module__}")
+
+    def post_model_build(self, cfg, model):
+        """Patch `model` by the keys of `cfg`. `liger_cross_entropy` takes the place of the fused loss."""
+        flags = {}
+        for key, names in FLAGS.items():
+            value = getattr(cfg, key, None)
+            flags |= {name: value for name in names if value is not None}
+        if flags.get("cross_entropy"):
+            flags.setdefault("fused_linear_cross_entropy", False)
+        patch(model, **flags)

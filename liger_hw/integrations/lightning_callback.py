@@ -1,0 +1,29 @@
+"""`liger_hw.patch` as a callback of Lightning's Trainer."""
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ModuleNotFoundError:  # the same under its older name
+    from pytorch_lightning.callbacks import Callback
+
+from liger_hw.transformers.patching import check_flags, patch
+
+
+class LigerHwLightningCallback(Callback):
+    """Patches the module when a stage is set up, before the strategy wraps or shards it.
+
+    Models that the module makes later, in `configure_model`, are its own to patch: call `liger_hw.patch` there.
+
+    Args:
+        flags: of `liger_hw.patch`.
+
+    Raises:
+        ValueError: as `liger_hw.patch`.
+    """
+
+    def __init__(self, **flags):
+        check_flags(flags)
+        self.flags = flags
+
+    def setup(self, trainer, pl_module, stage):
+        """Patch `pl_module`; the arguments are Lightning's."""
+        patch(pl_module, **self.flags)

@@ -1,0 +1,78 @@
+"""The chunked log-probabilities of TRL 1.15 and later, which its trainers compute in the place of logits, by this
+library's `fused_linear_selective_log_softmax`.
+
+    liger_hw.integrations.accelerate_trl()      # before or after the trainer is made, before it trains
+
+Log-probabilities and entropy: GRPO, RLOO, and the reference models of DPO and KTO. Calls that also ask for the mean
+logit, the likeliest token or the sum of squared probabilities (SFT, DPO, KTO) stay with TRL's own function, as do
+weights that ZeRO-3 has sharded.
+"""
+
+import functools
+import importlib
+
+import torch
+
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+
+SERVED = {"log_probs", "entropy"}
+FUNCTION = "_ChunkedLogProbFunction"  # what `trl.trainer.utils` calls, by this name
+
+
+class ChunkedLogProbs:
+    """In the place of TRL's autograd function.
+
+    Args:
+        theirs: TRL's own, for calls that the op does not serve.
+    """
+
+    def __init__(self, theirs):
+        self.theirs = theirs
+
+    def apply(
+        self, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
+        outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ):  # fmt: skip
+        """(log-probabilities, entropy, None, None, None) of hidden (N, H) under weight (V, H): fp32 (N,) each, the
+        entropy None unless `outputs` names it. The arguments are TRL's; chunks are made by memory, not by `chunk_size`.
+        """
+        whole = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not hasattr(x, "ds_id") for x in (hidden, weight))
+        alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+        if not (set(outputs) <= SERVED and whole and alike):
+            return self.theirs.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+            )
+        wants_entropy = "entropy" in outputs
+        found = fused_linear_selective_log_softmax(
+            hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale,
+            return_entropy=wants_entropy,
+        )  # fmt: skip
+        log_probs, entropy = (found.log_probs, found.entropy) if wants_entropy else (found, None)
+        return log_probs, entropy, None, None, None
+
+
+@functools.cache
+def _theirs():
+    """(module, its own function) of the TRL that is installed."""
+    module = importlib.import_module("trl.trainer.utils")
+    function = getattr(module, FUNCTION, None)
+    if function is None:
+        trl = importlib.import_module("trl")
+        raise RuntimeError(f"trl {trl.__version__} has no {FUNCTION} in trl.trainer.utils: 1.15 and later have")
+    return module, function
+
+
+def accelerate_trl():
+    """Let TRL's trainers compute log-probabilities by this library, until `restore_trl`.
+
+    Raises:
+        RuntimeError: this TRL does not compute them in a function of its own; 1.15 and later do.
+    """
+    module, function = _theirs()
+    setattr(module, FUNCTION, ChunkedLogProbs(function))
+
+
+def restore_trl():
+    """Undo `accelerate_trl`."""
+    module, function = _theirs()
+    setattr(module, FUNCTION, function)
