@@ -91,10 +91,22 @@ def run_chunks(step, x, weight, bias, chunk_memory, buffers, with_kernels):
     return with_gradients(compute, x, weight, bias, with_kernels)
 
 
-def with_kernels_on(device):
-    """Whether Triton kernels serve tensors on `device`; None where the reference is forced."""
-    chosen = fused_linear_selective_log_softmax.choose(device)
+def serving(x, *tensors):
+    """Whether Triton kernels serve `x`; None where ordinary operations of torch must do: they are forced, there are no
+    rows, or somebody looks on who has to see them."""
+    if traced(x, *tensors) or x.numel() == 0:
+        return None
+    chosen = fused_linear_selective_log_softmax.choose(x.device)
     return None if chosen == "reference" else chosen != "cpu"
+
+
+def check_labels(name, labels, classes, ignore_index):
+    """Refuse a label outside the vocabulary where nobody waits for it, on a CPU; elsewhere the loss becomes NaN."""
+    if labels.device.type != "cpu" or traced(labels):
+        return
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
+    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
 
 
 def _frozen(rows):
@@ -128,8 +140,8 @@ def chunked_loss(loss, x, weight, bias=None, rows=(), chunk_memory=CHUNK_MEMORY,
     rows = _frozen(rows)
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
-    with_kernels = with_kernels_on(x.device)
-    if with_kernels is None or len(x) == 0 or traced(x, weight, bias):
+    with_kernels = serving(x, weight, bias)
+    if with_kernels is None:
         return loss(torch.nn.functional.linear(x, weight, bias), *rows)
 
     def step(part, logits, differentiate):
@@ -170,8 +182,8 @@ def token_loss(
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     check_tokens(tokens, x.shape[:1], x)
     scaling, rows = Scaling.of(ignore_index, softcap, logit_scale, temperature), _frozen(rows)
-    with_kernels = with_kernels_on(x.device)
-    if with_kernels is None or len(x) == 0 or traced(x, weight, bias):
+    with_kernels = serving(x, weight, bias)
+    if with_kernels is None:
         log_probs, entropy, _ = fused_linear_selective_log_softmax(
             x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True
         )

@@ -14,7 +14,7 @@ from liger_hw.kernels.divergence import kind_of
 from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
 from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks
 from liger_hw.kernels.linear_chunks import prepare_linear
-from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, traced, with_kernels_on
+from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, run_chunks, serving
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
 IGNORED = -100
@@ -56,7 +56,8 @@ def distillation_loss(
         A `DistillationOutput` in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range; on a CPU, a label of the
+            hard loss outside the student's vocabulary, which elsewhere makes the loss NaN.
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
@@ -72,6 +73,8 @@ def distillation_loss(
     if labels is None:
         labels, hard_weight, ignore_index = torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
     check(labels.shape == x.shape[:1], "labels", labels, f"shape ({len(x)},), one for each row of x")
+    if hard_weight:
+        check_labels("labels", labels, len(weight), ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide)
     factors = torch.stack([soft_weight / count, hard_weight / count])
@@ -85,8 +88,8 @@ def distillation_loss(
             hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
         return soft, hard
 
-    with_kernels = with_kernels_on(x.device)
-    if with_kernels is None or len(x) == 0 or traced(x, weight, bias, teacher_x, teacher_weight, teacher_bias):
+    with_kernels = serving(x, weight, bias, teacher_x, teacher_weight, teacher_bias)
+    if with_kernels is None:
         soft, hard = rows(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)

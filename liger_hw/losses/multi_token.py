@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.dispatch import check
-from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, token_loss
 
 IGNORED = -100
 
@@ -45,7 +45,8 @@ def multi_token_loss(
         A `MultiTokenOutput`.
 
     Raises:
-        ValueError: numbers or shapes do not fit.
+        ValueError: numbers or shapes do not fit; on a CPU, a label outside the vocabulary, which elsewhere makes the
+            loss NaN.
         RuntimeError: a second backward.
     """
     count = len(heads)
@@ -55,6 +56,7 @@ def multi_token_loss(
     check(len(shifts) == count and all(shift > 0 for shift in shifts), "shifts", shifts, f"{count} positive integers")
     head_weights = (1.0,) * count if head_weights is None else tuple(head_weights)
     check(len(head_weights) == count, "head_weights", head_weights, f"{count} numbers")
+    check_labels("labels", labels, len(weight if torch.is_tensor(weight) else weight[0]), ignore_index)
     for head in heads:
         check(head.shape[:-1] == labels.shape, "heads", head, f"K of shape {tuple(labels.shape)} and H")
     tokens = torch.stack([_ahead(labels, shift, ignore_index) for shift in shifts])

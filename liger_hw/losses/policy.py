@@ -16,7 +16,7 @@ import torch
 from liger_hw.dispatch import check
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, token_loss
 from liger_hw.losses.sequences import sequence_loss
 
 IGNORED = -100  # the token of a masked position
@@ -287,7 +287,8 @@ def policy_loss(
         A `PolicyOutput`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown loss type or an option out of range.
+        ValueError: shapes that do not fit, an unknown loss type or an option out of range; on a CPU, a token outside
+            the vocabulary at a position that counts, which elsewhere makes the loss NaN.
         RuntimeError: a second backward.
     """
     options = PolicyOptions(**options)
@@ -297,6 +298,7 @@ def policy_loss(
         "chunk_memory": chunk_memory,
     }  # fmt: skip
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
+    check_labels("tokens", batch.tokens, len(weight), IGNORED)
     if options.beta and ref_log_probs is None:
         fits = ref_x is not None and ref_weight is not None
         check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
@@ -362,6 +364,7 @@ def policy_loss_of_logits(
     length = tokens.shape[1]
     fits = logits.ndim == 3 and logits.shape[0] == len(tokens) and logits.shape[1] in (length, length + 1)
     check(fits, "logits", logits, f"({len(tokens)}, {length} or {length + 1}, V)")
+    check_labels("tokens", batch.tokens, logits.shape[-1], IGNORED)
     # a token to ignore in place of the last position keeps the rows whole: a slice of them would be copied
     padded = torch.nn.functional.pad(batch.tokens, (0, logits.shape[1] - length), value=IGNORED)
     log_probs = selective_log_softmax(logits, padded, options.temperature, ignore_index=IGNORED, in_place=in_place)

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from liger_hw.dispatch import check
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, token_loss
 from liger_hw.losses.sequences import sequence_loss
 
 
@@ -243,9 +243,10 @@ def _reference(x, labels, average, options, ref_x, ref_weight, ref_bias, ref_log
         return _answers(token_log_probs, labels, options["ignore_index"], average)
 
 
-def _check_answers(x, labels):
+def _check_answers(x, weight, labels, ignore_index):
     check(x.ndim == 3, "x", x, "floats (answers, T, H)")
     check(labels.shape == x.shape[:2], "labels", labels, f"shape {tuple(x.shape[:2])}, one for each position of x")
+    check_labels("labels", labels, len(weight), ignore_index)
 
 
 def preference_loss(
@@ -277,10 +278,11 @@ def preference_loss(
         A `PreferenceOutput`.
 
     Raises:
-        ValueError: an odd number of answers, shapes that do not fit, an unknown loss type or option out of range.
+        ValueError: an odd number of answers, shapes that do not fit, an unknown loss type or option out of range; on a
+            CPU, a label outside the vocabulary, which elsewhere makes the loss NaN.
         RuntimeError: a second backward, except for "aot", "aot_pair" and "bco_pair" without `delta`.
     """
-    _check_answers(x, labels)
+    _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
     formula = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
     least = {"exo_pair": label_smoothing > 0, "robust": label_smoothing < 0.5}.get(loss_type, True)
@@ -305,6 +307,7 @@ def preference_loss(
     elif alpha:
         fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= pairs and nll_labels.shape[1] == labels.shape[1]
         check(fits, "nll_labels", nll_labels, f"shape {tuple(labels.shape)} or its first half")
+        check_labels("nll_labels", nll_labels, len(weight), ignore_index)
         chosen = nll_labels[:pairs].reshape(-1)
         total = token_loss(_negative, x[:pairs].reshape(-1, x.shape[-1]), weight, chosen, bias, **options)[0]
         nll = total / (chosen != ignore_index).sum().clamp(min=1)
@@ -335,10 +338,9 @@ def unpaired_preference_loss(
         An `UnpairedPreferenceOutput`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown loss type or an option out of range.
-        RuntimeError: a second backward, except for "bco" without `delta`.
+        ValueError, RuntimeError: as `preference_loss`; the second backward is right for "bco" without `delta`.
     """
-    _check_answers(x, labels)
+    _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] > 0, "x", x, "at least one answer")
     fits = preferred is not None and preferred.shape == labels.shape[:1]
     check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")

@@ -21,7 +21,7 @@ from liger_hw.kernels.fused_linear_selective_log_softmax import (
 )
 from liger_hw.kernels.linear_chunks import Gradients, logits_buffer, prepare_linear, wide_dtype, write_logits
 from liger_hw.kernels.selective_log_softmax import Scaling, check_tokens, empty_outputs
-from liger_hw.losses.chunked import CHUNK_MEMORY, traced, with_gradients, with_kernels_on
+from liger_hw.losses.chunked import CHUNK_MEMORY, serving, with_gradients
 
 
 class _Fill(NamedTuple):
@@ -64,8 +64,8 @@ def sequence_loss(
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
     check_tokens(tokens, x.shape[:-1], x)
     groups, length = tokens.shape[0] // parts, tokens.shape[1]
-    with_kernels = with_kernels_on(x.device)
-    if with_kernels is None or tokens.numel() == 0 or traced(x, weight, bias):
+    with_kernels = serving(x, weight, bias)
+    if with_kernels is None:
         log_probs, entropy, _ = fused_linear_selective_log_softmax(
             x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True
         )

@@ -129,6 +129,7 @@ def test_only_the_student_gets_gradients_and_once(engine, device):
         ("beta", {"beta": 1.5}),
         ("temperature", {"temperature": 0.0}),
         ("chunk_memory", {"chunk_memory": 0}),
+        ("labels", {"labels": torch.full((9,), 37)}),
     ],
 )
 def test_bad_input(argument, change):

@@ -69,6 +69,7 @@ def test_shifts_beyond_the_text(engine, device):
         ("heads", {"heads": torch.zeros(3, 2, 5, 8)}),
         ("weight", {"weight": [torch.zeros(31, 8)] * 2}),
         ("bias", {"bias": [None] * 2, "weight": [torch.zeros(31, 8)] * 3}),
+        ("labels", {"labels": torch.full((2, 6), 31)}),
     ],
 )
 def test_bad_input(argument, change):

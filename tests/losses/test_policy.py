@@ -242,6 +242,7 @@ def test_compiles(device):
         ("kl_estimator", {"kl_estimator": "k4"}),
         ("sapo_temperature_pos", {"sapo_temperature_pos": 0.0}),
         ("max_completion_length", {"max_completion_length": 0}),
+        ("tokens", {"tokens": torch.full((3, 5), 31)}),
     ],
 )
 def test_bad_input(argument, change):

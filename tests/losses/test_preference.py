@@ -275,6 +275,9 @@ def test_compiles(device):
         ("ref_weight", {"ref_x": torch.zeros(6, 5, 8)}),
         ("ref_x", {"ref_x": torch.zeros(5, 5, 8), "ref_weight": torch.zeros(31, 8)}),
         ("nll_labels", {"nll_labels": torch.zeros(2, 5, dtype=torch.int64), "alpha": 1.0}),
+        ("labels", {"labels": torch.full((6, 5), 31)}),
+        ("labels", {"labels": torch.full((6, 5), -1)}),
+        ("nll_labels", {"nll_labels": torch.full((6, 5), 31), "alpha": 1.0}),
     ],
 )
 def test_bad_pairs(argument, change):
@@ -288,6 +291,7 @@ def test_bad_pairs(argument, change):
     [
         ("preferred", {"preferred": torch.ones(5, dtype=torch.bool)}),
         ("preferred", {"preferred": None}),
+        ("labels", {"labels": torch.full((6, 5), 31)}),
         ("loss_type", {"loss_type": "sigmoid"}),
         ("beta", {"beta": -1.0}),
         ("delta", {"delta": 1.0}),
