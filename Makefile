@@ -1,5 +1,6 @@
 # make demo    trains a small Llama plain and patched on this machine, and compares; ARGS="--model 1b" is passed on
 # make test    every test this machine can run; ARGS="-k rope" is passed on
+# make interpret    the half of it in Triton's interpreter; LIGER_HW_BACKEND=amd:gfx942 makes it that GPU's launches
 # make lint    style
 # make mutants tests must fail where a kernel is wrong
 # make trl     losses against TRL's trainers, which this installs
@@ -42,12 +43,16 @@ demo: $(READY)
 # what depends on it.
 INTERPRETED = tests/kernels tests/losses tests/test_dispatch.py tests/test_tracing.py \
 	tests/transformers/test_kernels_in_models.py
+INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED) $(ARGS)
 
 test: $(READY)
 	@failed=0; \
 	$(RUN) -m pytest -n auto $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED) $(ARGS) || failed=1; \
+	$(INTERPRET) || failed=1; \
 	exit $$failed
+
+interpret: $(READY)
+	$(INTERPRET)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

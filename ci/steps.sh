@@ -1,0 +1,86 @@
+# shellcheck shell=bash
+# What a runner with a GPU does: `source steps.sh VENDOR [--dry-run]`, which nvidia.sh, amd.sh and intel.sh do.
+#
+#   ci/amd.sh               install, then every step below; all results go into REPORT, and the status says if one failed
+#   ci/amd.sh --dry-run     print each step's command instead
+#
+#   NO_INSTALL=1            take PYTHON as it is, fetch nothing: torch, Triton and pytest must be there already;
+#                           without pytest-xdist the tests run in one process
+#   PYTHON, VENV, TORCH, TORCH_INDEX    as in the Makefile; AMD and Intel need TORCH_INDEX to install their torch
+#   REPORT                  a folder (report)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENDOR=$1
+shift
+DRY_RUN=
+for argument; do
+  case $argument in
+    --dry-run) DRY_RUN=1 ;;
+    *) echo "$0: got $argument, allowed: --dry-run" >&2; exit 2 ;;
+  esac
+done
+REPORT=${REPORT:-report}
+VENV=${VENV:-.venv}
+if [ -n "${NO_INSTALL:-}" ]; then
+  PYTHON=${PYTHON:-python3}
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+else
+  INSTALL_WITH=${PYTHON:-python3}
+  PYTHON=$VENV/bin/python
+fi
+unset LIGER_HW_BACKEND LIGER_HW_AUTOTUNE TRITON_INTERPRET # a runner shows what users get
+failed=()
+
+# step NAME COMMAND...: its output is also kept; a failure is remembered, and the next step runs all the same
+step() {
+  local name=$1 began=$SECONDS
+  shift
+  if [ -n "$DRY_RUN" ]; then
+    printf '%s:' "$name"
+    printf ' %q' "$@"
+    echo
+    return
+  fi
+  echo "=== $name: $*"
+  mkdir -p "$REPORT"
+  if "$@" 2>&1 | tee "$REPORT/$name.txt"; then
+    echo "=== $name: passed in $((SECONDS - began)) s"
+  else
+    echo "=== $name: FAILED in $((SECONDS - began)) s"
+    failed+=("$name")
+  fi
+}
+
+# must NAME COMMAND...: a step without which the others mean nothing
+must() {
+  step "$@"
+  if [ ${#failed[@]} -gt 0 ]; then
+    echo "=== stopped: $1 failed" >&2
+    exit 1
+  fi
+}
+
+if [ -z "${NO_INSTALL:-}" ]; then
+  must install make "$VENV/.ready-$VENDOR" "ACCELERATOR=$VENDOR" "PYTHON=$INSTALL_WITH" "VENV=$VENV"
+fi
+[ -n "$DRY_RUN" ] || mkdir -p "$REPORT"/{evidence,doctor,bench}
+must device "$PYTHON" ci/device.py "$VENDOR"
+workers=(-n auto --dist loadgroup)
+if [ -z "$DRY_RUN" ] && ! "$PYTHON" -c "import xdist" 2>/dev/null; then
+  echo "=== no pytest-xdist here: the tests run in one process"
+  workers=()
+fi
+step info "$PYTHON" -m liger_hw.cli info
+step tests "$PYTHON" -m pytest "${workers[@]}" --needs-device --evidence "$REPORT/evidence/executed.json"
+step bench "$PYTHON" -m liger_hw.cli bench rms_norm swiglu cross_entropy fused_linear_cross_entropy \
+  --shapes 8192x4096 8192x14336 8192x32000 8192x4096x128256 --modes full --against torch --report "$REPORT/bench"
+step doctor "$PYTHON" -m liger_hw.cli doctor --report "$REPORT/doctor"
+step tables "$PYTHON" -m liger_hw.cli tune --check
+step matrix "$PYTHON" -m liger_hw.cli matrix "$REPORT/evidence" "$REPORT/doctor" "$REPORT/bench" --report "$REPORT"
+
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "=== failed: ${failed[*]}"
+  exit 1
+fi
+[ -n "$DRY_RUN" ] || echo "=== all passed in $SECONDS s; results: $REPORT/matrix.html, $REPORT/bench/bench.html"

@@ -1,0 +1,199 @@
+"""The runners' scripts, as far as they go without their GPUs: every step of each, its command and its failure."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw import backends, cli
+from liger_hw.backends import amd, intel, nvidia
+
+ROOT = Path(__file__).parent.parent
+VENDORS = ("nvidia", "amd", "intel")
+STEPS = ["device", "info", "tests", "bench", "doctor", "tables", "matrix"]
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "ci").is_dir() or shutil.which("bash") is None, reason="no scripts or no bash"
+)
+
+
+def script(vendor, *arguments, **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "NO_INSTALL")}
+    environment |= {"ONEAPI": "/nowhere", **variables}
+    command = ["bash", ROOT / "ci" / f"{vendor}.sh", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def planned(vendor, **variables):
+    done = script(vendor, "--dry-run", **variables)
+    assert done.returncode == 0, done.stderr
+    steps = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    return {name: shlex.split(command) for name, command in steps.items()}
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, tmp_path):
+    steps = planned(vendor, REPORT=str(tmp_path))
+    assert list(steps) == ["install", *STEPS]
+    assert steps["install"][:2] == ["make", f".venv/.ready-{vendor}"]
+    for name, (python, *command) in list(steps.items())[1:]:
+        assert python == ".venv/bin/python"
+        if command[0] == "-m" and command[1] == "liger_hw.cli":
+            assert cli._parser().parse_args(command[2:]).command == command[2]
+        elif command[0] == "-m":
+            assert command[1] == "pytest"
+            for option in (word for word in command if word.startswith("--") and word != "--dist"):
+                pytestconfig.getoption(option)  # a ValueError if there is none
+        else:
+            assert command == ["ci/device.py", vendor] and (ROOT / command[0]).exists(), name
+    assert {"--needs-device", "--evidence"} <= set(steps["tests"])
+    kept = [word for name in ("tests", "doctor", "bench") for word in steps[name] if word.startswith(str(tmp_path))]
+    read = [word for word in steps["matrix"][:-1] if word.startswith(str(tmp_path))]
+    assert sorted(read[:3]) == sorted({str(Path(p).parent) if p.endswith(".json") else p for p in kept})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_what_is_there_is_taken_where_nothing_may_be_installed(vendor):
+    steps = planned(vendor, NO_INSTALL="1", PYTHON="/opt/their/python")
+    assert list(steps) == STEPS and {command[0] for command in steps.values()} == {"/opt/their/python"}
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_the_install_is_that_vendors(vendor, tmp_path):
+    command = planned(vendor, VENV=str(tmp_path / "venv"))["install"]
+    make = ["make", "-n", *command[1:], "TORCH_INDEX=https://example.org/whl"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"--index-url https://example.org/whl 'torch==\S+'", done.stdout)
+    assert f'"{vendor}" in ("amd", "intel")' in done.stdout  # whose Triton PyPI's may not replace
+
+
+def stub(folder, *failing):
+    """A Python that writes down what it is asked, and fails at some of it."""
+    file = folder / "python"
+    cases = "".join(f"  *{shlex.quote(words)}*) exit 1 ;;\n" for words in failing)
+    file.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\necho "output of $*"\ncase "$*" in\n{cases}esac\nexit 0\n')
+    file.chmod(0o755)
+    return {"NO_INSTALL": "1", "PYTHON": str(file), "REPORT": str(folder / "report")}
+
+
+def asked(folder):
+    return (folder / "asked").read_text().splitlines()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_run_in_which_all_passes(vendor, tmp_path):
+    done = script(vendor, **stub(tmp_path), LIGER_HW_BACKEND="reference", TRITON_INTERPRET="1")
+    assert done.returncode == 0 and "all passed" in done.stdout, done.stdout + done.stderr
+    lines = asked(tmp_path)
+    assert [line for line in lines if "import xdist" not in line][0] == f"ci/device.py {vendor}" and len(lines) == 8
+    assert "-n auto --dist loadgroup" in " ".join(lines)
+    kept = {file.stem for file in (tmp_path / "report").glob("*.txt")}
+    assert kept == set(STEPS) and "output of" in (tmp_path / "report" / "tests.txt").read_text()
+
+
+def test_a_failed_step_is_told_and_the_next_ones_run(tmp_path):
+    done = script("amd", **stub(tmp_path, "-m pytest", "cli bench"))
+    assert done.returncode == 1 and "=== failed: tests bench" in done.stdout
+    assert asked(tmp_path)[-1].startswith("-m liger_hw.cli matrix")
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_runner_without_its_device_stops(vendor, tmp_path):
+    done = script(vendor, **stub(tmp_path, "ci/device.py"))
+    assert done.returncode == 1 and "=== stopped: device failed" in done.stderr
+    assert asked(tmp_path) == [f"ci/device.py {vendor}"]
+
+
+def test_without_xdist_the_tests_run_in_one_process(tmp_path):
+    done = script("nvidia", **stub(tmp_path, "import xdist"))
+    assert done.returncode == 0 and "no pytest-xdist here" in done.stdout
+    (tests,) = (line for line in asked(tmp_path) if "-m pytest" in line)
+    assert "-n" not in tests.split() and "--needs-device" in tests
+
+
+def test_unknown_arguments_are_refused(tmp_path):
+    done = script("intel", "--dry", **stub(tmp_path))
+    assert done.returncode == 2 and "got --dry, allowed: --dry-run" in done.stderr
+
+
+def test_the_scripts_are_clean():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    subprocess.run(["shellcheck", "-x", *map(str, (ROOT / "ci").glob("*.sh"))], cwd=ROOT, check=True)
+
+
+# the device ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check_device():
+    spec = importlib.util.spec_from_file_location("ci_device", ROOT / "ci" / "device.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_no_accelerator_is_a_failure(check_device, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="finds no accelerator here; this runner is for one of amd"):
+        check_device("amd")
+
+
+@pytest.mark.parametrize(
+    "device", [nvidia.ARCHS["sm90"], amd.ARCHS["gfx942"], intel.ARCHS["bmg"]], ids=lambda d: d.arch
+)
+def test_another_vendors_gpu_is_a_failure(device, check_device, monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setitem(backends._devices, torch.device("cpu", 0), device)
+    monkeypatch.setattr(liger_hw, "rms_norm", lambda x: x * 1, raising=False)  # a kernel that any device runs
+    for vendor in VENDORS:
+        if vendor == device.vendor:
+            check_device(vendor)
+            assert f"{vendor} {device.arch}" in (shown := capsys.readouterr().out) and "compiled a kernel" in shown
+        else:
+            with pytest.raises(SystemExit, match=f"finds a GPU of {device.vendor}; this runner is for one of {vendor}"):
+                check_device(vendor)
+
+
+# the workflows -------------------------------------------------------------------------------------------------------
+
+
+def workflow(name):
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+
+
+@pytest.mark.parametrize("vendor, image, device", [
+    ("nvidia", "nvidia/", "--gpus all"), ("amd", "rocm/", "/dev/kfd"), ("intel", "intel/", "/dev/dri"),
+])  # fmt: skip
+def test_a_vendors_workflow(vendor, image, device):
+    (job,) = workflow(vendor)["jobs"].values()
+    assert {"self-hosted", vendor} <= set(job["runs-on"])
+    assert job["container"]["image"].startswith(image) and device in job["container"]["options"]
+    assert f"ci/{vendor}.sh" in [step.get("run") for step in job["steps"]]
+    upload = job["steps"][-1]
+    assert upload["if"] == "always()" and upload["with"]["path"] == "report"
+
+
+def test_the_workflow_of_cpus():
+    jobs = workflow("cpu")["jobs"]
+    assert ".ci/run" in [step.get("run") for step in jobs["checks"]["steps"]] and (ROOT / ".ci" / "run").exists()
+    assert {version[:3] for version in jobs["compile"]["strategy"]["matrix"]["triton"]} == {"3.6", "3.9"}
+    every = {f"{name}:{arch}" for name, vendor in backends.VENDORS.items() for arch in vendor.ARCHS}
+    assert set(jobs["interpret"]["strategy"]["matrix"]["backend"]) == every
+    for job in jobs.values():
+        for step in job["steps"]:
+            words = shlex.split(step.get("run", ""))
+            if "liger_hw.cli" in words:
+                assert cli._parser().parse_args(words[words.index("liger_hw.cli") + 1 :])
