@@ -1,19 +1,22 @@
 """Logits that are computed when somebody looks at them.
 
-Between a language model's head and its loss there is at most a scale, a softcap, a cast or a slice of rows.
-`LazyLogits` stands for the head's output, remembers those steps, and is consumed by a fused linear cross entropy that
-never holds the logits. Whatever else is done to it, it computes the logits as the head would have, replays the steps,
-and goes on as that tensor.
+Between a language model's head and its loss there is at most a constant bias, a scale, a softcap, a cast, a slice of
+rows or of the vocabulary, or another shape of the rows. `LazyLogits` stands for the head's output, remembers those
+steps, and is consumed by a fused linear cross entropy that never holds the logits: torch.nn.functional.cross_entropy of
+it is one. Whatever else is done to it, it computes the logits as the head would have, replays the steps, and goes on as
+that tensor.
 """
 
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types whose memory is their own, which a DTensor's is not
 
 
 class LazyLogits:
-    """scale, softcap, cast and slice of `head(hidden)`, not yet computed.
+    """bias, scale, softcap, cast and slice of `head(hidden)`, not yet computed.
 
     Args:
         hidden: (..., H).
@@ -27,7 +30,8 @@ class LazyLogits:
         self.hidden, self.head, self.steps = hidden, head, steps
         self.extras = {} if of is None else of.extras
         self.autocast_dtype = _autocast_dtype(hidden.device.type) if of is None else of.autocast_dtype
-        self.vocabulary = head.weight.shape[0] if of is None else of.vocabulary
+        kept = [argument for name, argument in steps[-1:] if name == "columns"]
+        self.vocabulary = kept[0] if kept else head.weight.shape[0] if of is None else of.vocabulary
         self.versions = _versions(hidden, head.weight)
         self.value = None
 
@@ -38,8 +42,15 @@ class LazyLogits:
 
     @property
     def operands(self):
-        """hidden, weight and bias in the dtype that the head would compute in."""
-        tensors, dtype = (self.hidden, self.head.weight, self.head.bias), self.autocast_dtype
+        """hidden, weight and bias in the dtype that the head would compute in, of the part of the vocabulary left."""
+        weight, bias, dtype = self.head.weight, self.head.bias, self.autocast_dtype
+        for name, argument in self.steps:
+            if name == "add":
+                added = argument.flatten().to(weight.dtype)
+                bias = added if bias is None else bias + added
+            elif name == "columns":
+                weight, bias = weight[:argument], None if bias is None else bias[:argument]
+        tensors = self.hidden, weight, bias
         return tensors if dtype is None else tuple(None if x is None else x.to(dtype) for x in tensors)
 
     def scale_and_softcap(self):
@@ -47,7 +58,7 @@ class LazyLogits:
         have no such numbers."""
         numerator, denominator, capped, cap = 1.0, 1.0, False, None
         for name, argument in self.steps:
-            if name == "to":
+            if name in ("to", "columns") or name == "add" and numerator == denominator == 1.0 and not capped:
                 continue
             if name == "tanh" and not capped:
                 capped = True
@@ -120,6 +131,40 @@ class LazyLogits:
                 return later
         return self.materialise().to(*args, **kwargs)
 
+    def view(self, *shape):
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        whole = bool(shape) and all(type(n) is int for n in shape) and shape[-1] == self.vocabulary
+        if self.value is None and whole and len(shape) > 1:
+            return LazyLogits(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]), self.head, self.steps, self)
+        return self.materialise().view(*shape)
+
+    def reshape(self, *shape):
+        later = self.view(*shape) if self.value is None else None
+        return later if isinstance(later, LazyLogits) else self.materialise().reshape(*shape)
+
+    def cross_entropy(self, target, weight, ignore_index, reduction, label_smoothing):
+        """torch.nn.functional.cross_entropy of these logits without computing them, or None."""
+        scale_and_softcap = self.scale_and_softcap()
+        fits = self.ndim == 2 and target.dtype == torch.int64 and target.shape == self.shape[:1]
+        if self.value is not None or scale_and_softcap is None or not fits:
+            return None
+        if type(target) not in PLAIN or reduction not in ("mean", "sum", "none"):
+            return None
+        hidden, head_weight, bias = self.operands
+        loss = fused_linear_cross_entropy(
+            hidden, head_weight, target, bias, weight, ignore_index, label_smoothing,
+            logit_scale=scale_and_softcap[0], softcap=scale_and_softcap[1], reduction=reduction,
+        )  # fmt: skip
+        return loss.to(self.dtype)
+
+    def __add__(self, other):
+        row = type(other) in PLAIN and not other.requires_grad and other.numel() == self.vocabulary
+        row = row and other.ndim <= self.ndim and other.shape[-1:] == self.shape[-1:]
+        later = self.then("add", other) if row else None
+        return self.materialise() + _real(other) if later is None else later
+
+    __radd__ = __add__
+
     def __mul__(self, other):
         later = self.then("mul", other) if type(other) in (int, float) else None
         return self.materialise() * _real(other) if later is None else later
@@ -137,6 +182,9 @@ class LazyLogits:
     def __getitem__(self, index):
         if self.value is None and _selects_rows(index, self.ndim):
             return LazyLogits(self.hidden[index], self.head, self.steps, self)
+        columns = _selects_columns(index, self.ndim)
+        if columns is not None and 0 < columns <= self.vocabulary and self.value is None:
+            return self.then("columns", columns)
         return self.materialise()[index]
 
     def __setitem__(self, index, value):
@@ -151,6 +199,10 @@ class LazyLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
+        if func is torch.nn.functional.cross_entropy and isinstance(args[0], LazyLogits):
+            loss = _fused_cross_entropy(*args, **kwargs or {})
+            if loss is not None:
+                return loss
         args, kwargs = tree_map(_real, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -186,11 +238,37 @@ def _autocast_dtype(device_type):
 
 def _selects_rows(index, ndim):
     """Whether indexing by slices leaves the vocabulary, the last dimension, whole."""
+    if torch.is_tensor(index):  # a mask of rows
+        return index.dtype == torch.bool and index.ndim < ndim
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or isinstance(i, slice) for i in index) or index.count(Ellipsis) > 1:
         return False
     reaches_last = index[-1] is not Ellipsis and (Ellipsis in index or len(index) == ndim)
     return len(index) <= ndim and (not reaches_last or index[-1] == slice(None))
+
+
+def _selects_columns(index, ndim):
+    """n where indexing keeps the first n of the vocabulary and all rows; None otherwise."""
+    if not isinstance(index, tuple) or len(index) < 2 or not isinstance(index[-1], slice):
+        return None
+    rows = index[0] is Ellipsis if len(index) == 2 else len(index) == ndim
+    rows = rows and all(i is Ellipsis or isinstance(i, slice) and i == slice(None) for i in index[:-1])
+    first = index[-1]
+    return (
+        first.stop
+        if rows and first.start in (None, 0) and first.step in (None, 1) and type(first.stop) is int
+        else None
+    )
+
+
+def _fused_cross_entropy(
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0,
+):  # fmt: skip
+    """`LazyLogits.cross_entropy` with the arguments of torch.nn.functional.cross_entropy."""
+    if size_average is not None or reduce is not None or not torch.is_tensor(target):
+        return None
+    return input.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
 
 
 def _materialising(name):
@@ -201,12 +279,14 @@ def _materialising(name):
     return method
 
 
-_OTHERS = "add radd sub rsub rtruediv neg pow matmul rmatmul mod abs floordiv eq ne lt le gt ge and or invert"
+_OTHERS = "sub rsub rtruediv neg pow matmul rmatmul mod abs floordiv eq ne lt le gt ge and or invert"
 _OTHERS += " bool len iter int float format array iadd isub"
 for _name in _OTHERS.split():
     setattr(LazyLogits, f"__{_name}__", _materialising(f"__{_name}__"))
 
 APPLY = {
+    "add": torch.add,
+    "columns": lambda value, count: value[..., :count],
     "mul": torch.mul,
     "div": torch.div,
     "tanh": lambda value, _: torch.tanh(value),

@@ -1,8 +1,9 @@
 """The loss of a language model without its logits.
 
 `model.forward` arms the head; the armed head returns `LazyLogits`; the model's own code scales, caps and slices them;
-the model's loss function, replaced, hands them to `fused_linear_cross_entropy`. The model's forward is not rewritten,
-so whatever else it does (labels of its own making, auxiliary losses, other outputs) stays as it is.
+the model's loss function, replaced, hands them to `fused_linear_cross_entropy`, and torch's cross entropy, where the
+model calls that by itself, does too. The model's forward is not rewritten, so whatever else it does (labels of its own
+making, auxiliary losses, other outputs) stays as it is.
 
 Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep
 it until backward, which is next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself fails
@@ -172,10 +173,10 @@ def _finish(outputs, skip_logits):
     return outputs
 
 
-def computes_loss_with_its_loss_function(model):
-    """Whether `model`'s own forward calls `self.loss_function`, which is where the fused loss comes in."""
+def computes_a_loss(model):
+    """Whether `model`'s own forward calls `self.loss_function` or torch's cross entropy, where the fused loss is."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
+    return code is not None and not {"loss_function", "CrossEntropyLoss", "cross_entropy"}.isdisjoint(code.co_names)
 
 
 swapping.MEMBERS |= {"head": _head, "causal_lm": _causal_lm}

@@ -188,8 +188,8 @@ def _find_loss(model, flags):
     if not (flags["fused_linear_cross_entropy"] or flags["cross_entropy"]):
         return [], None
     head = model.get_output_embeddings()
-    if not loss.computes_loss_with_its_loss_function(model):
-        return [], "its forward does not call loss_function"
+    if not loss.computes_a_loss(model):
+        return [], "its forward computes no cross entropy"
     chosen = tuple((name, flags[name]) for name in ("cross_entropy", "fused_linear_cross_entropy"))
     owner = (model, Match("causal_lm", options=chosen))
     if flags["cross_entropy"]:

@@ -202,6 +202,8 @@ class TestLazyLogits:
             (lambda x: x.float().to(torch.float32).contiguous().tanh(), 1.0, 1.0),
             (lambda x: x[:, :-1, :] / 3, 1 / 3, None),
             (lambda x: x[..., 1:, :][:, -2:], 1.0, None),
+            (lambda x: (x[..., :7] * 2.0)[:, :, :5].view(-1, 5), 2.0, None),
+            (lambda x: (x + torch.arange(12.0))[torch.ones(2, 5) > 0].reshape(5, 2, 12) / 4, 0.25, None),
         ],
     )
     def test_steps_the_ops_know(self, steps, scale, softcap):
@@ -213,8 +215,8 @@ class TestLazyLogits:
     @pytest.mark.parametrize(
         "step",
         [
-            lambda x: x + 1, lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., :7], lambda x: x[0, 0],
-            lambda x: x > 0, lambda x: -x, lambda x: x.view(-1, 12), lambda x: x @ torch.ones(12), lambda x: x**2,
+            lambda x: x + 1, lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., 2:7], lambda x: x[0, 0],
+            lambda x: x > 0, lambda x: -x, lambda x: x.view(-1, 6), lambda x: x @ torch.ones(12), lambda x: x**2,
             lambda x: torch.cat([x, x]), lambda x: torch.nn.functional.softmax(x, dim=-1), lambda x: x / x,
             lambda x: x.to("cpu", torch.half), lambda x: x.tolist()[0][0][0] * torch.ones(()), lambda x: x[x > 0],
             lambda x: torch.stack(list(x)), lambda x: torch.as_tensor(len(x)), lambda x: x * x, lambda x: x == x,
@@ -225,6 +227,27 @@ class TestLazyLogits:
         lazy, real = self.make()
         found = step(lazy)
         assert type(found) is torch.Tensor and torch.equal(found, step(real))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"label_smoothing": 0.1},
+         {"weight": torch.rand(7)}, {"size_average": True}, {"target": torch.rand(10, 7).softmax(-1)}],
+        ids=lambda options: "-".join(options) or "mean",
+    )  # fmt: skip
+    def test_torchs_cross_entropy_of_them_is_fused(self, options):
+        def loss(x):
+            options_too = {"target": torch.arange(10) % 5} | options
+            x = (x + torch.linspace(0, 1, 12))[..., :7].float() / 2
+            x = x.view(-1, x.size(-1))
+            return torch.nn.functional.cross_entropy(x, **options_too), getattr(x, "value", x) is None
+
+        head, hidden = torch.nn.Linear(8, 12), torch.randn(2, 5, 8, requires_grad=True)
+        (found, fused), (expected, _) = loss(LazyLogits(hidden, head)), loss(head(hidden))
+        assert fused == {"size_average", "target"}.isdisjoint(options)
+        torch.testing.assert_close(found, expected)
+        wanted = (hidden, head.weight, head.bias)
+        for ours, theirs in zip(*(torch.autograd.grad(x.sum(), wanted, retain_graph=True) for x in (found, expected))):
+            torch.testing.assert_close(ours, theirs)
 
     def test_writing_to_them_counts(self):
         lazy, real = self.make()
