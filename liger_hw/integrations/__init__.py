@@ -7,6 +7,7 @@ _NAMES = {
     "trainer_callback": ("LigerHwCallback",),
     "lightning_callback": ("LigerHwLightningCallback",),
     "trl": ("accelerate_trl", "restore_trl"),
+    "hub_kernels": ("register_hub_kernels", "unregister_hub_kernels"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -1,8 +1,11 @@
 import os
+import pathlib
+import sys
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "transformers"))  # for its tiny models
 
 
 @pytest.fixture

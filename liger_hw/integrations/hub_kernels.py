@@ -1,0 +1,155 @@
+"""This library's ops behind the `use_kernels=True` of transformers, in the place of the Hub's kernels.
+
+    liger_hw.integrations.register_hub_kernels()
+    model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True)
+
+On NVIDIA, AMD and Intel, in training, inference and under torch.compile; nothing is downloaded. In release 5.23 norms
+and rotary functions carry a name that transformers looks kernels up by, and gated MLPs and the loss carry none:
+`liger_hw.patch` reaches all. A layer runs on an op only if that was proved to give its bits, as in `liger_hw.patch`;
+otherwise its own forward runs.
+"""
+
+import dataclasses
+import importlib
+import types
+
+import torch
+from torch import nn
+
+from liger_hw.transformers import patching, recognition, rotary, swapping
+
+DEVICES = ("cuda", "rocm", "xpu")
+_forwards = {}  # (class, whether it has a weight) -> what computes its forward, given the module and its inputs
+_replaced = []  # (owner, name or key, what was there)
+
+
+class Norm(nn.Module):
+    """RMSNorm of any rounding order, as the class does it whose forward this becomes."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states):
+        return _forward_of(self)(self, hidden_states)
+
+
+class GatedMLP(nn.Module):
+    """down(f(gate(x)) * up(x)), as the class does it whose forward this becomes."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x):
+        return _forward_of(self)(self, x)
+
+
+class Rotary(nn.Module):
+    """The rotation of q and k, as the function does it whose call this becomes."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        return _forward_of(self)(self, q, k, cos, sin, unsqueeze_dim)
+
+
+LAYERS = {  # the names that transformers knows kernels by
+    "GeGLUMLP": GatedMLP,
+    "RMSNorm": Norm,
+    "RMSNormZeroCentered": Norm,
+    "SwiGLUMLP": GatedMLP,
+    "rotary_pos_emb": Rotary,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Repository:
+    """What `kernels` asks for a layer, which is here already."""
+
+    layer: type
+
+    def load(self):
+        """The layer's class."""
+        return self.layer
+
+
+def _forward_of(module):
+    key = type(module), getattr(module, "weight", None) is not None
+    found = _forwards.get(key)
+    if found is None:
+        # proving runs the module on trial inputs, which a compiler cannot trace; `kernelize` has come first, usually
+        found = type(module).forward if torch.compiler.is_compiling() else _forwards.setdefault(key, _prove(module))
+    return found
+
+
+def _prove(module):
+    """The op's forward of a module whose own forward it was proved to equal, or its own."""
+    cls = type(module)
+    if LAYERS.get(cls.kernel_layer_name) is Rotary:
+        function = types.MethodType(cls.forward, module)
+        rotation = recognition._rotation(function)
+        if rotation is None:
+            return cls.forward
+        computed = rotary.replacement(function, rotation)
+        return lambda self, *args: computed(*args)
+    match = patching._recognised(
+        ("layer", *patching._facts(module)), lambda: recognition.match_norm(module) or recognition.match_glu(module)
+    )
+    return cls.forward if match is None else swapping.MEMBERS[match.kind](cls, match)["forward"]
+
+
+def _proving_first(kernelize):
+    def kernelize_with_proofs(model, mode=None):
+        for module in model.modules():
+            for layer in (module, *getattr(module, "_kernel_funcs", {}).values()):
+                if getattr(type(layer), "kernel_layer_name", None) in LAYERS:
+                    _forward_of(layer)
+        return kernelize(model, mode=mode)
+
+    return kernelize_with_proofs
+
+
+def register_hub_kernels():
+    """Let `use_kernels=True` of transformers take this library's ops for every name in `LAYERS`, on every device in
+    `DEVICES`. A second call does nothing new; models that are kernelized already stay as they are.
+
+    Raises:
+        RuntimeError: the packages kernels and transformers that are installed do not fit each other.
+    """
+    if _replaced:
+        return
+    hub_kernels = importlib.import_module("transformers.integrations.hub_kernels")
+    if not getattr(hub_kernels, "_kernels_enabled", False) or not hasattr(
+        hub_kernels, "get_kernel_mapping_transformers"
+    ):
+        import transformers
+
+        raise RuntimeError(
+            f"transformers {transformers.__version__} finds no package kernels that it can use: its "
+            "transformers.utils.import_utils names the versions"
+        )
+    from kernels import Mode
+
+    mapping = hub_kernels.get_kernel_mapping_transformers()
+    for name, layer in LAYERS.items():
+        devices = mapping.setdefault(name, {})
+        for device in DEVICES:
+            _replaced.append((devices, device, devices.get(device)))
+            devices[device] = {
+                mode | compiled: Repository(layer)
+                for mode in (Mode.TRAINING, Mode.INFERENCE)
+                for compiled in (Mode.TORCH_COMPILE, mode)
+            }
+    modeling_utils = importlib.import_module("transformers.modeling_utils")
+    _replaced.append((vars(modeling_utils), "kernelize", modeling_utils.kernelize))
+    modeling_utils.kernelize = _proving_first(modeling_utils.kernelize)
+
+
+def unregister_hub_kernels():
+    """Undo `register_hub_kernels`, for models that are kernelized from now on."""
+    while _replaced:
+        owner, name, what = _replaced.pop()
+        if what is None:
+            del owner[name]
+        else:
+            owner[name] = what

@@ -1,0 +1,357 @@
+"""The places that trainers have for a plug-in. Where a trainer is not installed, what it does with a plug-in is written
+out here: the base class it derives from, the order of its calls, the function that it looks up by name."""
+
+import enum
+import importlib
+import importlib.util
+import subprocess
+import sys
+import types
+
+import pytest
+
+pytest.importorskip("transformers")
+import tiny  # noqa: E402
+import torch  # noqa: E402
+
+from liger_hw import integrations, patch  # noqa: E402
+from liger_hw.integrations.stand_in import VERSION  # noqa: E402
+from liger_hw.transformers import swapping  # noqa: E402
+
+transformers = tiny.transformers
+
+
+def swapped(model):
+    return [m for m in model.modules() if swapping.is_swapped(m)]
+
+
+def stand_in_modules(monkeypatch, **modules):
+    """Modules of a package that is not installed, by their names with __ for dots, and the module to test fresh."""
+    for name, members in modules.items():
+        module = types.ModuleType(name.replace("__", "."))
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def fresh(monkeypatch, name):
+    monkeypatch.delitem(sys.modules, f"liger_hw.integrations.{name}", raising=False)
+    return importlib.import_module(f"liger_hw.integrations.{name}")
+
+
+# Hugging Face's Trainer -----------------------------------------------------------------------------------------------
+
+ROWS = [{name: row for name, row in zip(("input_ids", "labels"), pair)} for pair in zip(*tiny.tokens(8).values())]
+
+
+def train(model, tmp_path, callbacks=(), later=(), evaluate=False, **arguments):
+    pytest.importorskip("accelerate")
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, learning_rate=1e-3, **arguments,
+    )  # fmt: skip
+    given = {"model_init": model} if isinstance(model, types.FunctionType) else {"model": model}
+    trainer = transformers.Trainer(args=args, train_dataset=ROWS, eval_dataset=ROWS, callbacks=list(callbacks), **given)
+    patched_at_init = bool(swapped(trainer.model))
+    for callback in later:
+        trainer.add_callback(callback)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if evaluate:
+        losses.append(trainer.evaluate()["eval_loss"])
+    return losses, trainer.model, patched_at_init
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory):
+    return train(tiny.model(), tmp_path_factory.mktemp("plain"), evaluate=True, prediction_loss_only=True)[0]
+
+
+def test_use_liger_kernel_reaches_this_library(tmp_path, stand_in, plain_losses):
+    config = {"rms_norm": False}
+    losses, model, _ = train(
+        tiny.model(), tmp_path, use_liger_kernel=True, liger_kernel_config=config, evaluate=True,
+        prediction_loss_only=True,
+    )  # fmt: skip
+    kinds = {type(m).liger_match.kind for m in swapped(model)}
+    assert {"head", "causal_lm", "glu", "rope"} <= kinds and "norm" not in kinds
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("how", ["constructor", "later", "model_init"])
+def test_trainer_callback(how, tmp_path, plain_losses):
+    callback = integrations.LigerHwCallback(layer_norm=False)
+    model = (lambda: tiny.model()) if how == "model_init" else tiny.model()
+    where = {"later" if how == "later" else "callbacks": [callback]}
+    losses, model, patched_at_init = train(model, tmp_path, **where)
+    assert patched_at_init == (how != "later") and swapped(model)
+    torch.testing.assert_close(losses, plain_losses[:3], rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="unheard_of"):
+        integrations.LigerHwCallback(unheard_of=True)
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+class Callback:  # lightning.pytorch.callbacks.Callback, as far as it is used
+    def setup(self, trainer, pl_module, stage):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_lightning_callback(package, monkeypatch):
+    if importlib.util.find_spec("lightning") is None:
+        for name in ("lightning", "lightning.pytorch", "lightning.pytorch.callbacks", "pytorch_lightning"):
+            monkeypatch.setitem(sys.modules, name, None)
+        top = {"lightning": {"lightning": {}, "lightning__pytorch": {}}, "pytorch_lightning": {"pytorch_lightning": {}}}
+        base = {"lightning": "lightning__pytorch__callbacks", "pytorch_lightning": "pytorch_lightning__callbacks"}
+        stand_in_modules(monkeypatch, **top[package], **{base[package]: {"Callback": Callback}})
+    callback = fresh(monkeypatch, "lightning_callback").LigerHwLightningCallback(rms_norm=False)
+    module = torch.nn.Module()
+    module.model = tiny.model()
+    callback.setup(None, module, "fit")
+    assert {type(m).liger_match.kind for m in swapped(module)} == {"head", "causal_lm", "glu", "rope"}
+
+
+# Axolotl --------------------------------------------------------------------------------------------------------------
+
+
+class BasePlugin:  # axolotl.integrations.base.BasePlugin of release 0.19, as far as it is used
+    def register(self, cfg): ...
+
+    def get_input_args(self): ...
+
+    def post_model_build(self, cfg, model): ...
+
+
+class Config(dict):  # axolotl.utils.dict.DictDefault: what is missing is None
+    __getattr__ = dict.get
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    pytest.importorskip("pydantic")
+    if importlib.util.find_spec("axolotl") is None:
+        stand_in_modules(
+            monkeypatch, axolotl={}, axolotl__integrations={}, axolotl__integrations__base={"BasePlugin": BasePlugin}
+        )
+    return fresh(monkeypatch, "axolotl")
+
+
+def test_axolotl_plugin(axolotl):
+    plugin = axolotl.LigerHwPlugin()
+    module, _, name = plugin.get_input_args().rpartition(".")
+    fields = getattr(importlib.import_module(module), name).model_fields  # as Axolotl finds and merges it
+    assert set(fields) == set(axolotl.FLAGS) and all(field.default is None for field in fields.values())
+    model = tiny.model()
+    plugin.register({"plugins": ["liger_hw.integrations.axolotl.LigerHwPlugin"]})
+    plugin.post_model_build(Config(liger_glu_activation=False), model)
+    assert {type(m).liger_match.kind for m in swapped(model)} == {"head", "causal_lm", "norm", "rope"}
+    plugin.post_model_build(Config(liger_cross_entropy=True), model)
+    assert dict(type(model).liger_match.options)["cross_entropy"]
+    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
+        plugin.post_model_build(Config(liger_cross_entropy=True, liger_fused_linear_cross_entropy=True), model)
+
+
+def test_axolotl_plugin_refuses_to_run_beside_the_other(axolotl):
+    with pytest.raises(ValueError, match="LigerPlugin"):
+        axolotl.LigerHwPlugin().register({"plugins": [axolotl.OTHER, "liger_hw.integrations.axolotl.LigerHwPlugin"]})
+
+
+# ms-swift and verl ----------------------------------------------------------------------------------------------------
+
+
+def test_ms_swift_plugin(monkeypatch):
+    """ms-swift loads the file by its path, under a name of its own."""
+    if importlib.util.find_spec("liger_kernel") is not None:
+        pytest.skip("the package liger_kernel is installed here")
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    command = [sys.executable, "-m", "liger_hw.integrations.ms_swift"]
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    path = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment).stdout.strip()
+    spec = importlib.util.spec_from_file_location("_swift_external_0", path)
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        assert importlib.metadata.version("liger-kernel") == VERSION and integrations.is_installed()
+    finally:
+        integrations.uninstall()
+
+
+def test_verl_module(monkeypatch):
+    if importlib.util.find_spec("liger_kernel") is not None:
+        pytest.skip("the package liger_kernel is installed here")
+    try:
+        fresh(monkeypatch, "verl")
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        model = tiny.model()  # as verl calls it
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
+        assert {type(m).liger_match.kind for m in swapped(model)} == {"norm", "glu", "rope"}
+    finally:
+        integrations.uninstall()
+
+
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
+class TheirChunkedLogProb(torch.autograd.Function):  # trl.trainer.utils._ChunkedLogProbFunction of release 1.16
+    calls = []
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
+        TheirChunkedLogProb.calls.append(outputs)
+        logits = (
+            torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype)).float() * logit_scale
+        )
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+        log_p = logits.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1) if "entropy" in outputs else None
+        top = logits.argmax(-1) == targets if "is_top1" in outputs else None
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, None, top
+
+
+@pytest.fixture
+def trl(monkeypatch):
+    utils = {"_ChunkedLogProbFunction": TheirChunkedLogProb}
+    stand_in_modules(monkeypatch, trl={"__version__": "1.16.0"}, trl__trainer={}, trl__trainer__utils=utils)
+    module = fresh(monkeypatch, "trl")
+    TheirChunkedLogProb.calls.clear()
+    yield module, sys.modules["trl.trainer.utils"]
+    module._theirs.cache_clear()
+
+
+def arguments(outputs, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype).requires_grad_() for n in (6, 31))
+    bias = torch.randn(31, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(31, (6,), generator=generator)
+    return [hidden, weight, bias, targets, 0.7, 4096, 5.0, 0.9, outputs]
+
+
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
+def test_trl_log_probabilities(trl, outputs):
+    ours, utils = trl
+    ours.accelerate_trl()
+    args = arguments(outputs)
+    found = utils._ChunkedLogProbFunction.apply(*args)
+    assert not TheirChunkedLogProb.calls and found[2:] == (None, None, None)
+    again = arguments(outputs)
+    expected = TheirChunkedLogProb.apply(*again)
+    for f, e in zip(found[:2], expected[:2]):
+        assert (f is None) == (e is None)
+        if e is not None:
+            torch.testing.assert_close(f, e)
+    sum(x.sum() for x in found if x is not None).backward()
+    sum(x.sum() for x in expected if x is not None).backward()
+    for f, e in zip(args[:3], again[:3]):
+        torch.testing.assert_close(f.grad, e.grad)
+    ours.restore_trl()
+    assert utils._ChunkedLogProbFunction is TheirChunkedLogProb
+
+
+@pytest.mark.parametrize("why", ["outputs", "dtypes", "sharded"])
+def test_trl_keeps_what_the_op_does_not_serve(trl, why):
+    ours, utils = trl
+    ours.accelerate_trl()
+    args = arguments(("log_probs", "is_top1") if why == "outputs" else ("log_probs",))
+    if why == "dtypes":  # cast_lm_head_to_fp32
+        args[1:3] = (x.detach().bfloat16() for x in args[1:3])
+    if why == "sharded":
+        args[1].ds_id = 3  # as ZeRO-3 marks its parameters
+    utils._ChunkedLogProbFunction.apply(*args)
+    assert len(TheirChunkedLogProb.calls) == 1
+
+
+def test_trl_before_it_had_the_function(trl, monkeypatch):
+    ours, utils = trl
+    monkeypatch.delattr(utils, "_ChunkedLogProbFunction")
+    with pytest.raises(RuntimeError, match="trl 1.16.0 has no _ChunkedLogProbFunction"):
+        ours.accelerate_trl()
+
+
+# the Hub's kernels ----------------------------------------------------------------------------------------------------
+
+
+class Mode(enum.Flag):  # kernels.Mode
+    TRAINING = enum.auto()
+    INFERENCE = enum.auto()
+    TORCH_COMPILE = enum.auto()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What `use_kernels=True` does, without the package kernels: forwards replaced by the mapping's layers."""
+    stand_in_modules(monkeypatch, kernels={"Mode": Mode})
+    module = importlib.import_module("transformers.integrations.hub_kernels")
+    modeling_utils = importlib.import_module("transformers.modeling_utils")
+    mapping = {"RMSNorm": {"cuda": "the Hub's"}}
+
+    def kernelize(model, mode=None):
+        mode = mode or (Mode.TRAINING if model.training else Mode.INFERENCE)
+        for layer in model.modules():
+            if "kernel_layer_name" in vars(type(layer)):
+                repository = mapping[type(layer).kernel_layer_name]["xpu"][mode]
+                layer.forward = types.MethodType(repository.load().forward, layer)
+
+    monkeypatch.setattr(module, "_kernels_enabled", True)
+    monkeypatch.setattr(module, "get_kernel_mapping_transformers", lambda: mapping, raising=False)
+    monkeypatch.setattr(modeling_utils, "kernelize", kernelize)
+    monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda *args: True, raising=False)
+    ours = fresh(monkeypatch, "hub_kernels")
+    ours.register_hub_kernels()
+    ours.register_hub_kernels()  # nothing new
+    yield ours, mapping, modeling_utils
+    ours.unregister_hub_kernels()
+    assert mapping == {"RMSNorm": {"cuda": "the Hub's"}, **{name: {} for name in ours.LAYERS if name != "RMSNorm"}}
+    assert modeling_utils.kernelize is kernelize
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "cohere"])  # two orders of rounding, and no RMSNorm
+def test_hub_kernels(family, hub, monkeypatch):
+    ours, mapping, modeling_utils = hub
+    plain, model = tiny.model(family), tiny.model(family)
+    for layer in model.modules():
+        if "Norm" in type(layer).__name__:
+            monkeypatch.setattr(type(layer), "kernel_layer_name", "RMSNorm", raising=False)
+        if "MLP" in type(layer).__name__:
+            monkeypatch.setattr(type(layer), "kernel_layer_name", "SwiGLUMLP", raising=False)
+    for training in (True, False):
+        modeling_utils.kernelize(model.train(training))
+        tiny.assert_learns_alike(plain.train(training), model, fused=False, **tiny.tokens())
+    proved = {cls.__name__ for (cls, _), forward in ours._forwards.items() if forward is not cls.forward}
+    assert {name for name in proved if "MLP" in name} and (family == "cohere") == (
+        not {n for n in proved if "RMS" in n}
+    )
+    for name in ours.LAYERS:
+        assert set(mapping[name]) >= {"cuda", "rocm", "xpu"}
+        compiled = {Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE}
+        assert set(mapping[name]["rocm"]) == {Mode.TRAINING, Mode.INFERENCE} | compiled
+
+
+def test_hub_kernels_compile_whole(hub, monkeypatch):
+    _, _, modeling_utils = hub
+    model = tiny.model()
+    norm = type(model.model.norm)
+    monkeypatch.setattr(norm, "kernel_layer_name", "RMSNorm", raising=False)
+    modeling_utils.kernelize(model)
+    expected = tiny.call(model, **tiny.tokens()).loss
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(tiny.call(compiled, **tiny.tokens()).loss, expected)
+
+
+def test_hub_kernels_without_the_package(monkeypatch):
+    ours = fresh(monkeypatch, "hub_kernels")
+    module = importlib.import_module("transformers.integrations.hub_kernels")
+    monkeypatch.setattr(module, "_kernels_enabled", False)
+    with pytest.raises(RuntimeError, match="package kernels"):
+        ours.register_hub_kernels()
+
+
+def test_patched_models_stay_as_they_are_when_kernelized(hub, monkeypatch):
+    """A subclass has no layer name of its own, so a patched module keeps the op that patching gave it."""
+    _, _, modeling_utils = hub
+    model = tiny.model()
+    monkeypatch.setattr(type(model.model.norm), "kernel_layer_name", "RMSNorm", raising=False)
+    patch(model)
+    modeling_utils.kernelize(model)
+    tiny.assert_learns_alike(tiny.model(), model, **tiny.tokens())
