@@ -59,6 +59,20 @@ def test_shifts_beyond_the_text(engine, device):
     assert torch.equal(found.head_losses[1:], torch.zeros(2, device=device)) and x.grad[1:].abs().sum() == 0
 
 
+def test_nothing_to_learn_from_extreme_logits_and_a_second_backward(engine, device):
+    x, w, _, labels = case(device=device)
+    found = multi_token_loss(x, w[0].detach(), torch.full_like(labels, -100))
+    found.loss.backward(retain_graph=True)
+    assert found.loss == 0 and x.grad.abs().sum() == 0
+    with pytest.raises(RuntimeError, match="second"):
+        found.loss.backward()
+    x = torch.tensor([[[[1e4], [-1e4]]]], device=device, requires_grad=True)
+    w = torch.tensor([[1.0], [-1.0]], device=device)
+    found = multi_token_loss(x, w, torch.tensor([[0, 1]], device=device))
+    found.loss.backward()
+    assert found.loss == 2e4 and x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "argument, change",
     [

@@ -185,13 +185,35 @@ def test_empty_completions_and_masked_rubbish(loss_type, device):
     assert empty.loss == 0 and empty.kl == 0
 
 
-def test_extreme_logits(engine, device):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_extreme_logits(level, engine, device):
     x = torch.tensor([[[1e4], [-1e4]]], device=device, requires_grad=True)
     w = torch.tensor([[1.0], [-1.0]], device=device)
     tokens = torch.tensor([[0, 1]], device=device)
-    found = policy_loss(x, w, tokens, torch.ones(1, device=device), beta=0.0, return_entropy=True, entropy_coef=0.1)
+    options = {"beta": 0.0, "return_entropy": True, "entropy_coef": 0.1, "importance_sampling_level": level}
+    found = policy_loss(x, w, tokens, torch.ones(1, device=device), **options)
     found.loss.backward()
     assert found.loss == -1 and found.entropy == 0 and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_completions_beyond_65536_tokens(level, device):
+    """On an accelerator the kernels run; the peer's have a program for each token in a dimension that ends there."""
+    device = torch.accelerator.current_accelerator() or torch.device(device)
+    torch.manual_seed(0)
+    x, w = randn(1, 65537, 2, device=device), randn(3, 2, device=device)
+    tokens, advantages = torch.randint(0, 3, (1, 65537), device=device), torch.ones(1, device=device)
+    options = {"beta": 0.0, "importance_sampling_level": level}
+    with use_backend(None):
+        found = policy_loss(x, w, tokens, advantages, **options)
+        expected = whole(tokens, advantages, torch.ones_like(tokens), **options)(x, w, None)[0]
+        torch.testing.assert_close(found.loss, expected)
+        gradients = (torch.autograd.grad(loss, (x, w)) for loss in (found.loss, expected))
+        for a, b in zip(*gradients):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+        logits = torch.nn.functional.linear(x, w)
+        loss, _, _, batch = policy_loss_of_logits(logits, tokens, advantages, **options)
+        torch.testing.assert_close(batch.mean(loss), expected)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

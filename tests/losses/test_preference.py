@@ -199,17 +199,51 @@ def test_nothing_to_learn_from(loss_type, device):
     assert loss.isfinite() and x.grad.isfinite().all() and x.grad[0].abs().sum() == 0
 
 
+def extremes(device):
+    """Answers of one token with logits of +-1e4: log-probabilities of 0 and -2e4, either way round."""
+    x = torch.full((2, 1, 1), 1e4, device=device)
+    w = torch.tensor([[1.0], [-1.0]], device=device)
+    for labels in ([[0], [1]], [[1], [0]]):
+        yield *leaves(x.requires_grad_(), w.requires_grad_()), torch.tensor(labels, device=device)
+
+
 @pytest.mark.parametrize("loss_type", PAIR_LOSSES)
-def test_extreme_logits(loss_type, device):
-    """Logits of +-1e4: log-probabilities of 0 and -2e4."""
-    x = torch.tensor([[[1e4]], [[1e4]]], device=device, requires_grad=True)
-    w = torch.tensor([[1.0], [-1.0]], device=device, requires_grad=True)
-    labels = torch.tensor([[0], [1]], device=device)
-    options = {"average_log_prob": True, "label_smoothing": 0.1, "beta": 1e-3}
-    for labels in (torch.tensor([[0], [1]], device=device), torch.tensor([[1], [0]], device=device)):
-        loss = preference_loss(x, w, labels, None, loss_type, **options).loss
+def test_extreme_logits(loss_type, engine, device):
+    beta, smoothing = 1e-3, 0.1
+    for x, w, labels in extremes(device):
+        loss = preference_loss(x, w, labels, None, loss_type, beta, smoothing, average_log_prob=True).loss
         loss.backward()
-        assert loss.isfinite() and x.grad.isfinite().all() and w.grad.isfinite().all()
+        assert x.grad.isfinite().all() and w.grad.isfinite().all()
+        c, r = (-2e4 * labels[:, 0].double()).split(1)
+        if loss_type == "orpo":  # the odds of a certain answer are infinite: they are taken to be finite
+            assert loss.isfinite() and loss >= 0
+        else:
+            zero = torch.zeros_like(c)
+            expected = PUBLISHED[loss_type](c, r, zero, zero, beta, smoothing).mean()
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", UNPAIRED_LOSSES)
+def test_extreme_logits_of_single_answers(loss_type, engine, device):
+    for x, w, labels in extremes(device):
+        preferred = torch.tensor([True, False], device=device)
+        loss = unpaired_preference_loss(x, w, labels, preferred, None, loss_type, 1e-3).loss
+        loss.backward()
+        reward = -20 * labels[:, 0].double() * torch.tensor([1, -1], device=device)
+        point = -10 if loss_type == "bco" else 0
+        shifted = reward - point * torch.tensor([1, -1], device=device)
+        expected = 1 - torch.sigmoid(shifted) if loss_type == "kto" else -log_sigmoid(shifted)
+        torch.testing.assert_close(loss.double(), expected.mean(), rtol=1e-5, atol=0)
+        assert x.grad.isfinite().all() and w.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("loss_type", UNPAIRED_LOSSES)
+def test_single_answers_without_tokens(loss_type, device):
+    (x, w, b), _, labels = case(2, device=device)
+    preferred = torch.tensor([True, False], device=device)
+    loss = unpaired_preference_loss(x, w, torch.full_like(labels, -100), preferred, b, loss_type).loss
+    (dx, dw) = torch.autograd.grad(loss, (x, w))
+    assert loss.isfinite() and dx.abs().sum() == dw.abs().sum() == 0
 
 
 def test_only_what_asks_gets_a_gradient(engine, device):
