@@ -4,6 +4,7 @@
 - the shapes of real models (`shapes.cases`) and the wide and odd ones of `samples.REAL`,
 - every shape class of `samples.SAMPLES`: of samples that launch the same kernel with the same tensors, dtypes and
   flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no other class.
+fp16, whose code differs from bf16's in conversions alone, at the shapes of models only.
 Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
 not, the same whole vectors) are the same code but for a constant, and compiled once.
 
@@ -68,6 +69,8 @@ def uses(
     found, sampled = {}, set()
     for origin in origins:
         for dtype in dtypes:
+            if dtype == "fp16" and origin != MODEL:
+                continue
             for op, label, inputs, options in _cases(origin, ops or OPS, DTYPES[dtype]):
                 for launch, backward in _launches(DEVICES[arch], op, inputs, options):
                     key = op, backward, *_class(launch)
@@ -270,6 +273,7 @@ def compile_all(found: list[Use], pool, cache: Cache, note: Callable[[int, int],
     """Compile what the cache does not have, and keep every result as it comes: key -> result."""
     keys = {use.launch.key: use.launch for use in found}
     todo = [(key, launch) for key, launch in keys.items() if key not in cache.known]
+    todo.sort(key=lambda item: (DEVICES[item[1].arch].vendor, item[1].what))  # what shares a front end, in a row
     note(len(keys) - len(todo), len(keys))
     size = 8  # about 2 s of work
     pending = {pool.submit(_attempt_all, todo[i : i + size]) for i in range(0, len(todo), size)}
