@@ -1,9 +1,10 @@
+# make setup   only sets up what the others need (below)
 # make demo    trains a small Llama plain and patched on this machine, and compares; ARGS="--model 1b" is passed on
 # make test    every test this machine can run; ARGS="-k rope" is passed on
 # make interpret    the half of it in Triton's interpreter; LIGER_HW_BACKEND=amd:gfx942 makes it that GPU's launches
 # make lint    style
 # make mutants tests must fail where a kernel is wrong
-# make trl     losses against TRL's trainers, which this installs
+# make trl     losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
 #
 # Each sets up what it needs first: a virtual environment in VENV with the build of PyTorch for the accelerator that is
 # here. PYTHON picks the interpreter, TORCH and TORCH_INDEX the build. NO_VENV=1 uses PYTHON as it is and installs nothing.
@@ -34,7 +35,9 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint mutants trl clean
+.PHONY: setup demo test lint mutants trl clean
+
+setup: $(READY)
 
 demo: $(READY)
 	$(RUN) -m liger_hw.cli demo $(ARGS)
@@ -85,10 +88,14 @@ endif
 	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
 
-# TRL comes with datasets, pandas and pyarrow, which nothing else here needs.
+# TRL comes with datasets, pandas and pyarrow, which nothing else here needs. 1.9 is what today's frameworks pin; it asks for
+# liger_kernel's losses, of which 1.16 has its own.
 trl: $(READY)
+	$(if $(READY),$(PIP) --constraint $(VENV)/constraints.txt 'trl==1.9.0' requests lightning)
+	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest -k trl tests/integrations/test_trainers.py
 	$(if $(READY),$(PIP) --constraint $(VENV)/constraints.txt 'trl>=1.16')
-	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest tests/losses/test_trl.py
+	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest -n 2 -k 'trl or example' tests/losses/test_trl.py \
+		tests/integrations/test_trainers.py tests/test_examples.py
 
 # Mistakes planted in two kernels must turn their tests red.
 mutants: $(READY)

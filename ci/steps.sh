@@ -62,7 +62,7 @@ must() {
 }
 
 if [ -z "${NO_INSTALL:-}" ]; then
-  must install make "$VENV/.ready-$VENDOR" "ACCELERATOR=$VENDOR" "PYTHON=$INSTALL_WITH" "VENV=$VENV"
+  must install make setup "ACCELERATOR=$VENDOR" "PYTHON=$INSTALL_WITH" "VENV=$VENV"
 fi
 [ -n "$DRY_RUN" ] || mkdir -p "$REPORT"/{evidence,doctor,bench}
 must device "$PYTHON" ci/device.py "$VENDOR"

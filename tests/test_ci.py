@@ -42,7 +42,7 @@ def planned(vendor, **variables):
 def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, tmp_path):
     steps = planned(vendor, REPORT=str(tmp_path))
     assert list(steps) == ["install", *STEPS]
-    assert steps["install"][:2] == ["make", f".venv/.ready-{vendor}"]
+    assert steps["install"][:3] == ["make", "setup", f"ACCELERATOR={vendor}"]
     for name, (python, *command) in list(steps.items())[1:]:
         assert python == ".venv/bin/python"
         if command[0] == "-m" and command[1] == "liger_hw.cli":

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import re
@@ -111,6 +112,42 @@ def test_every_architecture_has_a_name_on_the_page():
              for name, vendor in backends.VENDORS.items() for arch in vendor.ARCHS]  # fmt: skip
     assert [row[0] for row in page.rows(cells)][:3] == ["NVIDIA sm80", "NVIDIA sm86", "NVIDIA sm89"]
     assert len(page.rows(cells)) == len(known)
+
+
+@pytest.fixture
+def hardware():
+    if not (HERE.parent / "tools").is_dir():
+        pytest.skip("no tools here")
+    spec = importlib.util.spec_from_file_location("hardware", HERE.parent / "tools" / "hardware.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_documents_say_what_the_evidence_says(hardware):
+    assert hardware.main(["--check"]) == 0, "python tools/hardware.py"
+
+
+def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    page_file, readme = tmp_path / "docs" / "hardware.md", tmp_path / "README.md"
+    page_file.write_text((HERE.parent / "docs" / "hardware.md").read_text())
+    readme.write_text("before\n<!-- proven: begin, by tools/hardware.py -->\nold\n<!-- proven: end -->\nafter\n")
+    cell = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
+    file = evidence.write(tmp_path / "e.json", RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}, [GOOD, cell])
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
+    assert hardware.main(["--check", str(file)]) == 1
+    assert hardware.main([str(file)]) == 0 and "docs/hardware.md, README.md" in capsys.readouterr().out
+    assert hardware.main([str(file), "--check"]) == 0
+    amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | 1 of 2 ops, 3 cases, bf16 | - |"
+    intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | 1 of 2 ops, 2 cases, fp32 | - |"
+    assert "old" not in readme.read_text() and f"{amd}\n{intel}\n<!-- proven: end -->\nafter" in readme.read_text()
+    text = page_file.read_text()
+    before, _, after = text.partition("### Intel")
+    assert amd in before and intel in after.partition("### NVIDIA")[0]
+    assert "| interpreted | 2 | 2026-01-05 00:00 |  | torch 2.11.0 |" in text
+    for level, says in evidence.SAYS.items():
+        assert f"| {level} | {says} |" in text
 
 
 # recording -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ results are read as the level "measured". Files from any number of machines, tie
 """
 
 import json
+import re
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -57,10 +58,11 @@ class Cell:
 
 
 def about(level: str, device: torch.device | None = None) -> tuple[str, dict]:
-    """A new run's id, and its facts: level, device, versions, date, commit, command."""
+    """A new run's id, and its facts: level, device, versions, date, commit, command (of paths, the last part alone)."""
     from liger_hw.bench import operations
 
-    return uuid.uuid4().hex[:12], {"level": level} | operations.about(device or torch.device("cpu"))
+    facts = operations.about(device or torch.device("cpu"))
+    return uuid.uuid4().hex[:12], {"level": level} | facts | {"command": re.sub(r"\S*/", "", facts["command"])}
 
 
 def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:

@@ -1,0 +1,63 @@
+"""Write the tables of what was proven where: `python tools/hardware.py [--check] [PATH ...]`.
+
+The PATHs are evidence (what is in benchmarks/): files that `pytest --evidence`, `liger-hw bench`,
+`liger-hw matrix --compile` and `liger-hw doctor` wrote. What stands between markers in docs/hardware.md and README.md
+is replaced; with --check nothing is written, and the status is 1 if something would be.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from liger_hw.backends import VENDORS
+from liger_hw.matrix import evidence, page
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = "docs/hardware.md", "README.md"
+MARKED = re.compile(r"(<!-- proven(?: (\w+))?: begin, by tools/hardware.py -->\n).*?(<!-- proven: end -->)", re.S)
+
+
+def markdown(header, rows) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tables(runs: dict, cells: list) -> dict[str | None, str]:
+    """The text for each kind of marker: a vendor's name, "runs", "levels", or None for all GPUs."""
+    rows = page.rows(cells)
+    names = {page.NAMES[vendor]: vendor for vendor in VENDORS}
+    found = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].split()[0]] == vendor])
+             for vendor in VENDORS}  # fmt: skip
+    found["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
+    found["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
+    return found | {None: markdown(page.HEADER, rows)}
+
+
+def _runs(runs: dict) -> list[list[str]]:
+    """Runs that differ in date, commit and tests alone, as one line."""
+    found = {}
+    for level, date, on, versions, *_ in page.run_rows(runs):
+        found.setdefault((level, on, versions), []).append(date)
+    return [[level, str(len(dates)), max(dates), on, versions] for (level, on, versions), dates in found.items()]
+
+
+def main(arguments) -> int:
+    check = "--check" in arguments
+    paths = [Path(word) for word in arguments if word != "--check"]
+    runs, cells = evidence.read(paths or [ROOT / "benchmarks"])
+    texts = tables(runs, cells)
+    stale = []
+    for name in FILES:
+        file = ROOT / name
+        before = file.read_text()
+        after = MARKED.sub(lambda found: f"{found[1]}{texts[found[2]]}\n{found[3]}", before)
+        if after != before:
+            stale.append(name)
+            if not check:
+                file.write_text(after)
+    print(f"{'would change' if check else 'changed'}: {', '.join(stale) or 'nothing'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
