@@ -88,8 +88,8 @@ endif
 	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
 
-# TRL comes with datasets, pandas and pyarrow, which nothing else here needs. 1.9 is what today's frameworks pin; it asks for
-# liger_kernel's losses, of which 1.16 has its own.
+# TRL comes with datasets, pandas and pyarrow, which nothing else here needs. 1.9 is what today's frameworks pin; it asks
+# for liger_kernel's losses, of which 1.16 has its own.
 trl: $(READY)
 	$(if $(READY),$(PIP) --constraint $(VENV)/constraints.txt 'trl==1.9.0' requests lightning)
 	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest -k trl tests/integrations/test_trainers.py
