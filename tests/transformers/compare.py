@@ -84,15 +84,19 @@ def round_alike(plain, patched, inputs):
         args, kwargs = calls.get(name) or (_rows(module), {})
         if args is None:
             continue
-        results = []
-        for m in (theirs[name], module):
-            torch.manual_seed(1)
-            with torch.no_grad():
-                results.append(m(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-        exact = type(module).liger_match.op not in ALMOST
-        if not _same(*results, exact):
+        try:
+            expected = _called(theirs[name], args, kwargs)
+        except RuntimeError:  # the call that the forward ended at
+            continue
+        if not _same(expected, _called(module, args, kwargs), type(module).liger_match.op not in ALMOST):
             wrong.append(name)
     return wrong
+
+
+def _called(module, args, kwargs):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
 
 
 def _rows(module):

@@ -1,5 +1,7 @@
 """Families of Hugging Face models against themselves, patched: modules bit for bit, the whole in loss and gradients."""
 
+import inspect
+
 import pytest
 import tiny
 import torch
@@ -73,11 +75,12 @@ def test_rotary_functions(family, table_dtype):
     q, k = torch.randn(2, 4, 5, 16, dtype=torch.bfloat16), torch.randn(2, 2, 5, 16, dtype=torch.bfloat16)
     angle = torch.randn(2, 5, 8).repeat(1, 1, 2)
     theirs, ours = (
-        type(m.model.layers[0].self_attn).forward.__globals__["apply_rotary_pos_emb"] for m in (plain, patched)
+        inspect.unwrap(type(m.model.layers[0].self_attn).forward).__globals__["apply_rotary_pos_emb"]
+        for m in (plain, patched)
     )
-    for args in [(1,), ()]:
-        expected = theirs(q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype), *args)
-        found = ours(q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype), *args)
+    for options in [{"unsqueeze_dim": 1}, {}]:
+        expected = theirs(q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype), **options)
+        found = ours(q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype), **options)
         for e, f in zip(expected, found):
             assert e.dtype == f.dtype and torch.equal(e, f)
 

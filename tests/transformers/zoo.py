@@ -48,7 +48,8 @@ def rows():
     """(model type, class name) of every class in the lists, in their order."""
     found = {}
     for name in MAPS:
-        for model_type, classes in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").items():
+        lists = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})  # older versions have fewer
+        for model_type, classes in lists.items():
             for cls in classes if isinstance(classes, (tuple, list)) else (classes,):
                 found.setdefault((model_type, cls))
     return list(found)
