@@ -15,14 +15,15 @@ def add(commands) -> None:
     command.add_argument("files", nargs="*", type=Path, metavar="PATH", help="evidence: files, or folders of them")
     command.add_argument("--complete", action="store_true", help="fail if an op lacks what another has")
     command.add_argument("--compile", action="store_true", help="compile every kernel for every architecture instead")
-    command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="with --compile: only these (all)")
-    command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="with --compile: only these (all)")
-    command.add_argument("--jobs", type=common.positive, metavar="N", help="with --compile: processes (all cores)")
+    command.add_argument("--search", action="store_true", help="compile what is near each choice too, and compare")
+    command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="to compile for: only these (all)")
+    command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="to compile: only these (all)")
+    command.add_argument("--jobs", type=common.positive, metavar="N", help="processes that compile (all cores)")
     command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
 
 
 def matrix(args) -> int | None:
-    """Merge evidence, print the matrix, write matrix.json and matrix.html; or compile, which makes evidence.
+    """Merge evidence, print the matrix, write matrix.json and matrix.html; or compile, which makes evidence; or search.
 
     Ends with 1 where a case failed.
     """
@@ -30,6 +31,10 @@ def matrix(args) -> int | None:
         from liger_hw.matrix import compiled
 
         return compiled.run(args.archs, args.ops, args.jobs, args.report)
+    if args.search:
+        from liger_hw.matrix import search
+
+        return search.run(args.archs, args.ops, args.jobs, args.report)
     from liger_hw.matrix import evidence, page
 
     files = args.files or [EVIDENCE]

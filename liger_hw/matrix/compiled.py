@@ -14,7 +14,7 @@ A result is kept in the user's cache under a hash of all it depends on, as soon 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -264,26 +264,61 @@ def _attempt_all(batch: list[tuple[str, Launch]]) -> list[tuple[str, Resources |
     return [(key, attempt(launch)) for key, launch in batch]
 
 
-def _uses_on(arch: str, ops: list, dtypes: list) -> list[Use]:
-    torch.set_num_threads(1)
-    return uses(arch, ops, dtypes)
-
-
-def compile_all(found: list[Use], pool, cache: Cache, note: Callable[[int, int], None]) -> dict:
+def _compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dict:
     """Compile what the cache does not have, and keep every result as it comes: key -> result."""
-    keys = {use.launch.key: use.launch for use in found}
+    keys = {launch.key: launch for launch in launches}
     todo = [(key, launch) for key, launch in keys.items() if key not in cache.known]
     todo.sort(key=lambda item: (DEVICES[item[1].arch].vendor, item[1].what))  # what shares a front end, in a row
-    note(len(keys) - len(todo), len(keys))
-    size = 8  # about 2 s of work
+    task = progress.add_task("compiling", total=len(keys), completed=len(keys) - len(todo), note="")
+    size = 8  # about 1 s of work
     pending = {pool.submit(_attempt_all, todo[i : i + size]) for i in range(0, len(todo), size)}
     while pending:
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             for key, result in future.result():
                 cache.add(key, result)
-                note(1, 0)
+                progress.update(task, advance=1)
     return {key: cache.known[key] for key in keys}
+
+
+def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE), further=None) -> tuple[list, dict]:
+    """What launches, and what came of compiling it: uses, and key -> result. Ctrl-C loses nothing that was compiled.
+
+    Args:
+        archs, ops, jobs: as in `run`.
+        dtypes, origins: as in `uses`.
+        further: (uses, results) -> launches to compile as well.
+
+    Raises:
+        ValueError: as in `run`.
+    """
+    from liger_hw.cli import common
+
+    common.require("rich", "triton")
+    archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
+    ops = [_known("--ops", op, OPS) for op in ops]
+    cache, found = Cache(), []
+    jobs = jobs or len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, common.progress() as progress:
+        try:
+            task = progress.add_task("what launches", total=len(archs), note="")
+            for of_arch in [pool.submit(_uses_on, arch, ops, dtypes, origins) for arch in archs]:
+                found += of_arch.result()
+                progress.update(task, advance=1)
+            results = _compile_all((use.launch for use in found), pool, cache, progress)
+            if further:
+                results |= _compile_all(further(found, results), pool, cache, progress)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if not ops and len(archs) == len(ARCHS):
+        cache.keep(set(results))
+    return found, results
+
+
+def _uses_on(arch: str, ops: list, dtypes, origins) -> list[Use]:
+    torch.set_num_threads(1)
+    return uses(arch, ops, dtypes, origins)
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
@@ -302,34 +337,9 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     Raises:
         ValueError: an architecture or an op is unknown, or a package is not installed.
     """
-    from liger_hw.cli import common
     from liger_hw.matrix import evidence, resources
 
-    common.require("rich", "triton")
-    archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
-    ops = [_known("--ops", op, OPS) for op in ops]
-    jobs = jobs or len(os.sched_getaffinity(0))
-    cache, found = Cache(), []
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, common.progress() as progress:
-        try:
-            task = progress.add_task("what launches", total=len(archs), note="")
-            for of_arch in [pool.submit(_uses_on, arch, ops, list(DTYPES)) for arch in archs]:
-                found += of_arch.result()
-                progress.update(task, advance=1)
-            task = progress.add_task("compiling", total=0, note="")
-            total = 0
-
-            def note(done, more):
-                nonlocal total
-                total += more
-                progress.update(task, advance=done, total=total)
-
-            results = compile_all(found, pool, cache, note)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if not ops and len(archs) == len(ARCHS):
-        cache.keep(set(results))
+    found, results = gather(archs, ops, jobs)
     rows = [record(use, results[use.launch.key]) for use in found]
     run_id, facts = evidence.about(evidence.COMPILED)
     files = (

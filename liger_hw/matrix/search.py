@@ -1,0 +1,181 @@
+"""Whether something beside a heuristic's choice is better in every way that can be seen without the hardware.
+
+`run` is `liger-hw matrix --search`. A configuration is rated by what its compiled code shows:
+
+    clean      it passes every gate: fits, spills nothing, ...
+    width      bytes a lane of its narrowest wide access, of those its tile allows
+    under way  bytes that a core's resident programs have asked memory for, of those that cover its latency
+    waves      warps that a scheduler has to choose from, of WAVES
+
+The last three are shares of enough, 1 at most: more than enough is no better. One configuration dominates another if it
+is as good in all four and clearly better in one. Only a choice that is short of something is searched around, in the
+space that the tuner searches: the neighbours of `tuning.neighbours`.
+"""
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from liger_hw import tuning
+from liger_hw._text import table
+from liger_hw.cli import common
+from liger_hw.crosscompile import DEVICES, Launch, Resources
+from liger_hw.matrix import compiled
+from liger_hw.matrix.compiled import Use
+from liger_hw.occupancy import LIMITS, occupancy, warps_per_scheduler
+from liger_hw.tuning import Config
+
+# Planning numbers, not measurements: seconds from a load to its data while memory is busy, and warps among which a
+# scheduler finds one that can go on. The bandwidth that the first is multiplied with is each data sheet's.
+LATENCY, WAVES = 800e-9, 4
+CLEARLY = 1.05
+
+
+@dataclass(frozen=True)
+class Rating:
+    """How good a configuration is, each from 0 to 1; see the module."""
+
+    clean: float
+    width: float
+    under_way: float
+    waves: float
+
+    @property
+    def perfect(self) -> bool:
+        return self == Rating(1.0, 1.0, 1.0, 1.0)
+
+    def dominates(self, other: "Rating") -> bool:
+        """As good in everything, and clearly better in something."""
+        pairs = list(zip(vars(self).values(), vars(other).values(), strict=True))
+        return all(mine >= its for mine, its in pairs) and any(mine > its * CLEARLY for mine, its in pairs)
+
+    def __str__(self):
+        said = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in vars(self).items() if value < 1]
+        return ", ".join(said) or "enough of all"
+
+
+def rate(launch: Launch, found: Resources | str) -> Rating:
+    """The rating of a compiled launch."""
+    if compiled.judge(launch, found).keys() - {"widths"}:
+        return Rating(0.0, 0.0, 0.0, 0.0)
+    device = DEVICES[launch.arch]
+    full = occupancy(device, found.registers, found.shared, launch.options["num_warps"])
+    widths = [access.widest / wanted for access, wanted in compiled.wanted_widths(launch, found)]
+    programs = full.programs
+    if _strides(launch):  # over the rows, with a fixed number of programs
+        programs = min(programs, launch.config["programs"] * _cus(device))
+    warps = programs * launch.options["num_warps"]
+    asked = programs * _loaded(found) * _ahead(launch, device)
+    needed = device.bandwidth * 1e9 * LATENCY / device.num_cores * _cus(device)
+    waves = warps_per_scheduler(device, replace(full, warps=warps))
+    return Rating(1.0, min(1.0, *widths, 1.0), min(1.0, asked / needed), min(1.0, waves / WAVES))
+
+
+def _cus(device) -> int:
+    """Of `Device.num_cores`, how many make a core of the occupancy model."""
+    return 2 if device.vendor == "amd" and LIMITS[device.arch].warps == 16 else 1
+
+
+def _strides(launch: Launch) -> bool:
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    return "num_programs" in inspect.getsource(kernel.fn)
+
+
+def _loaded(found: Resources) -> int:
+    """Bytes that one pass over a tile loads: the largest of every pointer's."""
+    largest = max(access.elements for access in found.accesses)
+    tiles = {}
+    for access in found.accesses:
+        if access.kind == "load" and access.elements == largest:
+            tiles[access.pointer] = max(tiles.get(access.pointer, 0), access.elements * access.itemsize)
+    return sum(tiles.values())
+
+
+def _ahead(launch: Launch, device) -> int:
+    """Tiles that a program has asked for at a time."""
+    return max(launch.config["meta"].get("STAGES", 1) - 1, 1) if device.async_copy else 1
+
+
+def candidates(launch: Launch) -> list[Launch]:
+    """The launch with each neighbour of its configuration that changes code or grid."""
+    names = ("meta", "num_warps", "num_stages", "programs")
+    config = Config(**{name: launch.config[name] for name in names}, device=DEVICES[launch.arch])
+    found = {}
+    for near in tuning.neighbours(config):
+        if near.options(config.device).keys() != config.options(config.device).keys():
+            continue  # an option of one compiler: the tuner's to measure
+        options = launch.options | {"num_warps": near.num_warps}
+        made = replace(
+            launch,
+            constants=launch.constants | near.meta,
+            options=options,
+            config=near.to_json() | {"source": "neighbour"},
+        )
+        found[str((near.meta, near.num_warps, near.programs))] = made
+    return list(found.values())
+
+
+def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
+    """What is short of something, each with the best neighbour that dominates it, or None.
+
+    Args:
+        uses: of `compiled.uses`.
+        results: key -> result, of their launches and of their `candidates`.
+    """
+    lines = []
+    for use in uses:
+        rating = rate(use.launch, results[use.launch.key])
+        if rating.perfect:
+            continue
+        best, best_rating = None, rating
+        for near in candidates(use.launch):
+            its = rate(near, results[near.key])
+            if its.dominates(best_rating):
+                best, best_rating = near, its
+        lines.append({
+            "op": use.op, "kernel": use.launch.kernel, "arch": use.launch.arch, "dtype": use.dtype,
+            "shape": use.shapes[0], "config": use.launch.config, "rating": vars(rating),
+            "better": best and best.config, "better_rating": best and vars(best_rating),
+        })  # fmt: skip
+    return lines
+
+
+def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
+    """`liger-hw matrix --search`: rate every choice at wide and real shapes in bf16, search around those that are short
+    of something, print what is dominated, and write search.json.
+
+    Args:
+        archs, ops, jobs, report: as in `compiled.run`.
+
+    Returns:
+        0 if no choice is dominated, else 1.
+
+    Raises:
+        ValueError: as in `compiled.run`.
+    """
+
+    def near(uses, results):
+        short = (use.launch for use in uses if not rate(use.launch, results[use.launch.key]).perfect)
+        return [candidate for launch in short for candidate in candidates(launch)]
+
+    uses, results = compiled.gather(archs, ops, jobs, ["bf16"], [compiled.MODEL, compiled.WIDE], near)
+    lines = dominated(uses, results)
+    report.mkdir(parents=True, exist_ok=True)
+    (report / "search.json").write_text(json.dumps(lines, indent=1) + "\n")
+    better = [line for line in lines if line["better"]]
+    print(f"{report / 'search.json'}: {len(uses)} choices, {len(lines)} short of something, {len(better)} dominated\n")
+    header = ["architecture", "kernel", "shape", "chosen", "short of", "better", "short of"]
+    print(table(header, [_line(line) for line in better]))
+    return 1 if better else 0
+
+
+def _line(line: dict) -> list[str]:
+    def said(config):
+        return f"{common.parameters(config['meta'])}, {config['num_warps']} warps, {config['programs']} programs"
+
+    config, better = line["config"], line["better"]
+    return [line["arch"], line["kernel"], line["shape"], said(config), str(Rating(**line["rating"])), said(better),
+            str(Rating(**line["better_rating"]))]  # fmt: skip
