@@ -56,7 +56,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             return weight_soft_loss * soft(*args) + weight_hard_loss * hard(*args)
 
         leaves = [None if x is None else x.detach() for x in (student_input, student_weight, student_bias)]
-        wanted = [ctx.needs_input_grad[i] for i in (0, 1, 5)]
+        wanted = [x is not None and x.requires_grad for x in (student_input, student_weight, student_bias)]
         for leaf, want in zip(leaves, wanted):
             if leaf is not None:
                 leaf.requires_grad_(want)

@@ -82,8 +82,8 @@ def fused_linear_cross_entropy_forward(
         loss, *rest = loss_utils.unpack_cross_entropy_result(found)
         asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         given = torch.ones_like(loss) if token_grad_output is None else token_grad_output
-        gradients = iter(torch.autograd.grad(loss, asked, given) if asked else ())
-    gradients = (next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+        made = iter(torch.autograd.grad(loss, asked, given) if asked else ())
+    gradients = [next(made) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
     return loss.detach(), *rest, *gradients
 
 
