@@ -6,6 +6,7 @@ On a CPU: plain torch, and the kernels in Triton's interpreter. The report is on
 `liger-hw matrix` as well.
 """
 
+import functools
 import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -211,23 +212,30 @@ def _time(ops, device, found) -> None:
     for op in ops:
         case = min((case for case in shapes.cases([op]) if moved(case) >= LEAST), key=moved, default=None)
         case = case or max(shapes.cases([op]), key=moved)
+        needs, here = operations.cost(case), {"op": op, "shape": case.label}
         try:
-            needs = operations.cost(case)
-            subject = operations.Subject(dispatch.OPS[op], case.make(device, torch.bfloat16))
-            subject.full()
-            alone = clock.graph(subject.full)  # the host is not what is asked about
-            seconds = clock.seconds(alone or subject.full)
+            seconds = _seconds(case, device, clock)
         except torch.OutOfMemoryError:
-            found["times"].append({"op": op, "shape": case.label, "skipped": "out of memory"})
+            found["times"].append(here | {"skipped": "out of memory"})
             continue
         finally:
             operations.clean(device)
         ideal = max(sum(needs[:2]) / ceilings["bytes_per_second"], sum(needs[2:]) / ceilings["flops_per_second"])
-        found["times"].append({"op": op, "shape": case.label, "ms": seconds * 1e3, "share": ideal / seconds})
+        found["times"].append(here | {"ms": seconds * 1e3, "share": ideal / seconds})
         found["checks"].append(
             _check(f"{op} {case.label}, forward and backward", f"at least {SHARE:.0%} of this machine's limit",
                    f"{ideal / seconds:.0%}, {seconds * 1e3:.3f} ms", ideal / seconds >= SHARE)
         )  # fmt: skip
+
+
+def _seconds(case, device, clock) -> float:
+    """Of one forward and backward; of its kernels alone where a graph can be captured."""
+    from liger_hw.bench import operations
+
+    op = functools.partial(dispatch.OPS[case.op], **case.options)
+    subject = operations.Subject(op, case.make(device, torch.bfloat16))
+    subject.full()
+    return clock.seconds(clock.graph(subject.full) or subject.full)
 
 
 # what to do -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def script(vendor, *arguments, **variables):
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "NO_INSTALL", "REPORT")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "NO_INSTALL", "REPORT")
+    }
     environment |= {"ONEAPI": "/nowhere", **variables}
     command = ["bash", ROOT / "ci" / f"{vendor}.sh", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
