@@ -82,7 +82,7 @@ def patch(model, **flags):
         cross_entropy: compute the loss from the logits with the op `cross_entropy`. Default False.
 
     Returns:
-        a `Summary`, which is also logged once at level INFO; None for a class.
+        a `Summary`, which is also logged once at level INFO, or WARNING where nothing was replaced; None for a class.
 
     Raises:
         ValueError: an unknown flag, or cross_entropy together with fused_linear_cross_entropy.
@@ -101,7 +101,10 @@ def patch(model, **flags):
             swapping.swap(part, match)
         if why:
             summary.left[name, why] += 1
-    logger.info("patched %s\n%s", type(model).__name__, summary)
+    if summary.replaced:
+        logger.info("patched %s\n%s", type(model).__name__, summary)
+    else:
+        logger.warning("nothing of %s was replaced; it is as it was\n%s", type(model).__name__, summary)
     return summary
 
 

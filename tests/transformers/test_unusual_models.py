@@ -1,0 +1,156 @@
+"""Models that are not as expected: a clear message, and a model that is right."""
+
+import copy
+import json
+import logging
+import textwrap
+
+import pytest
+import tiny
+import torch
+
+import liger_hw
+from liger_hw.transformers import swapping
+
+transformers = tiny.transformers
+
+
+def test_a_model_with_nothing_to_replace_says_so_and_stays_as_it_was(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    before = [type(module) for module in model.modules()]
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        summary = liger_hw.patch(model)
+    assert not summary.replaced and [type(module) for module in model.modules()] == before
+    assert "nothing of Sequential was replaced" in caplog.text and "BatchNorm1d" in caplog.text
+
+
+class Quantised(torch.nn.Module):
+    """A linear layer of 8-bit weights, as quantisation libraries have them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = linear.weight.abs().max().detach() / 127
+        self.register_buffer("weight", (linear.weight / self.scale).round().to(torch.int8))
+        self.bias = linear.bias
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("head_too", [False, True])
+def test_quantised_weights(head_too):
+    plain = tiny.model()
+    for parent in list(plain.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and (head_too or name != "lm_head"):
+                setattr(parent, name, Quantised(child))
+    patched = copy.deepcopy(plain)
+    summary = liger_hw.patch(patched)
+    assert summary.replaced["LlamaMLP", "swiglu"] == 2
+    assert (("LlamaForCausalLM", "its head is a Quantised: logits as they were") in summary.left) == head_too
+    tiny.assert_learns_alike(plain, patched, fused=not head_too, **tiny.tokens())
+
+
+def test_a_weight_sharded_over_devices_keeps_its_logits():
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, patched = tiny.pair()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        patched.lm_head.weight = torch.nn.Parameter(distribute_tensor(patched.lm_head.weight.data, mesh, [Shard(0)]))
+        hidden = torch.randn(2, 3, 64)
+        patched.lm_head.liger_armed = True
+        with pytest.raises(RuntimeError, match="DTensor"):  # torch's own, and not numbers of a part of the weight
+            patched.lm_head(hidden)
+        assert torch.equal(plain.lm_head(hidden), torch.nn.functional.linear(hidden, plain.lm_head.weight))
+    finally:
+        dist.destroy_process_group()
+
+
+REMOTE = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class RemoteConfig(LlamaConfig):
+        model_type = "remote"
+
+    class Scale(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.gain, self.small = torch.nn.Parameter(torch.rand(width)), 1e-4
+
+        def forward(self, x):
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.small)
+            return (self.gain * wide).to(x.dtype)
+
+    class RemoteForCausalLM(LlamaForCausalLM):
+        config_class = RemoteConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.norm = Scale(config.hidden_size)
+            self.post_init()
+"""
+
+
+def test_code_that_came_with_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "remote.py").write_text(textwrap.dedent(REMOTE))
+    names = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
+    config = {"model_type": "remote", "auto_map": names} | tiny.TINY
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    plain = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    patched = copy.deepcopy(plain)
+    summary = liger_hw.patch(patched)
+    assert summary.replaced["Scale", "rms_norm(casting_mode='gemma', offset=0.0)"] == 1
+    assert not any(swapping.is_swapped(module) for module in plain.modules())
+    tiny.assert_learns_alike(plain.train(), patched.train(), **tiny.tokens())
+
+
+@pytest.mark.parametrize("model", ["llama", None, transformers.LlamaConfig()], ids=["name", "None", "config"])
+def test_what_is_no_model(model):
+    with pytest.raises(ValueError, match="^model: got"):
+        liger_hw.patch(model)
+
+
+def _train(rank, store, results):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    gradients = []
+    for model in tiny.pair():
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(**tiny.tokens(seed=rank), use_cache=False).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.save(gradients, results + str(rank))
+    dist.destroy_process_group()
+
+
+def test_two_processes_of_distributed_data_parallel(tmp_path):
+    torch.multiprocessing.spawn(_train, (str(tmp_path / "store"), str(tmp_path / "gradients")), nprocs=2)
+    first, second = (torch.load(tmp_path / f"gradients{rank}") for rank in (0, 1))
+    for plain, patched, elsewhere in zip(*first, second[1]):
+        torch.testing.assert_close(patched, plain, rtol=1e-3, atol=1e-5)
+        assert torch.equal(patched, elsewhere), "both processes end with the same gradient"
+
+
+def test_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    plain, patched = tiny.pair()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    losses = []
+    for model in (plain, patched):
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+        for _ in range(2):
+            loss = tiny.call(prepared, **tiny.tokens()).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss)
+        assert torch.isfinite(accelerator.unwrap_model(prepared)(**tiny.tokens()).loss)
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
