@@ -168,9 +168,17 @@ def _finish(outputs, skip_logits):
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy and outputs.get("loss") is None:
         outputs.logits = logits.materialise()
-    for name, value in logits.extras.items() if lazy else ():
-        setattr(outputs, name, value)
-    return outputs
+    return _with_by_products(outputs, logits.extras) if lazy and logits.extras else outputs
+
+
+def _with_by_products(outputs, extras):
+    if torch.compiler.is_compiling():  # which cannot trace the making of a class
+        for name, value in extras.items():
+            setattr(outputs, name, value)
+        return outputs
+    from liger_hw.transformers.output_classes import with_by_products
+
+    return with_by_products(type(outputs))(**dict(outputs), **extras)
 
 
 def computes_a_loss(model):

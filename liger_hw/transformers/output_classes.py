@@ -1,15 +1,14 @@
 """Outputs of language models that also hold the by-products of the fused loss.
 
-`Liger<Name>` of any output class `<Name>` of transformers whose name ends in CausalLMOutputWithPast is made when it is
-asked for: the same fields, then `token_accuracy` (share of the labels that were the likeliest token, fp32 scalar) and
-`predicted_tokens` (int64, one for each label, -1 where the label is ignored).
+`Liger<Name>` of any output class `<Name>` of transformers is made when it is asked for: the same fields, then
+`token_accuracy` (share of the labels that were the likeliest token, fp32 scalar) and `predicted_tokens` (int64, one for
+each label, -1 where the label is ignored).
 """
 
 import dataclasses
 import functools
 import importlib
 import pkgutil
-import re
 
 from transformers import modeling_outputs, models
 
@@ -25,10 +24,10 @@ def with_by_products(output_class):
 
 
 def __getattr__(name):
-    if not re.fullmatch(r"Liger\w*CausalLMOutputWithPast", name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     theirs = name.removeprefix("Liger")
-    found = getattr(modeling_outputs, theirs, None) or _of_a_family(theirs)
+    found = None
+    if name != theirs and "Output" in name:
+        found = getattr(modeling_outputs, theirs, None) or _of_a_family(theirs)
     if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: transformers has no {theirs}")
     return with_by_products(found)
@@ -36,8 +35,10 @@ def __getattr__(name):
 
 def _of_a_family(name):
     """The class of that name in the file of the family whose name it starts with."""
-    plain = name.removesuffix("CausalLMOutputWithPast").replace("_", "").lower()
-    for family in pkgutil.iter_modules(models.__path__):
-        if family.name.replace("_", "") == plain:
-            module = importlib.import_module(f"{models.__name__}.{family.name}.modeling_{family.name}")
-            return getattr(module, name, None)
+    start = name.replace("_", "").lower()
+    families = [family.name for family in pkgutil.iter_modules(models.__path__)]
+    for family in sorted(families, key=len, reverse=True):  # the longest name first: qwen2_5_vl before qwen2
+        if start.startswith(family.replace("_", "")):
+            module = importlib.import_module(f"{models.__name__}.{family}.modeling_{family}")
+            if hasattr(module, name):
+                return getattr(module, name)

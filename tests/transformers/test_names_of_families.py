@@ -1,5 +1,6 @@
 """Classes and functions that liger_kernel has for one family each, against the family's own."""
 
+import pickle
 import types
 
 import pytest
@@ -158,3 +159,17 @@ def test_output_classes():
         output_classes.LigerUnheardOfCausalLMOutputWithPast  # noqa: B018
     with pytest.raises(AttributeError):
         output_classes.unheard_of  # noqa: B018
+
+
+def test_patched_models_return_them():
+    _, model = tiny.pair()
+    plain = model(**tiny.tokens())
+    found = model(**tiny.tokens(), return_token_accuracy=True, return_predicted_tokens=True)
+    assert type(plain) is transformers.modeling_outputs.CausalLMOutputWithPast
+    assert type(found) is output_classes.LigerCausalLMOutputWithPast
+    assert found["predicted_tokens"].shape == (34,) and found["token_accuracy"] is found.token_accuracy
+    found.logits = None
+    again = pickle.loads(pickle.dumps(found))
+    assert torch.equal(again.predicted_tokens, found.predicted_tokens)
+    leaves, spec = torch.utils._pytree.tree_flatten(found)  # as DDP and FSDP take it apart
+    assert type(torch.utils._pytree.tree_unflatten(leaves, spec)) is type(found)
