@@ -93,6 +93,14 @@ def test_the_matrix_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
     assert not re.search(r"""(src|href)=|<script|url\(""", text)
 
 
+def test_a_failed_test_that_is_no_parity_case_is_red(tmp_path, capsys):
+    runs = {"r": RUN["r"] | {"tests": {"passed": 9, "skipped": 3, "failed": 2}, "command": "pytest -n auto"}}
+    evidence.write(tmp_path / "e.json", runs, [GOOD])
+    status, shown = matrix(capsys, tmp_path, tmp_path / "e.json")
+    assert status == 1 and "2 tests failed in the run of 2026-01-02 03:04: pytest -n auto" in shown.out
+    assert "2 tests failed" in (tmp_path / "report" / "matrix.html").read_text()
+
+
 def test_complete_means_every_op_wherever_one_is(tmp_path, capsys):
     cells = [Cell(op, "amd:gfx942", "bf16", INTERPRETED, 1, 0, [], "r") for op in dispatch.OPS]
     evidence.write(tmp_path / "all.json", RUN, cells)

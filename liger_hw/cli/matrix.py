@@ -47,7 +47,7 @@ def matrix(args) -> int | None:
     print(table(page.HEADER, page.rows(cells)), end="\n\n")
     for level, text in evidence.SAYS.items():
         print(f"{level}: {text}")
-    problems = page.problems(cells) + (evidence.missing(cells, dispatch.OPS) if args.complete else [])
+    problems = page.problems(cells, runs) + (evidence.missing(cells, dispatch.OPS) if args.complete else [])
     print("", *problems, sep="\n")
     merged = evidence.write(args.report / "matrix.json", runs, cells)
     print(f"{merged}, {page.write(runs, cells, args.report / 'matrix.html')}")

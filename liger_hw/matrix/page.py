@@ -60,14 +60,20 @@ def _cell(cells: list[Cell], every: set) -> str:
     return f"{text}, {failed:,} FAILED" if failed else text
 
 
-def problems(cells: Iterable[Cell]) -> list[str]:
-    """What failed, in words."""
-    return [
+def problems(cells: Iterable[Cell], runs: dict | None = None) -> list[str]:
+    """What failed, in words: cases, and in `runs` tests that are no parity cases, or whose process crashed."""
+    lines = [
         f"{op} on {backend} in {dtype}, {level}: {cell.failed} of {cell.passed + cell.failed} cases failed: "
         + "; ".join(cell.failures)
         for (op, backend, dtype, level), cell in sorted(total(cells).items())
         if cell.failed
     ]
+    for facts in (runs or {}).values():
+        tests = facts.get("tests", {})
+        failed = sum(number for outcome, number in tests.items() if outcome not in ("passed", "skipped"))
+        if failed:
+            lines.append(f"{failed} tests failed in the run of {facts['date']}: {facts.get('command', '')}")
+    return lines
 
 
 def run_rows(runs: dict) -> list[list[str]]:
@@ -94,7 +100,7 @@ i.ok { background: #2f9e5b; } i.bad { background: #d6322d; } li { overflow-wrap:
 def write(runs: dict, cells: list[Cell], file: Path) -> Path:
     """Write the page: the summary, each op in each dtype on each GPU, what failed, and the runs."""
     found = total(cells)
-    failed = problems(cells)
+    failed = problems(cells, runs)
     grids = "".join(_grid(vendor, found, cells) for vendor in VENDORS)
     legend = "".join(f"<dt>{level}</dt><dd>{html.escape(text)}</dd>" for level, text in SAYS.items())
     bad = "<h2>Failed</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in failed) + "</ul>"
