@@ -73,7 +73,7 @@ def training(found: dict, stem: Path) -> str:
     rows = [[cell or " " for cell in row] for row in tables.training_rows(found)]
     pictures = [_save(figure, stem, name) for name, figure in page.training_figures(found)]
     return "\n\n".join(
-        ["Training steps, every run in a process of its own:", markdown(tables.TRAINING, rows), *pictures]
+        ["Training steps, every model in a process of its own:", markdown(tables.TRAINING, rows), *pictures]
     )
 
 

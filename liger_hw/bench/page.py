@@ -189,7 +189,7 @@ def training_figures(found: dict):
 
 def write_training(found: dict, file: Path) -> Path:
     """Write the page of `training`'s results."""
-    lead = "Steps of training, random weights and tokens, fused AdamW; every run in a process of its own."
+    lead = "Steps of training, random weights and tokens, fused AdamW; every model in a process of its own."
     numbers = f'<div class="scroll">{_table(tables.TRAINING, tables.training_rows(found))}</div>'
     bad = "" if found["complete"] else '<p class="bad">interrupted: not everything was measured</p>'
     return _page(found, file, lead, bad, training_figures(found), numbers, {})

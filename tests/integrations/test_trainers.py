@@ -39,9 +39,9 @@ def make_rows(count, length, vocabulary=256):
             for i, row in enumerate(ids)]  # fmt: skip
 
 
-def train(folder, patched=False, **arguments):
+def train(folder, patched=False, adapt=lambda model: model, **arguments):
     """(the losses of a Trainer's steps and of its evaluation, the model's weights)."""
-    model = make_model()
+    model = adapt(make_model())
     if patched:
         liger_hw.patch(model)
     rows = make_rows(16, 24)
@@ -83,6 +83,20 @@ def test_trainer_through_the_stand_in(tmp_path, stand_in):
     assert_same(train(tmp_path, use_liger_kernel=True), expected)
     config = {"rope": False, "fused_linear_cross_entropy": False, "cross_entropy": True}
     assert_same(train(tmp_path, use_liger_kernel=True, liger_kernel_config=config), expected)
+
+
+def test_trainer_with_adapters(tmp_path, stand_in):
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+
+    def adapt(model):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", modules_to_save=["lm_head"], r=4)
+        return peft.get_peft_model(model, config)
+
+    options = {"adapt": adapt, "gradient_checkpointing": True}
+    expected = train(tmp_path, **options)
+    assert expected[0][0] != expected[0][STEPS - 1]
+    assert_same(train(tmp_path, patched=True, **options), expected)
+    assert_same(train(tmp_path, use_liger_kernel=True, **options), expected)
 
 
 def step_bytes(model, batch):
