@@ -1,0 +1,83 @@
+"""The search around heuristics: what a rating sees, and which choices it calls dominated."""
+
+import dataclasses
+
+import pytest
+
+from liger_hw import tuning
+from liger_hw.assembly import Access
+from liger_hw.crosscompile import DEVICES, Launch, Resources
+from liger_hw.matrix import compiled, search
+from liger_hw.matrix.search import Rating
+
+PERFECT = Rating(1.0, 1.0, 1.0, 1.0)
+
+
+def launched(arch="sm90", warps=8, cols=4096, stages=4, programs=1, kernel="cross_entropy_forward"):
+    module = "liger_hw.kernels.rms_norm" if kernel.startswith("rms") else "liger_hw.kernels.cross_entropy.kernels"
+    meta = {"COLS": cols, "STAGES": stages}
+    config = {"meta": meta, "num_warps": warps, "num_stages": 1, "programs": programs, "source": "heuristic"}
+    options = tuning.Config(meta, warps, device=DEVICES[arch]).options(DEVICES[arch])
+    return Launch(module, kernel, arch, {}, {"cols": 32000, **meta}, {}, options, config, True, ("X",))
+
+
+def found(registers=64, width=16, elements=4096, shared=0, **more):
+    access = Access("k", "load", "X", elements, elements, 2, True, {width: 1})
+    return Resources(registers, 0, 0, shared, accesses=(access,), **more)
+
+
+def test_enough_of_all():
+    assert search.rate(launched(), found()) == PERFECT
+    assert PERFECT.perfect and str(PERFECT) == "enough of all"
+
+
+def test_a_missed_gate_is_worth_nothing():
+    assert search.rate(launched(), "CompilationError: no") == Rating(0.0, 0.0, 0.0, 0.0)
+    assert not search.rate(launched(), dataclasses.replace(found(), spills=4)).clean
+
+
+def test_narrow_accesses_count_in_part():
+    assert search.rate(launched(), found(width=8)) == dataclasses.replace(PERFECT, width=0.5)
+
+
+def test_registers_and_stages_decide_what_is_under_way():
+    few = search.rate(launched(warps=16, stages=1), found(registers=128))  # one program, 8 KiB, of 29 KB
+    more = search.rate(launched(warps=16, stages=1), found(registers=64))  # two programs
+    assert few.under_way == pytest.approx(more.under_way / 2) and 0.2 < few.under_way < 0.3
+    assert search.rate(launched(warps=16, stages=5), found(registers=128)).under_way == 1
+    # registers hold what is ahead where loads do not go to shared memory, and the model counts one tile
+    tile = {"registers": 250, "elements": 256}
+    assert search.rate(launched("gfx942", 4, 256, stages=5), found(**tile)).under_way < 1
+
+
+def test_a_fixed_number_of_programs_is_no_more_than_that():
+    one, two = (launched(warps=4, stages=1, programs=n, kernel="rms_norm_backward") for n in (1, 2))
+    assert search.rate(two, found()).waves == 2 * search.rate(one, found()).waves == 0.5
+
+
+def test_dominated_is_as_good_in_all_and_clearly_better_in_one():
+    assert PERFECT.dominates(Rating(1.0, 1.0, 0.9, 1.0))
+    assert not PERFECT.dominates(PERFECT)
+    assert not Rating(1.0, 1.0, 1.0, 0.9).dominates(Rating(1.0, 1.0, 0.5, 1.0)), "a trade is not a win"
+    assert not PERFECT.dominates(Rating(1.0, 1.0, 0.97, 1.0)), "nothing that a measurement would show"
+
+
+def test_candidates_are_the_tuners():
+    launch = launched()
+    near = search.candidates(launch)
+    assert {(n.config["meta"]["COLS"], n.config["num_warps"]) for n in near} >= {(2048, 4), (4096, 4), (8192, 16)}
+    for n in near:
+        assert n.constants["COLS"] == n.config["meta"]["COLS"] and n.options["num_warps"] == n.config["num_warps"]
+        assert n.options.keys() == launch.options.keys() and n.constants["cols"] == 32000
+
+
+def test_the_best_neighbour_is_found():
+    use = compiled.Use(launched(warps=16, stages=1), "cross_entropy", "bf16", False, "model", ["8192x32000"])
+    results = {near.key: found(registers=128) for near in [use.launch, *search.candidates(use.launch)]}
+    wanted = {"COLS": 4096, "STAGES": 1}, 8
+    better = next(n for n in search.candidates(use.launch) if (n.config["meta"], n.config["num_warps"]) == wanted)
+    results[better.key] = found(registers=64)
+    (line,) = search.dominated([use], results)
+    assert line["better"]["num_warps"] == 8 and line["better_rating"]["under_way"] > line["rating"]["under_way"]
+    results[use.launch.key] = found(registers=40)
+    assert search.dominated([dataclasses.replace(use, launch=launched())], {launched().key: found()}) == []
