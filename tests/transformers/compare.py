@@ -8,6 +8,7 @@ import torch
 import zoo
 
 import liger_hw
+from liger_hw.transformers import rotary
 
 LOSS_PARTS = ("head", "causal_lm")
 ALMOST = ("layer_norm",)  # torch takes the variance in another order: all bits but a few of fp32's last
@@ -133,13 +134,19 @@ def row(model_type, cls):
         plain, inputs = zoo.build(model_type, cls)
         patched = copy.deepcopy(plain)
         summary = liger_hw.patch(patched)
-        found = {"model_type": model_type, "class": cls} | learn(plain, patched, inputs)
+        found = {"model_type": model_type, "class": cls, "modern": _is_modern(plain)} | learn(plain, patched, inputs)
         wrong = round_alike(plain.bfloat16(), patched.bfloat16(), inputs)
     found["replaced"] = dict(sorted(_sums(summary.replaced).items()))
     found["left"] = {f"{name}: {why}": count for (name, why), count in sorted(summary.left.items())}
     limits = {"loss": 1e-5, "logits": 1e-4, "gradient": 1e-3}
     found["mismatch"] = [name for name, limit in limits.items() if not found[name] < limit] + wrong
     return found
+
+
+def _is_modern(model):
+    """Whether it has an RMSNorm or a rotary function, as models since Llama do."""
+    classes = {type(module) for module in model.modules()}
+    return any("rmsnorm" in cls.__name__.lower() or rotary.rotary_functions(cls) for cls in classes)
 
 
 def _sums(replaced):
