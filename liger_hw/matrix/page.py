@@ -91,7 +91,8 @@ def run_rows(runs: dict) -> list[list[str]]:
 RUNS = ["level", "date", "on", "versions", "commit", "tests of that run"]
 MARKS = """
 .scroll { overflow-x: auto; } main { max-width: 76rem; }
-td.cell { text-align: center; white-space: nowrap; padding: .25rem .5rem; }
+table.grid { width: auto; } table.grid th, table.grid td { padding: .2rem .7rem; white-space: nowrap; }
+table.grid th, td.cell { text-align: center; }
 i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin: 0 1px; background: #eceef2; }
 i.ok { background: #2f9e5b; } i.bad { background: #d6322d; } li { overflow-wrap: anywhere; } td { font-size: .9rem; }
 """
@@ -143,7 +144,7 @@ def _grid(vendor: str, found: dict, cells: list[Cell]) -> str:
     key = ", ".join(LEVELS)
     return f"""<h2>{NAMES[vendor]}</h2><p class="lead">Squares, from the left: {key}. Green: passed. Red: failed.
 Grey: not seen. The number of cases is under the pointer.</p>
-<div class="scroll"><table><tr><th></th>{head}</tr>{"".join(lines)}</table></div>"""
+<div class="scroll"><table class="grid"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>"""
 
 
 def _mark(cell: Cell | None, level: str) -> str:
