@@ -20,6 +20,7 @@ from liger_hw import backends, dispatch, launch, parity, shapes
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.kernels import load_all
 from liger_hw.matrix import evidence
+from liger_hw.occupancy import LIMITS, occupancy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COPY = 0.6  # of the data sheet's bandwidth; an H200 copies at 0.88 of its
@@ -52,6 +53,10 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict
         say(f"{op}: {_told(result)}")
     found |= {"runs": {run: facts}, "cells": recorder.cells(run)}
     if not on_cpu:
+        here = backends.detected(device)
+        for kernel in found["kernels"] if here.arch in LIMITS else ():
+            taken = kernel["registers"], kernel["shared"], kernel["num_warps"]
+            kernel["occupancy"] = round(occupancy(here, *taken).share, 3)
         found["checks"] = [*_facts(device), *_spills(found["kernels"])]
         say("timing")
         _time(ops, device, found)
