@@ -148,7 +148,7 @@ def test_tune_writes_a_table(h200, tmp_path, capsys):
     table = tmp_path / "table.json"
     assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "8192x8192", "--output", str(table)]) == 0
     found = tuning.read_table(table)
-    assert {"rms_norm_forward(4096, 2)", "rms_norm_forward(8192, 2)", "rms_norm_backward(4096, 2)"} <= found.keys()
+    assert {"rms_norm_forward(4096, 2)", "rms_norm_forward(8192, 2)", "rms_norm_backward(4096, 2, 2)"} <= found.keys()
     assert all(entry["num_warps"] == 32 and entry["ms"] < entry["heuristic_ms"] for entry in found.values())
     shown = capsys.readouterr().out
     assert "rms_norm_forward(4096, 2)" in shown and "heuristic ms" in shown

@@ -118,8 +118,8 @@ def rms_norm_forward_config(cols, itemsize, device):
 
 
 @tuned
-def rms_norm_backward_config(cols, itemsize, device):
-    return norm_backward_config(cols, itemsize, device)
+def rms_norm_backward_config(cols, itemsize, read, device):
+    return norm_backward_config(cols, itemsize, device)  # `read`, of 2 or 3 rows, keeps winners of the two apart
 
 
 @tuned
@@ -384,7 +384,7 @@ def _rms_norm_backward(
 
 
 def _narrow_backward(s, weight, dy, ds_out, ds, rows, cols, strides, options, dw_wanted):
-    config = rms_norm_backward_config(cols, s.element_size(), device_of(dy))
+    config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
     programs = config.grid_for(-(-rows // config["ROWS"]))
     dw = dy.new_empty((programs, cols), dtype=torch.float32) if dw_wanted else None
     launch(

@@ -10,17 +10,17 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 @tuned
 def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
     # Blocks are read ahead where that costs no registers. H200, 8,192 rows of bf16, in ms: 128,256 columns take 0.52
-    # without gradient with 4,096 on 4 warps (0.88 with 16,384 on 32), and 1.41 with it with 8,192 on 16 warps (1.45
-    # with 4,096, 1.54 with 16,384); 32,000 columns 0.16 and, with 4,096 on 8 warps, 0.32. Softcap, smoothing and
-    # predictions hold twice as many values a lane.
+    # without gradient with 4,096 on 4 warps, and with it 1.39 with 16,384 on 16 warps, five blocks ahead (1.48 with
+    # 8,192, three ahead); 32,000 columns 0.16 and, with 16,384 on 16 warps, none ahead, 0.28 (0.36 with 4,096 on 8,
+    # three ahead). Softcap, smoothing and predictions hold twice as many values a lane.
     stages, block, values = 1, 8192, 16
     if device.async_copy:
-        stages, block, values = 4, 8192 if gradient and cols > 65536 else 4096, 16 if gradient else 32
+        stages, block, values = (6 if cols > 65536 else 1, 32768 // itemsize, 32) if gradient else (4, 4096, 32)
     if not plain:
         block, values = block // 2, values // 2
     block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
-    staged = stages * (itemsize if plain else itemsize + 4)  # of the logits, and of fp32 class weights
-    while stages > 1 and block * staged > device.shared_memory // 2:
+    staged = (stages - 1) * (itemsize if plain else itemsize + 4)  # of the logits, and of fp32 class weights
+    while block * staged > device.shared_memory - 1024:
         block //= 2
     return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values))
 
