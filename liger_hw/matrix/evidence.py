@@ -124,7 +124,7 @@ def _of_bench(found: dict) -> tuple[dict, list[Cell]]:
     cells = []
     load_all()
     for op, parity in found["parity"].items():
-        if op not in dispatch.OPS:  # a loss made of ops, which `liger-hw bench losses` times
+        if op not in dispatch.OPS:  # a loss that is made of ops
             continue
         error = parity["error"]
         cells.append(
