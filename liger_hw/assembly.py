@@ -7,7 +7,7 @@ read from Triton's own IR, its instructions from PTX or AMD's assembly.
 import re
 import struct
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from liger_hw.tuning import power_of_2
 
@@ -24,7 +24,7 @@ class Access:
         row: of those, how many are contiguous at most: the tile's last dimension.
         itemsize: bytes of an element.
         loop: whether it is inside of a loop.
-        widths: bytes a lane -> instructions.
+        widths: bytes a lane -> instructions; of none, where they stand under the place of another access.
     """
 
     at: str
@@ -129,11 +129,18 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
         moved = instruction(line)
         if moved:
             widths.setdefault((at, moved[0]), Counter())[moved[1]] += 1
-    known = [
-        Access(**(vars(access) | {"widths": dict(widths.pop((access.at, access.kind), {}))})) for access in accesses
-    ]
+    known = [replace(access, widths=dict(widths.pop((access.at, access.kind), {}))) for access in accesses]
+    known = [access if access.widths else replace(access, widths=_beside(access, known)) for access in known]
     lost = [Access("?", kind, "?", 1, 1, 1, False, dict(count)) for (_, kind), count in widths.items()]
     return known + lost
+
+
+def _beside(access: Access, accesses: list[Access]) -> dict:
+    """The narrowest width, 0 times, among those of the same pointer and kind: AMD's compiler prints the instructions of
+    one clause under the place of the first."""
+    others = [other for other in accesses if other.kind == access.kind and other.widths]
+    same = [other for other in others if other.pointer == access.pointer] or others
+    return {min(width for other in same for width in other.widths): 0} if same else {}
 
 
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (0x[0-9a-fA-F]+|\d+)")

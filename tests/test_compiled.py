@@ -138,6 +138,16 @@ def test_instructions_are_found_at_their_place(text, instruction, widths):
     assert [(access.at, access.kind) for access in found[3:]] == ([("?", "store")] if text is AMD else [])
 
 
+def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
+    accesses = [
+        Access(f"k.py:{row}:1", "load", pointer, 64, 64, 2, False) for row, pointer in [(1, "X"), (2, "X"), (3, "Y")]
+    ]
+    text = '.file 1 "/x/kernels" "k.py"\n.loc 1 1 1\n\tbuffer_load_b128 v0\n\tbuffer_load_b64 v0\n'
+    found = assembly.with_widths(accesses, text, assembly.amd_access)
+    assert [access.widths for access in found] == [{16: 1, 8: 1}, {8: 0}, {8: 0}]
+    assert assembly.with_widths(accesses[:1], "", assembly.amd_access)[0].widest == 0
+
+
 def test_a_small_tile_need_not_fill_more_than_a_warp():
     def wanted(elements, row, itemsize, warp_size):
         return assembly.width_wanted(Access("", "load", "X", elements, row, itemsize, True), warp_size)
