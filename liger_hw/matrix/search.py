@@ -28,7 +28,7 @@ from liger_hw.matrix.compiled import Use
 from liger_hw.occupancy import LIMITS, occupancy, warps_per_scheduler
 from liger_hw.tuning import Config
 
-# Seconds from a load to its data while memory is busy: a planning number, to be multiplied with a data sheet's bandwidth.
+# Seconds from a load to its data while memory is busy: a planning number, multiplied with a data sheet's bandwidth.
 # Warps among which a scheduler finds one that can go on: with two RMSNorm's backward moves 94% of an H200's copy rate.
 LATENCY, WAVES = 800e-9, 2
 CLEARLY = 1.05
