@@ -28,7 +28,7 @@ def norms(dtype, device="cpu"):
         yield (x, w), {"offset": 1.0, "casting_mode": "gemma"}
         yield (x, None), {}
     yield (randn(2, 7, 257, dtype=dtype, device=device), randn(257, device=device)), {}  # fp32 weight
-    for cols in (12001, 33001):  # several blocks in registers; a looped row
+    for cols in (12008, 33001):  # several blocks in registers; a looped row
         yield (randn(2, cols, dtype=dtype, device=device), randn(cols, dtype=dtype, device=device)), {}
 
 
@@ -60,6 +60,24 @@ def gated(dtype, device="cpu", options=({},)):
 
 def geglus(dtype, device="cpu"):
     return gated(dtype, device, ({}, {"approximate": "none"}))
+
+
+CLAMPS = [
+    {"limit": 0.5, "alpha": 1.702, "offset": 1.0, "interleaved": True},
+    {"limit": 0.5, "alpha": 1.702, "offset": 1.0},
+    {"limit": 1.0},
+]
+
+
+def clamped(dtype, device="cpu"):
+    for shape in [(5, 246), (3, 2048), (2, 3, 5000), (2,), (0, 16)]:
+        for options in CLAMPS:
+            yield (randn(*shape, dtype=dtype, device=device),), options
+    gate, up = randn(5, 123, dtype=dtype, device=device), randn(5, 123, dtype=dtype, device=device)
+    for options in CLAMPS[1:]:
+        yield (gate, up), options
+    yield (gate, up.detach()), CLAMPS[1]
+    yield (gate.detach(), up), CLAMPS[2]
 
 
 def gated_linears(dtype, device="cpu"):
@@ -148,7 +166,8 @@ def losses(dtype, device="cpu"):
 
 
 def linear_losses(dtype, device="cpu"):
-    for rows, features, classes, options_too in [(9, 16, 61, True), (3, 8, 517, False), (0, 4, 5, False)]:
+    for rows, features, classes in [(9, 16, 61), (3, 8, 517), (7, 8, 3), (0, 4, 5)]:
+        options_too = classes == 61
         x, w = randn(rows, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device)
         y, bias = targets(rows, classes, device), randn(classes, dtype=dtype, device=device)
         for options in LOSS_OPTIONS if options_too else LOSS_OPTIONS[:2]:
@@ -202,6 +221,8 @@ def linear_selections(dtype, device="cpu"):
     yield (randn(2, 3, 16, dtype=dtype, device=device), w, y[:6].reshape(2, 3)), {}
     yield (randn(0, 16, dtype=dtype, device=device), w, y[:0], bias), {"return_lse": True}
     yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
+    w = randn(3, 16, dtype=dtype, device=device)  # fewer classes than a vector holds
+    yield (x, w, torch.randint(0, 3, (17,), device=device)), {"return_entropy": True}
 
 
 def log_probs(rows, classes, dtype, device, grad=True):
@@ -260,6 +281,12 @@ def real_gated(dtype, options=({},)):
     for shape in [(2, 14336), (1, 1001)]:
         for option in options:
             yield (randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)), option
+
+
+def real_clamped(dtype):
+    for shape in [(2, 5760), (1, 2002)]:
+        for options in CLAMPS:
+            yield (randn(*shape, dtype=dtype),), options
 
 
 def real_geglus(dtype):
@@ -337,6 +364,7 @@ REAL = {
     "fused_add_rms_norm": real_fused_add_norms,
     "layer_norm": real_layer_norms,
     "swiglu": real_gated,
+    "clamped_swiglu": real_clamped,
     "geglu": real_geglus,
     "glu_linear": real_gated_linears,
     "rope": real_ropes,
@@ -354,6 +382,7 @@ SAMPLES = {
     "fused_add_rms_norm": fused_add_norms,
     "layer_norm": layer_norms,
     "swiglu": gated,
+    "clamped_swiglu": clamped,
     "geglu": geglus,
     "glu_linear": gated_linears,
     "rope": ropes,

@@ -34,7 +34,9 @@ def edge_columns(head, body, cols: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def in_body(at, body, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
-    if ALIGNED:
+    if ALIGNED and cols < VECTOR:  # no body, of which any COLS would be a divisor
+        return at < 0
+    elif ALIGNED:
         return in_row(at, cols // VECTOR * VECTOR, COLS)
     else:
         return at < tl.multiple_of(body, VECTOR)
