@@ -75,10 +75,9 @@ def norm_backward_config(cols, itemsize, device):
     """
     widest = widest_block(device, 4)
     if cols > widest:
-        # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64. sm_120, and others
-        # at widths whose accesses are no whole vectors, keep all in registers only with 64.
-        whole_vectors = cols * itemsize % 16 == 0
-        per_lane = 32 if device.async_copy and device.core_threads >= 2048 and whole_vectors else 64
+        # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120 needs
+        # to keep all in registers.
+        per_lane = 32 if device.async_copy and device.core_threads >= 2048 else 64
         warps = row_warps(power_of_2(cols), device, per_lane)
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
@@ -100,9 +99,13 @@ def norm_wide_sums_config(device):
     return Config({"COLS": block, "STAGES": 1}, row_warps(block, device, per_lane=16))
 
 
-def widest_row(device, itemsize):
-    """The widest row of two tensors that a program of a norm's backward holds: several blocks in 16 bits, or one."""
-    return widest_block(device, 4) * 4 // itemsize
+def in_registers(cols, itemsize, device):
+    """Whether a program of a norm's backward holds a row of two tensors: as one block, or as several in 16 bits.
+
+    Several at a width whose accesses are no whole vectors spill (sm_80 to sm_120, 16,383 columns).
+    """
+    widest = widest_block(device, 4)
+    return cols <= widest or (cols <= 2 * widest and itemsize == 2 and cols % 8 == 0)
 
 
 def wide_grid(config, rows, cols):

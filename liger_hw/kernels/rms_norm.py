@@ -20,6 +20,7 @@ from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import (
     empty_rows,
+    in_registers,
     in_row,
     in_tile,
     load_parameter,
@@ -30,7 +31,6 @@ from liger_hw.kernels._math import (
     rounded,
     rows_of,
     wide_grid,
-    widest_row,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
@@ -377,7 +377,7 @@ def _rms_norm_backward(
     s, s_stride = rows_of(s)
     dy, dy_stride = rows_of(dy)
     ds_out, ds_out_stride = (None, 0) if ds_out is None else rows_of(ds_out)
-    launch_backward = _narrow_backward if cols <= widest_row(device_of(dy), s.element_size()) else _wide_backward
+    launch_backward = _narrow_backward if in_registers(cols, s.element_size(), device_of(dy)) else _wide_backward
     strides, options = (s_stride, dy_stride, ds_out_stride), (eps, offset, casting_mode)
     dw = launch_backward(s, weight, dy, ds_out, ds, rows, cols, strides, options, weight_grad)
     return ds, reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0)
