@@ -75,8 +75,8 @@ def norm_backward_config(cols, itemsize, device):
     """
     widest = widest_block(device, 4)
     if cols > widest:
-        # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120 needs
-        # to keep all in registers.
+        # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120
+        # needs to keep all in registers.
         per_lane = 32 if device.async_copy and device.core_threads >= 2048 else 64
         warps = row_warps(power_of_2(cols), device, per_lane)
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
