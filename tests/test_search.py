@@ -10,7 +10,7 @@ from liger_hw.crosscompile import DEVICES, Launch, Resources
 from liger_hw.matrix import compiled, search
 from liger_hw.matrix.search import Rating
 
-PERFECT = Rating(1.0, 1.0, 1.0, 1.0)
+PERFECT = Rating(1.0, 1.0, 1.0, 1.0, 1.0, 1)
 
 
 def launched(arch="sm90", warps=8, cols=4096, stages=4, programs=1, kernel="cross_entropy_forward"):
@@ -32,7 +32,7 @@ def test_enough_of_all():
 
 
 def test_a_missed_gate_is_worth_nothing():
-    assert search.rate(launched(), "CompilationError: no") == Rating(0.0, 0.0, 0.0, 0.0)
+    assert search.rate(launched(), "CompilationError: no") == search.NOTHING
     assert not search.rate(launched(), dataclasses.replace(found(), spills=4)).clean
 
 
@@ -56,10 +56,19 @@ def test_a_fixed_number_of_programs_is_no_more_than_that():
 
 
 def test_dominated_is_as_good_in_all_and_clearly_better_in_one():
-    assert PERFECT.dominates(Rating(1.0, 1.0, 0.9, 1.0))
+    short = dataclasses.replace(PERFECT, under_way=0.9)
+    assert PERFECT.dominates(short)
     assert not PERFECT.dominates(PERFECT)
-    assert not Rating(1.0, 1.0, 1.0, 0.9).dominates(Rating(1.0, 1.0, 0.5, 1.0)), "a trade is not a win"
-    assert not PERFECT.dominates(Rating(1.0, 1.0, 0.97, 1.0)), "nothing that a measurement would show"
+    assert not dataclasses.replace(PERFECT, waves=0.9).dominates(short), "a trade is not a win"
+    assert not dataclasses.replace(PERFECT, reads=2).dominates(short), "nor is a row read twice"
+    assert not PERFECT.dominates(dataclasses.replace(PERFECT, under_way=0.97)), "nothing that a measurement would show"
+
+
+def test_one_program_on_a_core_has_nothing_to_overlap_with():
+    alone = search.rate(launched(warps=32, stages=1, cols=32768), found(registers=64, elements=32768))
+    assert alone == dataclasses.replace(PERFECT, overlap=0.5)
+    assert search.rate(launched(warps=32, stages=2), found(registers=64)).overlap == 1, "the next tile is under way"
+    assert search.rate(launched("gfx1100", warps=32, stages=2), found(registers=192)).overlap == 0.5, "in registers"
 
 
 def test_candidates_are_the_tuners():
