@@ -132,10 +132,14 @@ def _examine(op: str, device: torch.device) -> dict:
     load_all()
     recorder = evidence.Recorder()
     parity.observer = recorder.add
-    plain = None
+    plain, before = None, {id(built) for built in launch.compiled_kernels()}
     if device.type != "cpu":
         for dtype in DTYPES:
             _cases(op, dtype, device, backends.forced())
+        try:
+            torch.accelerator.synchronize(device)
+        except Exception:  # a kernel broke the context: whatever else this process runs would fail with it
+            os._exit(1)
     else:
         for dtype in DTYPES:
             plain = plain or _cases(op, dtype, device, None)
@@ -145,7 +149,7 @@ def _examine(op: str, device: torch.device) -> dict:
     return {
         "cells": recorder.dump(),
         "plain": plain,
-        "kernels": [_about(op, built) for built in launch.compiled_kernels()],
+        "kernels": [_about(op, built) for built in launch.compiled_kernels() if id(built) not in before],
     }
 
 

@@ -144,6 +144,20 @@ def test_a_process_that_crashes_is_one_failure(monkeypatch):
     assert found["bad"]["cells"] == [["bad", "nvidia:sm90", "fp32", "executed", 0, 1, ["its process crashed"]]]
 
 
+def test_a_context_that_a_kernel_broke_ends_its_process(monkeypatch):
+    ended = []
+
+    def synchronize(device):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(doctor, "_cases", lambda *args: None)
+    monkeypatch.setattr(parity, "observer", parity.observer)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr("os._exit", ended.append)
+    doctor._examine("rope", GPU)
+    assert ended == [1]
+
+
 # tables that are handed on -------------------------------------------------------------------------------------------
 
 KEY = "rms_norm_forward(4096, 2)"
