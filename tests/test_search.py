@@ -33,7 +33,7 @@ def test_enough_of_all():
 
 def test_a_missed_gate_is_worth_nothing():
     assert search.rate(launched(), "CompilationError: no") == search.NOTHING
-    assert not search.rate(launched(), dataclasses.replace(found(), spills=4)).clean
+    assert not search.rate(launched(), dataclasses.replace(found(), scratch=4)).clean
 
 
 def test_narrow_accesses_count_in_part():
