@@ -25,6 +25,10 @@ _NAMES = {
     "losses.policy": ("policy_loss", "policy_loss_of_logits"),
     "losses.distillation": ("distillation_loss",),
     "losses.multi_token": ("multi_token_loss",),
+    "losses.sequences": ("sequence_loss",),
+    "losses.modules": (
+        "DistillationLoss", "MultiTokenLoss", "PolicyLoss", "PreferenceLoss", "UnpairedPreferenceLoss",
+    ),
     "transformers.patching": ("patch", "unpatch"),
     "transformers.modules": (
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",

@@ -2,6 +2,7 @@
 
     python tools/readme.py benchmarks/h200.json ...                     the README, of `liger-hw bench [train]`
     python tools/readme.py docs/models_speed.md benchmarks/models.json ...  whole models, of `liger-hw bench train`
+    python tools/readme.py docs/losses.md benchmarks/h200-losses.json   losses, of `liger-hw bench losses`
 
 Pictures lie beside the results.
 """
@@ -10,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from liger_hw.bench import page, tables
+from liger_hw.bench import losses, page, tables
 from liger_hw.bench.peers import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +112,18 @@ def models(founds: list[dict]) -> str:
     return f"{lead}\n\n{markdown(header, rows)}"
 
 
+def losses_table(founds: list[dict]) -> str:
+    parts = []
+    for found in founds:
+        facts = tables.facts(found)
+        parts += [
+            f"Forward and backward, {found['dtype']}, {facts['device']}, {found['date']}: medians of one run, "
+            f"interleaved, with a cold L2. {facts['versions']}.",
+            markdown(losses.HEADER, losses.rows(found)),
+        ]
+    return "\n\n".join(parts)
+
+
 def _failure(record) -> str:
     known = ("out of memory", "not run")
     return record["error"] if record["error"] in known else "does not run"
@@ -130,7 +143,8 @@ def main(files) -> None:
     files = [Path(file) for file in files]
     if files[0].suffix == ".md":
         founds = [json.loads(file.read_text()) for file in files[1:]]
-        return insert(files[0], models(founds), TOOL)
+        of_losses = any("gradient_bytes" in record for record in founds[0]["results"])
+        return insert(files[0], losses_table(founds) if of_losses else models(founds), TOOL)
     parts = []
     for file in files:
         found = json.loads(file.read_text())

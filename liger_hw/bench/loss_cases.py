@@ -83,7 +83,7 @@ def cases(texts=(), sizes=REAL) -> list[LossCase]:
     pairs, policy, distillation = partial(_pairs, sizes), partial(_policy, sizes), partial(_distillation, sizes)
     every = [
         pairs("DPO", "sigmoid", "DPO", long=True),
-        pairs("DPO", "sigmoid", None, long=True, chunk_memory=2**31),
+        pairs("DPO", "sigmoid", None, long=True, chunk_memory=2**30),
         pairs("CPO", "sigmoid", "CPO", reference=False, alpha=1.0),
         pairs("SimPO", "simpo", "SimPO", reference=False, average=True, alpha=1.0),
         pairs("ORPO", "orpo", "ORPO", reference=False, average=True, alpha=1.0),

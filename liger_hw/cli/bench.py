@@ -10,7 +10,7 @@ def add(commands) -> None:
     command = commands.add_parser("bench", help="measure every op against its peers and this machine's limits")
     command.set_defaults(run=bench)
     command.add_argument(
-        "ops", nargs="*", metavar="OP", help="ops to measure (all); `bench train` measures training steps"
+        "ops", nargs="*", metavar="OP", help="ops to measure (all); `bench train` and `bench losses` measure others"
     )
     command.add_argument(
         "--against", default="", metavar="NAMES", help="liger,compile,torch,eager,cce,quack (what is here)"
@@ -24,6 +24,13 @@ def add(commands) -> None:
     command.add_argument(
         "--compare", nargs=2, type=Path, metavar="FILE", help="two results: print what changed, and end"
     )
+
+    command = commands.add_parser("bench losses", help="measure every loss of an output layer")
+    command.set_defaults(run=bench_losses)
+    command.add_argument("losses", nargs="*", metavar="TEXT", help="only losses whose name or shape contains one (all)")
+    command.add_argument("--against", default="", metavar="NAMES", help="torch,liger (what is installed here)")
+    command.add_argument("--dtype", choices=common.DTYPES, help="fp32 on a CPU, bf16 elsewhere")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
 
     command = commands.add_parser("bench train", help="measure training steps of whole models")
     command.set_defaults(run=bench_train)
@@ -64,6 +71,22 @@ def bench(args) -> int | None:
     if not found["complete"]:
         return 130
     return 1 if any(result["error"] for result in found["parity"].values()) else None
+
+
+def bench_losses(args) -> int | None:
+    """Measure losses, print the table, write losses.json."""
+    common.require("rich")
+    from liger_hw.bench import losses
+
+    device = common.here()
+    chosen = losses.select(args.losses, device)
+    providers = losses.choose([name for name in args.against.split(",") if name])
+    dtype = common.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    with common.progress() as progress:
+        found = losses.run(chosen, providers, dtype, device, progress, args.report / "losses.json")
+    print(f"{args.report / 'losses.json'}\n")
+    print(losses.show(found))
+    return None if found["complete"] else 130
 
 
 def bench_train(args) -> int | None:

@@ -75,7 +75,7 @@ def scale_gradients(DLOSS, DX, DW, DB, x_size, w_size, b_size, BLOCK: tl.constex
 
 
 def logits_buffer(x, vocabulary, rows, stride):
-    """(rows, stride) for logits; what is beyond the vocabulary is 0: a CPU's bf16 product multiplies it by 0, not NaN."""
+    """(rows, stride) for logits, 0 beyond the vocabulary: a CPU multiplies that by 0 in bf16, so it must not be NaN."""
     buffer = x.new_empty(rows, stride)
     buffer[:, vocabulary:].zero_()
     return buffer

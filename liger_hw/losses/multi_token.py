@@ -27,7 +27,7 @@ def multi_token_loss(
 ):
     """Sum over heads of their weight times their mean cross entropy, without logits in memory.
 
-    Medusa (arXiv:2401.10774 eq. 2): head k sees the last hidden states through its own block and predicts the token
+    Medusa (arXiv:2401.10774 eq. 1): head k sees the last hidden states through its own block and predicts the token
     k + 1 positions further than the language model's head does. Heads that share one output layer (arXiv:2404.19737;
     DeepSeek-V3, arXiv:2412.19437) go through it in one pass, with one gradient of its weight.
 

@@ -37,7 +37,7 @@ class PolicyOptions:
             and "vespo".
         temperature: divides the logits, as when the completions were sampled.
         kl_estimator: "k1", "k2" or "k3" (Schulman 2020, http://joschu.net/blog/kl-approx.html).
-        use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2, arXiv:2512.02556 eq. 7).
+        use_bias_correction_kl: multiply the KL by the ratio (the unbiased estimate of DeepSeek-V3.2, arXiv:2512.02556).
         entropy_coef: weight of the entropy, which is then maximised; 0 for none.
         max_completion_length: the constant length of "dr_grpo"; None for that of the tensors.
         sapo_temperature_pos, sapo_temperature_neg: of "sapo", for advantages above 0 and others.
@@ -111,7 +111,7 @@ def cispo(tokens, options):
 
 
 def sapo(tokens, options):
-    """SAPO, arXiv:2511.20347 eq. 5: a soft gate on the ratio instead of clipping."""
+    """SAPO, arXiv:2511.20347: a soft gate on the ratio instead of clipping."""
     tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     gate = torch.sigmoid(tau * (tokens.log_weights.exp() - 1)) * 4 / tau
     return -gate * tokens.advantages, torch.zeros_like(gate, dtype=torch.bool)

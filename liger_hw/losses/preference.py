@@ -51,13 +51,13 @@ def simpo(pairs, beta, smoothing, gamma=0.5):
 
 
 def robust(pairs, beta, smoothing):
-    """Robust DPO, arXiv:2403.00409 eq. 9."""
+    """Robust DPO, arXiv:2403.00409: unbiased where pairs are the wrong way round with probability `smoothing`."""
     margin = beta * (pairs.c - pairs.r)
     return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
 
 
 def hinge(pairs, beta, smoothing):
-    """SLiC, arXiv:2305.10425 section 2, with the margin of DPO."""
+    """SLiC-HF's calibration, arXiv:2305.10425, with the margin of DPO."""
     return torch.relu(1 - beta * (pairs.c - pairs.r))
 
 
@@ -74,13 +74,13 @@ def exo_pair(pairs, beta, smoothing):
 
 
 def nca_pair(pairs, beta, smoothing):
-    """NCA for pairs, arXiv:2402.05369 eq. 11."""
+    """NCA for pairs, arXiv:2402.05369."""
     c, r = beta * pairs.c, beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
 def bco_pair(pairs, beta, smoothing, delta=None):
-    """BCO of pairs, arXiv:2404.04656 eq. 11; `delta` is the mean reward, of these pairs unless given."""
+    """BCO of pairs, arXiv:2404.04656; `delta` is the mean reward, of these pairs unless given."""
     c, r = beta * pairs.c, beta * pairs.r
     delta = torch.cat((c, r)).mean().detach() if delta is None else delta
     return -logsigmoid(c - delta) - logsigmoid(delta - r)
@@ -102,20 +102,20 @@ def apo_down(pairs, beta, smoothing):
 
 
 def discopop(pairs, beta, smoothing, tau=0.05):
-    """DiscoPOP, arXiv:2406.08414: the log-ratio modulated loss it discovered."""
+    """DiscoPOP, arXiv:2406.08414 eq. 5: the log-ratio modulated loss that it discovered."""
     margin = beta * (pairs.c - pairs.r)
     mix = torch.sigmoid(margin / tau)
     return -logsigmoid(margin) * (1 - mix) + torch.exp(-margin) * mix
 
 
 def aot(pairs, beta, smoothing):
-    """AOT paired, arXiv:2406.05882 eq. 5: margins of policy and reference, each sorted over the batch."""
+    """AOT paired, arXiv:2406.05882: margins of policy and reference, each sorted over the batch."""
     margin = (pairs.chosen - pairs.rejected).sort().values
     return _smoothed(beta * (margin - (pairs.ref_chosen - pairs.ref_rejected).sort().values), smoothing)
 
 
 def aot_pair(pairs, beta, smoothing):
-    """AOT unpaired, arXiv:2406.05882 eq. 6: log-ratios of chosen and rejected, each sorted over the batch."""
+    """AOT unpaired, arXiv:2406.05882: log-ratios of chosen and rejected, each sorted over the batch."""
     return _smoothed(beta * (pairs.c.sort().values - pairs.r.sort().values), smoothing)
 
 

@@ -1,0 +1,64 @@
+"""The losses as modules: options once, at construction; tensors at each call. They return what their functions do."""
+
+import inspect
+
+from torch import nn
+
+from liger_hw.dispatch import check
+from liger_hw.losses.distillation import distillation_loss
+from liger_hw.losses.multi_token import multi_token_loss
+from liger_hw.losses.policy import OPTION_NAMES, policy_loss
+from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
+
+
+class _Loss(nn.Module):
+    """`loss(*tensors, **more)` is `function(*tensors, **options, **more)`.
+
+    Raises:
+        ValueError: the function has no such option.
+    """
+
+    function = None
+    further = ()  # options that the function takes by ** and passes on
+
+    def __init__(self, **options):
+        super().__init__()
+        named = inspect.signature(self.function).parameters.values()
+        names = [p.name for p in named if p.default is not p.empty] + list(self.further)
+        for name, value in options.items():
+            check(name in names, name, value, f"an option of {self.function.__name__}: {', '.join(names)}")
+        self.options = options
+
+    def forward(self, *tensors, **more):
+        return self.function(*tensors, **self.options, **more)
+
+    def extra_repr(self):
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class PreferenceLoss(_Loss):
+    __doc__ = f"Of pairs of answers.\n\n    {_Loss.__doc__}"
+    function = staticmethod(preference_loss)
+    further = ("gamma", "tau", "delta")
+
+
+class UnpairedPreferenceLoss(_Loss):
+    __doc__ = f"Of single answers, wanted or not.\n\n    {_Loss.__doc__}"
+    function = staticmethod(unpaired_preference_loss)
+    further = ("kl", "delta")
+
+
+class PolicyLoss(_Loss):
+    __doc__ = f"Of sampled completions with advantages.\n\n    {_Loss.__doc__}"
+    function = staticmethod(policy_loss)
+    further = OPTION_NAMES
+
+
+class DistillationLoss(_Loss):
+    __doc__ = f"Of a student and its teacher.\n\n    {_Loss.__doc__}"
+    function = staticmethod(distillation_loss)
+
+
+class MultiTokenLoss(_Loss):
+    __doc__ = f"Of several heads that look further ahead.\n\n    {_Loss.__doc__}"
+    function = staticmethod(multi_token_loss)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+from test_preference import case
+
+from liger_hw import DistillationLoss, MultiTokenLoss, PolicyLoss, PreferenceLoss, UnpairedPreferenceLoss, losses
+from liger_hw.losses.distillation import SOFT_LOSSES
+from liger_hw.losses.policy import OBJECTIVES
+from liger_hw.losses.preference import PAIR_LOSSES, UNPAIRED_LOSSES, preference_loss
+
+MODULES = {
+    PreferenceLoss: [{"loss_type": name} for name in PAIR_LOSSES] + [{"loss_type": "simpo", "gamma": 1.0}],
+    UnpairedPreferenceLoss: [{"loss_type": name} for name in UNPAIRED_LOSSES] + [{"kl": 0.1}],
+    PolicyLoss: [{"loss_type": name} for name in OBJECTIVES] + [{"delta": 1.5, "return_entropy": True}],
+    DistillationLoss: [{"soft_loss": name} for name in SOFT_LOSSES],
+    MultiTokenLoss: [{"shifts": (1, 2)}],
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_options(module):
+    for options in MODULES[module]:
+        assert all(f"{name}={value!r}" in repr(module(**options)) for name, value in options.items())
+    with pytest.raises(ValueError, match="^gama: got 1, allowed: an option of"):
+        module(gama=1)
+
+
+def test_it_is_the_function():
+    (x, w, b), ref, labels = case()
+    module = PreferenceLoss(loss_type="ipo", beta=0.3, average_log_prob=True)
+    found = module(x, w, labels, b, ref_x=ref[0], ref_weight=ref[1])
+    expected = preference_loss(x, w, labels, b, "ipo", 0.3, average_log_prob=True, ref_x=ref[0], ref_weight=ref[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_the_page_lists_every_loss():
+    """Each loss type has a line of docs/losses.md with the papers of its docstring."""
+    import re
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    lines = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    functions = PAIR_LOSSES | UNPAIRED_LOSSES
+    assert set(functions) | set(OBJECTIVES) | set(SOFT_LOSSES) <= set(lines)
+    for name, function in functions.items():
+        for paper in re.findall(r"arXiv:[0-9.]+[0-9](?: eq. [0-9.]*[0-9])?", function.__doc__):
+            assert paper in lines[name], f"{name}: {paper}"
+    for name in SOFT_LOSSES[:-1]:
+        (paper,) = re.findall(r"arXiv:[0-9.]+[0-9](?: eq. [0-9.]*[0-9])?", lines[name])
+        assert paper.split()[0].removeprefix("arXiv:") in losses.distillation.distillation_loss.__doc__
