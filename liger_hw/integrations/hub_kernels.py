@@ -125,8 +125,8 @@ def register_hub_kernels():
         import transformers
 
         raise RuntimeError(
-            f"transformers {transformers.__version__} finds no package kernels that it can use: its "
-            "transformers.utils.import_utils names the versions"
+            f"transformers {transformers.__version__} finds no package kernels that it can use, or keeps no mapping of "
+            "kernels: its transformers.utils.import_utils names the versions it takes"
         )
     from kernels import Mode
 

@@ -99,8 +99,8 @@ def is_installed():
 def install(replace=False, children=False):
     """Make `import liger_kernel` give this library, in this process and those forked from it.
 
-    Call it before a trainer looks whether liger_kernel is there: transformers remembers what it found. A second call
-    does nothing new.
+    Call it before a trainer is imported, which may look for liger_kernel then and there; transformers is made to look
+    again. A second call does nothing new.
 
     Args:
         replace: take the place of an installed liger_kernel. Modules of it that were imported already are hidden until
@@ -108,7 +108,7 @@ def install(replace=False, children=False):
         children: also for every Python that this process starts, through the environment variable PYTHONPATH.
 
     Raises:
-        RuntimeError: liger_kernel itself is installed and `replace` is False; or transformers has already looked.
+        RuntimeError: liger_kernel itself is installed and `replace` is False.
     """
     if not is_installed():
         if not replace and importlib.util.find_spec(PACKAGE) is not None:
@@ -123,13 +123,6 @@ def install(replace=False, children=False):
         paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != SITE]
         os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *paths])
     _let_transformers_look_again()
-    available = getattr(sys.modules.get("transformers.utils.import_utils"), "is_liger_kernel_available", None)
-    if available and not available():
-        uninstall()
-        raise RuntimeError(
-            "transformers was imported before and has noted that there is no liger_kernel: call "
-            "liger_hw.integrations.install() before `import transformers`"
-        )
 
 
 def uninstall():
@@ -153,6 +146,10 @@ def _evict():
 
 
 def _let_transformers_look_again():
-    available = getattr(sys.modules.get("transformers.utils.import_utils"), "is_liger_kernel_available", None)
+    """What transformers noted about liger_kernel when it was imported is noted anew."""
+    noted = sys.modules.get("transformers.utils.import_utils")
+    available = getattr(noted, "is_liger_kernel_available", None)
     if hasattr(available, "cache_clear"):
         available.cache_clear()
+    if hasattr(noted, "_liger_kernel_available"):  # 4.57
+        noted._liger_kernel_available = noted._is_package_available(PACKAGE)

@@ -283,6 +283,8 @@ def hub(monkeypatch):
     stand_in_modules(monkeypatch, kernels={"Mode": Mode})
     module = importlib.import_module("transformers.integrations.hub_kernels")
     modeling_utils = importlib.import_module("transformers.modeling_utils")
+    if not hasattr(module, "_kernels_enabled"):
+        pytest.skip("this transformers keeps no mapping that could be added to")
     mapping = {"RMSNorm": {"cuda": "the Hub's"}}
 
     def kernelize(model, mode=None):
@@ -342,7 +344,7 @@ def test_hub_kernels_compile_whole(hub, monkeypatch):
 def test_hub_kernels_without_the_package(monkeypatch):
     ours = fresh(monkeypatch, "hub_kernels")
     module = importlib.import_module("transformers.integrations.hub_kernels")
-    monkeypatch.setattr(module, "_kernels_enabled", False)
+    monkeypatch.setattr(module, "_kernels_enabled", False, raising=False)
     with pytest.raises(RuntimeError, match="package kernels"):
         ours.register_hub_kernels()
 
