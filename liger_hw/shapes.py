@@ -88,6 +88,11 @@ def _glu_case(op, rows, cols, note="", **options) -> Case:
     return _case(op, f"{rows}x{cols}{note}", _randn(rows, cols), _randn(rows, cols), **options)
 
 
+def _clamped_case(rows, cols) -> Case:
+    options = {"limit": 7.0, "alpha": 1.702, "offset": 1.0, "interleaved": True}
+    return _case("clamped_swiglu", f"{rows}x{cols}", _randn(rows, 2 * cols), **options)
+
+
 def _glu_linear_case(rows, hidden, intermediate, activation) -> Case:
     x, weight = _randn(rows, intermediate), _randn(hidden, intermediate, scale=intermediate**-0.5)
     options = {} if activation == "swiglu" else {"activation": "gelu_tanh"}
@@ -136,6 +141,7 @@ def _every_case() -> Iterator[Case]:
         yield _norm_case("layer_norm", rows, cols)
     for model in MODELS:
         yield _glu_case(model.activation, TOKENS, model.intermediate)
+    yield _clamped_case(TOKENS, 2880)  # gpt-oss-20b's experts
     for model in MODELS:
         yield _glu_linear_case(TOKENS, model.hidden, model.intermediate, model.activation)
     for model in MODELS:

@@ -62,6 +62,7 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "layer_norm": ((meta(R, C), meta(C), meta(C)), {}, 2 * R * C + 2 * C, 3 * R * C + 4 * C),
     "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
+    "clamped_swiglu": ((meta(R, 2 * C),), {}, 3 * R * C, 5 * R * C),
     "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
     "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),
     "fused_linear_cross_entropy": ((meta(R, 8), meta(C, 8), meta(R)), {}, (R + C) * 8, 2 * (R + C) * 8),
@@ -210,7 +211,7 @@ def test_peers_of_torch_agree(op):
     """What stands beside ours computes the same."""
     case = min((case for case in shapes.cases([op], further=True)), key=operations._bytes)
     inputs = case.make("cpu", torch.float32)
-    expected = dispatch.OPS[op].reference(*inputs)
+    expected = dispatch.OPS[op].reference(*inputs, **case.options)
     for name in ("torch", "eager"):
         function = peers.PEERS[name].make(case)
         if function is not None:

@@ -92,7 +92,7 @@ def _cost(gate, up, forward, backward):
     return Cost(inputs + y, 2 * inputs + y, forward * gate.numel(), backward * gate.numel())
 
 
-def _tile(width, itemsize):
+def tile_of(width, itemsize):
     """4 KiB of each tensor: 16 values of 16 bits for each of 128 lanes. Short rows share a tile."""
     elements = 4096 // itemsize
     cols = min(width, elements)
@@ -101,12 +101,12 @@ def _tile(width, itemsize):
 
 @tuned
 def glu_forward_config(width, itemsize, device):
-    return Config(_tile(width, itemsize), num_warps=4)
+    return Config(tile_of(width, itemsize), num_warps=4)
 
 
 @tuned
 def glu_backward_config(width, itemsize, device):
-    return Config(_tile(width, itemsize), num_warps=4)
+    return Config(tile_of(width, itemsize), num_warps=4)
 
 
 @triton.jit

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from liger_hw import use_backend
+from liger_hw._triton import interpreting
+from liger_hw.kernels.clamped_glu import clamped_swiglu
+from liger_hw.parity import check, compare, run
+from liger_hw.samples import CLAMPS, SAMPLES, randn
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity(dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in SAMPLES["clamped_swiglu"](dtype, device):
+        check(clamped_swiglu, inputs, options, backend)
+
+
+@pytest.mark.parametrize("options", CLAMPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)  # it truncates to bf16
+def test_rounding_order(options, dtype, backend, device):
+    torch.manual_seed(0)
+    x = 2 * torch.randn(64, 512, dtype=dtype, device=device)
+    with use_backend(backend):
+        found = clamped_swiglu(x, **options)
+    # another exp may differ by an ulp of fp32, which a rounding can amplify to one ulp of the result, rarely
+    assert (found != clamped_swiglu.reference(x, **options)).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("options", CLAMPS, ids=str)
+def test_strided(options, backend, device):
+    torch.manual_seed(0)
+    x = randn(3, 6, 40, dtype=torch.float16, device=device)
+
+    def by(op):
+        return lambda x: op(x.transpose(0, 1)[..., 4:], **options)
+
+    exact = run(by(clamped_swiglu.reference), [x.detach().double().requires_grad_()], {})
+    plain = run(by(clamped_swiglu.reference), [x], {})
+    with use_backend(backend):
+        found = run(by(clamped_swiglu), [x], {})
+    compare(exact, plain, found, f"strided clamped_swiglu on {backend}")
+
+
+def test_at_the_limit_and_beyond(backend, device):
+    """At the limit the gradient passes, as torch.clamp has it; beyond it none does; what is no number stays none."""
+    gate = torch.tensor([1.0, 1.5, -9.0, float("nan"), 0.5], device=device, requires_grad=True)
+    up = torch.tensor([-1.0, 0.5, 2.0, 0.5, float("nan")], device=device, requires_grad=True)
+    with use_backend(backend):
+        y = clamped_swiglu(gate, up, limit=1.0)
+        y.sum().backward()
+    expected = clamped_swiglu.reference(gate, up, limit=1.0)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    found, wanted = (gate.grad, up.grad), torch.autograd.grad(expected.sum(), (gate, up))
+    for ours, theirs in zip(found, wanted):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    assert gate.grad[0] != 0 and gate.grad[1] == 0 and up.grad[0] != 0 and up.grad[2] == 0
+
+
+@pytest.mark.parametrize("which", ["reference", None])
+def test_bad_inputs(which, backend, device):
+    x = torch.randn(3, 8, device=device)
+    bad = {
+        "gate": ((x[:, :7],), {}),
+        "up": ((x, x[:, :4]), {}),
+        "interleaved": ((x, x), {"interleaved": True}),
+        "limit": ((x, x), {"limit": 0.0}),
+    }
+    with use_backend(which or backend):
+        for argument, (inputs, options) in bad.items():
+            with pytest.raises(ValueError, match=f"^{argument}: got"):
+                clamped_swiglu(*inputs, **options)
+
+
+def test_compiles_without_a_graph_break(backend, device):
+    inputs = (randn(3, 16, device=device),)
+    with use_backend(backend):
+        expected = run(clamped_swiglu, inputs, CLAMPS[0])
+        compiled = torch.compile(lambda x: clamped_swiglu(x, **CLAMPS[0]), fullgraph=True, backend="aot_eager")
+        found = run(compiled, inputs, {})
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
