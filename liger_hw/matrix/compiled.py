@@ -148,7 +148,7 @@ def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
         missed["fits"] = f"{warps} warps, allowed {device.max_warps}"
     if found.shared > device.shared_memory:
         missed["fits"] = f"{found.shared} bytes of shared memory, allowed {device.shared_memory}"
-    if found.scratch:  # without it, AMD's compiler moved scalar registers into lanes of a vector register, not to memory
+    if found.scratch:  # without it, AMD's compiler moved scalar registers into a vector register's lanes, not to memory
         missed["spills"] = f"{found.spills} spilled, {found.scratch} bytes of scratch a lane, allowed 0"
     narrow = [f"{access.kind} of {access.pointer} at {access.at}: {access.widest} bytes, allowed {wanted}"
               for access, wanted in wanted_widths(launch, found) if access.widest < wanted]  # fmt: skip

@@ -19,9 +19,14 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
     if not plain:
         block, values = block // 2, values // 2
     block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
-    staged = (stages - 1) * (itemsize if plain else itemsize + 4)  # of the logits, and of fp32 class weights
-    while block * staged > device.shared_memory - 1024:
-        block //= 2
+    staged = itemsize if plain else itemsize + 4  # of the logits, and of fp32 class weights
+    while (stages - 1) * block * staged > device.shared_memory - 1024:
+        # with 99 KiB fewer blocks ahead rather than fewer than 8 warps: 2,048 columns on 4 warps, five ahead, would be
+        # the one program of a core, a warp for each scheduler; 4,096 on 8, two ahead, are two programs
+        if stages > 3 and row_warps(block, device, per_lane=values) <= 8:
+            stages = 3
+        else:
+            block //= 2
     return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values))
 
 
