@@ -28,6 +28,7 @@ FLAGS = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
+FLAG_OF = {"clamped_swiglu": "swiglu"}  # of ops that have none of their own name
 NO_OP = "no op gives the same bits"
 _known = {}  # what a probe of a module depends on -> its Match or None
 
@@ -137,8 +138,8 @@ def _find(module, flags):
             return [], _why_not(module)
     else:
         why = None
-    if match is not None and not flags.get(match.op, True):
-        return [], f"{match.op}=False"
+    if match is not None and not flags.get(flag := FLAG_OF.get(match.op, match.op), True):
+        return [], f"{flag}=False"
     if match is not None and match.kind == "experts" and not recognition.asks_for_gate(module):
         return [], f"experts implementation {module.config._experts_implementation!r} does its gate by itself"
     return ([] if match is None else [(module, match)]), why

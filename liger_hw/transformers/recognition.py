@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
@@ -171,7 +172,7 @@ def _linear(generator, rows, cols, bias, dtype):
 
 
 def match_glu(module):
-    """The `Match` of a gated MLP, down(f(gate(x)) * up(x)) with f SiLU or GELU, or None.
+    """The `Match` of a gated MLP, down(f(gate(x)) * up(x)) with f SiLU or GELU, both clamped or not, or None.
 
     Gate and up may be two projections or the halves of one, the gate and the result scaled by an attribute, the product
     or the result dropped out. What the projections are made of does not matter (they may be quantised or carry
@@ -186,28 +187,31 @@ def match_glu(module):
         return None
     drops = {name: torch.nn.Dropout(TELLING) for name, c in others.items() if "dropout" in type(c).__name__.lower()}
     floats = {name: value for name, value in vars(module).items() if type(value) is float}
-    for extras, order, (op, options) in itertools.product(_extras(drops, floats), _roles(linears), GLU_OPTIONS):
-        pinned = floats if extras is None else {}
-        order = order | (extras or {})
+    for extras, order, gate in itertools.product(_extras(drops, floats), _roles(linears), _gates(module)):
+        op, options, clamps, telling = gate
+        if clamps and extras != {}:
+            continue
+        values = floats if extras is None else {clamps[role]: value for role, value in telling.items()}
+        order = order | (extras or {}) | clamps
 
-        def original(x, children, pinned=pinned):
+        def clone(children, values=values):
             torch.manual_seed(0)
-            clone = _clone(module, {}, module._modules | drops | children, training=True, **pinned)
-            return type(module).forward(clone, x)
+            return _clone(module, {}, module._modules | drops | children, training=True, **values)
 
-        def replacement(x, children, order=order, op=op, options=options):
-            torch.manual_seed(0)
-            return gated_mlp(
-                _clone(module, {}, module._modules | drops | children, training=True), order, x, op, options
-            )
+        def original(x, children, clone=clone):
+            return type(module).forward(clone(children), x)
+
+        def replacement(x, children, clone=clone, order=order, op=op, options=options):
+            return gated_mlp(clone(children), order, x, op.reference, options)
 
         generator = torch.Generator().manual_seed(0)
         cases = [
-            (_random(generator, 2, 5, HIDDEN, dtype=dtype), _projections(linears, order, dtype, generator))
+            (3 * _random(generator, 2, 5, HIDDEN, dtype=dtype), _projections(linears, order, dtype, generator))
             for dtype in DTYPES
         ]
         if _agrees(original, replacement, cases):
-            return dataclasses.replace(_match("glu", op, options, order), pinned=tuple(pinned.items()))
+            pinned = tuple(floats.items()) if extras is None else ()
+            return dataclasses.replace(_match("glu", op, options, order), pinned=pinned)
     return None
 
 
@@ -234,11 +238,17 @@ def _projections(linears, order, dtype, generator):
     }
 
 
-def gated_mlp(module, names, x, op, options):
-    """The reference of what `match_glu` recognises: `module`'s result for `x`, by the roles of its attributes."""
+def gated_mlp(module, names, x, function, options):
+    """What `match_glu` recognises, by the roles of `module`'s attributes; `function` is an op or its reference."""
     gate, up = gate_and_up(module, names, x)
-    y = dropped(module, names.get("dropout_before"), op.reference(gate, up, **options))
+    y = function(gate, up, **options, **numbers(module, names))
+    y = dropped(module, names.get("dropout_before"), y)
     return after_down(module, names, getattr(module, names["down"])(y))
+
+
+def numbers(module, names):
+    """The numbers that a clamped unit takes from attributes of `module`."""
+    return {role: getattr(module, names[role]) for role in ("limit", "alpha") if role in names}
 
 
 def gate_and_up(module, names, x):
@@ -312,19 +322,32 @@ def match_experts(module):
     apply_gate = getattr(type(module), "_apply_gate", None)
     if apply_gate is None or not getattr(module, "has_gate", False):
         return None
-    for split, (op, options) in itertools.product(HALVES, GLU_OPTIONS):
+    generator = torch.Generator().manual_seed(0)
+    cases = [(3 * _random(generator, 7, 2 * INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
+    for split, (op, options, names, telling) in itertools.product(HALVES, _gates(module)):
+        attributes = {names[role]: value for role, value in telling.items()}
 
-        def original(gate_up):
-            return apply_gate(_clone(module, dict(module._parameters), dict(module._modules)), gate_up)
+        def original(gate_up, attributes=attributes):
+            return apply_gate(_clone(module, dict(module._parameters), dict(module._modules), **attributes), gate_up)
 
-        def replacement(gate_up, split=split, op=op, options=options):
+        def replacement(gate_up, split=split, op=op, options=options | telling):
             return op.reference(*HALVES[split](gate_up), **options)
 
-        generator = torch.Generator().manual_seed(0)
-        cases = [(3 * _random(generator, 7, 2 * INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
         if _agrees(original, replacement, cases):
-            return _match("experts", op, options, {"split": split})
+            return _match("experts", op, options, {"split": split} | names)
     return None
+
+
+def _gates(module):
+    """(op, options, role -> attribute of a number, role -> a telling value) of what a gated unit may compute."""
+    for op, options in GLU_OPTIONS:
+        yield op, options, {}, {}
+    floats = [name for name, value in vars(module).items() if type(value) in (int, float) and value > 0]
+    for limit in (name for name in floats if "limit" in name):
+        yield clamped_swiglu, {}, {"limit": limit}, {"limit": 0.5}
+        for alpha in (name for name in floats if "alpha" in name):
+            for offset in (1.0, 0.0):
+                yield clamped_swiglu, {"offset": offset}, {"limit": limit, "alpha": alpha}, {"limit": 0.5, "alpha": 1.3}
 
 
 def asks_for_gate(module):

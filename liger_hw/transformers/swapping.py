@@ -9,15 +9,16 @@ import functools
 
 import torch
 
+from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import GELU, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.transformers import rotary
 from liger_hw.transformers.gated_mlp import project_down
-from liger_hw.transformers.recognition import HALVES, after_down, dropped, gate_and_up
+from liger_hw.transformers.recognition import HALVES, after_down, dropped, gate_and_up, gated_mlp, numbers
 
 NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
-GLUS = {op.__name__: op for op in (swiglu, geglu)}
+GLUS = {op.__name__: op for op in (swiglu, geglu, clamped_swiglu)}
 
 
 def swap(module, match):
@@ -89,12 +90,14 @@ def _norm(original, match):
 def _glu(original, match):
     names, options, pinned = dict(match.names), dict(match.options), match.pinned
     op = GLUS[match.op]
-    activation = "silu" if match.op == "swiglu" else GELU[options["approximate"]]
+    activation = {"swiglu": "silu", "geglu": GELU.get(options.get("approximate"))}.get(match.op)
     down_name, dropout_name = names["down"], names.get("dropout_before")
 
     def forward(self, *args, **kwargs):
         if len(args) != 1 or kwargs or any(getattr(self, name) != value for name, value in pinned):
             return original.forward(self, *args, **kwargs)
+        if activation is None:
+            return gated_mlp(self, names, args[0], op, options)
         gate, up = gate_and_up(self, names, args[0])
         if dropout_name and _drops(self, dropout_name):
             y = getattr(self, down_name)(dropped(self, dropout_name, op(gate, up, in_place=True, **options)))
@@ -117,11 +120,16 @@ def _rope(original, match):
 
 
 def _experts(original, match):
-    op, options, split = GLUS[match.op], dict(match.options), HALVES[dict(match.names)["split"]]
+    op, options, names = GLUS[match.op], dict(match.options), dict(match.names)
+    fused_row = match.op == "clamped_swiglu" and names["split"] != "up first"  # it takes the row as it is
+    interleaved, split = names["split"] == "interleaved", HALVES[names["split"]]
 
     def _apply_gate(self, gate_up_out):
+        if fused_row:
+            return op(gate_up_out, interleaved=interleaved, **options, **numbers(self, names))
         gate, up = split(gate_up_out)
-        return op(gate, up, in_place=gate.stride(-1) == 1, **options)
+        more = {"in_place": gate.stride(-1) == 1} if match.op != "clamped_swiglu" else numbers(self, names)
+        return op(gate, up, **options, **more)
 
     return {"_apply_gate": _apply_gate}
 

@@ -18,7 +18,7 @@ FAMILIES = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "glm4": LLAMA - {"rope"} | {"rope(layout='interleaved', tables='first_half')"},
-    "gpt_oss": OLMO2 - {"swiglu", "rope"} | {"rope(tables='shared')"},
+    "gpt_oss": OLMO2 - {"swiglu", "rope"} | {"clamped_swiglu(offset=1.0)", "rope(tables='shared')"},
     "granite": LLAMA,
     "llama": LLAMA,
     "mistral": LLAMA,
