@@ -97,9 +97,9 @@ trl: $(READY)
 	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest -n 2 -k 'trl or example' tests/losses/test_trl.py \
 		tests/integrations/test_trainers.py tests/test_examples.py
 
-# Mistakes planted in two kernels must turn their tests red.
+# Mistakes planted in some kernels must turn their tests red.
 mutants: $(READY)
-	$(RUN) tools/mutants.py rms_norm glu
+	$(RUN) tools/mutants.py rms_norm glu of_logits sequences
 
 clean:
 	rm -rf $(VENV) report

@@ -68,6 +68,35 @@ MUTANTS = {
         ("keeps the product after all", "if not keeps_y or not", "if keeps_y or not"),
         ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
     ],
+    "selective_log_softmax": [
+        ("moment not moved to the new maximum", "(moment + (peak - higher) * total)", "moment"),
+        ("entropy's gradient without the entropy", "log_total) * LN_2 + entropy, 0.0", "log_total) * LN_2, 0.0"),
+        ("softcap's slope left out", "dx *= 1.0 - ratio * ratio", "dx *= 1.0"),
+    ],
+    "divergence": [
+        ("jsd's other argument", "over_p = of_larger - tl.where(p_larger, 0.0, further)", "over_p = over_q"),
+        ("slope of the reverse KL without its second term", "return value, value + q", "return value, value"),
+        ("ignored rows have a gradient", "tl.where(counts > 0, dx * factor, 0.0)", "dx * factor"),
+    ],
+    "of_logits": [
+        ("softmax's term of the gradient", "(slope - tl.exp2(s - s_lse) * slope_sum)", "slope"),
+        ("labels see the temperature", "tl.exp2(s * temperature - hard_lse)", "tl.exp2(s - hard_lse)"),
+        (
+            "the shorter vocabulary is not padded",
+            "t * scale, tl.where(at < cols, 0.0,",
+            "t * scale, tl.where(at < 0, 0.0,",
+        ),
+    ],
+    "sequences": [
+        ("rows made again before they are told", "further -= stop - start", "further -= 1"),
+        ("gradient of one group alone", "[:, fill.groups] = row", "[:, :1] = row[:, :1]"),
+    ],
+}
+PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not tests/kernels/test_NAME.py
+    "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
+    "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
+    "of_logits": ("kernels/divergence/of_logits.py", "losses/test_distillation.py"),
+    "sequences": ("losses/sequences.py", "losses/test_sequences.py"),
 }
 
 
@@ -77,7 +106,8 @@ def survivors(name, mutants):
             for part in ("liger_hw", "tests"):
                 shutil.copytree(ROOT / part, Path(folder) / part)
             shutil.copy(ROOT / "pyproject.toml", folder)
-            for file in (Path(folder) / f"liger_hw/kernels/{name}.py", Path(folder) / "liger_hw/kernels/_math.py"):
+            place, test = PLACES.get(name, (f"kernels/{name}.py", f"kernels/test_{name}.py"))
+            for file in (Path(folder) / "liger_hw" / place, Path(folder) / "liger_hw/kernels/_math.py"):
                 source = file.read_text()
                 if old in source:
                     file.write_text(source.replace(old, new))
@@ -86,7 +116,7 @@ def survivors(name, mutants):
                 yield f"{name}: {description}: not in the source any more"
                 continue
             environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia"}
-            command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/kernels/test_{name}.py"]
+            command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{test}"]
             run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             killed = (
                 run.returncode == 1 or run.returncode < 0
