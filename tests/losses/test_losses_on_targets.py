@@ -1,0 +1,46 @@
+"""The kernels that only losses launch build, fit and read whole vectors for every architecture, without a GPU."""
+
+import os
+
+import pytest
+import torch
+
+from liger_hw import crosscompile
+from liger_hw.kernels.divergence import KINDS
+from liger_hw.kernels.divergence.of_logits import divergence_rows
+from liger_hw.matrix import compiled
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+
+@pytest.fixture(scope="module")
+def cache():
+    return compiled.Cache()
+
+
+def launch_of(arch, kind, student_cols, teacher_cols, dtype=torch.bfloat16):
+    """What `distillation_loss` launches for a chunk: rows of logits that begin at 16-byte boundaries."""
+
+    def logits(cols):
+        return torch.empty(2, -(-cols // 8) * 8, dtype=dtype)[:, :cols]
+
+    with crosscompile.launches_on(crosscompile.DEVICES[arch]) as found:
+        rows = torch.empty(2, 2)
+        divergence_rows(
+            logits(student_cols), logits(teacher_cols), torch.zeros(2, dtype=torch.int64), rows[0], *rows, kind, 0.5,
+            2.0, -100, True,
+        )  # fmt: skip
+    (launch,) = found
+    return launch
+
+
+@pytest.mark.parametrize(
+    "arch, kind, student, teacher",
+    [(arch, "jsd", 128256, 128256) for arch in compiled.ARCHS]
+    + [(arch, kind, 50257, 151936) for arch in ("sm90", "gfx942") for kind in KINDS],
+)
+def test_divergence_of_logits(arch, kind, student, teacher, cache):
+    launch = launch_of(arch, kind, student, teacher)
+    if launch.key not in cache.known:
+        cache.add(launch.key, compiled.attempt(launch))
+    assert not compiled.judge(launch, cache.known[launch.key])
