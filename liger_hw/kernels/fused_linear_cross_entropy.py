@@ -66,8 +66,8 @@ def fused_linear_cross_entropy(
         ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in
             `cross_entropy`.
         accum_dtype: torch.float32 adds up the chunks' weight gradients in fp32, which takes a copy of the weight in
-            fp32. None does so where there are more than 8 chunks; up to there, rounding the sum to the weight's dtype
-            after each stays under the rounding of a single large product.
+            fp32. None does so where there are more than 32 chunks; up to there, rounding the sum to the weight's dtype
+            after each stays within half of the error that two roundings of a single large product may make.
         use_token_scaling: loss, z-loss and gradient of a row are multiplied by the probability of its target, as a
             constant (arXiv:2508.05629).
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.

@@ -103,7 +103,10 @@ def wide_dtype(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-ROUNDINGS = 8  # of a 16-bit sum, after each chunk: their errors, being random, add up to less than one of the result
+# Roundings of a 16-bit sum, one after each chunk. Of 16,384 rows with skewed targets 32 of them make half of the error
+# that the parity rule allows (worst 0.55, rms 0.34; 8: 0.28, 0.18; 64: 1.04, 0.48); a sum in fp32 would take twice the
+# weight's memory.
+ROUNDINGS = 32
 
 
 class Gradients:
