@@ -287,7 +287,7 @@ def test_a_killed_tuner_leaves_the_table_and_no_lock(tmp_path):
     assert tuning.read_table(file) == {"before": {"n": 0}}
     start = time.perf_counter()
     tuning.record(file, {"after": {"n": 2}})
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 30  # a lock that is still held is waited for a minute
     assert tuning.read_table(file) == {"before": {"n": 0}, "after": {"n": 2}}
 
 
