@@ -20,6 +20,7 @@ MODULES = {
     },
     "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "integrations.ops"),
     "env_report": ("env_report",),
+    "functional": ("integrations.dispatched",),
     "ops": _OPS,
     "ops.backends": (),
     "ops.backends.registry": _OPS,

@@ -50,7 +50,11 @@ def _flags(defaults, given):
     flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
     if given.get("fused_linear_cross_entropy") and "cross_entropy" not in given:
         flags["cross_entropy"] = False  # which is granite's default
-    return {name: value for name, value in (flags | given).items() if name not in WITHOUT_AN_OP}
+    return _with_an_op(flags | given)
+
+
+def _with_an_op(flags):
+    return {name: value for name, value in flags.items() if name not in WITHOUT_AN_OP}
 
 
 def _class_of(model_type):
@@ -101,7 +105,7 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
 
 def _apply_liger_kernel_to_instance(model, **kwargs):
     """`liger_hw.patch(model, **kwargs)`, under the name that Hugging Face's Trainer calls. Any model type will do."""
-    return patch(model, **kwargs)
+    return patch(model, **_with_an_op(kwargs))
 
 
 def _apply_liger_kernel(model_type, **kwargs):
@@ -110,4 +114,4 @@ def _apply_liger_kernel(model_type, **kwargs):
     Raises:
         ValueError: Hugging Face has no model of that type, or as `liger_hw.patch`.
     """
-    return patch(_class_of(model_type), **kwargs)
+    return patch(_class_of(model_type), **_with_an_op(kwargs))

@@ -173,3 +173,26 @@ def test_children_are_told_and_untold(clean, monkeypatch):
     assert os.environ["PYTHONPATH"] == os.pathsep.join([SITE, "somewhere"])
     integrations.uninstall()
     assert os.environ["PYTHONPATH"] == "somewhere"
+
+
+def test_functions_that_choose_an_implementation(stand_in):
+    torch = pytest.importorskip("torch")
+    from liger_kernel import functional
+
+    x, w, target = torch.randn(6, 8), torch.randn(31, 8), torch.randint(31, (6,))
+    assert functional.rms_norm.__name__ == "rms_norm"
+    expected = torch.nn.functional.rms_norm(x, (8,), eps=1e-6)
+    torch.testing.assert_close(functional.rms_norm(x, torch.ones(8), impl="nvidia-triton"), expected)
+    loss, *others = functional.fused_linear_cross_entropy(x, w, target, mode=None)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.T, target))
+    assert others == [None] * 3
+    torch.testing.assert_close(functional.swiglu(x, x, 2.0, 3.0), 3 * torch.nn.functional.silu(2 * x) * x)
+    with pytest.raises(ValueError, match="backend"):
+        functional.softmax(x, backend="cutile")
+
+
+def test_environment_report(tmp_path, clean):
+    found = run("-m", "liger_kernel.env_report", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "Python: " in found.stdout and "torch: " in found.stdout and "Accelerators: " in found.stdout
+    assert f"liger_kernel: {VERSION}" in found.stdout
