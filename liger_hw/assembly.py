@@ -58,7 +58,7 @@ _PLACE = re.compile(r'"([^"]*\.py)":(\d+):(\d+)')
 
 
 def accesses_of(ttir: str) -> list[Access]:
-    """Every load and store in Triton's IR, without instructions; those of one place are one."""
+    """Every load and store in Triton's IR, without instructions; those of one place and pointer are one."""
     aliases = dict(_ALIAS.findall(ttir))
     parameters, made_of = dict(_PARAMETER.findall(ttir)), dict(_POINTER.findall(ttir))
     found, nested = {}, []
@@ -78,13 +78,11 @@ def accesses_of(ttir: str) -> list[Access]:
             elements *= size
         while pointer in made_of:
             pointer = made_of[pointer]
-        at = _innermost(location, aliases)
+        at, name = _innermost(location, aliases), parameters.get(pointer, "?")
         bits = _BITS[tile_type or scalar_type]
-        before = found.get((at, kind))
+        before = found.get((at, kind, name))
         if before is None or before.elements < elements:
-            found[at, kind] = Access(
-                at, kind, parameters.get(pointer, "?"), elements, sizes[-1], bits // 8, any(nested), {}
-            )
+            found[at, kind, name] = Access(at, kind, name, elements, sizes[-1], bits // 8, any(nested), {})
     return list(found.values())
 
 
@@ -113,6 +111,8 @@ _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
 def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Access]:
     """`accesses` with the instructions that carry them out; `instruction(line)` is (kind, bytes a lane) or None.
 
+    Pointers that one place serves (a helper that is called for each) share its instructions.
+
     Instructions whose place the compiler lost are added as accesses of one element at "?".
     """
     files = {number: _short(f"{folder}/{name}" if name else folder) for number, folder, name in _FILE.findall(assembly)}
@@ -129,9 +129,14 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
         moved = instruction(line)
         if moved:
             widths.setdefault((at, moved[0]), Counter())[moved[1]] += 1
-    known = [replace(access, widths=dict(widths.pop((access.at, access.kind), {}))) for access in accesses]
+    known = [replace(access, widths=dict(widths.get((access.at, access.kind), {}))) for access in accesses]
     known = [access if access.widths else replace(access, widths=_beside(access, known)) for access in known]
-    lost = [Access("?", kind, "?", 1, 1, 1, False, dict(count)) for (_, kind), count in widths.items()]
+    places = {(access.at, access.kind) for access in accesses}
+    lost = [
+        Access("?", place[1], "?", 1, 1, 1, False, dict(count))
+        for place, count in widths.items()
+        if place not in places
+    ]
     return known + lost
 
 

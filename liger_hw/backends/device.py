@@ -45,6 +45,12 @@ class Device:
         return self.max_threads // self.warp_size
 
     @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that a core must have asked memory for, to use its share of the bandwidth where an answer takes 800 ns
+        (a planning number: that of busy memory); 0 where the bandwidth is unknown."""
+        return self.bandwidth * 800 // self.num_cores
+
+    @property
     def backends(self) -> tuple[str, ...]:
         """Names an implementation may be registered under, most specific first."""
         if self.vendor == "cpu":

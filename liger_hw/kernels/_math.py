@@ -64,6 +64,10 @@ def norm_forward_config(cols, device):
     # 32 values a lane: RMSNorm on an H200 is as fast as with any other choice within 1% from 1,024 to 16,384 columns,
     # short rows (1,024) 6% faster than at 8, and 16,384 columns 46% faster than at 16, where one program fills a core
     block = row_block(cols, device, 1)
+    if cols > block and not device.async_copy:
+        # 16 values a lane of 1,024 lanes are one program on a CU of gfx942, and fp32 at 33,001 columns spills 124 bytes
+        # a lane; half as many lanes have twice the registers each, and two programs fit
+        block //= 2
     rows = max(1, min(16, 4096 // block))  # short rows share a program
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane=32 if cols <= block else 16))
 
@@ -86,8 +90,16 @@ def norm_backward_config(cols, itemsize, device):
     rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane=16)
     staged = 3 * 2 * rows * block * itemsize  # three rows of each of the two
-    if device.async_copy and staged <= device.shared_memory // 2:
-        stages, programs = 3, 2 if warps * device.warp_size <= 256 else 1
+    with_residual = staged * 3 // 2  # whose gradient is a third that is read
+    least = 2 if warps * device.warp_size <= 256 else 1
+    # 8,192 columns of bf16 take 96 KiB, 144 with a residual: an A100 holds them once, and without them its registers
+    # let one program on a core, which loads nothing while it reduces.
+    alone = least == 1 and with_residual <= device.shared_memory - 2048
+    if device.async_copy and (staged <= device.shared_memory // 2 or alone):
+        # two programs, 16 KiB ahead each, are enough for an H200's 36 GB/s a core, not for a B200's 54
+        ahead = 2 * 2 * max(rows * block, 2048) * itemsize
+        enough = min(-(-device.bytes_in_flight // ahead), device.shared_memory // with_residual)
+        stages, programs = 3, max(least, enough)
     else:  # stages would hold the next rows in registers: more programs a core cover the latency instead
         stages, programs = 1, max(1, 1024 // (warps * device.warp_size))
     return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)

@@ -4,7 +4,7 @@
 
     clean      it passes every gate: fits, spills nothing, ...
     width      bytes a lane of its narrowest wide access, of those its tile allows
-    under way  bytes that a core's resident programs have asked memory for, of those that cover its latency
+    under way  bytes that a core's resident programs have asked memory for, of `Device.bytes_in_flight`
     waves      warps that a scheduler has to choose from, of WAVES
     overlap    programs on a core, of two: one loads while another reduces; loads ahead in a loop do as well
     reads      places at which a whole tile is loaded: a row that is walked twice is read twice
@@ -30,9 +30,8 @@ from liger_hw.matrix.compiled import Use
 from liger_hw.occupancy import LIMITS, occupancy, warps_per_scheduler
 from liger_hw.tuning import Config
 
-# Seconds from a load to its data while memory is busy: a planning number, multiplied with a data sheet's bandwidth.
 # Warps among which a scheduler finds one that can go on: with two RMSNorm's backward moves 94% of an H200's copy rate.
-LATENCY, WAVES = 800e-9, 2
+WAVES = 2
 # Overlap: 16,384 columns of RMSNorm's forward are 46% faster on an H200 with two programs on a core than with one.
 CLEARLY = 1.05
 
@@ -82,12 +81,12 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
         programs = min(programs, launch.config["programs"] * _cus(device))
     warps = programs * launch.options["num_warps"]
     asked = programs * _loaded(found) * _ahead(launch, device)
-    needed = device.bandwidth * 1e9 * LATENCY / device.num_cores * _cus(device)
+    needed = device.bytes_in_flight * _cus(device)
     waves = warps_per_scheduler(device, replace(full, warps=warps))
     overlaps_itself = device.async_copy and launch.config["meta"].get("STAGES", 1) > 1
     overlap = 1.0 if overlaps_itself else min(1.0, programs / 2)
     tiles = _tiles(found)
-    return Rating(1.0, min(1.0, *widths, 1.0), min(1.0, asked / needed), min(1.0, waves / WAVES), overlap, len(tiles))
+    return Rating(1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, len(tiles))
 
 
 def _cus(device) -> int:
