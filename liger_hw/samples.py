@@ -310,6 +310,9 @@ def real_ropes(dtype):
     ]:
         q, k = (randn(1, 2, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (q_heads, k_heads))
         yield (q, k, *angles(1, 2, rotary_dim, dtype)), {}
+    for heads, head_dim, layout, shared in [(32, 128, "interleaved", False), (32, 64, "interleaved_to_half", True)]:
+        q, k = (randn(1, 2, count, head_dim, dtype=dtype).transpose(1, 2) for count in (heads, 1))
+        yield (q, k, *angles(1, 2, head_dim // 2 if shared else head_dim, dtype)), {"layout": layout, "shared": shared}
 
 
 def real_losses(dtype):

@@ -108,12 +108,34 @@ def rope_rotate_config(heads, half, device):
 
 
 @triton.jit
-def _pair(col, half: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Where in a row the two values of pair `col` are."""
+def _load_pairs(X, there, stride, half: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr):
+    """x1 and x2 of the rows that X points to, in fp32. Neighbours at once, and then apart: full vectors."""
+    HALF: tl.constexpr = triton.next_power_of_2(half)
+    col = tl.arange(0, HALF)[None, :]
     if NEIGHBOURS:
-        return 2 * col, 2 * col + 1
+        both = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.load(X + both * stride, there & in_row(both, 2 * half, 2 * HALF), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(x, [ROWS, HALF, 2]))
     else:
-        return col, half + col
+        mask = there & in_row(col, half, HALF)
+        return (
+            tl.load(X + col * stride, mask).to(tl.float32),
+            tl.load(X + (half + col) * stride, mask).to(tl.float32),
+        )
+
+
+@triton.jit
+def _store_pairs(OUT, x1, x2, there, half: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr):
+    HALF: tl.constexpr = triton.next_power_of_2(half)
+    col = tl.arange(0, HALF)[None, :]
+    if NEIGHBOURS:
+        both = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.reshape(tl.join(x1, x2), [ROWS, 2 * HALF])
+        tl.store(OUT + both, x, there & in_row(both, 2 * half, 2 * HALF))
+    else:
+        mask = there & in_row(col, half, HALF)
+        tl.store(OUT + col, x1, mask)
+        tl.store(OUT + half + col, x2, mask)
 
 
 @triton.jit
@@ -127,27 +149,21 @@ def _rotate_heads(
     A few key heads leave lanes of a tile made for the queries idle; a smaller tile would have narrower accesses.
     """
     half: tl.constexpr = rotary_dim // 2
-    HALF: tl.constexpr = triton.next_power_of_2(half)
-    col = tl.arange(0, HALF)[None, :]
-    in1, in2 = _pair(col, half, PAIRS_IN)
-    at1, at2 = _pair(col, half, PAIRS_OUT)
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        mask = in_row(head, heads, HEADS) & in_row(col, half, HALF)
-        x1 = tl.load(X + head * x_head_stride + in1 * x_dim_stride, mask).to(tl.float32)
-        x2 = tl.load(X + head * x_head_stride + in2 * x_dim_stride, mask).to(tl.float32)
+        of_a_head = in_row(head, heads, HEADS)
+        x1, x2 = _load_pairs(X + head * x_head_stride, of_a_head, x_dim_stride, half, PAIRS_IN, HEADS)
         if BACKWARD:
             out1 = rounded(x1 * cos1, dtype) + rounded(x2 * sin2, dtype)
             out2 = rounded(x2 * cos2, dtype) - rounded(x1 * sin1, dtype)
         else:
             out1 = rounded(x1 * cos1, dtype) - rounded(x2 * sin1, dtype)
             out2 = rounded(x2 * cos2, dtype) + rounded(x1 * sin2, dtype)
-        tl.store(OUT + head * out_head_stride + at1, out1, mask)
-        tl.store(OUT + head * out_head_stride + at2, out2, mask)
+        _store_pairs(OUT + head * out_head_stride, out1, out2, of_a_head, half, PAIRS_OUT, HEADS)
         if rotary_dim < head_dim:
             REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
             rest = tl.arange(0, REST)[None, :]
-            there = in_row(head, heads, HEADS) & in_row(rest, head_dim - rotary_dim, REST)
+            there = of_a_head & in_row(rest, head_dim - rotary_dim, REST)
             x = tl.load(X + head * x_head_stride + (rotary_dim + rest) * x_dim_stride, there)
             tl.store(OUT + head * out_head_stride + rotary_dim + rest, x, there)
 
@@ -173,8 +189,9 @@ def rope_rotate(
         sin1 = tl.load(SIN + at + col * cos_dim_stride, there).to(tl.float32)
         cos2, sin2 = cos1, sin1
     else:
-        at1, at2 = _pair(col, half, PAIRS_IN if BACKWARD else PAIRS_OUT)  # the tables are laid out as the result is
-        at1, at2 = at + at1 * cos_dim_stride, at + at2 * cos_dim_stride
+        PAIRS: tl.constexpr = PAIRS_IN if BACKWARD else PAIRS_OUT  # the tables are laid out as the result is
+        at1 = at + (2 * col if PAIRS else col) * cos_dim_stride
+        at2 = at + (2 * col + 1 if PAIRS else half + col) * cos_dim_stride
         cos1, cos2 = tl.load(COS + at1, there).to(tl.float32), tl.load(COS + at2, there).to(tl.float32)
         sin1, sin2 = tl.load(SIN + at1, there).to(tl.float32), tl.load(SIN + at2, there).to(tl.float32)
     if Q is not None:
