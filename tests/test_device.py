@@ -1,9 +1,13 @@
 """What only a GPU can show: graph capture, compiled modules, sizes beyond 32 bits, the same bits from run to run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from liger_hw import tuning
 from liger_hw._triton import interpreting
+from liger_hw.backends import detected
 from liger_hw.dispatch import OPS
 from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -177,6 +181,32 @@ def test_fused_linear_cross_entropy_beyond_32_bits():
     small = fused_linear_cross_entropy(tail, weight, target[-3:], reduction="sum")
     (small_grad,) = torch.autograd.grad(small, tail)
     torch.testing.assert_close(grad[-3:], small_grad, rtol=2**-6, atol=2**-9)
+
+
+def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, caplog):
+    """A table that asks for more shared memory than there is: the same results, one warning, on the real driver."""
+    here = detected(torch.device(device, torch.accelerator.current_device_index()))
+    if not here.async_copy:
+        pytest.skip("loads ahead take shared memory where they are asynchronous copies")
+    x, weight = (_random(*shape).requires_grad_() for shape in ((64, 4096), (4096,)))
+    expected = run(rms_norm, (x, weight), {})
+    asked = tuning.configurations_of(lambda: run(rms_norm, (x, weight), {}))
+    config, shape = next((config, shape) for config, shape, _ in asked if "STAGES" in config(*shape, here).meta)
+    heuristic = config.heuristic(*shape, here)
+    poison = replace(heuristic, meta=heuristic.meta | {"STAGES": 32})
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_refused", set())
+    tuning.warn_once.cache_clear()
+    tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.entry_for(config, shape, poison, 1e-3, 2e-3)})
+    try:
+        assert config(*shape, here).meta["STAGES"] == 32
+        found = run(rms_norm, (x, weight), {})
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+        assert config(*shape, here).meta["STAGES"] != 32
+        assert len([r for r in caplog.records if "cannot be launched here" in r.message]) == 1
+    finally:
+        monkeypatch.delenv("LIGER_HW_CACHE_DIR")
+        tuning.forget()
 
 
 def test_second_device_is_not_needed_for_the_first(device):
