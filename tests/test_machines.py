@@ -1,0 +1,74 @@
+"""Machines that differ choose differently, each for the reason that it differs."""
+
+import pytest
+
+from liger_hw import tuning
+from liger_hw.crosscompile import DEVICES
+from liger_hw.kernels import load_all
+
+load_all()
+CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1102", "gfx1151", "gfx1201")
+DATA_CENTRE, CONSUMER = ("sm80", "sm90", "sm100"), ("sm86", "sm89", "sm120")
+
+
+def chosen(kernel, *shape, arch):
+    return tuning.CONFIGS[kernel].heuristic(*shape, DEVICES[arch])
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm_forward", "layer_norm_forward"])
+@pytest.mark.parametrize("cols", [1024, 4096, 8192])
+def test_a_wave_of_64_lanes_needs_half_the_warps(kernel, cols):
+    """The same values a lane, and so the same 16-byte accesses, of a row that is one block."""
+    for wide, narrow in zip(CDNA, RDNA):
+        of_64, of_32 = (chosen(kernel, cols, 2, arch=arch) for arch in (wide, narrow))
+        assert of_64.meta == of_32.meta and 2 * of_64.num_warps == of_32.num_warps
+
+
+def test_no_program_has_more_lanes_than_a_block_may():
+    for arch in CDNA:
+        assert chosen("rms_norm_forward", 32768, 2, arch=arch).num_warps == 16
+    for arch in RDNA:
+        assert chosen("rms_norm_forward", 32768, 2, arch=arch).num_warps == 32
+
+
+def test_loads_ahead_only_where_they_cost_no_registers():
+    for arch in (*CDNA, *RDNA):
+        few = chosen("rms_norm_backward", 4096, 2, 2, arch=arch)
+        assert few["STAGES"] == 1 and few.programs >= 4, "programs hide the latency"
+        assert chosen("cross_entropy_forward", 128256, 2, True, True, arch=arch)["STAGES"] == 1
+    for arch in (*DATA_CENTRE, *CONSUMER):
+        few = chosen("rms_norm_backward", 4096, 2, 2, arch=arch)
+        assert few["STAGES"] == 3 and few.programs == 2
+        assert chosen("cross_entropy_forward", 128256, 2, True, True, arch=arch)["STAGES"] > 1
+
+
+def test_99_KiB_hold_less_than_163_or_227():
+    """Shared memory decides what can be ahead: of a row of 8,192 columns, of a wide vocabulary."""
+    assert {chosen("rms_norm_backward", 8192, 2, 2, arch=arch)["STAGES"] for arch in DATA_CENTRE} == {3}
+    assert {chosen("rms_norm_backward", 8192, 2, 2, arch=arch)["STAGES"] for arch in CONSUMER} == {1}
+    for arch in CONSUMER:
+        here, there = (chosen("cross_entropy_forward", 128256, 2, True, True, arch=a) for a in (arch, "sm90"))
+        assert here["COLS"] < there["COLS"] and here.num_warps < there.num_warps
+
+
+def test_two_programs_of_8_warps_on_a_core_of_48_and_99_KiB():
+    for arch in CONSUMER:
+        few = chosen("cross_entropy_forward", 128256, 2, False, True, arch=arch)
+        staged = (few["STAGES"] - 1) * few["COLS"] * 6  # bf16 logits and fp32 class weights
+        assert few.num_warps == 8 and 2 * (staged + 1024) <= DEVICES[arch].shared_memory
+
+
+def test_a_core_of_48_warps_has_no_room_for_a_second_program_of_32():
+    for arch in CONSUMER:
+        assert chosen("rms_norm_backward", 16384, 2, 2, arch=arch).num_warps <= 16
+
+
+def test_more_bandwidth_a_core_wants_more_programs():
+    of = {arch: chosen("rms_norm_backward", 1024, 2, 2, arch=arch).programs for arch in ("sm80", "sm90", "sm100")}
+    assert of == {"sm80": 2, "sm90": 2, "sm100": 3}
+
+
+def test_a_looped_row_leaves_room_for_a_second_program_on_amd():
+    for arch in (*CDNA, *RDNA):
+        lanes = chosen("rms_norm_forward", 65536, 2, arch=arch).num_warps * DEVICES[arch].warp_size
+        assert lanes == DEVICES[arch].max_threads // 2
