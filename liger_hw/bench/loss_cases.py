@@ -97,7 +97,7 @@ def cases(texts=(), sizes=REAL) -> list[LossCase]:
         policy("GRPO", "grpo"),
         policy("GRPO, reference by hidden states", "grpo", by_hidden_states=True),
         policy("GSPO", "grpo", level="sequence"),
-        *(policy(name.upper(), name, liger=name != "ppo") for name in OBJECTIVES if name != "grpo"),
+        *(policy(name.upper(), name, liger=False) for name in OBJECTIVES if name != "grpo"),
         *(_divergence(sizes, op) for op in ("jsd", "kl_div", "tvd")),
         _selected(sizes, linear=True),
         _selected(sizes, linear=False),

@@ -78,8 +78,8 @@ def sequence_loss(
 
     def compute(wanted):
         size, stride = chunk_layout(x, weight, chunk_memory)
-        most = chunk_memory // (stride * x.element_size())
-        size = max(size, min(parts * length, most))  # a CPU's chunks are smaller than its memory allows
+        if parts * length * stride * x.element_size() <= chunk_memory:  # a CPU's chunks are smaller than allowed
+            size = max(size, parts * length)
         fills = _plan(parts, groups, length, size)
         buffer = logits_buffer(x, weight.shape[0], size, stride)[:, : weight.shape[0]]
         count = sum(len(fill.dropped) + len(fill.kept) for fill in fills)

@@ -23,8 +23,8 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @tuned
 def divergence_of_logits_config(cols, itemsize, device):
-    block = min(power_of_2(cols), device.max_threads * 4)
-    return Config({"COLS": block}, row_warps(block, device, per_lane=8))
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # a whole vector at least
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16))
 
 
 @triton.jit
@@ -38,9 +38,18 @@ def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexp
 
 
 @triton.jit
-def _take(z, peak, total):
-    higher = tl.maximum(peak, tl.max(z, 0))
-    return higher, total * tl.exp2(peak - higher) + tl.exp2(z - higher)
+def _take(z, peak, total, VECTOR: tl.constexpr):
+    """Take one block into every lane's running maximum and sum of powers, of the vectors that the lane holds."""
+    z = tl.reshape(z, (z.shape[0] // VECTOR, VECTOR))
+    higher = tl.maximum(peak, tl.max(z, 1))
+    return higher, total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
+
+
+@triton.jit
+def _log_sum(peak, total):
+    """The logarithm, to the base of 2, of a row's sum, from its lanes'."""
+    top = tl.max(peak, 0)
+    return top + tl.log2(tl.sum(total * tl.exp2(peak - top), 0))
 
 
 @triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
@@ -64,22 +73,19 @@ def divergence_of_logits(
                 tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
     else:
         scale = LOG2_E / temperature
-        s_peak = tl.full((), LOWEST, tl.float32)
-        t_peak = s_peak
-        s_total = tl.zeros((COLS,), tl.float32)
-        t_total = tl.zeros((COLS,), tl.float32)
-        hard_peak = s_peak
-        hard_total = tl.zeros((COLS,), tl.float32)
+        s_peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_total = tl.zeros((COLS // VECTOR,), tl.float32)
+        t_peak, hard_peak = s_peak, s_peak
+        t_total, hard_total = s_total, s_total
         for start in range(0, cols, COLS):
             at = start + lane
             s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-            s_peak, s_total = _take(s, s_peak, s_total)
-            t_peak, t_total = _take(t, t_peak, t_total)
+            s_peak, s_total = _take(s, s_peak, s_total, VECTOR)
+            t_peak, t_total = _take(t, t_peak, t_total, VECTOR)
             if HARD is not None:
                 cold = tl.where(at < student_cols, s * temperature, float("-inf"))
-                hard_peak, hard_total = _take(cold, hard_peak, hard_total)
-        s_lse = s_peak + tl.log2(tl.sum(s_total, 0))
-        t_lse = t_peak + tl.log2(tl.sum(t_total, 0))
+                hard_peak, hard_total = _take(cold, hard_peak, hard_total, VECTOR)
+        s_lse, t_lse = _log_sum(s_peak, s_total), _log_sum(t_peak, t_total)
         values = tl.zeros((COLS,), tl.float32)
         slopes = tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
@@ -93,7 +99,7 @@ def divergence_of_logits(
         hard_lse = soft
         if HARD is not None:
             inside = (y >= 0) & (y < student_cols)
-            hard_lse = hard_peak + tl.log2(tl.sum(hard_total, 0))
+            hard_lse = _log_sum(hard_peak, hard_total)
             z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
             hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
         if GRADIENT:
