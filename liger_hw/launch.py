@@ -22,22 +22,22 @@ def launch(kernel, grid, config, *args):
         return
     known = _kernels.get(id(kernel))  # not the kernel: its hash is computed from its source
     if known is None:
-        known = _kernels[id(kernel)] = _key_function(kernel), {}
-    key_of, launchers = known
+        known = _kernels[id(kernel)] = _reader(kernel.params[: len(args)]), {}
+    read, launchers = known
     index = args[0].get_device()
-    key = key_of(config, index, *args)
+    key, values = read(config, index, *args)
     launcher = launchers.get(key)
     if launcher is None:
         _first_launch(launchers, key, kernel, grid, config, args)
         return
     run, function, metadata, compiled, meta = launcher
-    if index != torch.accelerator.current_device_index():
+    if _triton.several_devices and index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
             compiled[grid](*args, *meta)
     elif getattr(_triton.knobs.launch_enter_hook, "calls", True):  # a profiler wants to be told
         compiled[grid](*args, *meta)
     else:
-        run(*grid, _triton.current_stream(index), function, metadata, None, None, None, *args, *meta)
+        run(*grid, _triton.current_stream(index), function, metadata, None, None, None, *values, *meta)
 
 
 def compiled_kernels() -> list:
@@ -45,27 +45,34 @@ def compiled_kernels() -> list:
     return [launcher[3] for _, launchers in _kernels.values() for launcher in launchers.values()]
 
 
-_kernels = {}  # id(kernel) -> (its key function, {key: what a further launch needs})
+_kernels = {}  # id(kernel) -> (its reader, {key: what a further launch needs})
 
 
-def _key_function(kernel):
-    """(config, index, arguments) -> the facts a compiled kernel depends on; generated: a loop takes twice as long."""
+def _reader(params):
+    """(config, index, arguments) -> what a compiled kernel depends on, and the arguments with addresses for tensors.
+
+    Generated: a loop takes twice as long. Given a tensor, Triton asks it for its address and the driver whether that is
+    a device's, which for three takes 0.9 us (an H200's host).
+    """
     if interpreting():
-        return lambda *args: None
-    facts = ["config", "index"]
-    for p in kernel.params:
+        return lambda *args: (None, None)
+    # compilers for AMD's and Intel's GPUs ask whether a tensor is larger than 2 GiB
+    size = "" if torch.version.cuda else ", {0}.nbytes >> 31"
+    facts, values = ["config", "index"], []
+    for p in params:
+        name = p.name
         if p.is_constexpr:
-            facts.append(p.name)
-        elif p.name.isupper():  # a pointer; with its type, so that every new subclass is met once and checked
-            facts.append(
-                f"None if {p.name} is None else "
-                f"(type({p.name}), {p.name}.dtype, {p.name}.data_ptr() & 15, {p.name}.nbytes >> 31)"
-            )
+            fact = name
+        elif name.isupper():  # a pointer; with its type, so that every new subclass is met once and checked
+            known = f"type({name}), {name}.dtype, ({name}_ := {name}.data_ptr()) & 15{size.format(name)}"
+            fact, name = f"({name}_ := None) if {name} is None else ({known})", f"{name}_"
         else:
-            integer = f"{p.name} >> 31" if p.do_not_specialize else f"({p.name} == 1, {p.name} & 15, {p.name} >> 31)"
-            facts.append(f"{integer} if type({p.name}) is int else type({p.name})")  # None: the kernel does without
-    names = ", ".join(f"{p.name}=None" for p in kernel.params)  # the config's meta-parameters are not passed
-    return eval(f"lambda config, index, {names}: ({', '.join(facts)})")
+            integer = f"{name} >> 31" if p.do_not_specialize else f"({name} == 1, {name} & 15, {name} >> 31)"
+            fact = f"{integer} if type({name}) is int else type({name})"  # None: the kernel does without
+        facts.append(fact)
+        values.append(name)
+    names = ", ".join(p.name for p in params)
+    return eval(f"lambda config, index, {names}: (({', '.join(facts)}), ({', '.join(values)},))")
 
 
 def _first_launch(launchers, key, kernel, grid, config, args):
@@ -96,7 +103,7 @@ def _first_launch(launchers, key, kernel, grid, config, args):
 class _triton:
     """What every launch asks of Triton's runtime, kept at hand from the first launch on."""
 
-    knobs = current_stream = None
+    knobs = current_stream = several_devices = None
 
     @classmethod
     def load(cls):
@@ -104,3 +111,4 @@ class _triton:
         from triton.runtime import driver
 
         cls.knobs, cls.current_stream = knobs.runtime, driver.active.get_current_stream
+        cls.several_devices = torch.accelerator.device_count() > 1
