@@ -7,7 +7,7 @@ import torch
 from liger_hw.dispatch import check
 from liger_hw.transformers.patching import patch
 
-MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_MAPPING")
+MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
 
 
 def patch_report(model, trust_remote_code=False, **flags):
@@ -22,12 +22,18 @@ def patch_report(model, trust_remote_code=False, **flags):
         (the model's class name, the `Summary` of `liger_hw.patch`).
 
     Raises:
-        ValueError: there is no such model type or folder, or no class of models for the configuration.
+        ValueError: there is no such model type or folder, or transformers has no class of models for the
+            configuration or cannot build one from it.
     """
-    with torch.device("meta"):
-        model = _build(_config(model, trust_remote_code), trust_remote_code)
-    name = type(model).__name__
-    return name, patch(model, **flags)
+    config = _config(model, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            built = _build(config, trust_remote_code)
+    except ValueError:
+        raise
+    except Exception as error:  # of a model's own code, of any kind
+        raise ValueError(f"model: transformers cannot build {model} from this configuration: {error!r}") from error
+    return type(built).__name__, patch(built, **flags)
 
 
 def _config(model, trust_remote_code):

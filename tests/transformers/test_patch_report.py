@@ -14,7 +14,7 @@ transformers = tiny.transformers
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Nothing is poisoned: the list of what torch.device("meta") reaches would miss torch.empty, and models take memory."""
+    """Nothing is poisoned: torch.device("meta") would not reach torch.empty, and models would take memory."""
     torch.utils._device._device_constructors.cache_clear()
     yield
     torch.utils._device._device_constructors.cache_clear()
@@ -87,3 +87,11 @@ def test_remote_code(tmp_path, capsys, monkeypatch):
 def test_what_is_no_model_is_an_error(model, capsys):
     assert main(["patch-report", model]) == 2
     assert "a model type of transformers" in capsys.readouterr().err
+
+
+def test_a_configuration_that_nothing_can_be_built_from(tmp_path, capsys):
+    config = tiny.model("llama").config
+    config.vocab_size = -1
+    config.save_pretrained(tmp_path)
+    assert main(["patch-report", str(tmp_path)]) == 2
+    assert "cannot build" in capsys.readouterr().err
