@@ -93,17 +93,16 @@ def distillation_loss(
         soft, hard = rows(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
-    in_kernel = with_kernels and kind != "cosine"
     # the student's logits and the teacher's; autograd keeps a dozen of a row's values besides, in fp32
     width = 1 + teacher_weight.shape[0] / weight.shape[0]
-    buffers = width if in_kernel else width + 12 * widen(x[:0]).element_size() / x.element_size()
+    buffers = width if with_kernels else width + 12 * widen(x[:0]).element_size() / x.element_size()
     labels = labels.contiguous()
 
     def step(part, logits, differentiate):
         ((_, teacher_logits),) = linear_chunks(teacher_x[part], teacher_weight, teacher_bias, chunk_memory, whole=True)[
             1
         ]
-        if in_kernel:
+        if with_kernels:
             soft, hard = logits.new_empty(2, len(logits), dtype=wide)
             divergence_rows(
                 logits, teacher_logits, labels[part], factors, soft, hard if hard_weight else None, kind, float(beta),

@@ -37,7 +37,7 @@ def launch_of(arch, kind, student_cols, teacher_cols, dtype=torch.bfloat16):
 @pytest.mark.parametrize(
     "arch, kind, student, teacher",
     [(arch, "jsd", 128256, 128256) for arch in compiled.ARCHS]
-    + [(arch, kind, 50257, 151936) for arch in ("sm90", "gfx942") for kind in KINDS],
+    + [(arch, kind, 50257, 151936) for arch in ("sm90", "sm120", "gfx942") for kind in (*KINDS, "cosine")],
 )
 def test_divergence_of_logits(arch, kind, student, teacher, cache):
     launch = launch_of(arch, kind, student, teacher)

@@ -4,9 +4,13 @@ r"""Divergence and cross entropy of rows of logits at once, with the student's g
     soft = divergence(q, p),     hard = -log softmax(s)_y
     ds   = soft_factor / T (a - q sum_j a_j) + hard_factor (softmax(s) - [j = y])       a_j = dsoft / dlog q_j
 
+The cosine distance, whose temperature cancels, takes the logits as they are:
+
+    soft = 1 - s.t / (|s| |t|),     dsoft/ds = (s.t / |s|^2 s - t) / (|s| |t|)
+
 Traffic of a student's row and a teacher's, of V columns: both are read three times, for the sums of powers, for the
 divergence and for the gradient, the last two backwards and forwards so that they find in L2 what was read last; the
-student's is written once.
+student's is written once. The cosine needs no reading between the first and the last.
 """
 
 import torch
@@ -121,8 +125,85 @@ def divergence_of_logits(
         tl.store(HARD + row, hard)
 
 
+@tuned
+def cosine_of_logits_config(cols, itemsize, device):
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16))
+
+
+@triton.jit
+def _values(X, at, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
+    """Columns of a row, 0 beyond it; rows are readable up to a multiple of VECTOR."""
+    x = tl.load(X + at, in_row(at, (cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    return tl.where(at < cols, x, 0.0)
+
+
+@triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
+def cosine_of_logits(
+    S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, GRADIENT: tl.constexpr,
+    student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (student_cols + VECTOR - 1) // VECTOR * VECTOR
+    S += tl.multiple_of(row * s_stride, VECTOR)
+    T += tl.multiple_of(row * t_stride, VECTOR)
+    lane = tl.arange(0, COLS)
+    y = tl.load(LABELS + row)
+    soft = tl.full((), 0.0, tl.float32)
+    hard = soft
+    if y == ignore_index:
+        if GRADIENT:
+            for start in range(0, student_cols, COLS):
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+    else:
+        products = tl.zeros((COLS,), tl.float32)
+        s_squares, t_squares = products, products
+        peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        total = tl.zeros((COLS // VECTOR,), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + lane
+            s = _values(S, at, student_cols, VECTOR, COLS)
+            t = _values(T, at, teacher_cols, VECTOR, COLS)
+            products += s * t
+            s_squares += s * s
+            t_squares += t * t
+            if HARD is not None:
+                peak, total = _take(tl.where(at < student_cols, s * LOG2_E, float("-inf")), peak, total, VECTOR)
+        s_square = tl.sum(s_squares, 0)
+        # torch's least norm
+        norms = tl.maximum(tl.sqrt(s_square), 1e-8) * tl.maximum(tl.sqrt(tl.sum(t_squares, 0)), 1e-8)
+        cosine = tl.sum(products, 0) / norms
+        soft = 1.0 - cosine
+        hard_lse = soft
+        if HARD is not None:
+            inside = (y >= 0) & (y < student_cols)
+            hard_lse = _log_sum(peak, total)
+            z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
+            hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
+        if GRADIENT:
+            of_soft, of_hard = tl.load(FACTORS).to(tl.float32), tl.load(FACTORS + 1).to(tl.float32)
+            of_s = tl.where(s_square > 0, of_soft * cosine / s_square, 0.0)
+            of_t = of_soft / norms
+            tl.debug_barrier()  # the label's logit has been read by every lane
+            last = (student_cols - 1) // COLS * COLS
+            for start in range(0, student_cols, COLS):
+                at = last - start + lane
+                s = _values(S, at, student_cols, VECTOR, COLS)
+                ds = of_s * s - of_t * _values(T, at, teacher_cols, VECTOR, COLS)
+                if HARD is not None:
+                    p = tl.exp2(s * LOG2_E - hard_lse)
+                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0)) + tl.where(hard == hard, 0.0, float("nan"))
+                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+    tl.store(SOFT + row, soft)
+    if HARD is not None:
+        tl.store(HARD + row, hard)
+
+
 def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, temperature, ignore_index, gradient):
     """Write the soft and hard losses of rows of logits, and the student's gradient over its logits if asked for.
+
+    `kind` may be "cosine".
 
     Args:
         student, teacher: (N, V), (N, V'); their rows begin at 16-byte boundaries and are readable up to the next.
@@ -130,6 +211,14 @@ def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, t
         soft, hard: (N,) fp32; hard may be None.
     """
     cols = max(student.shape[1], teacher.shape[1])
+    if kind == "cosine":
+        config = cosine_of_logits_config(cols, student.element_size(), device_of(student))
+        launch(
+            cosine_of_logits, (student.shape[0], 1, 1), config,
+            student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, gradient,
+            student.shape[1], teacher.shape[1], cols,
+        )  # fmt: skip
+        return
     config = divergence_of_logits_config(cols, student.element_size(), device_of(student))
     launch(
         divergence_of_logits, (student.shape[0], 1, 1), config,
