@@ -95,7 +95,7 @@ def cases(texts=(), sizes=REAL) -> list[LossCase]:
         distillation("tvd", None),
         distillation("cosine", "CosineSimilarity", hard=0.5),
         policy("GRPO", "grpo"),
-        policy("GRPO, reference by hidden states", "grpo", by_hidden_states=True),
+        policy("GRPO, reference by hidden states", "grpo", by_hidden_states=True, liger=False),
         policy("GSPO", "grpo", level="sequence"),
         *(policy(name.upper(), name, liger=False) for name in OBJECTIVES if name != "grpo"),
         *(_divergence(sizes, op) for op in ("jsd", "kl_div", "tvd")),
