@@ -100,7 +100,7 @@ def _glu_linear_backward(
 
 
 @raw(mutates=("gate", "up", "dy"))
-def _glu_linear_backward_in_place(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str) -> None:
+def glu_linear_backward_in_place(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str) -> None:
     launch_backward(gate, up, dy, gate, up, dy, activation)
 
 
@@ -118,7 +118,7 @@ class GLULinearFunction(Function):
         gate, up, weight = saved(ctx)
         dout = dout.reshape(-1, weight.shape[0])
         y = torch.mm(dout, weight).to(gate.dtype)  # dy, until the next line; autocast around a backward casts it
-        dgate, dup = gradients(ctx, gate, up, y.view(gate.shape), _glu_linear_backward, _glu_linear_backward_in_place)
+        dgate, dup = gradients(ctx, gate, up, y.view(gate.shape), _glu_linear_backward, glu_linear_backward_in_place)
         dbias = dout.sum(0) if ctx.needs_input_grad[3] else None
         return dgate, dup, torch.mm(dout.t(), y), dbias, None, None
 

@@ -13,7 +13,7 @@ from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import GELU, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
-from liger_hw.transformers import rotary
+from liger_hw.transformers import experts, rotary
 from liger_hw.transformers.gated_mlp import project_down
 from liger_hw.transformers.recognition import HALVES, after_down, dropped, gate_and_up, gated_mlp, numbers
 
@@ -131,7 +131,16 @@ def _experts(original, match):
         more = {"in_place": gate.stride(-1) == 1} if match.op != "clamped_swiglu" else numbers(self, names)
         return op(gate, up, **options, **more)
 
-    return {"_apply_gate": _apply_gate}
+    if match.op == "clamped_swiglu" or interleaved:
+        return {"_apply_gate": _apply_gate}
+    activation = GELU[options["approximate"]] if match.op == "geglu" else "silu"
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 3 and not kwargs and experts.computes(self, args[0]):
+            return experts.mixture(self, *args, names["split"] == "up first", activation)
+        return original.forward(self, *args, **kwargs)
+
+    return {"_apply_gate": _apply_gate, "forward": forward}
 
 
 MEMBERS = {

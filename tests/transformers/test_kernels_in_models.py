@@ -34,3 +34,57 @@ def test_a_second_backward_says_why_it_cannot(backend, device):
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="second"):
             loss.backward()
+
+
+MIXTURES = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+
+
+@pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
+    from liger_hw.transformers import experts
+
+    config = {"num_local_experts": 4, "moe_intermediate_size": 32, "num_hidden_layers": 1} | MIXTURES
+    plain, patched = (m.to(device) for m in tiny.pair(family, **config))
+    for model in (plain, patched):
+        for name, p in model.named_parameters():
+            p.requires_grad_(not frozen or frozen not in name)
+    calls, mixture = [], experts.mixture
+    monkeypatch.setattr(experts, "mixture", lambda *args: calls.append(args) or mixture(*args))
+    inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
+    with liger_hw.use_backend(backend):
+        tiny.assert_learns_alike(plain, patched, **inputs)
+    assert len(calls) == 1
+
+
+def kept(module, *inputs):
+    """Bytes that a forward keeps for the backward, besides what exists already."""
+    found = {}
+    known = {t.untyped_storage().data_ptr() for t in (*inputs, *module.parameters())}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = module(*inputs)
+    return sum(found.values()), out
+
+
+def test_experts_keep_gate_and_up_alone(backend, device):
+    plain, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
+    tokens, hidden, intermediate = 64, tiny.TINY["hidden_size"], tiny.TINY["intermediate_size"]
+    x = torch.randn(tokens, hidden, device=device, requires_grad=True)
+    index = torch.arange(2 * tokens, device=device).view(tokens, 2) % 4
+    weights = torch.rand(tokens, 2, device=device)
+    with liger_hw.use_backend(backend):
+        theirs, _ = kept(plain.to(device).model.layers[0].mlp.experts, x, index, weights)
+        ours, out = kept(patched.to(device).model.layers[0].mlp.experts, x, index, weights)
+        pairs = 2 * tokens * 4  # bytes of one value of every pair of a token and an expert
+        assert ours < pairs * (2 * intermediate + 8)
+        assert theirs > pairs * (2 * hidden + 3 * intermediate)
+        out.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="second backward"):
+            out.sum().backward()
