@@ -129,7 +129,12 @@ def _find(module, flags):
         return _find_loss(module, flags)
     match = _recognised(
         ("part", *_facts(module)),
-        lambda: recognition.match_norm(module) or recognition.match_glu(module) or recognition.match_experts(module),
+        lambda: (
+            recognition.match_norm(module)
+            or recognition.match_gated_norm(module)
+            or recognition.match_glu(module)
+            or recognition.match_experts(module)
+        ),
     )
     if match is None:
         cls = type(module)

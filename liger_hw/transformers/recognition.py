@@ -20,7 +20,7 @@ from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
-from liger_hw.transformers import rotary
+from liger_hw.transformers import gated_norm, rotary
 
 DTYPES = (torch.float32, torch.bfloat16)
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that have no attribute for it
@@ -40,12 +40,13 @@ class Match:
     """An op, with the options and attributes that make it compute what a class computes.
 
     Attributes:
-        kind: "norm", "glu", "experts", "rope", or the parts of a loss, "head" and "causal_lm".
+        kind: "norm", "gated_norm", "glu", "experts", "rope", or the parts of a loss, "head" and "causal_lm".
         op: the name of the op, or "" where the kind says it.
         options: keyword arguments of the op, as sorted pairs.
         names: role -> attribute of the module, as pairs, None where it has no such part; for rope: global name ->
             `Rotation`.
-        narrow, wide: the op agrees, too, where x has a narrower, a wider dtype than the weight.
+        narrow, wide: the op agrees, too, where x has a narrower, a wider dtype than the weight; narrow of a gated norm:
+            where there is no gate.
         pinned: attribute of the module -> value, as pairs: it computes this while they have these values.
     """
 
@@ -149,6 +150,41 @@ def match_norm(module):
             if floats:
                 return _match("norm", op, options, names | {"eps": eps}, narrow, wide)
             return _match("norm", op, options | {"eps": eps}, names, narrow, wide)
+    return None
+
+
+def match_gated_norm(module):
+    """The `Match` of an RMSNorm of x with a gate: one of `gated_norm.FORMS`; or None."""
+    weight = next((name for name, p in module._parameters.items() if p is not None), None)
+    own = weight is not None and len(module._parameters) == 1 and module._parameters[weight].ndim == 1
+    if not own or module._modules or len(_inputs(module)) != 2:
+        return None
+    width = module._parameters[weight].numel() or PROBE_WIDTH
+    group = getattr(module, "group_size", width)
+    floats = [name for name, value in vars(module).items() if type(value) is float]
+    if type(group) is not int or group <= 0 or width % group:
+        return None
+    for (name, form), eps in itertools.product(gated_norm.FORMS.items(), floats):
+
+        def original(x, gate, w, eps=eps):
+            return type(module).forward(_clone(module, {weight: w}, {}, **{eps: 0.05}), x, gate)
+
+        def replacement(x, gate, w, form=form):
+            return form(x, gate, w, 0.05, group, rms_norm.reference, swiglu.reference)
+
+        def case(dtype, gated=True):
+            generator = torch.Generator().manual_seed(0)
+            x, gate = (3 * _random(generator, 2, 7, width, dtype=dtype) for _ in range(2))
+            return x, gate if gated else None, torch.nn.Parameter(_random(generator, width, dtype=dtype))
+
+        if _agrees(original, replacement, [case(dtype) for dtype in DTYPES]):
+            alone = _agrees(original, replacement, [case(dtype, False) for dtype in DTYPES])
+            names = (
+                ("eps", eps),
+                ("group", "group_size" if hasattr(module, "group_size") else None),
+                ("weight", weight),
+            )
+            return Match("gated_norm", "rms_norm", (("gate", name),), names, narrow=alone)
     return None
 
 

@@ -13,7 +13,7 @@ from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import GELU, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
-from liger_hw.transformers import experts, rotary
+from liger_hw.transformers import experts, gated_norm, rotary
 from liger_hw.transformers.gated_mlp import project_down
 from liger_hw.transformers.recognition import HALVES, after_down, dropped, gate_and_up, gated_mlp, numbers
 
@@ -87,6 +87,22 @@ def _norm(original, match):
     return {"forward": forward}
 
 
+def _gated_norm(original, match):
+    names, form = dict(match.names), gated_norm.FORMS[dict(match.options)["gate"]]
+    weight_name, eps_name, group_name, gateless = names["weight"], names["eps"], names["group"], match.narrow
+
+    def forward(self, *args, **kwargs):
+        gate = args[1] if len(args) == 2 else kwargs.get("gate")
+        weight = getattr(self, weight_name)
+        alike = len(args) in (1, 2) and set(kwargs) <= {"gate"} and weight.dtype == args[0].dtype
+        if not alike or (not gateless if gate is None else gate.shape != args[0].shape or gate.dtype != weight.dtype):
+            return original.forward(self, *args, **kwargs)
+        group = getattr(self, group_name) if group_name else weight.shape[0]
+        return form(args[0], gate, weight, getattr(self, eps_name), group)
+
+    return {"forward": forward}
+
+
 def _glu(original, match):
     names, options, pinned = dict(match.names), dict(match.options), match.pinned
     op = GLUS[match.op]
@@ -145,6 +161,7 @@ def _experts(original, match):
 
 MEMBERS = {
     "norm": _norm,
+    "gated_norm": _gated_norm,
     "glu": _glu,
     "experts": _experts,
     "rope": _rope,
