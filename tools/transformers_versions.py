@@ -1,0 +1,55 @@
+"""Run the tests of models on several versions of transformers, each installed beside this environment, not into it.
+
+    python tools/transformers_versions.py                    the oldest supported and the newest
+    python tools/transformers_versions.py 5.6.0 5.16.1 -- -k loss
+    python tools/transformers_versions.py --all
+
+What follows -- goes to pytest in place of the default, the quick tests of models.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ("4.57.3", "5.6.0", "5.16.1", "5.23.0")
+TESTS = [f"tests/transformers/test_{name}.py" for name in ("models", "families", "loss", "patching", "unusual_models")]
+
+
+def main():
+    arguments, separator, chosen = sys.argv[1:], "--", []
+    if separator in arguments:
+        at = arguments.index(separator)
+        arguments, chosen = arguments[:at], arguments[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"of transformers, {' '.join(VERSIONS)} for one")
+    parser.add_argument("--all", action="store_true", help=f"{', '.join(VERSIONS)}")
+    parser.add_argument("--into", type=Path, default=ROOT / ".versions", help="folder of the installations, kept")
+    options = parser.parse_args(arguments)
+    versions = options.versions or (VERSIONS if options.all else (VERSIONS[0], VERSIONS[-1]))
+    failed = [version for version in versions if test(version, installed(version, options.into), chosen)]
+    sys.exit(f"failed with transformers {', '.join(failed)}" if failed else 0)
+
+
+def installed(version, into):
+    """The folder of transformers `version` with what it needs but torch, installed at its first use."""
+    folder = into / f"transformers-{version}"
+    if not (folder / "installed").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
+        subprocess.run([*command, "--target", str(folder), f"transformers=={version}"], check=True)
+        (folder / "installed").touch()
+    return folder
+
+
+def test(version, folder, chosen):
+    """pytest's status with that folder first on the path."""
+    print(f"transformers {version}", flush=True)
+    path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "pytest", *(chosen or ["-n", "auto", *TESTS])]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}).returncode
+
+
+if __name__ == "__main__":
+    main()
