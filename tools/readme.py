@@ -85,10 +85,12 @@ def _save(figure, stem: Path, name: str) -> str:
 
 
 def models(founds: list[dict]) -> str:
-    """Whole models as each library trains them: speed and peak memory of a step, and how liger_hw's compare."""
+    """Whole models as each library trains them: speed and peak memory of a step, and how liger_hw's compare. What a later
+    file holds of the same run replaces an earlier one's."""
     runs = {}
     for found in founds:
-        runs |= tables.by_setting(found)
+        for label, records in tables.by_setting(found).items():
+            runs.setdefault(label, {}).update(records)
     rows = []
     for label, records in runs.items():
         kept = {name: records.get(name, {"error": "not run"}) for name in TRAINED}
@@ -107,7 +109,8 @@ def models(founds: list[dict]) -> str:
         ]  # fmt: skip
         rows.append([label, *cells, *against])
     facts = tables.facts(founds[0])
-    lead = f"{facts['device']}, {founds[0]['date']}, {founds[0]['results'][0]['dtype']}. {facts['versions']}."
+    dates = ", ".join(dict.fromkeys(found["date"] for found in founds))
+    lead = f"{facts['device']}, {dates}, {founds[0]['results'][0]['dtype']}. {facts['versions']}."
     header = ["model", *(f"{name}: tokens/s, memory" for name in ("plain", *TRAINED[1:])), "over plain", "over liger"]
     return f"{lead}\n\n{markdown(header, rows)}"
 
