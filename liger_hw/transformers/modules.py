@@ -83,10 +83,13 @@ class LigerLayerNorm(nn.Module):
         eps: added to the variance.
         bias: accepted for compatibility. There is a bias either way, and it starts at zero either way.
         init_fn: "ones" or "zeros", of the weight.
+        impl, mode, backend: None, or a name of Triton; there is one implementation for each device (see `liger_hw.use_backend`).
     """
 
-    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones"):
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
         super().__init__()
+        for name, value in {"impl": impl, "mode": mode, "backend": backend}.items():
+            check(value is None or "triton" in str(value), name, repr(value), "None or triton")
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight, self.bias = _initial(init_fn, hidden_size), nn.Parameter(torch.zeros(hidden_size))
 
