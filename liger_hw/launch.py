@@ -22,7 +22,7 @@ def launch(kernel, grid, config, *args):
         return
     known = _kernels.get(id(kernel))  # not the kernel: its hash is computed from its source
     if known is None:
-        known = _kernels[id(kernel)] = _reader(kernel.params[: len(args)]), {}
+        known = _kernels[id(kernel)] = _reader(kernel, len(args)), {}
     read, launchers = known
     index = args[0].get_device()
     key, values = read(config, index, *args)
@@ -48,8 +48,8 @@ def compiled_kernels() -> list:
 _kernels = {}  # id(kernel) -> (its reader, {key: what a further launch needs})
 
 
-def _reader(params):
-    """(config, index, arguments) -> what a compiled kernel depends on, and the arguments with addresses for tensors.
+def _reader(kernel, count):
+    """(config, index, `count` arguments) -> what a compiled kernel depends on, and the arguments with addresses for tensors.
 
     Generated: a loop takes twice as long. Given a tensor, Triton asks it for its address and the driver whether that is
     a device's, which for three takes 0.9 us (an H200's host).
@@ -59,6 +59,7 @@ def _reader(params):
     # compilers for AMD's and Intel's GPUs ask whether a tensor is larger than 2 GiB
     size = "" if torch.version.cuda else ", {0}.nbytes >> 31"
     facts, values = ["config", "index"], []
+    params = kernel.params[:count]  # the configuration's meta-parameters follow
     for p in params:
         name = p.name
         if p.is_constexpr:
