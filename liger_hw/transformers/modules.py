@@ -83,7 +83,7 @@ class LigerLayerNorm(nn.Module):
         eps: added to the variance.
         bias: accepted for compatibility. There is a bias either way, and it starts at zero either way.
         init_fn: "ones" or "zeros", of the weight.
-        impl, mode, backend: None, or a name of Triton; there is one implementation for each device (see `liger_hw.use_backend`).
+        impl, mode, backend: None, or a name of Triton: one implementation serves each device.
     """
 
     def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
