@@ -33,8 +33,8 @@ ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
 
-# Rows of an odd width begin anywhere, and these kernels read them as they come: no model's hidden size is odd, as a
-# vocabulary's is. Every other kernel is held to 16 bytes there too.
+# Rows whose width is no multiple of 16 begin anywhere, for all that Triton knows, and these kernels read them as they
+# come: every model's hidden size is one, as a vocabulary's is not. Every other kernel is held to 16 bytes there too.
 NARROW_IF_UNALIGNED = {
     "rms_norm_forward", "rms_norm_backward", "rms_norm_wide_sums", "rms_norm_wide_backward", "layer_norm_forward",
     "layer_norm_backward", "layer_norm_wide_sums", "layer_norm_wide_backward", "sum_partials", "rope_rotate",
@@ -169,7 +169,8 @@ def wanted_widths(launch: Launch, found: Resources) -> Iterator[tuple]:
     Where rows are not aligned: of matrices only, as a vector for all rows (class weights) is then read out of step, and
     from the cache.
     """
-    if not launch.aligned and launch.kernel in NARROW_IF_UNALIGNED:
+    known = launch.aligned and launch.constants.get("cols", 0) % 16 == 0  # what Triton knows of a stride
+    if not known and launch.kernel in NARROW_IF_UNALIGNED:
         return
     largest = max((access.elements for access in found.accesses), default=1)
     for access in found.accesses:

@@ -86,7 +86,9 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     overlaps_itself = device.async_copy and launch.config["meta"].get("STAGES", 1) > 1
     overlap = 1.0 if overlaps_itself else min(1.0, programs / 2)
     tiles = _tiles(found)
-    return Rating(1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, len(tiles))
+    return Rating(
+        1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, len(tiles)
+    )
 
 
 def _cus(device) -> int:
