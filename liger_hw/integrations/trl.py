@@ -3,9 +3,9 @@ library's `fused_linear_selective_log_softmax`.
 
     liger_hw.integrations.accelerate_trl()      # before or after the trainer is made, before it trains
 
-Log-probabilities and entropy: GRPO, RLOO, and the reference models of DPO and KTO. Calls that also ask for the mean
-logit, the likeliest token or the sum of squared probabilities (SFT, DPO, KTO) stay with TRL's own function, as do
-weights that ZeRO-3 has sharded.
+Log-probabilities, entropy and the mean logit: GRPO, RLOO, KTO, and the reference models of DPO. Calls that also ask
+for the likeliest token or the sum of squared probabilities (SFT, DPO) stay with TRL's own function, as do weights that
+ZeRO-3 has sharded, and mean logits of a model with a softcap.
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch
 
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
-SERVED = {"log_probs", "entropy"}
+SERVED = {"log_probs", "entropy", "mean_logits"}
 FUNCTION = "_ChunkedLogProbFunction"  # what `trl.trainer.utils` calls, by this name
 
 
@@ -33,12 +33,13 @@ class ChunkedLogProbs:
         self, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
         outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ):  # fmt: skip
-        """(log-probabilities, entropy, None, None, None) of hidden (N, H) under weight (V, H): fp32 (N,) each, the
-        entropy None unless `outputs` names it. The arguments are TRL's; chunks are made by memory, not by `chunk_size`.
-        """
+        """(log-probabilities, entropy, None, mean logits, None) of hidden (N, H) under weight (V, H): fp32 (N,) each,
+        those after the first None unless `outputs` names them; the mean logits have no gradient. The arguments are
+        TRL's; chunks are made by memory, not by `chunk_size`."""
         whole = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not hasattr(x, "ds_id") for x in (hidden, weight))
         alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-        if not (set(outputs) <= SERVED and whole and alike):
+        served = SERVED if final_logit_softcapping is None else SERVED - {"mean_logits"}
+        if not (set(outputs) <= served and whole and alike):
             return self.theirs.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
@@ -48,7 +49,12 @@ class ChunkedLogProbs:
             return_entropy=wants_entropy,
         )  # fmt: skip
         log_probs, entropy = (found.log_probs, found.entropy) if wants_entropy else (found, None)
-        return log_probs, entropy, None, None, None
+        mean = None
+        if "mean_logits" in outputs:
+            with torch.no_grad():  # the mean over the vocabulary commutes with the product
+                mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+                mean = (mean if bias is None else mean + bias.float().mean()) * (logit_scale / temperature)
+        return log_probs, entropy, None, mean, None
 
 
 @functools.cache

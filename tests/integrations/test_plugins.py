@@ -207,7 +207,8 @@ class TheirChunkedLogProb(torch.autograd.Function):  # trl.trainer.utils._Chunke
         log_p = logits.log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1) if "entropy" in outputs else None
         top = logits.argmax(-1) == targets if "is_top1" in outputs else None
-        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, None, top
+        mean = logits.mean(-1).detach() if "mean_logits" in outputs else None
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, mean, top
 
 
 @pytest.fixture
@@ -220,29 +221,29 @@ def trl(monkeypatch):
     module._theirs.cache_clear()
 
 
-def arguments(outputs, dtype=torch.float32):
+def arguments(outputs, softcap=5.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype).requires_grad_() for n in (6, 31))
     bias = torch.randn(31, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(31, (6,), generator=generator)
-    return [hidden, weight, bias, targets, 0.7, 4096, 5.0, 0.9, outputs]
+    return [hidden, weight, bias, targets, 0.7, 4096, softcap, 0.9, outputs]
 
 
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
-def test_trl_log_probabilities(trl, outputs):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("log_probs", "entropy", "mean_logits")])
+def test_trl_log_probabilities(trl, outputs, softcap):
     ours, utils = trl
     ours.accelerate_trl()
-    args = arguments(outputs)
+    args, again = arguments(outputs, softcap), arguments(outputs, softcap)
     found = utils._ChunkedLogProbFunction.apply(*args)
-    assert not TheirChunkedLogProb.calls and found[2:] == (None, None, None)
-    again = arguments(outputs)
+    assert bool(TheirChunkedLogProb.calls) == ("mean_logits" in outputs and softcap is not None)
     expected = TheirChunkedLogProb.apply(*again)
-    for f, e in zip(found[:2], expected[:2]):
+    for f, e in zip(found, expected):
         assert (f is None) == (e is None)
         if e is not None:
             torch.testing.assert_close(f, e)
-    sum(x.sum() for x in found if x is not None).backward()
-    sum(x.sum() for x in expected if x is not None).backward()
+    sum(x.sum() for x in found[:2] if x is not None).backward()
+    sum(x.sum() for x in expected[:2] if x is not None).backward()
     for f, e in zip(args[:3], again[:3]):
         torch.testing.assert_close(f.grad, e.grad)
     ours.restore_trl()
