@@ -95,6 +95,7 @@ def cases(texts=(), sizes=REAL) -> list[LossCase]:
         distillation("tvd", None),
         distillation("cosine", "CosineSimilarity", hard=0.5),
         policy("GRPO", "grpo"),
+        policy("GRPO", "grpo", liger=False, chunk_memory=2**30),
         policy("GRPO, reference by hidden states", "grpo", by_hidden_states=True, liger=False),
         policy("GSPO", "grpo", level="sequence"),
         *(policy(name.upper(), name, liger=False) for name in OBJECTIVES if name != "grpo"),
@@ -136,6 +137,11 @@ def _case(name, sizes, makers, providers, products=((0, 1),), note="", values=14
     return LossCase(name, "x".join(map(str, sizes)) + note, make, providers, products, values * logits)
 
 
+def _chunks(memory):
+    """Our option, and a note of it."""
+    return ({}, "") if memory is None else ({"chunk_memory": memory}, f", chunks of {memory / 2**30:.3g} GiB")
+
+
 def _by_liger(name, **options):
     """A loss class of liger_kernel.chunked_loss, imported when it is first called."""
     modules = []
@@ -162,7 +168,7 @@ def _pairs(
     shape, layer = (sizes.sequences, length), {"features": sizes.features, "classes": sizes.classes}
     makers = [*_layer(*shape, **layer), _tokens(sizes.classes, *shape)]
     makers += _layer(*shape, **layer, grad=False) if reference else ()
-    ours = {} if chunk_memory is None else {"chunk_memory": chunk_memory}
+    ours, note = _chunks(chunk_memory)
 
     def fused(x, weight, tokens, ref_x=None, ref_weight=None):
         return preference_loss(
@@ -184,7 +190,6 @@ def _pairs(
         LIGER: peer and (lambda x, weight, tokens, *ref: peer(weight, x, tokens, None, *ref)),
     }  # fmt: skip
     products = ((0, 1), (3, 4)) if reference else ((0, 1),)
-    note = "" if chunk_memory is None else f", chunks of {chunk_memory / 2**30:.3g} GiB"
     return _case(name, (*shape, sizes.features, sizes.classes), makers, providers, products, note)
 
 
@@ -217,10 +222,11 @@ def _answers(sizes, name, loss_type, liger, point):
     return _case(name, (*shape, sizes.features, sizes.classes), makers, providers, ((0, 1), (4, 5)))
 
 
-def _policy(sizes, name, loss_type, level="token", by_hidden_states=False, liger=True):
+def _policy(sizes, name, loss_type, level="token", by_hidden_states=False, liger=True, chunk_memory=None):
     shape, layer = (sizes.sequences, sizes.length), {"features": sizes.features, "classes": sizes.classes}
     options = {"loss_type": loss_type, "importance_sampling_level": level}
     options |= {"epsilon_high": 2.0} if loss_type == "cispo" else {}
+    ours, note = _chunks(chunk_memory)
 
     def recorded(device, dtype):
         return torch.randn(shape, device=device) * 0.01 - 0.5 - torch.tensor(float(sizes.classes)).log().item()
@@ -230,7 +236,7 @@ def _policy(sizes, name, loss_type, level="token", by_hidden_states=False, liger
 
     def fused(x, weight, tokens, advantages, old, *ref):
         ref = {"ref_x": ref[0], "ref_weight": ref[1]} if by_hidden_states else {"ref_log_probs": ref[0]}
-        return policy_loss(x, weight, tokens, advantages, None, None, old, **ref, **options).loss
+        return policy_loss(x, weight, tokens, advantages, None, None, old, **ref, **options, **ours).loss
 
     def plain(x, weight, tokens, advantages, old, *ref):
         log_probs = _log_probs(x, weight, tokens)
@@ -260,7 +266,7 @@ def _policy(sizes, name, loss_type, level="token", by_hidden_states=False, liger
 
     providers = {OURS: fused, TORCH: plain, LIGER: by_liger if liger else None}
     products = ((0, 1), (5, 6)) if by_hidden_states else ((0, 1),)
-    return _case(name, (*shape, sizes.features, sizes.classes), makers, providers, products)
+    return _case(name, (*shape, sizes.features, sizes.classes), makers, providers, products, note)
 
 
 def _distillation(sizes, soft_loss, liger, hard=0.0):
