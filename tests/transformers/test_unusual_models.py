@@ -139,8 +139,10 @@ def test_two_processes_of_distributed_data_parallel(tmp_path):
         assert torch.equal(patched, elsewhere), "both processes end with the same gradient"
 
 
-def test_accelerate():
+def test_accelerate(request):
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # one of a process, which a Trainer may have made before
+    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(True))
     plain, patched = tiny.pair()
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     losses = []
