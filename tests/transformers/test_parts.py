@@ -1,0 +1,152 @@
+"""Rotary functions, experts and gated norms: what is recognised, what is not, and what goes to the original."""
+
+import pytest
+import tiny
+import torch
+
+import liger_hw
+from liger_hw.transformers import recognition, rotary, swapping
+
+transformers = tiny.transformers
+
+
+def half(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turned(x):
+        x1, x2 = x.chunk(2, -1)
+        return x * cos + torch.cat((-x2, x1), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def half_scaled(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = half(q, k, cos, sin, unsqueeze_dim)
+    return q * 1.0001, k
+
+
+def tail_of_a_wider_head(q, k, cos, sin, unsqueeze_dim=1):
+    rest = q.shape[-1] - cos.shape[-1]
+    outs = half(q[..., rest:], k[..., rest:], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((x[..., :rest], out), -1) for x, out in zip((q, k), outs))
+
+
+def flat_in_fp32(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    turned = (
+        x.float() * cos + torch.cat((-x.float().chunk(2, -1)[1], x.float().chunk(2, -1)[0]), -1) * sin for x in (q, k)
+    )
+    return tuple(out.to(q.dtype) for out in turned)
+
+
+def with_other_parameters(q, k, cos, sin, sections):
+    return half(q, k, cos, sin)
+
+
+@pytest.mark.parametrize(
+    "function, shown",
+    [(half, ""), (flat_in_fp32, "wide=True"), (half_scaled, None), (tail_of_a_wider_head, None),
+     (with_other_parameters, None)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)  # fmt: skip
+def test_rotary_functions_are_proved(function, shown):
+    found = recognition._rotation(function)
+    assert found is None if shown is None else str(found) == shown
+
+
+def inputs(dtype, table_dtype, batch=2, tables=None):
+    q, k = torch.randn(batch, 4, 5, 16, dtype=dtype), torch.randn(batch, 2, 5, 16, dtype=dtype)
+    angle = torch.randn(batch if tables is None else tables, 5, 16)
+    return q, k, angle.cos().to(table_dtype), angle.sin().to(table_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_replacement_is_the_function(dtype, table_dtype):
+    ours = rotary.replacement(half, recognition._rotation(half))
+    q, k, cos, sin = inputs(dtype, table_dtype)
+    calls = [((q, k, cos, sin), {}), ((q, k), {"cos": cos, "sin": sin, "unsqueeze_dim": 1})]
+    calls.append(((q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2), {}))
+    calls.append((inputs(dtype, table_dtype, tables=1), {}))
+    for args, kwargs in calls:
+        for found, expected in zip(ours(*args, **kwargs), half(*args, **kwargs)):
+            assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_what_was_not_proved_goes_to_the_function(monkeypatch):
+    monkeypatch.setattr(rotary, "rope", None)
+    ours = rotary.replacement(half, recognition._rotation(half))
+    q, k, cos, sin = inputs(torch.float32, torch.float32)
+    learned = cos.clone().requires_grad_()
+    for args in [(q, k, learned, sin), (q, k.double(), cos, sin), (q[0], k[0], cos[0], sin[0], 0)]:
+        for found, expected in zip(ours(*args), half(*args)):
+            assert torch.equal(found, expected)
+
+
+def test_flat_tokens_of_a_vision_tower():
+    rotation = recognition._rotation(flat_in_fp32)
+    q, k, cos, sin = (x[0].transpose(0, 1) if x.ndim == 4 else x[0] for x in inputs(torch.bfloat16, torch.bfloat16))
+    args = q, k, cos, sin
+    for found, expected in zip(rotary.replacement(flat_in_fp32, rotation)(*args), flat_in_fp32(*args)):
+        assert torch.equal(found, expected)
+
+
+def test_decorated_methods_call_the_replacement():
+    import functools
+
+    def decorator(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    namespace = {"__name__": "remote", "apply_rotary_pos_emb": half, "decorator": decorator, "torch": torch}
+    code = """
+class Attention(torch.nn.Module):
+    @decorator
+    def forward(self, *args):
+        return apply_rotary_pos_emb(*args)
+"""
+    exec(code, namespace)  # noqa: S102
+    module = namespace["Attention"]()
+    summary = liger_hw.patch(module)
+    assert summary.replaced["Attention", "rope"] == 1
+    assert rotary.innermost(type(module).forward).__globals__["apply_rotary_pos_emb"] is not half
+    args = inputs(torch.float32, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(module(*args), half(*args)))
+
+
+def mixtral(implementation):
+    model = tiny.model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    if not hasattr(model, "set_experts_implementation"):
+        pytest.skip("this transformers has no experts interface")
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def test_experts_of_an_implementation_that_gates_by_itself_are_left():
+    model = mixtral("eager")
+    summary = liger_hw.patch(model)
+    assert summary.left["MixtralExperts", "experts implementation 'eager' does its gate by itself"] == 2
+    assert not any(swapping.is_swapped(m) for m in model.modules() if type(m).__name__.endswith("Experts"))
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_experts_are_of_one_model_only(implementation):
+    plain, patched = mixtral(implementation), mixtral(implementation)
+    liger_hw.patch(patched)
+    ours, theirs = (m.model.layers[0].mlp.experts for m in (patched, plain))
+    assert swapping.is_swapped(ours) and not swapping.is_swapped(theirs)
+    assert patched.config._experts_implementation == plain.config._experts_implementation == implementation
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+    liger_hw.unpatch(patched)
+    assert type(ours) is type(theirs)
+
+
+def test_limits_are_read_where_the_model_keeps_them():
+    plain, patched = tiny.pair("gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    for model in (plain, patched):
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = 0.3
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
