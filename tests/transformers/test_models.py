@@ -11,7 +11,8 @@ FEW = """
 afmoe apertus arcee aria_text bamba bloom cohere2 deepseek_v3 diffllama falcon falcon_h1 gemma2 gemma3 gemma3n_text glm4
 glm4_moe gpt2 gpt_oss granite granitemoe helium llama llama4_text llava mimo_v2_flash minimax mistral3 mixtral
 nanochat nemotron_h olmo olmo2 olmoe opt paligemma persimmon phi3 phimoe qwen2_5_vl qwen2_moe qwen3 qwen3_5 qwen3_moe
-qwen3_next qwen3_vl recurrent_gemma seed_oss smollm3 stablelm starcoder2 t5 t5gemma bailing_hybrid bart gptj inkling2_text
+qwen3_next qwen3_vl recurrent_gemma seed_oss smollm3 stablelm starcoder2 t5 t5gemma
+bailing_hybrid bart gptj inkling2_text
 """.split()
 
 
