@@ -75,11 +75,11 @@ MUTANTS = {
     ],
     "divergence": [
         ("jsd's other argument", "over_p = of_larger - tl.where(p_larger, 0.0, further)", "over_p = over_q"),
-        ("slope of the reverse KL without its second term", "return value, value + q", "return value, value"),
+        ("slope of the reverse KL without its second term", "return value, value + q, q", "return value, value, q"),
         ("ignored rows have a gradient", "tl.where(counts > 0, dx * factor, 0.0)", "dx * factor"),
     ],
     "of_logits": [
-        ("softmax's term of the gradient", "(slope - tl.exp2(s - s_lse) * slope_sum)", "slope"),
+        ("softmax's term of the gradient", "(slope - q * slope_sum)", "slope"),
         ("labels see the temperature", "tl.exp2(s * temperature - hard_lse)", "tl.exp2(s - hard_lse)"),
         (
             "the shorter vocabulary is not padded",

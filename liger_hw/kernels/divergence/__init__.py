@@ -150,23 +150,25 @@ def _(x, target, *options, **named):
 def divergence_forward_config(cols, itemsize, device):
     # a quarter of the lanes a program may have: with half of them (4,096 columns on 16 warps) jsd takes 64 registers
     # and spills 8 bytes on sm_120 at 50,257 columns; with a quarter 48, and five programs of 8 warps fit a core
+    # on twice the registers; with 16 values a lane, two vectors of each tensor, a B200's core asks for the 43 KB that hide
+    # its latency, with 8 for 76% of them
     block = min(power_of_2(cols), device.max_threads * 2)
-    return Config({"COLS": block}, row_warps(block, device, per_lane=8))
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16))
 
 
 @triton.jit
 def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
-    """An element, of log-probabilities in units of ln 2, and its gradient by log q."""
+    """An element, of log-probabilities in units of ln 2, its gradient by log q, and q."""
     if KIND == "tvd":
         q, p = tl.exp2(log_q), tl.exp2(log_p)
-        return tl.abs(q - p) * 0.5, tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
+        return tl.abs(q - p) * 0.5, tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0)), q
     elif KIND == "kl":
         p = tl.exp2(log_p)
-        return tl.where(p > 0, p * ((log_p - log_q) * LN_2), 0.0), -p
+        return tl.where(p > 0, p * ((log_p - log_q) * LN_2), 0.0), -p, tl.exp2(log_q)
     elif KIND == "reverse_kl":
         q = tl.exp2(log_q)
         value = tl.where(q > 0, q * ((log_q - log_p) * LN_2), 0.0)
-        return value, value + q
+        return value, value + q, q
     else:  # by the smaller probability's share of the larger, whose logarithm has no cancellation
         further = tl.where(log_p == log_q, 0.0, log_p - log_q)
         larger, share = tl.exp2(tl.maximum(log_p, log_q)), tl.exp2(-tl.abs(further))
@@ -176,7 +178,7 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
         over_q = of_larger + tl.where(p_larger, further, 0.0)  # log m / q
         over_p = of_larger - tl.where(p_larger, 0.0, further)
         of_q = tl.where(q > 0, (beta - 1.0) * q * (over_q * LN_2), 0.0)
-        return tl.where(p > 0, -beta * p * (over_p * LN_2), 0.0) + of_q, of_q
+        return tl.where(p > 0, -beta * p * (over_p * LN_2), 0.0) + of_q, of_q, q
 
 
 @triton.jit
@@ -184,7 +186,8 @@ def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
     """An element of what the caller has, and its gradient by x."""
     x, y = x.to(tl.float32), y.to(tl.float32)
     if LOGARITHMS:
-        return divergence_element(x * LOG2_E, y * LOG2_E, beta, KIND)
+        value, dx, _ = divergence_element(x * LOG2_E, y * LOG2_E, beta, KIND)
+        return value, dx
     elif KIND == "kl":
         return y * (tl.log2(tl.maximum(y, eps)) * LN_2 - x), -y
     else:

@@ -96,7 +96,7 @@ def divergence_of_logits(
         for start in range(0, cols, COLS):
             at = last - start + lane
             s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-            value, slope = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+            value, slope, _ = divergence_element(s - s_lse, t - t_lse, beta, KIND)
             values += tl.where(at < cols, value, 0.0)
             slopes += tl.where(at < cols, slope, 0.0)
         soft = tl.sum(values, 0)
@@ -114,8 +114,8 @@ def divergence_of_logits(
             for start in range(0, student_cols, COLS):
                 at = start + lane
                 s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-                _, slope = divergence_element(s - s_lse, t - t_lse, beta, KIND)
-                ds = of_soft * (slope - tl.exp2(s - s_lse) * slope_sum)
+                _, slope, q = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                ds = of_soft * (slope - q * slope_sum)
                 if HARD is not None:
                     p = tl.exp2(s * temperature - hard_lse)
                     ds += of_hard * (p - tl.where(at == y, 1.0, 0.0)) + tl.where(hard == hard, 0.0, float("nan"))
