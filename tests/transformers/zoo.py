@@ -118,6 +118,12 @@ CHANGES = {  # model type -> what its configuration needs beyond the rules
     "glmga": {"text_config": {"rope_parameters": MROPE}},
     "glm_ocr": {"text_config": {"rope_parameters": MROPE}},
     "glm4v_moe": {"text_config": {"rope_parameters": HALF_MROPE}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
 }
 
 
