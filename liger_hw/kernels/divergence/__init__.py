@@ -149,9 +149,8 @@ def _(x, target, *options, **named):
 @tuned
 def divergence_forward_config(cols, itemsize, device):
     # a quarter of the lanes a program may have: with half of them (4,096 columns on 16 warps) jsd takes 64 registers
-    # and spills 8 bytes on sm_120 at 50,257 columns; with a quarter 48, and five programs of 8 warps fit a core
-    # on twice the registers; with 16 values a lane, two vectors of each tensor, a B200's core asks for the 43 KB that
-    # hide its latency, with 8 for 76% of them
+    # and spills 8 bytes on sm_120 at 50,257 columns. With 16 values a lane, two vectors of each tensor, a B200's core
+    # asks for all that hides its latency, with 8 for 76%.
     block = min(power_of_2(cols), device.max_threads * 2)
     return Config({"COLS": block}, row_warps(block, device, per_lane=16))
 
