@@ -75,7 +75,7 @@ def test_adapters(adapter, fused, patch_first, tmp_path):
     torch.testing.assert_close(merged(**tiny.tokens()).loss, wrapped[0](**tiny.tokens()).loss)
 
 
-@pytest.mark.parametrize("family, skip_logits", [("llama", None), ("gemma2", True)])
+@pytest.mark.parametrize("family, skip_logits", [("llama", None), ("gemma2", True), ("glm4", None), ("gpt_oss", None)])
 def test_compiles_whole(family, skip_logits):
     plain, patched = tiny.pair(family)
     torch._dynamo.reset()
