@@ -1,11 +1,13 @@
 """Families of Hugging Face models against themselves, patched: modules bit for bit, the whole in loss and gradients."""
 
+import importlib.util
 import inspect
 
 import pytest
 import tiny
 import torch
 
+EXPERTS_INTERFACE = importlib.util.find_spec("transformers.integrations.moe") is not None  # since transformers 5
 LLAMA = {"rms_norm(casting_mode='llama', offset=0.0)", "swiglu", "rope"}
 GEMMA = {"rms_norm(casting_mode='gemma', offset=1.0)", "geglu(approximate='tanh')", "rope"}
 OLMO2 = {"rms_norm(casting_mode='gemma', offset=0.0)", "swiglu", "rope"}
@@ -54,7 +56,8 @@ def test_modules_round_as_theirs(family):
         assert torch.equal(ours.eval()(x), expected), name
         if match.op == "rms_norm":
             assert ours(x.float()).dtype == theirs(x.float()).dtype and torch.equal(ours(x.float()), theirs(x.float()))
-    assert found == FAMILIES[family]
+    without = set() if EXPERTS_INTERFACE else {"clamped_swiglu(offset=1.0)"}
+    assert found == FAMILIES[family] - without
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "falcon_h1"])  # 20 s of plain Mamba
