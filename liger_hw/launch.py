@@ -49,7 +49,7 @@ _kernels = {}  # id(kernel) -> (its reader, {key: what a further launch needs})
 
 
 def _reader(kernel, count):
-    """(config, index, `count` arguments) -> what a compiled kernel depends on, and the arguments with addresses for tensors.
+    """(config, index, `count` arguments) -> what a compiled kernel depends on, and the arguments, tensors as addresses.
 
     Generated: a loop takes twice as long. Given a tensor, Triton asks it for its address and the driver whether that is
     a device's, which for three takes 0.9 us (an H200's host).

@@ -102,7 +102,7 @@ def _tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def _mask(row, rows, start, cols, whole: tl.constexpr, COLS: tl.constexpr):
     if whole:
-        return None
+        return tl.full((1, COLS), True, tl.int1)
     else:
         return (row < rows) & (start + tl.arange(0, COLS)[None, :] < cols)
 

@@ -172,7 +172,7 @@ def test_strides(engine, device):
     leaf, weight = wide.requires_grad_(), tall.requires_grad_()
     loss = fused_linear_cross_entropy(leaf[:, 3:19], weight.t(), y, chunk_memory=1000)
     found = [loss.detach(), *torch.autograd.grad(loss, (leaf, weight), torch.randn((), generator=torch.Generator()))]
-    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[0], expected[0])  # not equal: a product of other strides is another product
     ratio = (found[1][:, 3:19] / expected[1]).nanmean()
     torch.testing.assert_close(found[1][:, 3:19], expected[1] * ratio)
     torch.testing.assert_close(found[2].t(), expected[2] * ratio)

@@ -27,7 +27,8 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
             stages = 3
         else:
             block //= 2
-    return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values))
+    # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
+    return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values), fp_fusion=False)
 
 
 @tuned
@@ -35,7 +36,7 @@ def cross_entropy_backward_config(cols, itemsize, device):
     block = min(power_of_2(cols), 8192)
     # registers let two programs of 8,192 columns on 16 warps on a core: enough for an H200, 76% of what a B200 asks for
     per_lane = 16 if 2 * 8192 * itemsize >= device.bytes_in_flight else 32
-    return Config({"COLS": block}, row_warps(block, device, per_lane))
+    return Config({"COLS": block}, row_warps(block, device, per_lane), fp_fusion=False)  # as in the forward
 
 
 @tuned
