@@ -66,7 +66,8 @@ def norm_forward_config(cols, device):
     block = row_block(cols, device, 1)
     if cols > block and not device.async_copy:
         # 16 values a lane of 1,024 lanes are one program on a CU of gfx942, and fp32 at 33,001 columns spills 124 bytes
-        # a lane; half as many lanes have twice the registers each, and two programs fit
+        # a lane; half as many lanes have twice the registers each, and two programs fit. Not so on sm_89, which then
+        # spills 24 bytes a lane of bf16 with a residual at 262,144 columns
         block //= 2
     rows = max(1, min(16, 4096 // block))  # short rows share a program
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane=32 if cols <= block else 16))
