@@ -126,13 +126,16 @@ def match_norm(module):
     width = (parameters[weight].numel() if weight else _normalized_width(module)) or PROBE_WIDTH
     modes = itertools.product(CASTING_MODES if weight else CASTING_MODES[:1], (0.0, 1.0) if weight else (0.0,))
     ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in modes] + [(layer_norm, {})]
+    absent = {name: p for name, p in module._parameters.items() if p is None}
     floats = [name for name, v in vars(module).items() if type(v) is float]
     for (op, options), eps in itertools.product(ops, floats or WRITTEN_EPS):
         generator = torch.Generator().manual_seed(0)
         attribute = {eps: 0.05} if floats else {}
 
         def original(x, w, attribute=attribute):
-            return type(module).forward(_clone(module, {weight: w} if weight else {}, {}, _buffers={}, **attribute), x)
+            return type(module).forward(
+                _clone(module, absent | ({weight: w} if weight else {}), {}, _buffers={}, **attribute), x
+            )
 
         def replacement(x, w, op=op, options=options, eps=eps):
             return op.reference(x, w if weight else None, eps=0.05 if floats else eps, **options)
