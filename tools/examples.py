@@ -1,7 +1,7 @@
 """Measure the examples, and write the table of examples/README.md from what was measured.
 
     python tools/examples.py run benchmarks/examples-h200.json [EXAMPLE ...] [-- --steps 8 --shape 1b]
-    python tools/examples.py table benchmarks/examples-h200.json
+    python tools/examples.py table benchmarks/examples-h200.json ...
 
 `run` adds to the file: what it holds of the same example and provider is measured again. What stands after -- goes to
 the examples.
@@ -90,7 +90,9 @@ def main(arguments) -> None:
         raise SystemExit(__doc__)
     command, file, *rest = arguments
     if command == "table":
-        return insert(FOLDER / "README.md", table(json.loads(Path(file).read_text())), "tools/examples.py")
+        founds = [json.loads(Path(each).read_text()) for each in (file, *rest)]
+        together = founds[0] | {"results": [result for found in founds for result in found["results"]]}
+        return insert(FOLDER / "README.md", table(together), "tools/examples.py")
     names, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
     unknown = [name for name in names if name not in EXAMPLES]
     if unknown:
