@@ -125,6 +125,7 @@ def losses_table(founds: list[dict]) -> str:
             f"Forward and backward, {found['dtype']}, {facts['device']}, {found['date']}: medians of one run, "
             f"interleaved, with a cold L2. {facts['versions']}.",
             markdown(losses.HEADER, losses.rows(found)),
+            *([] if found["complete"] else ["The run was interrupted: other losses were not measured."]),
         ]
     return "\n\n".join(parts)
 
