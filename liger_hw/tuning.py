@@ -406,9 +406,15 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
 
 
 def _seconds(function, key, candidate) -> float:
+    from liger_hw.launch import compiled_kernels  # which needs this module
+
+    before = {id(kernel) for kernel in compiled_kernels()}
     try:
         with override(key, candidate):
-            return bench(function)
+            seconds = bench(function)
+        # one that spills may win at the shape that was measured, and is the first to lose where memory is busy
+        spills = any(kernel.n_spills for kernel in compiled_kernels() if id(kernel) not in before)
+        return math.inf if spills else seconds
     except Exception as error:  # compilers reject a candidate in many ways; none of them may end the search
         logger.debug("%s cannot run %s: %s", key, candidate, error)
         return math.inf
