@@ -131,7 +131,8 @@ def _of_bench(found: dict) -> tuple[dict, list[Cell]]:
             Cell(op, backend, dtype, MEASURED, len(shapes.get(op, ())), bool(error), [error] if error else [], run)
         )
     facts = {key: found[key] for key in ("device", "versions", "date", "commit", "command")}
-    return {run: {"level": MEASURED} | facts}, [cell for cell in cells if cell.passed or cell.failed]
+    cells = [cell for cell in cells if cell.passed or cell.failed]
+    return {run: {"level": MEASURED} | facts} if cells else {}, cells
 
 
 def total(cells: Iterable[Cell]) -> dict[tuple, Cell]:
