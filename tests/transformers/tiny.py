@@ -70,9 +70,10 @@ def assert_learns_alike(plain, patched, fused=True, **inputs):
     assert is_lazy(found) == fused, "the logits were computed" if fused else "the logits were not computed"
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
     expected.loss.backward(), found.loss.backward()
+    atol = 1e-5 if expected.loss.device.type == "cpu" else 5e-5  # an H200 adds up in another order: 1.5e-5 in a mixture
     for (name, p), q in zip(plain.named_parameters(), patched.parameters()):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
-            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
     plain.zero_grad(), patched.zero_grad()
     return expected, found
