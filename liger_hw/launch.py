@@ -45,6 +45,8 @@ def compiled_kernels() -> list:
     return [launcher[3] for _, launchers in _kernels.values() for launcher in launchers.values()]
 
 
+tuning.compiled_kernels = compiled_kernels
+
 _kernels = {}  # id(kernel) -> (its reader, {key: what a further launch needs})
 
 

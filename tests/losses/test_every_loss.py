@@ -91,29 +91,26 @@ def nobody_waits(monkeypatch):
             torch.cuda.set_sync_debug_mode("default")
         return
 
-    def refuse(name):
-        def call(*args, **kwargs):
-            raise AssertionError(f"the host waits for a tensor: Tensor.{name}")
-
-        return call
-
-    def index(original):
-        def call(tensor, key, *value):
-            keys = key if isinstance(key, tuple) else (key,)
-            if any(torch.is_tensor(k) and k.dtype == torch.bool for k in keys):
-                raise AssertionError("the host waits for a tensor: an index of bools")
-            return original(tensor, key, *value)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu", "numpy"):
-            patch.setattr(torch.Tensor, name, refuse(name))
-        for name in ("__getitem__", "__setitem__"):
-            patch.setattr(torch.Tensor, name, index(getattr(torch.Tensor, name)))
+    with monkeypatch.context() as patch, NobodyWaits():
         for module in (distillation, multi_token, policy, preference):  # they look at labels on a CPU alone
             patch.setattr(module, "check_labels", lambda *args: None)
         yield
+
+
+class NobodyWaits(torch.overrides.TorchFunctionMode):
+    """A mode, as names set on torch.Tensor leave its type changed for good: it is a sequence from then on."""
+
+    NAMES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu", "numpy"}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in self.NAMES:
+            raise AssertionError(f"the host waits for a tensor: Tensor.{name}")
+        if name in ("__getitem__", "__setitem__"):
+            keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(torch.is_tensor(key) and key.dtype == torch.bool for key in keys):
+                raise AssertionError("the host waits for a tensor: an index of bools")
+        return function(*args, **(kwargs or {}))
 
 
 def test_nobody_waits(case, monkeypatch):

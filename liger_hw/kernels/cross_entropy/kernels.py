@@ -15,7 +15,9 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
     # three ahead). Softcap, smoothing and predictions hold twice as many values a lane.
     stages, block, values = 1, 8192, 16
     if device.async_copy:
-        stages, block, values = (6 if cols > 65536 else 1, 32768 // itemsize, 32) if gradient else (4, 4096, 32)
+        # where a core holds 1,536 lanes, 16 warps have too few registers each
+        widest = (32768 if device.core_threads >= 2048 else 16384) // itemsize
+        stages, block, values = (6 if cols > 65536 else 1, widest, 32) if gradient else (4, 4096, 32)
     if not plain:
         block, values = block // 2, values // 2
     block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
