@@ -36,6 +36,6 @@ def test_passes_every_gate(op, arch, cache):
             cache.add(key, compiled.attempt(use.launch))
         result = cache.known[key]
         assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
-        # LLVM leaves room for a few registers more on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8
+        # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8
         modelled = waves_by_registers(LIMITS[arch], result.registers)
         assert result.waves in (None, modelled, modelled - 1), "not what LLVM counts"
