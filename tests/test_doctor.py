@@ -36,8 +36,16 @@ def test_on_a_cpu_it_says_what_it_can_check_and_does(monkeypatch, tmp_path, caps
     assert cli.main(["matrix", str(tmp_path), "--report", str(tmp_path / "m")]) == 0
 
 
-def test_what_is_wrong_is_found(monkeypatch):
-    monkeypatch.setitem(dispatch.OPS["swiglu"].implementations, "cpu", lambda gate, up, **options: gate * up)
+@pytest.fixture
+def wrong_swiglu():
+    op = dispatch.OPS["swiglu"]
+    op.register("cpu")(lambda gate, up, **options: gate * up)
+    yield
+    del op.implementations["cpu"]
+    op.register("reference")(op.reference)  # forgets what was chosen meanwhile
+
+
+def test_what_is_wrong_is_found(monkeypatch, wrong_swiglu):
     monkeypatch.setattr(parity, "observer", parity.observer)
     found = doctor._examine("swiglu", torch.device("cpu"))
     assert found["plain"].startswith("AssertionError: output 0 of swiglu on None: worst error")
