@@ -115,7 +115,7 @@ def norm_wide_sums_config(device):
 def in_registers(cols, itemsize, device):
     """Whether a program of a norm's backward holds a row of two tensors: as one block, or as several in 16 bits.
 
-    Several at a width whose accesses are no whole vectors spill (sm_80 to sm_120, 16,383 columns).
+    Several at a width whose accesses are no whole vectors spill (16,383 columns, compiled for an A100 to an RTX 50).
     """
     widest = widest_block(device, 4)
     return cols <= widest or (cols <= 2 * widest and itemsize == 2 and cols % 8 == 0)
