@@ -1,7 +1,7 @@
 """What a compiled Triton kernel does to memory, read from the text of its intermediate code and of its assembly.
 
-Every load and store in a kernel's source has a place, "rms_norm.py:214:9", which the compilers carry along. Its tile is
-read from Triton's own IR, its instructions from PTX or AMD's assembly.
+Every load and store in a kernel's source has a place, "layer_norm.py:214:9", which the compilers carry along. Its tile
+is read from Triton's own IR, its instructions from PTX or AMD's assembly.
 """
 
 import re

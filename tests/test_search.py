@@ -14,7 +14,7 @@ PERFECT = Rating(1.0, 1.0, 1.0, 1.0, 1.0, 1)
 
 
 def launched(arch="sm90", warps=8, cols=4096, stages=4, programs=1, kernel="cross_entropy_forward"):
-    module = "liger_hw.kernels.rms_norm" if kernel.startswith("rms") else "liger_hw.kernels.cross_entropy.kernels"
+    module = f"liger_hw.kernels.{'rms_norm' if kernel.startswith('rms') else 'cross_entropy'}.kernels"
     meta = {"COLS": cols, "STAGES": stages}
     config = {"meta": meta, "num_warps": warps, "num_stages": 1, "programs": programs, "source": "heuristic"}
     options = tuning.Config(meta, warps, device=DEVICES[arch]).options(DEVICES[arch])

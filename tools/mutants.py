@@ -93,6 +93,7 @@ MUTANTS = {
     ],
 }
 PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not tests/kernels/test_NAME.py
+    "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
     "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
     "of_logits": ("kernels/divergence/of_logits.py", "losses/test_distillation.py"),

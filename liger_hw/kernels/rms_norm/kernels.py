@@ -1,0 +1,221 @@
+"""The Triton kernels of the root-mean-square norm, of rows that a program holds; the formulas are in the package's
+docstring."""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.kernels._math import (
+    in_row,
+    in_tile,
+    load_parameter,
+    norm_backward_config,
+    norm_forward_config,
+    rounded,
+    rows_of,
+)
+from liger_hw.launch import launch
+from liger_hw.tuning import tuned
+
+
+@tuned
+def rms_norm_forward_config(cols, itemsize, device):
+    return norm_forward_config(cols, device)
+
+
+@tuned
+def rms_norm_backward_config(cols, itemsize, read, device):
+    return norm_backward_config(cols, itemsize, device)  # `read`, of 2 or 3 rows, keeps winners of the two apart
+
+
+@triton.jit
+def _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols: tl.constexpr):
+    """x, or x + residual rounded and stored: the row that is normalised, in fp32."""
+    x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
+    if RESIDUAL is not None:
+        x += tl.load(RESIDUAL + row[:, None] * residual_stride + at, mask, other=0.0).to(tl.float32)
+        x = rounded(x, S.dtype.element_ty)
+        tl.store(S + row[:, None] * cols + at, x, mask)
+    return x
+
+
+@triton.jit
+def _square(x, dtype: tl.constexpr, CASTING: tl.constexpr):
+    return rounded(x * x, dtype) if CASTING == "none" else x * x
+
+
+@triton.jit
+def _rstd(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
+    if CASTING == "none":
+        return rounded(1.0 / tl.sqrt(rounded(rounded(mean, dtype) + eps, dtype)), dtype)
+    else:
+        return 1.0 / tl.sqrt(mean + eps)
+
+
+@triton.jit
+def _factor(w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """w + offset in fp32. Apart from the load, which a loop over rows does once and keeps in 16 bits."""
+    w = w.to(tl.float32)
+    return rounded(rounded(w, dtype) + offset, dtype) if CASTING == "none" else w + offset
+
+
+@triton.jit
+def _scale(x, rstd, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+    y = x * rstd[:, None]
+    if W is not None:
+        if CASTING != "gemma":
+            y = rounded(y, dtype)
+        y *= _factor(w, offset, dtype, CASTING)
+    return y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_forward(
+    X, RESIDUAL, W, Y, S, rows, x_stride, residual_stride, eps, offset,
+    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = Y.dtype.element_ty
+    if cols <= COLS:
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = _load_sum(X, RESIDUAL, S, row, col, mask, x_stride, residual_stride, cols)
+        rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
+        tl.store(
+            Y + row[:, None] * cols + col,
+            _scale(x, rstd, W, load_parameter(W, col, 1.0, cols, COLS), offset, dtype, CASTING),
+            mask,
+        )
+    else:
+        total = tl.zeros((ROWS, COLS), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
+            total += _square(x, dtype, CASTING)
+        rstd = _rstd(tl.sum(total, 1) / cols, eps, dtype, CASTING)
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
+            tl.store(
+                Y + row[:, None] * cols + at,
+                _scale(x, rstd, W, load_parameter(W, at, 1.0, cols, COLS), offset, dtype, CASTING),
+                mask,
+            )
+
+
+@triton.jit
+def _load(P, row, at, mask, stride):
+    return tl.load(P + row[:, None] * stride + at, mask, other=0.0)
+
+
+@triton.jit
+def _before_weight(dy, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """m, the gradient of what the weight multiplied."""
+    if W is not None:
+        return dy * _factor(w, offset, dtype, CASTING)
+    else:
+        return dy
+
+
+@triton.jit
+def _store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, at, mask, ds_out_stride,
+              dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr):  # fmt: skip
+    """Store ds, and return what the rows add to dw."""
+    normed = s * rstd
+    ds = rstd * (m - normed * mean)
+    if DS_OUT is not None:
+        ds += tl.load(DS_OUT + row[:, None] * ds_out_stride + at, mask, other=0.0).to(tl.float32)
+    tl.store(DS + row[:, None] * cols + at, ds, mask)
+    return dy * (normed if CASTING == "gemma" else rounded(normed, dtype))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_backward(
+    S, W, DY, DS_OUT, DS, DW, rows, s_stride, dy_stride, ds_out_stride, eps, offset,
+    cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # A fixed number of programs stride over the rows, each summing its own dw. rstd is computed again, beside the sum
+    # that the gradient needs anyway: saving it would cost the forward an allocation and an argument. A wide row is
+    # several blocks, kept in 16 bits: as one block of 16,384 columns it would spill (H200: 64% of the copy rate
+    # against 89%).
+    BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
+    col = tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = S.dtype.element_ty
+    w = load_parameter(W, col, 1.0, cols, COLS)  # of several blocks, each is loaded where it is used
+    dw = ()
+    for _ in tl.static_range(BLOCKS):
+        dw = dw + (tl.zeros((ROWS, COLS), tl.float32),)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        s_blocks, dy_blocks = (), ()
+        squares, products = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        for i in tl.static_range(BLOCKS):
+            mask = in_tile(row, i * COLS + col, rows, cols, ROWS, COLS)
+            s_blocks = s_blocks + (_load(S, row, i * COLS + col, mask, s_stride),)
+            dy_blocks = dy_blocks + (_load(DY, row, i * COLS + col, mask, dy_stride),)
+            if BLOCKS > 1:
+                w = load_parameter(W, i * COLS + col, 1.0, cols, COLS)
+            s = s_blocks[i].to(tl.float32)
+            m = _before_weight(dy_blocks[i].to(tl.float32), W, w, offset, dtype, CASTING)
+            squares += _square(s, dtype, CASTING)
+            products += m * s
+        rstd = _rstd(tl.sum(squares, 1) / cols, eps, dtype, CASTING)[:, None]
+        mean = rstd * tl.sum(products, 1)[:, None] / cols
+        dw_before, dw = dw, ()
+        for i in tl.static_range(BLOCKS):
+            mask = in_tile(row, i * COLS + col, rows, cols, ROWS, COLS)
+            if BLOCKS > 1:
+                w = load_parameter(W, i * COLS + col, 1.0, cols, COLS)
+            s, dy = s_blocks[i].to(tl.float32), dy_blocks[i].to(tl.float32)
+            m = _before_weight(dy, W, w, offset, dtype, CASTING)
+            dw_rows = _store_ds(
+                DS, DS_OUT, s, m, dy, rstd, mean, row, i * COLS + col, mask, ds_out_stride, dtype, CASTING, cols
+            )
+            dw = dw + (dw_before[i] + dw_rows,)
+    if DW is not None:
+        for i in tl.static_range(BLOCKS):
+            at = i * COLS + col
+            dw_at = DW + tl.program_id(0).to(tl.int64) * cols + at
+            tl.store(dw_at, tl.sum(dw[i], 0)[None, :], in_row(at, cols, COLS))
+
+
+def count_rows(x) -> int:
+    return x.numel() // x.shape[-1] if x.shape[-1] else 0
+
+
+def rows_or_none(x):
+    """As `rows_of`, of a tensor that may be absent."""
+    return (None, 0) if x is None else rows_of(x)
+
+
+def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
+    """Write `y`, the normalised rows of `x`, or with a `residual` those of the sum, and that into `s`."""
+    rows, cols = count_rows(x), x.shape[-1]
+    config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
+    x, x_stride = rows_of(x)
+    residual, residual_stride = rows_or_none(residual)
+    launch(
+        rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
+        x, residual, weight, y, s, rows, x_stride, residual_stride, eps, offset, cols, casting_mode,
+    )  # fmt: skip
+
+
+def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
+    """Write `ds`, and return dw as fp32 partial sums (programs, C), or None if it is not wanted.
+
+    Args:
+        s: the rows that were normalised.
+        dy, ds_out: gradients of the normalised rows, and of `s` itself or None.
+    """
+    rows, cols = count_rows(dy), dy.shape[-1]
+    config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
+    programs = config.grid_for(-(-rows // config["ROWS"]))
+    dw = dy.new_empty((programs, cols), dtype=torch.float32) if dw_wanted else None
+    (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)
+    launch(
+        rms_norm_backward, (programs, 1, 1), config,
+        s, weight, dy, ds_out, ds, dw, rows, s_stride, dy_stride, ds_out_stride, eps, offset, cols, casting_mode,
+    )  # fmt: skip
+    return dw
