@@ -15,6 +15,8 @@ import inspect
 from typing import NamedTuple
 
 import torch
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from liger_hw import backends, tuning
 from liger_hw._triton import AVAILABLE
@@ -59,7 +61,7 @@ def op(reference):
     @functools.wraps(reference)
     def call(*args, **kwargs):
         device = (args[0] if args else kwargs[first]).device
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return implementations[_choice_while_tracing(name, device.type, device.index)](*args, **kwargs)
         implementation = chosen.get((device, backends._forced))
         if implementation is None:
@@ -108,7 +110,7 @@ class Function(torch.autograd.Function):
 
         @functools.wraps(backward)
         def first_order(ctx, *grads):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and not is_compiling():
                 raise RuntimeError(
                     f"{cls.__name__} has no second-order gradients: call backward without create_graph=True, or run "
                     f"under liger_hw.use_backend('reference')"
@@ -116,14 +118,15 @@ class Function(torch.autograd.Function):
             return backward(ctx, *grads)
 
         cls.backward = staticmethod(first_order)
+        cls._node = super(torch.autograd.Function, cls).apply  # torch's in C, without its look through the arguments
 
     @classmethod
     def apply(cls, *args):
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if is_compiling() or _are_functorch_transforms_active():
             return super().apply(*args)
         if not torch.is_grad_enabled():
             return cls.forward(_NoGraph(len(args)), *args)
-        return super(torch.autograd.Function, cls).apply(*args)
+        return cls._node(*args)
 
 
 class _NoGraph:
@@ -181,7 +184,7 @@ def raw(fake=None, mutates=()):
 
         @functools.wraps(function)
         def call(x, *args):
-            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) not in _plain:
+            if is_compiling() or _len_torch_dispatch_stack() or type(x) not in _plain:
                 return opaque(x, *args)
             if tuning.observer is not None:
                 return run(x, *args)

@@ -58,8 +58,11 @@ def meta_tensors_are_on(device: torch.device):
 
 def device_of(tensor: torch.Tensor) -> Device:
     """The `Device` whose launch configurations serve `tensor`: the one it lives on, unless another is forced."""
+    device = tensor.device
+    if _forced is None and device in _devices:  # the rest is asked once; every launch comes this way
+        return _devices[device]
     name = forced()
-    return detected(tensor.device) if name is None else target(name, tensor.device)
+    return detected(device) if name is None else target(name, device)
 
 
 def target(name: str, device: torch.device) -> Device:

@@ -28,21 +28,22 @@ def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     check(unsqueeze_dim in (1, 2), "unsqueeze_dim", unsqueeze_dim, (1, 2))
     check(layout in LAYOUTS, "layout", layout, tuple(LAYOUTS))
     check(q.ndim == 4 and q.is_floating_point(), "q", q, "four dimensions, floating point")
-    batch, tokens, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    shape, device = q.shape, q.device
+    batch, tokens, head_dim = shape[0], shape[3 - unsqueeze_dim], shape[3]
     if k is not None:
-        fits = k.ndim == 4 and (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) == (batch, tokens, head_dim)
-        check(fits and k.is_floating_point() and k.device == q.device, "k", k, "q's batch, tokens, head_dim and device")
-    fits = cos.ndim == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
-    fits = fits and 0 < cos.shape[2] <= (head_dim // 2 if shared else head_dim) and (shared or cos.shape[2] % 2 == 0)
-    width = "rotary_dim / 2" if shared else "rotary_dim"
-    check(
-        fits and cos.is_floating_point() and cos.device == q.device, "cos", cos,
-        f"(1 or batch, tokens, {width}) on q's device, rotary_dim even and at most head_dim",
-    )  # fmt: skip
-    check(sin.shape == cos.shape and sin.dtype == cos.dtype and sin.device == cos.device, "sin", sin, cos)
-    for name, table in (("cos", cos), ("sin", sin)):
-        wants = table.requires_grad and torch.is_grad_enabled()
-        check(not wants, name, "a tensor that requires grad", "a constant; detach it")
+        shape = k.shape
+        fits = len(shape) == 4 and (shape[0], shape[3 - unsqueeze_dim], shape[3]) == (batch, tokens, head_dim)
+        check(fits and k.is_floating_point() and k.device == device, "k", k, "q's batch, tokens, head_dim and device")
+    shape = cos.shape
+    fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] == tokens
+    fits = fits and 0 < shape[2] <= (head_dim // 2 if shared else head_dim) and (shared or shape[2] % 2 == 0)
+    if not (fits and cos.is_floating_point() and cos.device == device):
+        width = "rotary_dim / 2" if shared else "rotary_dim"
+        allowed = f"(1 or batch, tokens, {width}) on q's device, rotary_dim even and at most head_dim"
+        check(False, "cos", cos, allowed)
+    check(sin.shape == shape and sin.dtype == cos.dtype and sin.device == device, "sin", sin, cos)
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        check(False, "cos" if cos.requires_grad else "sin", "a tensor that requires grad", "a constant; detach it")
 
 
 @op
@@ -171,14 +172,16 @@ def _rotate_heads(
 @triton.jit(do_not_specialize=["tokens"])
 def rope_rotate(
     COS, SIN, Q, K, Q_OUT, K_OUT, tokens, cos_batch_stride, cos_token_stride, cos_dim_stride,
-    q_batch_stride, q_token_stride, q_head_stride, q_dim_stride, q_out_token_stride, q_out_head_stride,
-    k_batch_stride, k_token_stride, k_head_stride, k_dim_stride, k_out_token_stride, k_out_head_stride,
+    q_batch_stride, q_token_stride, q_head_stride, q_dim_stride,
+    k_batch_stride, k_token_stride, k_head_stride, k_dim_stride,
     q_heads: tl.constexpr, k_heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr,
+    Q_HEADS_INSIDE: tl.constexpr, K_HEADS_INSIDE: tl.constexpr,
     PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, SHARED: tl.constexpr, WIDE: tl.constexpr,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
+    tokens = tokens.to(tl.int64)
     half: tl.constexpr = rotary_dim // 2
     HALF: tl.constexpr = triton.next_power_of_2(half)
     col = tl.arange(0, HALF)[None, :]
@@ -195,67 +198,79 @@ def rope_rotate(
         cos1, cos2 = tl.load(COS + at1, there).to(tl.float32), tl.load(COS + at2, there).to(tl.float32)
         sin1, sin2 = tl.load(SIN + at1, there).to(tl.float32), tl.load(SIN + at2, there).to(tl.float32)
     if Q is not None:
+        q_step = q_heads * head_dim if Q_HEADS_INSIDE else head_dim  # from token to token, and from head to head
+        q_stride = head_dim if Q_HEADS_INSIDE else tokens * head_dim
         q_dtype: tl.constexpr = Q.dtype.element_ty if Q.dtype == COS.dtype and not WIDE else tl.float32
         _rotate_heads(
             Q + batch * q_batch_stride + token * q_token_stride,
-            Q_OUT + batch * (tokens.to(tl.int64) * (q_heads * head_dim)) + token * q_out_token_stride,
-            cos1, cos2, sin1, sin2, q_head_stride, q_dim_stride, q_out_head_stride, q_dtype,
+            Q_OUT + batch * (tokens * (q_heads * head_dim)) + token * q_step,
+            cos1, cos2, sin1, sin2, q_head_stride, q_dim_stride, q_stride, q_dtype,
             q_heads, head_dim, rotary_dim, PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
         )  # fmt: skip
     if K is not None:
+        k_step = k_heads * head_dim if K_HEADS_INSIDE else head_dim  # from token to token, and from head to head
+        k_stride = head_dim if K_HEADS_INSIDE else tokens * head_dim
         k_dtype: tl.constexpr = K.dtype.element_ty if K.dtype == COS.dtype and not WIDE else tl.float32
         _rotate_heads(
             K + batch * k_batch_stride + token * k_token_stride,
-            K_OUT + batch * (tokens.to(tl.int64) * (k_heads * head_dim)) + token * k_out_token_stride,
-            cos1, cos2, sin1, sin2, k_head_stride, k_dim_stride, k_out_head_stride, k_dtype,
+            K_OUT + batch * (tokens * (k_heads * head_dim)) + token * k_step,
+            cos1, cos2, sin1, sin2, k_head_stride, k_dim_stride, k_stride, k_dtype,
             k_heads, head_dim, rotary_dim, PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
         )  # fmt: skip
 
 
 def _heads_inside(x, unsqueeze_dim):
     """Whether the heads of a token are closer together in memory than the tokens of a head."""
-    return x.stride(unsqueeze_dim) < x.stride(3 - unsqueeze_dim)
+    if x is None:
+        return False
+    strides = x.stride()
+    return strides[unsqueeze_dim] < strides[3 - unsqueeze_dim]
 
 
 def _empty_output(x, unsqueeze_dim, heads_inside):
     """A dense tensor like `x`, ordered in memory as told."""
-    if x.is_contiguous() or x.transpose(1, 2).is_contiguous():
-        if heads_inside == _heads_inside(x, unsqueeze_dim):
-            return torch.empty_like(x)  # a third of new_empty's host time
-    if heads_inside == (unsqueeze_dim == 2):
-        return x.new_empty(x.shape)
-    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+    batch, one, two, dim = shape = x.shape
+    in_order = heads_inside == (unsqueeze_dim == 2)
+    strides = (one * two * dim, two * dim, dim, 1) if in_order else (one * two * dim, dim, one * dim, 1)
+    return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)  # or 1.3x the time
 
 
-def _launch(cos, sin, xs, outs, unsqueeze_dim, layout, shared, wide, backward):
-    if cos.stride() != sin.stride():
+def _empty_outputs(cos, q, k, unsqueeze_dim, q_heads_inside, k_heads_inside):
+    q_out = cos.new_empty(0) if q is None else _empty_output(q, unsqueeze_dim, q_heads_inside)
+    return q_out, cos.new_empty(0) if k is None else _empty_output(k, unsqueeze_dim, k_heads_inside)
+
+
+def _layout(x, unsqueeze_dim):
+    """How many heads, and the strides from batch to batch, token to token, head to head and in a head; 0 for None."""
+    if x is None:
+        return 0, 0, 0, 0, 0
+    batch, one, two, dim = x.stride()
+    return (x.shape[1], batch, two, one, dim) if unsqueeze_dim == 1 else (x.shape[2], batch, one, two, dim)
+
+
+def _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, backward):
+    cos_strides = cos.stride()
+    if cos_strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    heads_axis, tokens_axis = unsqueeze_dim, 3 - unsqueeze_dim
-    first = next(x for x in xs if x is not None)
-    strides, heads = [], []
-    for x, out in zip(xs, outs):
-        heads.append(0 if x is None else x.shape[heads_axis])
-        if x is None:
-            strides += [0] * 6
-        else:
-            strides += [x.stride(0), x.stride(tokens_axis), x.stride(heads_axis), x.stride(3)]
-            strides += [out.stride(tokens_axis), out.stride(heads_axis)]
-    tokens, rotary_dim = cos.shape[1:]
+        cos_strides = cos.stride()
+    angles, tokens, rotary_dim = cos.shape
     rotary_dim *= 2 if shared else 1
-    pairs = LAYOUTS[layout][::-1] if backward else LAYOUTS[layout]
-    config = rope_rotate_config(power_of_2(max(heads)), power_of_2(rotary_dim // 2), device_of(first))
+    first = k if q is None else q
+    q_heads, *q_strides = _layout(q, unsqueeze_dim)
+    k_heads, *k_strides = _layout(k, unsqueeze_dim)
+    pairs_in, pairs_out = LAYOUTS[layout][::-1] if backward else LAYOUTS[layout]
+    config = rope_rotate_config(power_of_2(max(q_heads, k_heads)), power_of_2(rotary_dim // 2), device_of(first))
     launch(
         rope_rotate, (first.shape[0] * tokens, 1, 1), config,
-        cos, sin, *xs, *outs, tokens, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2),
-        *strides, *heads, first.shape[3], rotary_dim, *pairs, shared, wide, backward,
+        cos, sin, q, k, None if q is None else outs[0], None if k is None else outs[1], tokens,
+        cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2], *q_strides, *k_strides,
+        q_heads, k_heads, first.shape[3], rotary_dim, q_heads_inside, k_heads_inside,
+        pairs_in, pairs_out, shared, wide, backward,
     )  # fmt: skip
 
 
-def _fake_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide):
-    return tuple(
-        cos.new_empty(0) if x is None else _empty_output(x, unsqueeze_dim, _heads_inside(x, unsqueeze_dim))
-        for x in (q, k)
-    )
+def _fake_forward(cos, sin, q, k, unsqueeze_dim, *options):
+    return _empty_outputs(cos, q, k, unsqueeze_dim, _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim))
 
 
 @raw(_fake_forward)
@@ -263,16 +278,14 @@ def _rope_forward(
     cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, unsqueeze_dim: int,
     layout: str, shared: bool, wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    q_out, k_out = _fake_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide)
-    _launch(cos, sin, (q, k), (q_out, None if k is None else k_out), unsqueeze_dim, layout, shared, wide, False)
-    return q_out, k_out
+    q_inside, k_inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+    outs = _empty_outputs(cos, q, k, unsqueeze_dim, q_inside, k_inside)
+    _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_inside, k_inside, False)
+    return outs
 
 
-def _fake_backward(
-    cos, sin, dq_out, dk_out, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside
-):  # fmt: skip
-    orders = ((dq_out, q_heads_inside), (dk_out, k_heads_inside))
-    return tuple(cos.new_empty(0) if d is None else _empty_output(d, unsqueeze_dim, order) for d, order in orders)
+def _fake_backward(cos, sin, dq_out, dk_out, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside):
+    return _empty_outputs(cos, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside)
 
 
 @raw(_fake_backward)
@@ -280,24 +293,28 @@ def _rope_backward(
     cos: torch.Tensor, sin: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None,
     unsqueeze_dim: int, layout: str, shared: bool, wide: bool, q_heads_inside: bool, k_heads_inside: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    form = unsqueeze_dim, layout, shared, wide
-    dq, dk = _fake_backward(cos, sin, dq_out, dk_out, *form, q_heads_inside, k_heads_inside)
-    outs = (None if dq_out is None else dq, None if dk_out is None else dk)
-    _launch(cos, sin, (dq_out, dk_out), outs, *form, True)
-    return dq, dk
+    options = unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside
+    grads = _fake_backward(cos, sin, dq_out, dk_out, *options)
+    _launch(cos, sin, dq_out, dk_out, grads, *options, True)
+    return grads
 
 
 class RopeFunction(Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, *form):
+    def forward(ctx, q, k, cos, sin, unsqueeze_dim, layout, shared, wide):
+        q_out, k_out = _rope_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide)
+        q_wanted, k_wanted = ctx.needs_input_grad[:2]
+        if not (q_wanted and k_wanted):
+            unwanted = (q_out, q_wanted), (k_out, k_wanted)
+            ctx.mark_non_differentiable(*(out for out, wanted in unwanted if not wanted))
+            if not (q_wanted or k_wanted):
+                return q_out, k_out
         ctx.save_for_backward(cos, sin)
-        ctx.form = form
         # the gradients are ordered in memory like q and k, for the view that made those from a projection
-        ctx.orders = tuple(x is not None and _heads_inside(x, form[0]) for x in (q, k))
+        orders = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        ctx.options = unsqueeze_dim, layout, shared, wide, *orders
         ctx.set_materialize_grads(False)
-        outs = _rope_forward(cos, sin, q, k, *form)
-        ctx.mark_non_differentiable(*(out for out, wanted in zip(outs, ctx.needs_input_grad) if not wanted))
-        return outs
+        return q_out, k_out
 
     @staticmethod
     def backward(ctx, dq_out, dk_out):
@@ -306,7 +323,7 @@ class RopeFunction(Function):
         dk_out = dk_out if ctx.needs_input_grad[1] else None
         if dq_out is None and dk_out is None:
             return (None,) * 8
-        dq, dk = _rope_backward(cos, sin, dq_out, dk_out, *ctx.form, *ctx.orders)
+        dq, dk = _rope_backward(cos, sin, dq_out, dk_out, *ctx.options)
         return None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 6
 
 
