@@ -14,9 +14,13 @@ from liger_hw.matrix import compiled, resources
 GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, True, {16: 2}),))
 
 
-def launched(arch="sm90", kernel="cross_entropy_forward", aligned=True, **options):
+def launched(arch="sm90", aligned=True, constants=None, stride_known=True, **options):
     config = {"meta": {"COLS": 4096}, "num_warps": 8, "num_stages": 1, "programs": 1, "source": "heuristic"}
-    return Launch("m", kernel, arch, {}, {}, {}, {"num_warps": 8} | options, config, aligned, ("X",))
+    signature = {"X": "*bf16", "x_stride": "i32"}
+    attributes = {0: [["tt.divisibility", 16]]} | ({1: [["tt.divisibility", 16]]} if stride_known else {})
+    constants = {"cols": 4096} if constants is None else constants
+    options = {"num_warps": 8} | options
+    return Launch("m", "k", arch, signature, constants, attributes, options, config, aligned, ("X",))
 
 
 def changed(**facts):
@@ -58,10 +62,19 @@ def test_too_many_warps_of_64_lanes_do_not_fit():
 def test_what_is_allowed():
     assert not compiled.judge(launched(), narrow(elements=16)), "a tile that is not the kernel's largest"
     assert not compiled.judge(launched("gfx942"), changed(spills=4)), "scalars kept in a vector register's lanes"
-    assert not compiled.judge(launched(aligned=False), narrow("WEIGHT")), "one vector for all rows, read out of step"
-    assert not compiled.judge(launched(aligned=False, kernel="rms_norm_forward"), narrow()), "a norm of an odd width"
-    assert compiled.judge(launched(aligned=False), narrow()), "the rows of a vocabulary of any size"
-    assert compiled.judge(launched(kernel="rms_norm_forward"), narrow()), "a norm of a model's width"
+
+
+def test_whose_rows_must_be_read_in_whole_vectors():
+    finds_vectors = {"ALIGNED": False, "cols": 50257}
+    odd = launched(aligned=False, constants=finds_vectors, stride_known=False)
+    assert compiled.judge(odd, narrow()), "the rows of a vocabulary of any size"
+    assert not compiled.judge(odd, narrow("WEIGHT")), "one vector for all rows, read out of step"
+    assert compiled.judge(launched(), narrow()), "a norm of a model's width"
+    assert not compiled.judge(launched(aligned=False, constants={"cols": 1001}, stride_known=False), narrow())
+    assert not compiled.judge(launched(constants={"cols": 1}), narrow()), "a row that is too short for a vector"
+    assert not compiled.judge(launched(constants={}, stride_known=False), narrow()), "rows that may begin anywhere"
+    assert not compiled.judge(launched(aligned=False, constants={"rotary_dim": 20}), narrow()), "halves that do"
+    assert compiled.judge(launched(aligned=False, constants={}), narrow()), "one long row of any size"
 
 
 TTIR = """
@@ -146,6 +159,14 @@ def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
     text = '.file 1 "/x/kernels" "k.py"\n.loc 1 1 1\n\tbuffer_load_b128 v0\n\tbuffer_load_b64 v0\n'
     found = assembly.with_widths(accesses, text, assembly.amd_access)
     assert [access.widths for access in found] == [{16: 1, 8: 1}, {8: 0}, {8: 0}]
+    larger = [
+        dataclasses.replace(accesses[0], elements=16),
+        accesses[1],
+        dataclasses.replace(accesses[1], at="k.py:3:1"),
+    ]
+    text = text.replace(".loc 1 1 1", ".loc 1 1 1\n\tbuffer_load_b32 v0\n.loc 1 2 1")
+    found = assembly.with_widths(larger, text, assembly.amd_access)
+    assert [access.widths for access in found] == [{4: 1}, {16: 1, 8: 1}, {8: 0}], "not of a smaller tile"
     assert assembly.with_widths(accesses[:1], "", assembly.amd_access)[0].widest == 0
 
 

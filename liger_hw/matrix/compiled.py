@@ -33,13 +33,6 @@ ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
 
-# Rows whose width is no multiple of 16 begin anywhere, for all that Triton knows, and these kernels read them as they
-# come: every model's hidden size is one, as a vocabulary's is not. Every other kernel is held to 16 bytes there too.
-NARROW_IF_UNALIGNED = {
-    "rms_norm_forward", "rms_norm_backward", "rms_norm_wide_sums", "rms_norm_wide_backward", "layer_norm_forward",
-    "layer_norm_backward", "layer_norm_wide_sums", "layer_norm_wide_backward", "sum_partials", "rope_rotate",
-}  # fmt: skip
-
 
 @dataclass
 class Use:
@@ -166,16 +159,26 @@ def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
 def wanted_widths(launch: Launch, found: Resources) -> Iterator[tuple]:
     """The accesses that must be wide, with the bytes a lane that each must reach: those of the kernel's largest tiles.
 
+    A kernel that is told whether rows are ALIGNED finds the vectors of a row itself, and is held to them at any width.
+    Every other reads its rows as they come, and is held where Triton knows that they begin at a vector.
     Where rows are not aligned: of matrices only, as a vector for all rows (class weights) is then read out of step, and
     from the cache.
     """
-    known = launch.aligned and launch.constants.get("cols", 0) % 16 == 0  # what Triton knows of a stride
-    if not known and launch.kernel in NARROW_IF_UNALIGNED:
+    if "ALIGNED" not in launch.constants and not _rows_known(launch):
         return
     largest = max((access.elements for access in found.accesses), default=1)
     for access in found.accesses:
         if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
             yield access, width_wanted(access, DEVICES[launch.arch].warp_size)
+
+
+def _rows_known(launch: Launch) -> bool:
+    """Whether Triton is told that rows begin at multiples of 16 values, by their strides, and by sizes that are
+    constants: as at every model's shapes. (Memory without gaps is one row, with a stride of 0.)"""
+    sizes = [launch.constants.get(name) or 0 for name in ("cols", "rotary_dim")]
+    strides = [i for i, name in enumerate(launch.signature) if name.endswith("stride") and name not in launch.constants]
+    told = all(launch.attributes.get(i) for i in strides) if strides else launch.aligned
+    return told and not any(size % 16 for size in sizes)
 
 
 def record(use: Use, found: Resources | str) -> dict:
