@@ -200,9 +200,12 @@ def test_nothing_to_learn_from(loss_type, device):
 
 
 def extremes(device):
-    """Answers of one token with logits of +-1e4: log-probabilities of 0 and -2e4, either way round."""
-    x = torch.full((2, 1, 1), 1e4, device=device)
-    w = torch.tensor([[1.0], [-1.0]], device=device)
+    """Answers of one token with logits of +-1e4: log-probabilities of 0 and -2e4, either way round.
+
+    In fp32: squared losses have gradients of 8e4 here, which fp16 cannot hold.
+    """
+    x = torch.full((2, 1, 1), 1e4, device=device, dtype=torch.float32)
+    w = torch.tensor([[1.0], [-1.0]], device=device, dtype=torch.float32)
     for labels in ([[0], [1]], [[1], [0]]):
         yield *leaves(x.requires_grad_(), w.requires_grad_()), torch.tensor(labels, device=device)
 

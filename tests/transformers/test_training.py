@@ -12,6 +12,17 @@ from liger_hw.transformers import swapping
 transformers = tiny.transformers
 
 
+@pytest.fixture(autouse=True)
+def own_precision(monkeypatch):
+    """transformers 4.57 leaves a Trainer's precision in the environment, for those that follow in this process."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def assert_same_curve(found, expected, rtol=1e-5):
+    atol = 1e-4 if transformers.__version__ < "5" else 0  # 4.57 logs four digits behind the point
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=rtol, atol=atol)
+
+
 def train(model, tmp_path, **arguments):
     rows = [{name: value[0] for name, value in tiny.tokens(1, length=9 + i % 3, seed=i).items()} for i in range(16)]
     longest = max(len(row["input_ids"]) for row in rows)
@@ -40,8 +51,7 @@ def train(model, tmp_path, **arguments):
 def test_trainer(tmp_path, arguments):
     plain, patched = tiny.pair("qwen3")
     expected, found = (train(m, tmp_path, **arguments) for m in (plain, patched))
-    tolerance = 1e-2 if "bf16" in arguments else 1e-5
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=0)
+    assert_same_curve(found, expected, rtol=1e-2 if "bf16" in arguments else 1e-5)
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
@@ -78,6 +88,8 @@ def test_adapters(adapter, fused, patch_first, tmp_path):
 @pytest.mark.parametrize("family, skip_logits", [("llama", None), ("gemma2", True), ("glm4", None), ("gpt_oss", None)])
 def test_compiles_whole(family, skip_logits):
     plain, patched = tiny.pair(family)
+    if family == "gpt_oss" and not hasattr(plain, "set_experts_implementation"):
+        pytest.skip("this transformers cannot compile its own gpt_oss whole")
     torch._dynamo.reset()
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
     inputs = tiny.tokens()
@@ -139,4 +151,4 @@ def test_two_models_of_a_family_train_side_by_side(tmp_path):
     assert len({swapping.is_swapped(m.model.norm) for m in (plain, patched)}) == 2
     curves = [train(m, tmp_path) for m in (plain, patched, other)]
     for curve in curves[1:]:
-        torch.testing.assert_close(torch.tensor(curve), torch.tensor(curves[0]), rtol=1e-5, atol=0)
+        assert_same_curve(curve, curves[0])
