@@ -12,7 +12,7 @@ _NAMES = {
     "backends": ("use_backend",),
     "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),
     "kernels.layer_norm": ("layer_norm",),
-    "kernels.glu": ("geglu", "swiglu"),
+    "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),
     "kernels.glu_linear": ("glu_linear",),
     "kernels.rope": ("rope",),

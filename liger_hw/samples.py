@@ -7,6 +7,7 @@ and odd enough to meet every mask.
 import torch
 
 from liger_hw.kernels import load_all
+from liger_hw.kernels.glu import ACTIVATIONS
 
 load_all()
 
@@ -62,6 +63,13 @@ def geglus(dtype, device="cpu"):
     return gated(dtype, device, ({}, {"approximate": "none"}))
 
 
+def activations(dtype, device="cpu"):
+    for shape in [(5, 123), (2, 3, 2500), (1,), (0, 16)]:
+        for activation in ACTIVATIONS:
+            yield (randn(*shape, dtype=dtype, device=device),), {"activation": activation}
+    yield (randn(4, 64, dtype=dtype, grad=False, device=device),), {}
+
+
 CLAMPS = [
     {"limit": 0.5, "alpha": 1.702, "offset": 1.0, "interleaved": True},
     {"limit": 0.5, "alpha": 1.702, "offset": 1.0},
@@ -85,10 +93,11 @@ def gated_linears(dtype, device="cpu"):
         return randn(*shape, dtype=dtype, grad=grad, device=device)
 
     for shape, features in [((5, 123), 7), ((2, 3, 260), 16), ((9,), 4), ((0, 16), 8)]:
-        for activation in ("silu", "gelu_tanh", "gelu_erf"):
+        for activation in ACTIVATIONS:
             inputs = leaf(*shape), leaf(*shape), leaf(features, shape[-1]), leaf(features)
             yield inputs, {"activation": activation}
-        yield inputs[:3], {}
+            yield (inputs[0], None, *inputs[2:]), {"activation": activation}
+        yield (inputs[0], None, inputs[2].detach()), {}
     for learns in [(True, False, True), (False, True, True), (True, True, False), (False, False, True), (False,) * 3]:
         yield tuple(leaf(*s, grad=grad) for s, grad in zip([(4, 64), (4, 64), (8, 64)], learns)), {}
     yield (leaf(4, 64), leaf(4, 64, dtype=torch.float32), leaf(8, 64, dtype=torch.float32)), {}
@@ -296,9 +305,16 @@ def real_geglus(dtype):
 
 def real_gated_linears(dtype):
     for shape in [(2, 14336), (1, 1001)]:
-        for activation in ("silu", "gelu_tanh", "gelu_erf"):
+        for activation in ACTIVATIONS:
             gate, up, weight = (randn(*size, dtype=dtype) for size in (shape, shape, (8, shape[-1])))
             yield (gate, up, weight), {"activation": activation}
+            yield (gate, None, weight), {"activation": activation}
+
+
+def real_activations(dtype):
+    for shape in [(2, 18432), (1, 1001)]:
+        for activation in ACTIVATIONS:
+            yield (randn(*shape, dtype=dtype),), {"activation": activation}
 
 
 def real_ropes(dtype):
@@ -370,6 +386,7 @@ REAL = {
     "swiglu": real_gated,
     "clamped_swiglu": real_clamped,
     "geglu": real_geglus,
+    "activate": real_activations,
     "glu_linear": real_gated_linears,
     "rope": real_ropes,
     "cross_entropy": real_losses,
@@ -388,6 +405,7 @@ SAMPLES = {
     "swiglu": gated,
     "clamped_swiglu": clamped,
     "geglu": geglus,
+    "activate": activations,
     "glu_linear": gated_linears,
     "rope": ropes,
     "cross_entropy": losses,

@@ -52,6 +52,7 @@ MODELS = (
     _Model("Llama-3-405B", 16384, 53248, "swiglu", 128, 8, 128, 128256),
 )
 LAYER_NORM_WIDTHS = (768, 1024, 4608, 8192)  # GPT-2, BERT-large, StarCoder2-7B, Command R
+PLAIN = (("gelu_new", 10240), ("relu_squared", 9216))  # MLPs without a gate: Phi-2, Minitron-4B
 LONG_ROWS = ((2048, 65536), (512, 262144))
 HEAD_NORM_ROWS = TOKENS * 32  # query heads of one layer whose norm is per head, as Qwen3's
 
@@ -142,6 +143,8 @@ def _every_case() -> Iterator[Case]:
     for model in MODELS:
         yield _glu_case(model.activation, TOKENS, model.intermediate)
     yield _clamped_case(TOKENS, 2880)  # gpt-oss-20b's experts
+    for activation, cols in PLAIN:
+        yield _case("activate", f"{TOKENS}x{cols} {activation}", _randn(TOKENS, cols), activation=activation)
     for model in MODELS:
         yield _glu_linear_case(TOKENS, model.hidden, model.intermediate, model.activation)
     for model in MODELS:

@@ -62,6 +62,7 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "layer_norm": ((meta(R, C), meta(C), meta(C)), {}, 2 * R * C + 2 * C, 3 * R * C + 4 * C),
     "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
+    "activate": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "clamped_swiglu": ((meta(R, 2 * C),), {}, 3 * R * C, 5 * R * C),
     "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
     "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),

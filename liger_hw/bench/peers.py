@@ -78,6 +78,7 @@ def _liger(case):
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, **norm),
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
+        "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,
         "rope": liger.liger_rope,
         "cross_entropy": liger.liger_cross_entropy,
         "fused_linear_cross_entropy": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs, **more),

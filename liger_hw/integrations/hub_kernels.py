@@ -93,7 +93,7 @@ def _prove(module):
         computed = rotary.replacement(function, rotation)
         return lambda self, *args: computed(*args)
     match = patching._recognised(
-        ("layer", *patching._facts(module)), lambda: recognition.match_norm(module) or recognition.match_glu(module)
+        ("layer", *patching._facts(module)), lambda: recognition.match_norm(module) or recognition.match_mlp(module)
     )
     return cls.forward if match is None else swapping.MEMBERS[match.kind](cls, match)["forward"]
 

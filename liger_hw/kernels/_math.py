@@ -21,6 +21,50 @@ def tanh(x):
 
 
 @triton.jit
+def activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """f(x), rounded to `dtype` as often as torch's operations round it; in fp32."""
+    if ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu_tanh":
+        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu_erf":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_new":
+        cube = rounded(rounded(x * x, dtype) * x, dtype)
+        u = rounded(0.7978845608028654 * rounded(x + rounded(0.044715 * cube, dtype), dtype), dtype)
+        y = rounded(0.5 * x, dtype) * rounded(1.0 + rounded(tanh(u), dtype), dtype)
+    elif ACTIVATION == "quick_gelu":
+        y = x * rounded(tl.sigmoid(rounded(1.702 * x, dtype)), dtype)
+    else:
+        tl.static_assert(ACTIVATION == "relu_squared")
+        y = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, it keeps what is not a number
+        y *= y
+    return rounded(y, dtype)
+
+
+@triton.jit
+def activated_with_slope(x, ACTIVATION: tl.constexpr):
+    """f(x) and f'(x), not rounded."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACTIVATION == "gelu_tanh" or ACTIVATION == "gelu_new":
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        half = 0.5 * (1.0 + t)
+        return x * half, half + 0.5 * x * (1.0 - t * t) * (0.7978845608028654 + 0.1070322243 * x * x)
+    elif ACTIVATION == "gelu_erf":
+        half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * half, half + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACTIVATION == "quick_gelu":
+        s = tl.sigmoid(1.702 * x)
+        return x * s, s * (1.0 + 1.702 * x * (1.0 - s))
+    else:
+        tl.static_assert(ACTIVATION == "relu_squared")
+        y = tl.where(x < 0.0, 0.0, x)
+        return y * y, 2.0 * y
+
+
+@triton.jit
 def in_row(col, cols: tl.constexpr, COLS: tl.constexpr):
     """Mask of the columns that exist; none where COLS divides the width, so that accesses keep their full vectors."""
     if cols % COLS == 0:

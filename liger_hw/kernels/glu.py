@@ -1,4 +1,4 @@
-r"""Gated linear units: an activation of the gate times the up projection.
+r"""Gated linear units: an activation of the gate times the up projection. Without that product, activations alone.
 
     y   = f(gate) up                                        f(gate) rounded to gate's dtype, then the product to y's
     dgate = dy up f'(gate)
@@ -8,28 +8,39 @@ r"""Gated linear units: an activation of the gate times the up projection.
     gelu, tanh   f(x) = x (1 + t) / 2                       f'(x) = (1 + t) / 2 + x (1 - t^2) u'(x) / 2
                  t = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3)
     gelu, erf    f(x) = x (1 + erf(x / sqrt(2))) / 2        f'(x) = f(x) / x + x exp(-x^2 / 2) / sqrt(2 pi)
+    gelu, quick  f(x) = x s(1.702 x)                        f'(x) = s(1.702 x) (1 + 1.702 x (1 - s(1.702 x)))
+    relu squared f(x) = max(x, 0)^2                         f'(x) = 2 max(x, 0)
 
 Letters: R rows of C columns. Traffic: forward reads gate and up and writes y (3RC), backward reads gate, up and dy and
-writes their gradients (5RC), computing f again rather than keeping it. Both are bound by memory. Contiguous tensors are
-one long row; the halves of a fused projection are rows with a stride.
+writes their gradients (5RC), computing f again rather than keeping it; 2RC and 3RC without up. Both are bound by
+memory. Contiguous tensors are one long row; the halves of a fused projection are rows with a stride.
 """
+
+import math
 
 import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
-from liger_hw.kernels._math import rounded, rows_of, tanh
+from liger_hw.kernels._math import activated, activated_with_slope, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu_erf"}  # torch's names of the approximation -> the kernel's activation
-ACTIVATIONS = ("silu", *GELU.values())
+ACTIVATIONS = {  # the kernel's activation -> torch's, rounding where that rounds
+    "silu": lambda x: torch.nn.functional.silu(widen(x)).to(x.dtype),
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(widen(x), approximate="tanh").to(x.dtype),
+    "gelu_erf": lambda x: torch.nn.functional.gelu(widen(x)).to(x.dtype),
+    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu_squared": lambda x: torch.square(torch.relu(x)),
+}
 
 
-def validate(gate, up, approximate="tanh"):
-    check(gate.is_floating_point() and gate.ndim > 0, "gate", gate, "floating point rows")
-    like = up.is_floating_point() and up.shape == gate.shape and up.device == gate.device
+def validate(gate, up, approximate="tanh", first="gate"):
+    check(gate.is_floating_point() and gate.ndim > 0, first, gate, "floating point rows")
+    like = up is None or up.is_floating_point() and up.shape == gate.shape and up.device == gate.device
     check(like, "up", up, gate)
     check(approximate in GELU, "approximate", approximate, tuple(GELU))
 
@@ -55,7 +66,7 @@ def swiglu(gate, up, in_place=False):
             the other or itself, or has no unit stride.
     """
     validate(gate, up)
-    return torch.nn.functional.silu(widen(gate)).to(gate.dtype) * up
+    return ACTIVATIONS["silu"](gate) * up
 
 
 @op
@@ -73,7 +84,39 @@ def geglu(gate, up, approximate="tanh", in_place=False):
         ValueError: as in `swiglu`, or `approximate` is unknown.
     """
     validate(gate, up, approximate)
-    return torch.nn.functional.gelu(widen(gate), approximate=approximate).to(gate.dtype) * up
+    return ACTIVATIONS[GELU[approximate]](gate) * up
+
+
+@op
+def activate(x, activation="relu_squared", in_place=False):
+    """f(x), of which the backward keeps x alone.
+
+    Args:
+        x: (..., C), any floating dtype, strided as `gate` in `swiglu`.
+        activation: "relu_squared" (arXiv:2109.08668); "gelu_new" and "quick_gelu", which transformers writes out in
+            operations, each of which rounds, and "silu", "gelu_tanh" and "gelu_erf", which torch has as one.
+        in_place: the gradient takes the memory of `x` in backward; otherwise as in `swiglu`.
+
+    Returns:
+        (..., C), contiguous, in `x.dtype`.
+
+    Raises:
+        ValueError: `activation` is unknown, or with `in_place` `x` is a leaf that wants a gradient, overlaps itself or
+            has no unit stride.
+    """
+    validate(x, None, first="x")
+    check(activation in ACTIVATIONS, "activation", activation, ", ".join(ACTIVATIONS))
+    return ACTIVATIONS[activation](x)
+
+
+def unit(gate, up, activation, in_place=False):
+    """f(gate) * up, or f(gate) where `up` is None, by the ops: one, where one has that product."""
+    if up is not None and activation == "silu":
+        return swiglu(gate, up, in_place)
+    if up is not None and activation in GELU.values():
+        return geglu(gate, up, {form: approximate for approximate, form in GELU.items()}[activation], in_place)
+    y = activate(gate, activation, in_place)
+    return y if up is None else y * up
 
 
 @swiglu.cost
@@ -86,9 +129,14 @@ def _(gate, up, *options, **named):
     return _cost(gate, up, 10, 18)
 
 
+@activate.cost
+def _(x, activation="relu_squared", *options, **named):
+    return _cost(x, None, *{"relu_squared": (2, 3), "silu": (4, 8), "quick_gelu": (5, 9)}.get(activation, (9, 16)))
+
+
 def _cost(gate, up, forward, backward):
-    y = gate.numel() * max(gate.itemsize, up.itemsize)
-    inputs = gate.nbytes + up.nbytes
+    y = gate.numel() * (gate.itemsize if up is None else max(gate.itemsize, up.itemsize))
+    inputs = gate.nbytes + (0 if up is None else up.nbytes)
     return Cost(inputs + y, 2 * inputs + y, forward * gate.numel(), backward * gate.numel())
 
 
@@ -110,34 +158,6 @@ def glu_backward_config(width, itemsize, device):
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """f(x), in the order of torch's own arithmetic, so that it rounds to the same 16-bit value."""
-    if ACTIVATION == "silu":
-        return x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu_tanh":
-        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    else:
-        tl.static_assert(ACTIVATION == "gelu_erf")
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def _activate_with_slope(x, ACTIVATION: tl.constexpr):
-    """f(x) and f'(x)."""
-    if ACTIVATION == "silu":
-        s = tl.sigmoid(x)
-        return x * s, s * (1.0 + x * (1.0 - s))
-    elif ACTIVATION == "gelu_tanh":
-        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-        half = 0.5 * (1.0 + t)
-        return x * half, half + 0.5 * x * (1.0 - t * t) * (0.7978845608028654 + 0.1070322243 * x * x)
-    else:
-        tl.static_assert(ACTIVATION == "gelu_erf")
-        half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * half, half + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-
-
-@triton.jit
 def _own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The rows and columns of this program's tile, and whether all of them exist."""
     blocks = tl.cdiv(cols, COLS)
@@ -148,16 +168,19 @@ def _own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _product(g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """f(g) u: in one place, because glu_linear takes the forward's and the backward's for the same bits."""
-    return rounded(_activate(g, ACTIVATION), dtype) * u
+def _load(U, at, mask):
+    """The up projection, or one where there is none."""
+    if U is not None:
+        return tl.load(U + at, mask).to(tl.float32)
+    else:
+        return 1.0
 
 
 @triton.jit
 def _forward_tile(G, U, Y, row, col, mask, g_stride, u_stride, y_stride, ACTIVATION: tl.constexpr):
     g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
-    u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
-    tl.store(Y + row * y_stride + col, _product(g, u, G.dtype.element_ty, ACTIVATION), mask)
+    u = _load(U, row * u_stride + col, mask)
+    tl.store(Y + row * y_stride + col, activated(g, G.dtype.element_ty, ACTIVATION) * u, mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -179,15 +202,16 @@ def _backward_tile(
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
-    u = tl.load(U + row * u_stride + col, mask).to(tl.float32)
+    u = _load(U, row * u_stride + col, mask)
     dy = tl.load(DY + row * dy_stride + col, mask).to(tl.float32)
-    f, slope = _activate_with_slope(g, ACTIVATION)
+    f, slope = activated_with_slope(g, ACTIVATION)
     if DG is not None:
         tl.store(DG + row * dg_stride + col, dy * u * slope, mask)
     if DU is not None:
         tl.store(DU + row * du_stride + col, dy * f, mask)
     if Y is not None:
-        tl.store(Y + row * y_stride + col, _product(g, u, G.dtype.element_ty, ACTIVATION), mask)
+        # the forward's bits: glu_linear takes them for the same
+        tl.store(Y + row * y_stride + col, activated(g, G.dtype.element_ty, ACTIVATION) * u, mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -231,23 +255,25 @@ def launch_backward(gate, up, dy, dgate, dup, y, activation):
 
 
 def _fake_forward(gate, up, activation):
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+    dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+    return gate.new_empty(gate.shape, dtype=dtype)
 
 
 @raw(_fake_forward)
-def glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
     y = _fake_forward(gate, up, activation)
     _launch(glu_forward, glu_forward_config, activation, gate, up, y)
     return y
 
 
 def empty_gradients(gate, up, dy, activation, gate_grad, up_grad):
-    return gate.new_empty(gate.shape if gate_grad else 0), up.new_empty(up.shape if up_grad else 0)
+    dgate = gate.new_empty(gate.shape if gate_grad else 0)
+    return dgate, up.new_empty(up.shape) if up_grad else gate.new_empty(0)
 
 
 @raw(empty_gradients)
 def _glu_backward(
-    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dgate, dup = empty_gradients(gate, up, dy, activation, gate_grad, up_grad)
     launch_backward(gate, up, dy, dgate if gate_grad else None, dup if up_grad else None, None, activation)
@@ -255,18 +281,19 @@ def _glu_backward(
 
 
 @raw(mutates=("gate", "up"))
-def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str) -> None:
+def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str) -> None:
     launch_backward(gate, up, dy, gate, up, None, activation)
 
 
 def _check_in_place(gate, up):
     """That gradients can be written over `gate` and `up` without touching anything else."""
-    for name, x in (("gate", gate), ("up", up)):
+    named = {"x": gate} if up is None else {"gate": gate, "up": up}
+    for name, x in named.items():
         check(not x.is_leaf, name, "a leaf that wants a gradient", "with in_place, an intermediate result")
         rows, stride = rows_of(x)
         own = rows.data_ptr() == x.data_ptr() and (x.numel() <= x.shape[-1] or stride >= x.shape[-1])
         check(own, name, f"strides {x.stride()}", "with in_place, rows of unit stride that do not overlap")
-    check(_disjoint(gate, up), "up", "memory shared with gate", "with in_place, memory of its own")
+    check(up is None or _disjoint(gate, up), "up", "memory shared with gate", "with in_place, memory of its own")
 
 
 def _disjoint(a, b):
@@ -290,8 +317,8 @@ def saved(ctx):
     """The tensors that a forward saved, unless a backward has written over them."""
     if ctx.overwritten:
         raise RuntimeError(
-            "a second backward through swiglu, geglu or glu_linear with in_place=True: the first one wrote the "
-            "gradients over gate and up. Pass in_place=False to go backward twice"
+            "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote "
+            "the gradients over their inputs. Pass in_place=False to go backward twice"
         )
     return ctx.saved_tensors
 
@@ -299,11 +326,12 @@ def saved(ctx):
 def gradients(ctx, gate, up, dy, backward, backward_in_place):
     """The gradients of `gate` and `up`, by one of two raw functions: in memory of their own, or in place."""
     gate_grad, up_grad = ctx.needs_input_grad[:2]
-    if ctx.in_place and gate_grad and up_grad:
+    if ctx.in_place and gate_grad and (up is None or up_grad):
         backward_in_place(gate, up, dy, ctx.activation)
         ctx.overwritten = True
-        torch.autograd.graph.increment_version((gate, up))  # whoever else saved them finds out
-        return gate.detach(), up.detach()
+        for x in (gate,) if up is None else (gate, up):
+            torch.autograd.graph.increment_version(x)  # whoever else saved it finds out
+        return gate.detach(), None if up is None else up.detach()
     dgate, dup = backward(gate, up, dy, ctx.activation, gate_grad, up_grad)
     return dgate if gate_grad else None, dup if up_grad else None
 
@@ -327,15 +355,15 @@ def goes_in_place(gate, up, in_place):
     Raises:
         ValueError: asked for where it would overwrite something else.
     """
-    if not in_place or gate.dtype != up.dtype or torch.compiler.is_compiling():
+    if not in_place or up is not None and gate.dtype != up.dtype or torch.compiler.is_compiling():
         return False
-    if torch.is_grad_enabled() and gate.requires_grad and up.requires_grad:
+    if torch.is_grad_enabled() and gate.requires_grad and (up is None or up.requires_grad):
         _check_in_place(gate, up)
     return True
 
 
 def gated(gate, up, activation, in_place):
-    """f(gate) * up for one of ACTIVATIONS."""
+    """f(gate) * up for one of ACTIVATIONS, by the kernels; f(gate) where `up` is None."""
     return GLUFunction.apply(gate, up, activation, goes_in_place(gate, up, in_place))
 
 
@@ -349,3 +377,10 @@ def _(gate, up, in_place=False):
 def _(gate, up, approximate="tanh", in_place=False):
     validate(gate, up, approximate)
     return gated(gate, up, GELU[approximate], in_place)
+
+
+@activate.register("triton")
+def _(x, activation="relu_squared", in_place=False):
+    validate(x, None, first="x")
+    check(activation in ACTIVATIONS, "activation", activation, ", ".join(ACTIVATIONS))
+    return gated(x, None, activation, in_place)

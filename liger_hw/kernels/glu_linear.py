@@ -10,7 +10,8 @@ r"""A gated linear unit and the projection after it, whose input is not kept for
 Letters: R rows of C columns, projected to H. F.linear keeps y for dW: RC values beside gate and up, 134 MB a layer in
 bf16 for Llama-3.2-1B at 8x1024 tokens, a third of what a gated MLP keeps of that width. To make it again costs the
 backward one write (6RC instead of 5RC), because gate and up are read there anyway. The matrix products are torch's, the
-same ones of the same values as in the backward of F.linear, so all gradients are the same bits.
+same ones of the same values as in the backward of F.linear, so all gradients are the same bits. An MLP without a gate
+is this without up: it keeps one tensor of that width instead of the two of torch's gelu or silu.
 """
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels.glu import (
     ACTIVATIONS,
-    GELU,
+    activate,
     empty_gradients,
     gated,
     geglu,
@@ -31,14 +32,12 @@ from liger_hw.kernels.glu import (
     validate,
 )
 
-_APPROXIMATE = {activation: approximate for approximate, activation in GELU.items()}
-
 
 def _validate(gate, up, weight, bias, activation):
     """Refuse what does not fit; returns the dtype that F.linear computes in, which autocast may set."""
     validate(gate, up)
-    check(activation in ACTIVATIONS, "activation", activation, ACTIVATIONS)
-    dtype, cast = torch.promote_types(gate.dtype, up.dtype), False
+    check(activation in ACTIVATIONS, "activation", activation, ", ".join(ACTIVATIONS))
+    dtype, cast = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype), False
     if gate.device.type != "meta" and torch.is_autocast_enabled(gate.device.type) and dtype != torch.float64:
         dtype, cast = torch.get_autocast_dtype(gate.device.type), True
     fits = weight.ndim == 2 and weight.shape[0] > 0 and weight.shape[1] == gate.shape[-1]
@@ -54,15 +53,16 @@ def _validate(gate, up, weight, bias, activation):
 def glu_linear(gate, up, weight, bias=None, activation="silu", in_place=False):
     """F.linear(f(gate) * up, weight, bias): the end of a gated MLP (arXiv:2002.05202), its product not kept.
 
-    The same bits as `swiglu` or `geglu` followed by F.linear, forward and backward. Where `weight` and one of `gate`
-    and `up` want a gradient, F.linear would keep the product; here the backward computes it again. Otherwise, where
-    `gate` and `up` differ in dtype, and in the reference (a CPU), this is those two steps.
+    The same bits as `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one
+    of `gate` and `up` want a gradient, F.linear would keep the product; here the backward computes it again. Otherwise,
+    where `gate` and `up` differ in dtype, and in the reference (a CPU), this is those two steps.
 
     Args:
-        gate, up: (..., C), as in `swiglu`.
+        gate: (..., C), as in `swiglu`.
+        up: (..., C), as in `swiglu`; None: no product, the end of an MLP without a gate.
         weight: (H, C), in the dtype of the product; under torch.autocast any, cast as F.linear casts.
         bias: (H,), in a dtype as for `weight`, or None.
-        activation: "silu", "gelu_tanh" or "gelu_erf".
+        activation: one of those of `activate`.
         in_place: as in `swiglu`. With it, forward and backward need less memory than the two steps at any time; without
             it a backward may hold the gradient of the result longer than they do.
 
@@ -73,17 +73,18 @@ def glu_linear(gate, up, weight, bias=None, activation="silu", in_place=False):
         ValueError: as in `swiglu`; `weight` or `bias` does not fit; `activation` is unknown.
     """
     _validate(gate, up, weight, bias, activation)
-    if activation == "silu":
-        y = swiglu.reference(gate, up)
-    else:
-        y = geglu.reference(gate, up, _APPROXIMATE[activation])
-    return torch.nn.functional.linear(y, weight, bias)
+    y = activate.reference(gate, activation)
+    return torch.nn.functional.linear(y if up is None else y * up, weight, bias)
 
 
 @glu_linear.cost
 def _(gate, up, weight, bias=None, activation="silu", **options):
-    unit = (swiglu if activation == "silu" else geglu).cost_of(gate, up)
-    inputs, out = gate.nbytes + up.nbytes + weight.nbytes, gate.numel() // gate.shape[-1] * weight.shape[0]
+    if up is None:
+        unit = activate.cost_of(gate, activation)
+    else:
+        unit = (swiglu if activation == "silu" else geglu).cost_of(gate, up)
+    inputs = sum(x.nbytes for x in (gate, up, weight) if x is not None)
+    out = gate.numel() // gate.shape[-1] * weight.shape[0]
     product, out_bytes = 2 * out * gate.shape[-1], out * weight.itemsize
     return Cost(
         inputs + out_bytes, 2 * inputs + out_bytes, product + unit.forward_flops, 2 * product + unit.backward_flops
@@ -92,7 +93,7 @@ def _(gate, up, weight, bias=None, activation="silu", **options):
 
 @raw(empty_gradients, mutates=("dy",))
 def _glu_linear_backward(
-    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dgate, dup = empty_gradients(gate, up, dy, activation, gate_grad, up_grad)
     launch_backward(gate, up, dy, dgate if gate_grad else None, dup if up_grad else None, dy, activation)
@@ -100,7 +101,9 @@ def _glu_linear_backward(
 
 
 @raw(mutates=("gate", "up", "dy"))
-def glu_linear_backward_in_place(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str) -> None:
+def glu_linear_backward_in_place(
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str
+) -> None:
     launch_backward(gate, up, dy, gate, up, dy, activation)
 
 
@@ -126,8 +129,9 @@ class GLULinearFunction(Function):
 @glu_linear.register("triton")
 def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     dtype = _validate(gate, up, weight, bias, activation)
-    keeps_y = torch.is_grad_enabled() and weight.requires_grad and (gate.requires_grad or up.requires_grad)
-    if not keeps_y or not gate.dtype == up.dtype == dtype:
+    learns = gate.requires_grad or up is not None and up.requires_grad
+    keeps_y = torch.is_grad_enabled() and weight.requires_grad and learns
+    if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
     return GLULinearFunction.apply(gate, up, weight, bias, activation, goes_in_place(gate, up, in_place))

@@ -20,7 +20,7 @@ import torch
 from liger_hw.dispatch import Function
 from liger_hw.kernels.glu import glu, swiglu
 from liger_hw.kernels.glu_linear import glu_linear_backward_in_place
-from liger_hw.transformers.gated_mlp import PLAIN
+from liger_hw.transformers.lazy_logits import PLAIN
 
 
 def computes(module, x):

@@ -39,7 +39,6 @@ FAMILIES = {
     "pixtral": {"rope": True, "rms_norm": True, "swiglu": True, "model": None},
     "qwen2_vl": {"rope": True, **LOSSES, "rms_norm": True, "layer_norm": True, "swiglu": True, "model": None},
 }  # fmt: skip
-WITHOUT_AN_OP = {"relu_squared"}  # flags of parts that stay as they are whatever the flag says
 OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # take any other flag of `patch` too
 MODEL_TYPES = {name: name for name in FAMILIES} | {  # model type -> the family whose function serves it
     "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_5_vl_text": "qwen2_5_vl",

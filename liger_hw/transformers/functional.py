@@ -11,7 +11,7 @@ from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
@@ -232,7 +232,7 @@ def liger_dyt(x, alpha, gamma, beta):
 
 def liger_relu_squared(x):
     """relu(x) squared."""
-    return torch.nn.functional.relu(x).square()
+    return activate(x, "relu_squared")
 
 
 def liger_softmax(x):

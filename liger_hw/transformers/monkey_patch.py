@@ -3,7 +3,7 @@
 import inspect
 
 from liger_hw.dispatch import check
-from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION, WITHOUT_AN_OP
+from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 from liger_hw.transformers.patching import patch
 
 
@@ -50,11 +50,7 @@ def _flags(defaults, given):
     flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
     if given.get("fused_linear_cross_entropy") and "cross_entropy" not in given:
         flags["cross_entropy"] = False  # which is granite's default
-    return _with_an_op(flags | given)
-
-
-def _with_an_op(flags):
-    return {name: value for name, value in flags.items() if name not in WITHOUT_AN_OP}
+    return flags | given
 
 
 def _class_of(model_type):
@@ -105,7 +101,7 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
 
 def _apply_liger_kernel_to_instance(model, **kwargs):
     """`liger_hw.patch(model, **kwargs)`, under the name that Hugging Face's Trainer calls. Any model type will do."""
-    return patch(model, **_with_an_op(kwargs))
+    return patch(model, **kwargs)
 
 
 def _apply_liger_kernel(model_type, **kwargs):
@@ -114,4 +110,4 @@ def _apply_liger_kernel(model_type, **kwargs):
     Raises:
         ValueError: Hugging Face has no model of that type, or as `liger_hw.patch`.
     """
-    return patch(_class_of(model_type), **_with_an_op(kwargs))
+    return patch(_class_of(model_type), **kwargs)

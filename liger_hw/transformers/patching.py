@@ -25,11 +25,14 @@ FLAGS = {
     "layer_norm": True,
     "swiglu": True,
     "geglu": True,
+    "relu_squared": True,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
-FLAG_OF = {"clamped_swiglu": "swiglu"}  # of ops that have none of their own name
+FLAG_OF = {"clamped_swiglu": "swiglu", "silu": "swiglu"}  # of what has none of its own name
+FLAG_OF |= dict.fromkeys(("gelu_tanh", "gelu_erf", "gelu_new", "quick_gelu"), "geglu")
 NO_OP = "no op gives the same bits"
+NO_ACTIVATION = "what is between its two products is not just an activation that an op computes"
 _known = {}  # what a probe of a module depends on -> its Match or None
 
 
@@ -76,7 +79,9 @@ def patch(model, **flags):
     Args:
         model: a `torch.nn.Module`, usually a `PreTrainedModel` or a PEFT model around one. A class of models
             (`LlamaForCausalLM`) instead: every model of its family built from now on, until `unpatch` of that class.
-        rope, rms_norm, layer_norm, swiglu, geglu: whether to replace parts of that kind. Default True.
+        rope, rms_norm, layer_norm: whether to replace parts of that kind. Default True.
+        swiglu, geglu, relu_squared: whether to replace MLPs, experts and activations with a SiLU, a GELU, a squared
+            ReLU. Default True.
         fused_linear_cross_entropy: compute the loss without the logits, in training when labels are given. The forward
             then also takes `skip_logits`: None means just that, True does so in evaluation too and returns no logits,
             False computes the logits. Default True.
@@ -94,12 +99,14 @@ def patch(model, **flags):
     check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module or a class of models")
     unpatch(model)
     summary = Summary()
+    inside = set()  # activations that an MLP has no more use for
     for module in list(model.modules()):
         name = type(module).__name__
-        found, why = _find(module, flags)
+        found, why = ([], None) if module in inside else _find(module, flags)
         for part, match in found:
             summary.replaced[type(part).__name__, str(match)] += 1
             swapping.swap(part, match)
+            inside.update(part.children() if match.kind == "mlp" else ())
         if why:
             summary.left[name, why] += 1
     if summary.replaced:
@@ -132,8 +139,9 @@ def _find(module, flags):
         lambda: (
             recognition.match_norm(module)
             or recognition.match_gated_norm(module)
-            or recognition.match_glu(module)
+            or recognition.match_mlp(module)
             or recognition.match_experts(module)
+            or recognition.match_activation(module)
         ),
     )
     if match is None:
@@ -143,11 +151,16 @@ def _find(module, flags):
             return [], _why_not(module)
     else:
         why = None
-    if match is not None and not flags.get(flag := FLAG_OF.get(match.op, match.op), True):
+    if match is not None and not flags.get(flag := _flag(match), True):
         return [], f"{flag}=False"
     if match is not None and match.kind == "experts" and not recognition.asks_for_gate(module):
         return [], f"experts implementation {module.config._experts_implementation!r} does its gate by itself"
     return ([] if match is None else [(module, match)]), why
+
+
+def _flag(match):
+    part = dict(match.options).get("activation", match.op)
+    return FLAG_OF.get(part, part)
 
 
 def _facts(module):
@@ -179,10 +192,8 @@ def _why_not(module):
         return NO_OP
     if not any(part in name for part in ("mlp", "feedforward")):
         return None
-    linears = [c for c in module.children() if hasattr(c, "in_features") and hasattr(c, "out_features")]
-    if len(linears) == 2 and linears[0].out_features == linears[1].in_features:
-        return "not gated: nothing to fuse between its two products but one activation"
-    return NO_OP if linears else None
+    linears = [c for c in module.children() if recognition.is_projection(c)]
+    return (NO_ACTIVATION if len(linears) == 2 else NO_OP) if linears else None
 
 
 def _owns_a_loss(module):

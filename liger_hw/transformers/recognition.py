@@ -17,16 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from liger_hw.kernels.clamped_glu import clamped_swiglu
-from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.glu import ACTIVATIONS, activate, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
-from liger_hw.transformers import gated_norm, rotary
+from liger_hw.transformers import gated_norm, mlp, rotary
 
 DTYPES = (torch.float32, torch.bfloat16)
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that have no attribute for it
 PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
 HIDDEN, INTERMEDIATE = 32, 48  # of the probe of a gated MLP
 GLU_OPTIONS = ((swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"}))
+WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # activations that torch has not as one operation
 HALVES = {  # where in a fused projection gate and up are
     "gate first": lambda x: x.chunk(2, dim=-1),
     "up first": lambda x: x.chunk(2, dim=-1)[::-1],
@@ -40,7 +41,8 @@ class Match:
     """An op, with the options and attributes that make it compute what a class computes.
 
     Attributes:
-        kind: "norm", "gated_norm", "glu", "experts", "rope", or the parts of a loss, "head" and "causal_lm".
+        kind: "norm", "gated_norm", "mlp", "activation", "experts", "rope", or the parts of a loss, "head" and
+            "causal_lm".
         op: the name of the op, or "" where the kind says it.
         options: keyword arguments of the op, as sorted pairs.
         names: role -> attribute of the module, as pairs, None where it has no such part; for rope: global name ->
@@ -210,16 +212,21 @@ def _linear(generator, rows, cols, bias, dtype):
     return linear
 
 
-def match_glu(module):
-    """The `Match` of a gated MLP, down(f(gate(x)) * up(x)) with f SiLU or GELU, both clamped or not, or None.
+def is_projection(module):
+    """Whether `module` is a linear layer of some kind, to look at: its in and out features, or Conv1D's."""
+    return all(hasattr(module, name) for name in ("in_features", "out_features")) or (
+        type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    )
+
+
+def match_mlp(module):
+    """The `Match` of an MLP, or None: down(f(gate(x)) * up(x)) with f of `ACTIVATIONS`, clamped or not, or without up.
 
     Gate and up may be two projections or the halves of one, the gate and the result scaled by an attribute, the product
     or the result dropped out. What the projections are made of does not matter (they may be quantised or carry
     adapters); their names do not either.
     """
-    linears = {
-        name: c for name, c in module.named_children() if hasattr(c, "in_features") and hasattr(c, "out_features")
-    }
+    linears = {name: c for name, c in module.named_children() if is_projection(c)}
     others = {name: c for name, c in module.named_children() if name not in linears}
     owned = any(p is not None for p in module._parameters.values()) or module._buffers
     if len(linears) not in (2, 3) or owned or any(next(c.parameters(), None) is not None for c in others.values()):
@@ -228,7 +235,7 @@ def match_glu(module):
     floats = {name: value for name, value in vars(module).items() if type(value) is float}
     for extras, order, gate in itertools.product(_extras(drops, floats), _roles(linears), _gates(module)):
         op, options, clamps, telling = gate
-        if clamps and extras != {}:
+        if clamps and extras != {} or order.get("up", "") is None and op is not activate:
             continue
         values = floats if extras is None else {clamps[role]: value for role, value in telling.items()}
         order = order | (extras or {}) | clamps
@@ -241,7 +248,7 @@ def match_glu(module):
             return type(module).forward(clone(children), x)
 
         def replacement(x, children, clone=clone, order=order, op=op, options=options):
-            return gated_mlp(clone(children), order, x, op.reference, options)
+            return mlp.compute(clone(children), order, x, op.reference, options)
 
         generator = torch.Generator().manual_seed(0)
         cases = [
@@ -250,15 +257,18 @@ def match_glu(module):
         ]
         if _agrees(original, replacement, cases):
             pinned = tuple(floats.items()) if extras is None else ()
-            return dataclasses.replace(_match("glu", op, options, order), pinned=pinned)
+            return dataclasses.replace(_match("mlp", op, options, order), pinned=pinned)
     return None
 
 
 def _extras(drops, floats):
-    """What a gated MLP may have beside its projections, as roles; None: as plain as its attributes are now."""
+    """What an MLP may have beside its projections, as roles; None: as plain as its attributes are now."""
     yield {}
-    for name in (*drops, *(name for name in floats if "dropout" in name)):
+    drops = [*drops, *(name for name in floats if "dropout" in name)]
+    for name in drops:
         yield from ({"dropout_before": name}, {"dropout_after": name})
+    for before, after in itertools.permutations(drops, 2):
+        yield {"dropout_before": before, "dropout_after": after}
     for gate_scale, down_scale in itertools.permutations(floats, 2):
         yield {"gate_scale": gate_scale, "down_scale": down_scale}
     if floats:
@@ -273,57 +283,36 @@ def _projections(linears, order, dtype, generator):
     return {
         order[role]: _linear(generator, *widths[role], getattr(linears[order[role]], "bias", None) is not None, dtype)
         for role in widths
-        if role in order
+        if order.get(role)
     }
-
-
-def gated_mlp(module, names, x, function, options):
-    """What `match_glu` recognises, by the roles of `module`'s attributes; `function` is an op or its reference."""
-    gate, up = gate_and_up(module, names, x)
-    y = function(gate, up, **options, **numbers(module, names))
-    y = dropped(module, names.get("dropout_before"), y)
-    return after_down(module, names, getattr(module, names["down"])(y))
-
-
-def numbers(module, names):
-    """The numbers that a clamped unit takes from attributes of `module`."""
-    return {role: getattr(module, names[role]) for role in ("limit", "alpha") if role in names}
-
-
-def gate_and_up(module, names, x):
-    """The gate and up activations of `x`, from two projections or from the halves of one."""
-    up = names.get("up")
-    gate = getattr(module, names["gate"])(x)
-    if up is not None:
-        up = getattr(module, up)(x)
-    else:
-        gate, up = gate.chunk(2, dim=-1)[:: -1 if names.get("up_first", False) else 1]
-    scale = names.get("gate_scale")
-    return gate if scale is None else gate * getattr(module, scale), up
-
-
-def after_down(module, names, y):
-    scale = names.get("down_scale")
-    y = y if scale is None else y * getattr(module, scale)
-    return dropped(module, names.get("dropout_after"), y)
-
-
-def dropped(module, name, x):
-    """`x` after the dropout, a child or a probability, that an attribute of `module` is."""
-    if name is None:
-        return x
-    found = getattr(module, name)
-    if isinstance(found, torch.nn.Module):
-        return found(x)
-    return torch.nn.functional.dropout(x, found, module.training)
 
 
 def _roles(linears):
     """Every way to give the projections of an MLP their parts."""
     if len(linears) == 3:
         return [dict(zip(("gate", "up", "down"), names)) for names in itertools.permutations(linears)]
-    pairs = itertools.permutations(linears)
-    return [{"gate": g, "down": d, "up_first": first} for g, d in pairs for first in (False, True)]
+    halves = {"up_first": False}, {"up_first": True}
+    return [{"gate": g, "down": d} | up for g, d in itertools.permutations(linears) for up in (*halves, {"up": None})]
+
+
+def match_activation(module):
+    """The `Match` of an activation that is written out in operations, or None."""
+    own = module._parameters or module._modules or module._buffers or type(module).__module__.startswith("torch.")
+    if own or len(_inputs(module)) != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    cases = [(3 * _random(generator, 7, PROBE_WIDTH, dtype=dtype),) for dtype in DTYPES]
+    for activation in WRITTEN_OUT:
+
+        def original(x):
+            return type(module).forward(_clone(module, {}, {}), x)
+
+        def replacement(x, activation=activation):
+            return activate.reference(x, activation)
+
+        if _agrees(original, replacement, cases):
+            return _match("activation", activate, {"activation": activation}, {})
+    return None
 
 
 @functools.cache
@@ -364,6 +353,8 @@ def match_experts(module):
     generator = torch.Generator().manual_seed(0)
     cases = [(3 * _random(generator, 7, 2 * INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
     for split, (op, options, names, telling) in itertools.product(HALVES, _gates(module)):
+        if op is activate:
+            continue
         attributes = {names[role]: value for role, value in telling.items()}
 
         def original(gate_up, attributes=attributes):
@@ -378,8 +369,8 @@ def match_experts(module):
 
 
 def _gates(module):
-    """(op, options, role -> attribute of a number, role -> a telling value) of what a gated unit may compute."""
-    for op, options in GLU_OPTIONS:
+    """(op, options, role -> attribute of a number, role -> a telling value) of what a unit may compute."""
+    for op, options in (*GLU_OPTIONS, *((activate, {"activation": name}) for name in ACTIVATIONS)):
         yield op, options, {}, {}
     floats = [name for name, value in vars(module).items() if type(value) in (int, float) and value > 0]
     for limit in (name for name in floats if "limit" in name):

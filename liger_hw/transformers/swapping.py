@@ -10,14 +10,14 @@ import functools
 import torch
 
 from liger_hw.kernels.clamped_glu import clamped_swiglu
-from liger_hw.kernels.glu import GELU, geglu, swiglu
+from liger_hw.kernels.glu import GELU, activate, geglu, swiglu, unit
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
-from liger_hw.transformers import experts, gated_norm, rotary
-from liger_hw.transformers.gated_mlp import project_down
-from liger_hw.transformers.recognition import HALVES, after_down, dropped, gate_and_up, gated_mlp, numbers
+from liger_hw.transformers import experts, gated_norm, mlp, rotary
+from liger_hw.transformers.recognition import HALVES
 
 NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
+WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 GLUS = {op.__name__: op for op in (swiglu, geglu, clamped_swiglu)}
 
 
@@ -103,23 +103,43 @@ def _gated_norm(original, match):
     return {"forward": forward}
 
 
-def _glu(original, match):
+def _mlp(original, match):
     names, options, pinned = dict(match.names), dict(match.options), match.pinned
-    op = GLUS[match.op]
-    activation = {"swiglu": "silu", "geglu": GELU.get(options.get("approximate"))}.get(match.op)
+    clamped = GLUS[match.op] if match.op == "clamped_swiglu" else None
+    activation = options.get("activation") or GELU.get(options.get("approximate"), "silu")
     down_name, dropout_name = names["down"], names.get("dropout_before")
 
     def forward(self, *args, **kwargs):
         if len(args) != 1 or kwargs or any(getattr(self, name) != value for name, value in pinned):
             return original.forward(self, *args, **kwargs)
-        if activation is None:
-            return gated_mlp(self, names, args[0], op, options)
-        gate, up = gate_and_up(self, names, args[0])
+        down = getattr(self, down_name)
+        if _in_another_dtype(down, args[0]):  # T5 keeps its last projection in fp32, and casts what it projects
+            return original.forward(self, *args)
+        if clamped:
+            return mlp.compute(self, names, args[0], clamped, options)
+        gate, up = mlp.gate_and_up(self, names, args[0])
         if dropout_name and _drops(self, dropout_name):
-            y = getattr(self, down_name)(dropped(self, dropout_name, op(gate, up, in_place=True, **options)))
+            y = down(mlp.dropped(self, dropout_name, unit(gate, up, activation, in_place=True)))
         else:
-            y = project_down(getattr(self, down_name), gate, up, activation)
-        return after_down(self, names, y)
+            y = mlp.project_down(down, gate, up, activation)
+        return mlp.after_down(self, names, y)
+
+    return {"forward": forward}
+
+
+def _in_another_dtype(projection, x):
+    """Whether the projection's weight is no quantised one and has not the dtype of `x`, and autocast is not at work."""
+    dtype = getattr(getattr(projection, "weight", None), "dtype", x.dtype)
+    return dtype != x.dtype and dtype in WIDE and not torch.is_autocast_enabled(x.device.type)
+
+
+def _activation(original, match):
+    activation = dict(match.options)["activation"]
+
+    def forward(self, *args, **kwargs):
+        if len(args) != 1 or kwargs or not args[0].is_floating_point() or args[0].ndim == 0:
+            return original.forward(self, *args, **kwargs)
+        return activate(args[0], activation)
 
     return {"forward": forward}
 
@@ -142,9 +162,9 @@ def _experts(original, match):
 
     def _apply_gate(self, gate_up_out):
         if fused_row:
-            return op(gate_up_out, interleaved=interleaved, **options, **numbers(self, names))
+            return op(gate_up_out, interleaved=interleaved, **options, **mlp.numbers(self, names))
         gate, up = split(gate_up_out)
-        more = {"in_place": gate.stride(-1) == 1} if match.op != "clamped_swiglu" else numbers(self, names)
+        more = {"in_place": gate.stride(-1) == 1} if match.op != "clamped_swiglu" else mlp.numbers(self, names)
         return op(gate, up, **options, **more)
 
     if match.op == "clamped_swiglu" or interleaved:
@@ -162,7 +182,8 @@ def _experts(original, match):
 MEMBERS = {
     "norm": _norm,
     "gated_norm": _gated_norm,
-    "glu": _glu,
+    "mlp": _mlp,
+    "activation": _activation,
     "experts": _experts,
     "rope": _rope,
 }  # kind -> members of the subclass; loss.py adds the parts of a loss

@@ -74,7 +74,7 @@ def test_use_liger_kernel_reaches_this_library(tmp_path, stand_in, plain_losses)
         prediction_loss_only=True,
     )  # fmt: skip
     kinds = {type(m).liger_match.kind for m in swapped(model)}
-    assert {"head", "causal_lm", "glu", "rope"} <= kinds and "norm" not in kinds
+    assert {"head", "causal_lm", "mlp", "rope"} <= kinds and "norm" not in kinds
     torch.testing.assert_close(losses, plain_losses, rtol=1e-6, atol=0)
 
 
@@ -110,7 +110,7 @@ def test_lightning_callback(package, monkeypatch):
     module = torch.nn.Module()
     module.model = tiny.model()
     callback.setup(None, module, "fit")
-    assert {type(m).liger_match.kind for m in swapped(module)} == {"head", "causal_lm", "glu", "rope"}
+    assert {type(m).liger_match.kind for m in swapped(module)} == {"head", "causal_lm", "mlp", "rope"}
 
 
 # Axolotl --------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_verl_module(monkeypatch):
 
         model = tiny.model()  # as verl calls it
         _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
-        assert {type(m).liger_match.kind for m in swapped(model)} == {"norm", "glu", "rope"}
+        assert {type(m).liger_match.kind for m in swapped(model)} == {"norm", "mlp", "rope"}
     finally:
         integrations.uninstall()
 

@@ -106,7 +106,7 @@ def _rows(module):
     if match.kind == "norm":
         weight = getattr(module, names["weight"]) if names["weight"] else None
         return (torch.randn(3, 64 if weight is None else weight.numel(), dtype=torch.bfloat16),)
-    if match.kind == "glu":
+    if match.kind == "mlp":
         return (torch.randn(2, 3, getattr(module, names["gate"]).in_features, dtype=torch.bfloat16),)
     return None
 

@@ -12,7 +12,7 @@ LLAMA = {"rms_norm(casting_mode='llama', offset=0.0)", "swiglu", "rope"}
 GEMMA = {"rms_norm(casting_mode='gemma', offset=1.0)", "geglu(approximate='tanh')", "rope"}
 OLMO2 = {"rms_norm(casting_mode='gemma', offset=0.0)", "swiglu", "rope"}
 FAMILIES = {
-    "arcee": LLAMA - {"swiglu"},  # its MLP is not gated
+    "arcee": LLAMA - {"swiglu"} | {"activate(activation='relu_squared')"},  # its MLP is not gated
     "cohere": {"layer_norm", "swiglu", "rope(layout='interleaved', wide=True)"},
     "exaone4": LLAMA,
     "falcon_h1": LLAMA,  # its MLP scales the gate and the result
@@ -25,14 +25,20 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "mixtral": LLAMA,
-    "nanochat": {"rms_norm(casting_mode='llama', offset=0.0)", "rope(reverse=True)"},  # its norm has no weight
+    "nanochat": {  # its norm has no weight
+        "rms_norm(casting_mode='llama', offset=0.0)",
+        "rope(reverse=True)",
+        "activate(activation='relu_squared')",
+    },
     "olmo": {"layer_norm(eps=1e-05)", "swiglu", "rope"},  # its norm has neither weight nor an attribute for eps
     "olmo2": OLMO2,
+    "phi": {"layer_norm", "rope", "activate(activation='gelu_new')"},
     "phi3": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA,
     "seed_oss": LLAMA,  # its MLP ends in dropout
     "smollm3": LLAMA,
+    "starcoder2": {"layer_norm", "rope", "activate(activation='gelu_tanh')"},
     "stablelm": {"layer_norm", "swiglu", "rope"},  # rotates a part of the width
 }
 

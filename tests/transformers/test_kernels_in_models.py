@@ -7,7 +7,9 @@ import torch
 import liger_hw
 
 
-@pytest.mark.parametrize("family", ["glm4", "gpt_oss", "mixtral", "llama", "gemma2", "phi3", "stablelm"])
+@pytest.mark.parametrize(
+    "family", ["glm4", "gpt_oss", "mixtral", "llama", "gemma2", "phi3", "stablelm", "nemotron", "phi"]
+)
 def test_model_learns_as_theirs(family, backend, device):
     plain, patched = (m.to(device) for m in tiny.pair(family))
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}

@@ -49,7 +49,7 @@ def test_by_model_type_before_there_is_a_model(model_type):
     cls = type(tiny.model(model_type))
     try:
         apply(rms_norm=None, rope=None)  # as Axolotl calls it
-        assert "glu" in kinds(tiny.model(model_type)) and "rope" not in kinds(tiny.model(model_type))
+        assert "mlp" in kinds(tiny.model(model_type)) and "rope" not in kinds(tiny.model(model_type))
     finally:
         liger_hw.unpatch(cls)
     assert not kinds(tiny.model(model_type))
@@ -90,5 +90,5 @@ def test_every_family_is_found_in_this_transformers():
 def test_an_auto_class_of_pictures():
     config = zoo.config(transformers.LlavaConfig)
     model = liger_hw.transformers.AutoLigerKernelForImageTextToText.from_config(config, rms_norm=False)
-    assert {"head", "causal_lm", "glu"} < kinds(model)
+    assert {"head", "causal_lm", "mlp"} < kinds(model)
     assert not any("RMSNorm" in type(m).__name__ and swapping.is_swapped(m) for m in model.modules())

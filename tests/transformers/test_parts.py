@@ -1,5 +1,7 @@
 """Rotary functions, experts and gated norms: what is recognised, what is not, and what goes to the original."""
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -115,6 +117,95 @@ class Attention(torch.nn.Module):
     assert rotary.innermost(type(module).forward).__globals__["apply_rotary_pos_emb"] is not half
     args = inputs(torch.float32, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(module(*args), half(*args)))
+
+
+class Plain(torch.nn.Module):
+    """fc, dropout, activation, dropout, fc, dropout."""
+
+    def __init__(self, activation, **chances):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 48), torch.nn.Linear(48, 32, bias=False)
+        self.act, self.chances = activation, chances
+        for name, p in chances.items():
+            setattr(self, name, p)
+
+    def forward(self, x):
+        x = self.act(self.first(x))
+        if "activation_dropout" in self.chances:
+            x = torch.nn.functional.dropout(x, self.activation_dropout, self.training)
+        x = self.last(x)
+        return torch.nn.functional.dropout(x, self.dropout, self.training) if "dropout" in self.chances else x
+
+
+@pytest.mark.parametrize("chances", [{}, {"dropout": 0.3}, {"activation_dropout": 0.2, "dropout": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["relu2", "gelu_new", "gelu_pytorch_tanh", "gelu", "quick_gelu", "silu", "gelu_accurate"]
+)
+def test_mlps_without_a_gate(name, chances):
+    plain = Plain(transformers.activations.ACT2FN[name], **chances)
+    patched = copy.deepcopy(plain)
+    summary = liger_hw.patch(patched)
+    assert [n for n, _ in summary.replaced] == ["Plain"] and not summary.left
+    for dtype in (torch.float32, torch.bfloat16):
+        x = 3 * torch.randn(5, 32, dtype=dtype)
+        assert torch.equal(seeded(patched.to(dtype), x), seeded(plain.to(dtype), x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(seeded(patched, x), seeded(plain, x))
+    patched.last.float(), plain.last.float()  # an error of torch's, as before
+    for module in (plain, patched):
+        with pytest.raises(RuntimeError, match="dtype"):
+            module(x)
+
+
+def seeded(module, x):
+    torch.manual_seed(0)
+    return module(x)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu_fast", "mish", "tanh", "sigmoid"])
+def test_other_activations_are_left(name):
+    module = Plain(transformers.activations.ACT2FN[name])
+    summary = liger_hw.patch(module)
+    assert not summary.replaced and not swapping.is_swapped(module)
+
+
+def test_a_projection_in_another_dtype_gets_what_the_model_makes_of_it():
+    """T5 keeps its last projection in fp32."""
+    config = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 1, "vocab_size": 64}
+    for kind in ("gated-gelu", "gated-silu"):
+        plain = transformers.T5EncoderModel(transformers.T5Config(**config, feed_forward_proj=kind)).bfloat16().eval()
+        plain.encoder.block[0].layer[1].DenseReluDense.wo.float()
+        patched = copy.deepcopy(plain)
+        assert any(match.kind == "mlp" for match in (getattr(type(m), "liger_match", None) for m in patches(patched)))
+        ids = torch.arange(6)[None]
+        assert torch.equal(patched(ids).last_hidden_state, plain(ids).last_hidden_state)
+
+
+def patches(model):
+    liger_hw.patch(model)
+    return [m for m in model.modules() if swapping.is_swapped(m)]
+
+
+def test_activations_in_operations_are_served_where_no_mlp_is():
+    act = transformers.activations.ACT2FN["gelu_new"]
+    name = type(act).__name__
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), act, transformers.activations.ACT2FN["gelu"])
+    plain = copy.deepcopy(module)
+    summary = liger_hw.patch(module)
+    assert dict(summary.replaced) == {(name, "activate(activation='gelu_new')"): 1}
+    x = torch.randn(3, 8)
+    assert torch.equal(module(x), plain(x))
+    assert liger_hw.patch(module, geglu=False).left == {(name, "geglu=False"): 1}
+    liger_hw.unpatch(module)
+    assert type(module[1]) is type(act) and module[1] is act
+
+
+@pytest.mark.parametrize("flag, name", [("relu_squared", "relu2"), ("geglu", "gelu"), ("swiglu", "silu")])
+def test_flags_of_mlps_without_a_gate(flag, name):
+    module = Plain(transformers.activations.ACT2FN[name])
+    assert liger_hw.patch(module, **{flag: False}).left["Plain", f"{flag}=False"] == 1
+    others = {other: False for other in ("relu_squared", "geglu", "swiglu") if other != flag}
+    assert liger_hw.patch(module, **others).replaced
 
 
 def mixtral(implementation):

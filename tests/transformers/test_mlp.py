@@ -1,4 +1,4 @@
-"""When a gated MLP does without the input of its last projection, and that nothing shows but the memory."""
+"""When an MLP does without the input of its last projection, and that nothing shows but the memory."""
 
 import copy
 import types
@@ -9,7 +9,7 @@ from torch import nn
 
 import liger_hw
 from liger_hw.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
-from liger_hw.transformers.gated_mlp import is_linear_and_nothing_else
+from liger_hw.transformers.mlp import is_linear_and_nothing_else
 
 CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act="silu")
 ROWS = 6
@@ -72,6 +72,21 @@ def test_a_tiny_llama_keeps_less(backend, device):
             hook.remove()
         assert saved_bytes(lambda: tiny.call(model, **inputs)) == less
     assert more - less == len(layers) * 7 * tiny.TINY["intermediate_size"] * 4
+
+
+@pytest.mark.parametrize("activation, tensors", [("relu2", 2), ("gelu", 2), ("quick_gelu", 3), ("gelu_new", 5)])
+def test_an_mlp_without_a_gate_keeps_one_tensor(activation, tensors, backend, device):
+    import tiny
+
+    plain, patched = (m.model.layers[0].mlp.to(device) for m in tiny.pair("nemotron", hidden_act=activation))
+    x = torch.randn(ROWS, 64, device=device, requires_grad=True)
+    with liger_hw.use_backend(backend):
+        weights = sum(p.nbytes for p in plain.parameters())
+        one = ROWS * tiny.TINY["intermediate_size"] * 4
+        assert saved_bytes(lambda: plain(x)) >= x.nbytes + tensors * one
+        assert saved_bytes(lambda: patched(x)) == x.nbytes + weights + one
+        for a, b in zip(gradients(patched, x), gradients(plain, x)):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_hooks_on_the_projection_see_its_input(backend, device):
