@@ -39,6 +39,7 @@ def learn(plain, patched, inputs):
     logits = torch.clone(found.logits) if fused else found.logits
     return {
         "fused": fused,
+        "auxiliary": getattr(expected, "aux_loss", None) is not None,
         "loss": _difference(found.loss, expected.loss),
         "logits": _difference(logits, expected.logits),
         "gradient": worst,

@@ -39,6 +39,24 @@ def test_a_second_backward_says_why_it_cannot(backend, device):
 
 
 MIXTURES = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+CHECKPOINTED = {  # family -> configuration of one layer whose parts go backward in memory of their forward, or are new
+    "glm4": {},
+    "gpt_oss": {"num_local_experts": 4, **MIXTURES},
+    "mixtral": {"num_local_experts": 4, **MIXTURES},
+    "nemotron": {},
+    "qwen3_next": {"layer_types": ["linear_attention"], "num_experts": 4, "moe_intermediate_size": 32, **MIXTURES},
+}
+
+
+@pytest.mark.parametrize("family", CHECKPOINTED)
+def test_gradient_checkpointing(family, backend, device):
+    plain, patched = (m.to(device) for m in tiny.pair(family, num_hidden_layers=1, **CHECKPOINTED[family]))
+    inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
+    for reentrant in (False, True):
+        for model in (plain, patched):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with liger_hw.use_backend(backend):
+            tiny.assert_learns_alike(plain, patched, **inputs)
 
 
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)

@@ -123,6 +123,19 @@ def test_options_of_the_ops_pass_through_the_model(fused):
         assert found.predicted_tokens.shape == (34,)
 
 
+@pytest.mark.parametrize("by", ["configuration", "argument"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_losses_of_routers(family, by):
+    asked = {"output_router_logits": True}
+    config = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+    plain, patched = tiny.pair(family, **config, **(asked if by == "configuration" else {}))
+    inputs = tiny.tokens() | (asked if by == "argument" else {})
+    expected, found = tiny.assert_learns_alike(plain, patched, **inputs)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    without = tiny.call(plain, **tiny.tokens(), output_router_logits=False)
+    torch.testing.assert_close(expected.loss - 0.3 * expected.aux_loss, without.loss)
+
+
 def test_cross_entropy_of_real_logits():
     plain, patched = tiny.pair(flags={"cross_entropy": True, "fused_linear_cross_entropy": False})
     assert type(patched.lm_head) is torch.nn.Linear

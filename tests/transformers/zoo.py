@@ -40,6 +40,7 @@ SIZES = {  # what a name matches first counts
     r"full_attention_interval|\w*attention_(period|every_n_layers)": 2,
 }
 TELLING = r"\w*(multiplier|logits?_scal|logit_scal|softcap|residual_scale|scale_emb|scale_depth)\w*"
+ROUTERS_LOSS = r"\w*(aux|z)_loss_coef\w*"  # large enough to show beside the loss, and asked for
 SPECIAL = r"(\w*_)?(pad|bos|eos|unk|cls|sep|mask|start|decoder_start|forced_\w+)_token_id"
 OTHER_TOKEN = r"\w*(token_id|token_index|tok_id)|\w*_(start|end)_id"
 
@@ -67,6 +68,10 @@ def config(config_class, **given):
         elif type(value) is int:
             small = _small(name, value)
             values |= {} if small is None else {name: small}
+        elif name == "output_router_logits":
+            values[name] = True
+        elif re.fullmatch(ROUTERS_LOSS, name) and type(value) is float:
+            values[name] = 0.3
         elif name == "head_dim" and value is None:
             values[name] = 16
         elif re.fullmatch(TELLING, name) and (value is None or value == 1.0 and type(value) is float):
@@ -120,6 +125,8 @@ CHANGES = {  # model type -> what its configuration needs beyond the rules
     "glm4v_moe": {"text_config": {"rope_parameters": HALF_MROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "flint": {"output_router_logits": False},  # its own forward fails with them, as nllb-moe's
+    "nllb-moe": {"output_router_logits": False},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
