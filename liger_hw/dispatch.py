@@ -12,7 +12,7 @@
 
 import functools
 import inspect
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
@@ -125,15 +125,14 @@ class Function(torch.autograd.Function):
         if is_compiling() or _are_functorch_transforms_active():
             return super().apply(*args)
         if not torch.is_grad_enabled():
-            return cls.forward(_NoGraph(len(args)), *args)
+            return cls.forward(_NoGraph(), *args)
         return cls._node(*args)
 
 
 class _NoGraph:
     """The context of a forward that no backward follows."""
 
-    def __init__(self, inputs):
-        self.needs_input_grad = (False,) * inputs
+    needs_input_grad = (False,) * 32  # more than any function has
 
     def save_for_backward(self, *tensors):
         pass
@@ -209,7 +208,12 @@ def check(condition, argument: str, got, allowed) -> None:
     A tensor given as `got` or `allowed` is described, by dtype, shape and device, only when the error is raised.
     """
     if not condition:
-        raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}")
+        refuse(argument, got, allowed)
+
+
+def refuse(argument: str, got, allowed) -> NoReturn:
+    """The error of `check`, for those whose text costs time to make: 0.3 us each, in every call of a small op."""
+    raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}")
 
 
 def _described(value) -> str:

@@ -59,8 +59,9 @@ def meta_tensors_are_on(device: torch.device):
 def device_of(tensor: torch.Tensor) -> Device:
     """The `Device` whose launch configurations serve `tensor`: the one it lives on, unless another is forced."""
     device = tensor.device
-    if _forced is None and device in _devices:  # the rest is asked once; every launch comes this way
-        return _devices[device]
+    found = _devices.get(device) if _forced is None else None  # the rest is asked once; every launch comes this way
+    if found is not None:
+        return found
     name = forced()
     return detected(device) if name is None else target(name, device)
 

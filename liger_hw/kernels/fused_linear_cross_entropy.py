@@ -240,7 +240,7 @@ def _chunked(with_kernels):
         formula = Formula.of(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, use_token_scaling)
         if with_kernels:
             check_kernel_dtype("x", x)
-        row_terms = terms(target.contiguous(), ce_weight, reduction, num_items, ignore_index)
+        row_terms = terms(target.contiguous(), ce_weight, reduction, num_items, ignore_index, with_kernels)
         plan = _Plan(int(chunk_memory), accum_dtype is not None, with_kernels)
         # needs_input_grad knows nothing of no_grad, so what is wanted is asked here
         wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))

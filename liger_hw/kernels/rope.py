@@ -15,7 +15,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw
+from liger_hw.dispatch import Cost, Function, check, op, raw, refuse
 from liger_hw.kernels._math import in_row, rounded
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -40,10 +40,10 @@ def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     if not (fits and cos.is_floating_point() and cos.device == device):
         width = "rotary_dim / 2" if shared else "rotary_dim"
         allowed = f"(1 or batch, tokens, {width}) on q's device, rotary_dim even and at most head_dim"
-        check(False, "cos", cos, allowed)
+        refuse("cos", cos, allowed)
     check(sin.shape == shape and sin.dtype == cos.dtype and sin.device == device, "sin", sin, cos)
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        check(False, "cos" if cos.requires_grad else "sin", "a tensor that requires grad", "a constant; detach it")
+        refuse("cos" if cos.requires_grad else "sin", "a tensor that requires grad", "a constant; detach it")
 
 
 @op
@@ -304,11 +304,10 @@ class RopeFunction(Function):
     def forward(ctx, q, k, cos, sin, unsqueeze_dim, layout, shared, wide):
         q_out, k_out = _rope_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide)
         q_wanted, k_wanted = ctx.needs_input_grad[:2]
+        if not (q_wanted or k_wanted):
+            return q_out, k_out
         if not (q_wanted and k_wanted):
-            unwanted = (q_out, q_wanted), (k_out, k_wanted)
-            ctx.mark_non_differentiable(*(out for out, wanted in unwanted if not wanted))
-            if not (q_wanted or k_wanted):
-                return q_out, k_out
+            ctx.mark_non_differentiable(k_out if q_wanted else q_out)
         ctx.save_for_backward(cos, sin)
         # the gradients are ordered in memory like q and k, for the view that made those from a projection
         orders = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)

@@ -23,7 +23,6 @@ from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
     Formula,
-    Terms,
     check_kernel_dtype,
     outcome,
     row_losses,
@@ -31,6 +30,7 @@ from liger_hw.kernels.cross_entropy.formula import (
     validate_logits,
 )  # fmt: skip
 from liger_hw.kernels.cross_entropy.kernels import backward_rows, forward_rows, scale_rows
+from liger_hw.kernels.cross_entropy.totals import launch_totals, total
 
 __all__ = ["CrossEntropyOutput", "cross_entropy"]
 
@@ -86,49 +86,71 @@ def _(logits, *options, in_place=False, **named):
     return Cost(read, read + written, done, done)
 
 
-def _empty_outputs(logits, terms, *options):
-    z_wanted, predicted_wanted = options[-2:]
+def _empty_rows(logits, z_wanted, predicted_wanted):
+    """Loss, z-loss and predicted token of each row; None for what is not wanted."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    z_loss = loss.new_empty(loss.shape if z_wanted else 0)
-    return loss, z_loss, loss.new_empty(loss.shape if predicted_wanted else 0, dtype=torch.int64)
+    z_loss = torch.empty_like(loss) if z_wanted else None
+    return loss, z_loss, torch.empty_like(loss, dtype=torch.int64) if predicted_wanted else None
 
 
-def _forward(logits, terms, formula, wanted, partition, gradient):
-    loss, z_loss, predicted = _empty_outputs(logits, terms, *wanted)
-    z_wanted, predicted_wanted = wanted
-    outputs = loss, z_loss if z_wanted else None, partition, predicted if predicted_wanted else None
-    forward_rows(logits, Terms(*terms), formula, *outputs, gradient)
-    return loss, z_loss, predicted
+def _there(*tensors):
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def _fake_forward(logits, *options):
-    return *_empty_outputs(logits, *options), logits.new_empty(logits.shape[0], 2, dtype=torch.float32)
+def _fake_forward(logits, terms, *options):
+    z_wanted, predicted_wanted, reduction, kept = options[-4:]
+    loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
+    partition = loss.new_empty((loss.shape[0], 2)) if kept else None
+    denominator = loss.new_empty(()) if kept and reduction == "mean" else None
+    if reduction != "none":
+        loss, z_loss = loss.new_empty(()), loss.new_empty(()) if z_wanted else None
+    return _there(loss, z_loss, predicted, denominator, partition)
 
 
 @raw(_fake_forward)
 def _cross_entropy_forward(
     logits: torch.Tensor, terms: Sequence[torch.Tensor | None], ignore_index: int, label_smoothing: float,
     lse_square_scale: float, softcap: float | None, logit_scale: float, z_wanted: bool, predicted_wanted: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    reduction: str, kept: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Loss, z-loss and predicted tokens, those that are wanted; if `kept`, what the backward needs.
+
+    Under "sum" and "mean" the losses are those of all rows. "mean" is for terms that say not what to divide by: that is
+    found beside the losses' sum, and returned before what is kept.
+    """
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    partition = logits.new_empty(logits.shape[0], 2, dtype=torch.float32)
-    return *_forward(logits, terms, formula, (z_wanted, predicted_wanted), partition, False), partition
+    loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
+    partition = loss.new_empty((loss.shape[0], 2)) if kept else None
+    forward_rows(logits, terms, formula, loss, z_loss, partition, predicted)
+    if reduction == "none":
+        return _there(loss, z_loss, predicted, partition)
+    sums = loss.new_empty(()), loss.new_empty(()) if z_wanted else None
+    denominator = loss.new_empty(()) if kept and reduction == "mean" else None
+    launch_totals(terms[0], None, loss, z_loss, (*sums, denominator, None), ignore_index, reduction == "mean")
+    return _there(*sums, predicted, denominator, partition)
 
 
-@raw(_empty_outputs, mutates=["logits"])
+def _fake_forward_in_place(logits, terms, *options):
+    return _there(*_empty_rows(logits, *options[-2:]))
+
+
+@raw(_fake_forward_in_place, mutates=["logits"])
 def _cross_entropy_forward_in_place(
     logits: torch.Tensor, terms: Sequence[torch.Tensor | None], ignore_index: int, label_smoothing: float,
     lse_square_scale: float, softcap: float | None, logit_scale: float, z_wanted: bool, predicted_wanted: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:  # fmt: skip
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    return _forward(logits, terms, formula, (z_wanted, predicted_wanted), None, True)
+    loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
+    forward_rows(logits, terms, formula, loss, z_loss, None, predicted, True)
+    return _there(loss, z_loss, predicted)
 
 
 def _empty_gradient(logits, *options):
     """With padded rows where the logits have them, so that both are read and written in whole vectors."""
-    cols, vector = logits.shape[1], 16 // logits.element_size()
-    stride = cols if logits.stride(0) % vector else -(-cols // vector) * vector
-    return logits.new_empty(logits.shape[0], stride)[:, :cols]
+    (rows, cols), vector = logits.shape, 16 // logits.element_size()
+    if cols % vector == 0 or logits.stride(0) % vector:
+        return logits.new_empty((rows, cols))
+    return logits.new_empty((rows, -(-cols // vector) * vector))[:, :cols]
 
 
 @raw(_empty_gradient)
@@ -138,7 +160,7 @@ def _cross_entropy_backward(
 ) -> torch.Tensor:  # fmt: skip
     dx = _empty_gradient(logits)
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    backward_rows(logits, Terms(*terms), formula, partition, dloss, dx)
+    backward_rows(logits, terms, formula, partition, dloss, dx)
     return dx
 
 
@@ -148,21 +170,28 @@ def _cross_entropy_scale(dx: torch.Tensor, dloss: torch.Tensor) -> None:
 
 
 class CrossEntropyFunction(Function):
-    """Losses of the rows; a reduction of them hands every row the same gradient, by a stride of 0."""
+    """The losses of the rows or, by one small kernel more, their sum or mean."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, weight_sum, denominator, count, options):
         terms = target, weight, weight_sum, denominator, count
-        loss, z_loss, predicted, partition = _cross_entropy_forward(logits, terms, *options)
-        ctx.save_for_backward(logits, partition, *terms)
-        ctx.numbers = options[:-2]
-        ctx.mark_non_differentiable(z_loss, predicted)
-        return loss, z_loss, predicted
+        kept = ctx.needs_input_grad[0]
+        outputs = _cross_entropy_forward(logits, terms, *options, kept)
+        if kept:  # the compiler traces no list.pop
+            *outputs, partition = outputs
+            if options[-1] == "mean":
+                *outputs, denominator = outputs
+                terms = target, None, None, denominator, None
+            ctx.save_for_backward(logits, partition, *terms)
+            ctx.numbers = options[:-3]
+            ctx.mark_non_differentiable(*outputs[1:])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx, dloss, *_):
         logits, partition, *terms = ctx.saved_tensors
-        return _cross_entropy_backward(logits, terms, partition, dloss, *ctx.numbers), *[None] * 6
+        dx = _cross_entropy_backward(logits, terms, partition, dloss, *ctx.numbers)
+        return dx, None, None, None, None, None, None
 
 
 class CrossEntropyInPlaceFunction(Function):
@@ -171,11 +200,12 @@ class CrossEntropyInPlaceFunction(Function):
     @staticmethod
     def forward(ctx, logits, target, weight, weight_sum, denominator, count, options):
         terms = target, weight, weight_sum, denominator, count
-        loss, z_loss, predicted = _cross_entropy_forward_in_place(logits, terms, *options)
+        loss, *others = _cross_entropy_forward_in_place(logits, terms, *options[:-1])
         torch.autograd.graph.increment_version(logits)  # whoever saved the logits for a backward must hear of it
         ctx.dx = logits.detach()
-        ctx.mark_non_differentiable(z_loss, predicted)
-        return loss, z_loss, predicted
+        loss = loss if options[-1] == "none" else total(loss)
+        ctx.mark_non_differentiable(*others)
+        return loss, *others
 
     @staticmethod
     def backward(ctx, dloss, *_):
@@ -186,7 +216,7 @@ class CrossEntropyInPlaceFunction(Function):
             )
         dx, ctx.dx = ctx.dx, None
         _cross_entropy_scale(dx, dloss)
-        return dx, *[None] * 6
+        return dx, None, None, None, None, None, None
 
 
 @cross_entropy.register("triton")
@@ -198,13 +228,21 @@ def _(
     validate_logits(logits, target, weight, reduction, num_items)
     formula = Formula.of(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
     check_kernel_dtype("logits", logits)
-    row_terms = terms(target.contiguous(), weight, reduction, num_items, ignore_index)
     rows, cols = logits.shape
-    if (cols > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < cols):
+    row_stride, stride = logits.stride()
+    if (cols > 1 and stride != 1) or (rows > 1 and row_stride < cols):
         logits = logits.contiguous()
     in_place = in_place and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # a gradient made in the forward must know what it is divided by; otherwise that is found with the losses' sum
+    divided_last = reduction == "mean" and weight is None and num_items is None and not in_place
+    row_terms = terms(target.contiguous(), weight, "sum" if divided_last else reduction, num_items, ignore_index, True)
+    summed = "sum" if reduction == "mean" and not divided_last else reduction
+    predicted_wanted = return_predicted_tokens or return_token_accuracy
+    options = *formula[:-1], return_z_loss, predicted_wanted, summed
     function = CrossEntropyInPlaceFunction if in_place else CrossEntropyFunction
-    options = *formula[:-1], return_z_loss, return_predicted_tokens or return_token_accuracy
-    loss, z_loss, predicted = function.apply(logits, *row_terms, options)
+    loss, *others = function.apply(logits, *row_terms, options)
+    if not others:
+        return loss
+    z_loss, predicted = others[0], others[-1]  # what is not wanted is not looked at
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     return outcome(loss, z_loss, predicted, target, reduction, ignore_index, wanted)

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, widen
+from liger_hw.dispatch import check, refuse, widen
+from liger_hw.kernels.cross_entropy.totals import divisors
 
 REDUCTIONS = ("none", "sum", "mean")
+TARGET_DTYPES = (torch.int64, torch.int32)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,8 +66,8 @@ class Terms(NamedTuple):
 
 def validate(name, rows, vocabulary, like, target, weight, reduction, num_items):
     """Refuse what neither loss function can compute. `name` is their argument that `like` came as."""
-    fits = target.dtype in (torch.int64, torch.int32) and target.shape == (rows,) and target.device == like.device
-    check(fits, "target", target, f"int64 or int32 of shape ({rows},) on {like.device}, one for each row of {name}")
+    if not (target.dtype in TARGET_DTYPES and target.shape == (rows,) and target.device == like.device):
+        refuse("target", target, f"int64 or int32 of shape ({rows},) on {like.device}, one for each row of {name}")
     if weight is not None:
         fits = weight.shape == (vocabulary,) and weight.is_floating_point() and weight.device == like.device
         check(fits, "class weights", weight, f"floating point of shape ({vocabulary},) on {like.device}")
@@ -79,10 +81,11 @@ def validate_logits(logits, target, weight, reduction, num_items):
 
 
 def check_kernel_dtype(name, x):
-    check(x.dtype in KERNEL_DTYPES, name, x, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
+    if x.dtype not in KERNEL_DTYPES:
+        refuse(name, x, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
 
 
-def terms(target, weight, reduction, num_items, ignore_index) -> Terms:
+def terms(target, weight, reduction, num_items, ignore_index, with_kernels=False) -> Terms:
     """The tensors a row's loss needs, made on the device: the host waits for nothing."""
     weight_sum = denominator = count = None
     if weight is not None:
@@ -93,6 +96,9 @@ def terms(target, weight, reduction, num_items, ignore_index) -> Terms:
             denominator = num_items.to(target.device, torch.float32).reshape(())
         else:
             denominator = torch.full((), num_items, dtype=torch.float32, device=target.device)
+    elif reduction == "mean" and with_kernels:
+        denominator, *counts = divisors(target, weight, ignore_index)
+        count = counts[0] if counts else None
     elif reduction == "mean":
         counted = target != ignore_index
         denominator = counted.sum().clamp(min=1)
@@ -116,7 +122,7 @@ def outcome(loss, z_loss, predicted, target, reduction, ignore_index, wanted):
         counted = target != ignore_index
         accuracy = ((predicted == target) & counted).float()
         accuracy = accuracy if reduction == "none" else accuracy.sum() / counted.sum().clamp(min=1)
-    if z_wanted and reduction != "none":
+    if z_wanted and reduction != "none" and z_loss.ndim:
         z_loss = z_loss.sum()
     return CrossEntropyOutput(loss, z_loss if z_wanted else None, accuracy, predicted if predicted_wanted else None)
 

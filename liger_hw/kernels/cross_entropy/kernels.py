@@ -307,7 +307,8 @@ def cross_entropy_scale(
 
 def _numbers(formula):
     """The formula's numbers for a kernel, which leaves out the code for those that are None."""
-    return formula._replace(label_smoothing=formula.label_smoothing or None)
+    ignore_index, label_smoothing, *others = formula
+    return ignore_index, label_smoothing or None, *others
 
 
 def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, predicted=None, gradient=False):
@@ -330,21 +331,23 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, pred
 
 
 def backward_rows(logits, terms, formula, partition, dloss, dx=None):
-    """Write the gradient of `logits` to `dx`, or over them; `partition` is the forward's, `dloss` is (N,)."""
+    """Write the gradient of `logits` to `dx`, or over them; `partition` is the forward's, `dloss` is (N,) or ()."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
+    dloss_stride = dloss.stride(0) if dloss.ndim else 0  # a reduction's gradient is one for all rows
     same = alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
         cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
-        logits, *terms, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss.stride(0), misaligned,
+        logits, *terms, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
         *_numbers(formula), aligned, same, cols,
     )  # fmt: skip
 
 
 def scale_rows(dx, dloss):
-    """Multiply each row of `dx` by its own incoming gradient; programs whose is 1 end at once."""
+    """Multiply each row of `dx` by its incoming gradient, (N,) or one, (), for all; programs whose is 1 end at once."""
     rows, cols = dx.shape
+    dloss_stride = dloss.stride(0) if dloss.ndim else 0
     config = cross_entropy_scale_config(cols, dx.element_size(), device_of(dx))
-    launch(cross_entropy_scale, (rows, 1, 1), config, dx, dloss, dx.stride(0), dloss.stride(0), *alignment(dx), cols)
+    launch(cross_entropy_scale, (rows, 1, 1), config, dx, dloss, dx.stride(0), dloss_stride, *alignment(dx), cols)

@@ -1,0 +1,83 @@
+"""Over all rows: how many count, and what their losses add up to. One small launch in place of four of torch's."""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import raw
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, row_warps, tuned
+
+
+@tuned
+def cross_entropy_totals_config(device):
+    return Config({"ROWS": 4096}, row_warps(4096, device, per_lane=16))
+
+
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def cross_entropy_totals(
+    TARGET, WEIGHT, LOSS, Z_LOSS, LOSS_TOTAL, Z_LOSS_TOTAL, DENOMINATOR, COUNT, rows, classes, ignore_index,
+    MEAN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program for all rows, so always in the same order."""
+    loss, z_loss = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    of_targets, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        there = row < rows
+        if MEAN:
+            y = tl.load(TARGET + row, there, other=0)
+            counts = there & (y != ignore_index)
+            count += counts.to(tl.float32)
+            if WEIGHT is not None:
+                inside = tl.minimum(tl.maximum(y, 0), classes - 1)  # the loss of a target outside is NaN by itself
+                of_targets += tl.load(WEIGHT + inside, counts, other=0.0).to(tl.float32)
+        if LOSS is not None:
+            loss += tl.load(LOSS + row, there, other=0.0)
+        if Z_LOSS is not None:
+            z_loss += tl.load(Z_LOSS + row, there, other=0.0)
+    loss, z_loss = tl.sum(loss, 0), tl.sum(z_loss, 0)
+    if MEAN:
+        denominator = tl.maximum(tl.sum(count, 0), 1.0)
+        if WEIGHT is not None:
+            tl.store(COUNT, denominator)
+            denominator = tl.sum(of_targets, 0)
+            denominator = tl.where(denominator == 0.0, 1.0, denominator)
+        if DENOMINATOR is not None:
+            tl.store(DENOMINATOR, denominator)
+        loss, z_loss = loss / denominator, z_loss / denominator
+    if LOSS is not None:
+        tl.store(LOSS_TOTAL, loss)
+    if Z_LOSS is not None:
+        tl.store(Z_LOSS_TOTAL, z_loss)
+
+
+def launch_totals(target, weight, loss, z_loss, totals, ignore_index, mean):
+    """Write to `totals`, four fp32 scalars or None: the sums of `loss` and `z_loss`, under `mean` both divided by the
+    third, the targets' class weights or, without those, the rows that count, at least 1; and those rows."""
+    classes = 0 if weight is None else weight.shape[0]
+    launch(
+        cross_entropy_totals, (1, 1, 1), cross_entropy_totals_config(device_of(target)),
+        target, weight, loss, z_loss, *totals, target.shape[0], classes, ignore_index, mean,
+    )  # fmt: skip
+
+
+def _empty_divisors(target, weight, ignore_index):
+    denominator = target.new_empty((), dtype=torch.float32)
+    return [denominator] if weight is None else [denominator, torch.empty_like(denominator)]
+
+
+@raw(_empty_divisors)
+def divisors(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> list[torch.Tensor]:
+    """What "mean" divides by: the rows that count; with class weights the sum of the targets', and then those rows."""
+    found = _empty_divisors(target, weight, ignore_index)
+    launch_totals(target, weight, None, None, (None, None, *found, *[None] * (2 - len(found))), ignore_index, True)
+    return found
+
+
+@raw(lambda loss: loss.new_empty(()))
+def total(loss: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows' losses."""
+    found = loss.new_empty(())
+    launch_totals(loss, None, loss, None, (found, None, None, None), 0, False)
+    return found
