@@ -14,34 +14,47 @@ def cross_entropy_totals_config(device):
     return Config({"ROWS": 4096}, row_warps(4096, device, per_lane=16))
 
 
+@triton.jit
+def _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, there, classes, ignore_index, MEAN: tl.constexpr, ROWS: tl.constexpr):
+    """What one block adds to the loss, the z-loss, the targets' class weights, a column, and the number of rows."""
+    loss, z_loss, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    of_targets = tl.zeros((ROWS, 1), tl.float32)
+    if MEAN:
+        y = tl.load(TARGET + row, there, other=0)
+        counts = there & (y != ignore_index)
+        count = counts.to(tl.float32)
+        if WEIGHT is not None:
+            inside = tl.minimum(tl.maximum(y, 0), classes - 1)[:, None]  # the loss of a target outside is NaN by itself
+            of_targets = tl.load(WEIGHT + inside, counts[:, None], other=0.0).to(tl.float32)
+    if LOSS is not None:
+        loss = tl.load(LOSS + row, there, other=0.0)
+    if Z_LOSS is not None:
+        z_loss = tl.load(Z_LOSS + row, there, other=0.0)
+    return loss, z_loss, of_targets, count
+
+
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def cross_entropy_totals(
     TARGET, WEIGHT, LOSS, Z_LOSS, LOSS_TOTAL, Z_LOSS_TOTAL, DENOMINATOR, COUNT, rows, classes, ignore_index,
     MEAN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program for all rows, so always in the same order."""
-    loss, z_loss = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    of_targets, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        there = row < rows
-        if MEAN:
-            y = tl.load(TARGET + row, there, other=0)
-            counts = there & (y != ignore_index)
-            count += counts.to(tl.float32)
-            if WEIGHT is not None:
-                inside = tl.minimum(tl.maximum(y, 0), classes - 1)  # the loss of a target outside is NaN by itself
-                of_targets += tl.load(WEIGHT + inside, counts, other=0.0).to(tl.float32)
-        if LOSS is not None:
-            loss += tl.load(LOSS + row, there, other=0.0)
-        if Z_LOSS is not None:
-            z_loss += tl.load(Z_LOSS + row, there, other=0.0)
-    loss, z_loss = tl.sum(loss, 0), tl.sum(z_loss, 0)
+    lane = tl.arange(0, ROWS)
+    loss, z_loss, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    of_targets = tl.zeros((ROWS, 1), tl.float32)
+    whole = rows // ROWS * ROWS
+    for start in range(0, whole, ROWS):  # without a mask, in full vectors
+        there = tl.full((ROWS,), True, tl.int1)
+        added = _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, start + lane, there, classes, ignore_index, MEAN, ROWS)
+        loss, z_loss, of_targets, count = loss + added[0], z_loss + added[1], of_targets + added[2], count + added[3]
+    row = whole + lane
+    added = _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, row < rows, classes, ignore_index, MEAN, ROWS)
+    loss, z_loss = tl.sum(loss + added[0], 0), tl.sum(z_loss + added[1], 0)
     if MEAN:
-        denominator = tl.maximum(tl.sum(count, 0), 1.0)
+        denominator = tl.maximum(tl.sum(count + added[3], 0), 1.0)
         if WEIGHT is not None:
             tl.store(COUNT, denominator)
-            denominator = tl.sum(of_targets, 0)
+            denominator = tl.sum(tl.sum(of_targets + added[2], 1), 0)
             denominator = tl.where(denominator == 0.0, 1.0, denominator)
         if DENOMINATOR is not None:
             tl.store(DENOMINATOR, denominator)
