@@ -187,8 +187,26 @@ def sum_partials(PARTIAL, OUT, rows, cols, ROWS: tl.constexpr, COLS: tl.constexp
     tl.store(OUT + col, tl.sum(total, 0), col < cols)
 
 
+# Tiles of rows that one program takes by itself: it is slower than several, but a second launch and its memory cost the
+# host more than it waits for.
+ONE_PROGRAM = 16
+
+
+def programs_for(config, rows):
+    """How many programs stride over `rows`, ROWS at a time. One where those are few: its partial sums are the sums."""
+    tiles = -(-rows // config["ROWS"])
+    return 1 if tiles <= ONE_PROGRAM else config.grid_for(tiles)
+
+
+def empty_partials(like: torch.Tensor, programs: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the partial sums of so many programs, in fp32, or of a single one for the sum, as `dtype`: (cols,)."""
+    return like.new_empty((programs, cols), dtype=torch.float32) if programs > 1 else like.new_empty(cols, dtype=dtype)
+
+
 def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum over rows of fp32 partial sums (programs, cols), as `dtype`: (cols,). Always in the same order."""
+    """The sum over programs of what `empty_partials` made, as `dtype`: (cols,). Always in the same order."""
+    if partial.ndim == 1:
+        return partial
     rows, cols = partial.shape
     out = partial.new_empty(cols, dtype=dtype)
     config = sum_partials_config(cols, device_of(partial))

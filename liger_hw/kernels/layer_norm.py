@@ -22,6 +22,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import (
+    empty_partials,
     empty_rows,
     in_row,
     in_tile,
@@ -29,6 +30,7 @@ from liger_hw.kernels._math import (
     norm_backward_config,
     norm_forward_config,
     norm_wide_sums_config,
+    programs_for,
     reduce_partials,
     rows_of,
     wide_grid,
@@ -257,7 +259,7 @@ def _layer_norm_backward(
     dx = empty_rows(x) if x_grad else None
     config = layer_norm_backward_config(x.shape[-1], x.element_size(), device_of(x))
     launch_backward = functools.partial(_narrow_backward, config) if x.shape[-1] <= config["COLS"] else _wide_backward
-    dw, db = launch_backward(*rows_of(x), weight, mean, rstd, *rows_of(dy), dx, weight_grad, bias_grad)
+    dw, db = launch_backward(*rows_of(x), weight, bias, mean, rstd, *rows_of(dy), dx, weight_grad, bias_grad)
     return (
         dx if x_grad else dy.new_empty(0),
         reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0),
@@ -265,14 +267,11 @@ def _layer_norm_backward(
     )
 
 
-def _partials(rstd, programs, cols, *wanted):
-    return [rstd.new_empty(programs, cols) if want else None for want in wanted]
-
-
-def _narrow_backward(config, x, x_stride, weight, mean, rstd, dy, dy_stride, dx, *wanted):
+def _narrow_backward(config, x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, dw_wanted, db_wanted):
     rows, cols = rstd.shape[0], x.shape[-1]
-    programs = config.grid_for(-(-rows // config["ROWS"]))
-    dw, db = _partials(rstd, programs, cols, *wanted)
+    programs = programs_for(config, rows)
+    dw = empty_partials(rstd, programs, cols, weight.dtype) if dw_wanted else None
+    db = empty_partials(rstd, programs, cols, bias.dtype) if db_wanted else None
     launch(
         layer_norm_backward, (programs, 1, 1), config,
         x, weight, mean, rstd, dy, dx, dw, db, rows, x_stride, dy_stride, cols,
@@ -280,7 +279,7 @@ def _narrow_backward(config, x, x_stride, weight, mean, rstd, dy, dy_stride, dx,
     return dw, db
 
 
-def _wide_backward(x, x_stride, weight, mean, rstd, dy, dy_stride, dx, *wanted):
+def _wide_backward(x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, *wanted):
     rows, cols = rstd.shape[0], x.shape[-1]
     along, shift = torch.empty_like(rstd), torch.empty_like(rstd)
     if dx is not None:
@@ -291,7 +290,7 @@ def _wide_backward(x, x_stride, weight, mean, rstd, dy, dy_stride, dx, *wanted):
         )  # fmt: skip
     config = layer_norm_wide_backward_config(x.element_size(), device_of(x))
     blocks, groups = wide_grid(config, rows, cols)
-    dw, db = _partials(rstd, groups, cols, *wanted)
+    dw, db = (rstd.new_empty(groups, cols) if want else None for want in wanted)
     launch(
         layer_norm_wide_backward, (blocks, groups, 1), config,
         x, weight, mean, rstd, dy, dx, dw, db, along, shift, rows, x_stride, dy_stride, cols,

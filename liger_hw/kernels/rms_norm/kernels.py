@@ -1,16 +1,16 @@
 """The Triton kernels of the root-mean-square norm, of rows that a program holds; the formulas are in the package's
 docstring."""
 
-import torch
-
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._math import (
+    empty_partials,
     in_row,
     in_tile,
     load_parameter,
     norm_backward_config,
     norm_forward_config,
+    programs_for,
     rounded,
     rows_of,
 )
@@ -203,7 +203,7 @@ def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
 
 
 def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
-    """Write `ds`, and return dw as fp32 partial sums (programs, C), or None if it is not wanted.
+    """Write `ds`, and return dw as `empty_partials` made it, or None if it is not wanted.
 
     Args:
         s: the rows that were normalised.
@@ -211,8 +211,8 @@ def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wante
     """
     rows, cols = count_rows(dy), dy.shape[-1]
     config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
-    programs = config.grid_for(-(-rows // config["ROWS"]))
-    dw = dy.new_empty((programs, cols), dtype=torch.float32) if dw_wanted else None
+    programs = programs_for(config, rows)
+    dw = empty_partials(dy, programs, cols, weight.dtype) if dw_wanted else None
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)
     launch(
         rms_norm_backward, (programs, 1, 1), config,
