@@ -15,6 +15,7 @@ is this without up: it keeps one tensor of that width instead of the two of torc
 """
 
 import torch
+from torch.utils import checkpoint
 
 from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels.glu import (
@@ -55,7 +56,8 @@ def glu_linear(gate, up, weight, bias=None, activation="silu", in_place=False):
 
     The same bits as `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one
     of `gate` and `up` want a gradient, F.linear would keep the product; here the backward computes it again. Otherwise,
-    where `gate` and `up` differ in dtype, and in the reference (a CPU), this is those two steps.
+    where `gate` and `up` differ in dtype, under activation checkpointing, and in the reference (a CPU), this is those
+    two steps.
 
     Args:
         gate: (..., C), as in `swiglu`.
@@ -126,12 +128,23 @@ class GLULinearFunction(Function):
         return dgate, dup, torch.mm(dout.t(), y), dbias, None, None
 
 
+def _checkpointed():
+    """Whether torch's activation checkpointing without reentrance is what autograd keeps tensors for.
+
+    It computes a layer again only up to the last tensor that was kept, and F.linear keeps its input: the product with
+    `weight` is left out, with which this function's forward ends. On an H200 that was 5 of the 109 ms of a layer of
+    Llama-3-8B at 8x4096 tokens.
+    """
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
 @glu_linear.register("triton")
 def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     dtype = _validate(gate, up, weight, bias, activation)
     learns = gate.requires_grad or up is not None and up.requires_grad
     keeps_y = torch.is_grad_enabled() and weight.requires_grad and learns
-    if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
+    if not keeps_y or _checkpointed() or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
     return GLULinearFunction.apply(gate, up, weight, bias, activation, goes_in_place(gate, up, in_place))

@@ -228,3 +228,26 @@ def test_peak_memory_is_lower(device):
     for function in (glu_linear, two_steps):  # what only a first call allocates
         peak(function)
     assert peak(two_steps) - peak(glu_linear) > 0.99 * gate.nbytes  # an allocator rounds
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_computes_no_product_again_that_nobody_needs(reentrant, backend, device):
+    from torch.utils.checkpoint import checkpoint
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return function(*args, **kwargs or {})
+
+    gate, up, weight, _ = tensors(5, 48, device=device)
+    found = {}
+    for name, unit in {"fused": glu_linear, "two steps": two_steps}.items():
+        out = checkpoint(unit, gate, up, weight, use_reentrant=reentrant)
+        with Counting() as counting:
+            grads = torch.autograd.grad(out.sum(), (gate, up, weight)) if not reentrant else out.sum().backward()
+        found[name] = counting.products
+        if not reentrant:
+            assert_same_bits(grads, torch.autograd.grad(unit(gate, up, weight).sum(), (gate, up, weight)))
+    assert found["fused"] == found["two steps"]
