@@ -168,16 +168,18 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
         q = tl.exp2(log_q)
         value = tl.where(q > 0, q * ((log_q - log_p) * LN_2), 0.0)
         return value, value + q, q
-    else:  # by the smaller probability's share of the larger, whose logarithm has no cancellation
-        further = tl.where(log_p == log_q, 0.0, log_p - log_q)
-        larger, share = tl.exp2(tl.maximum(log_p, log_q)), tl.exp2(-tl.abs(further))
-        p_larger = further >= 0
-        q, p = tl.where(p_larger, larger * share, larger), tl.where(p_larger, larger, larger * share)
-        of_larger = tl.log2(tl.where(p_larger, beta + (1.0 - beta) * share, beta * share + (1.0 - beta)))
-        over_q = of_larger + tl.where(p_larger, further, 0.0)  # log m / q
-        over_p = of_larger - tl.where(p_larger, 0.0, further)
-        of_q = tl.where(q > 0, (beta - 1.0) * q * (over_q * LN_2), 0.0)
-        return tl.where(p > 0, -beta * p * (over_p * LN_2), 0.0) + of_q, of_q, q
+    else:  # by the smaller probability's share of the larger: the logarithm of their mixture has no cancellation
+        apart = tl.minimum(tl.abs(log_q - log_p), 200.0)  # a share of 0 in fp32; not NaN where both are -inf
+        larger = tl.exp2(tl.maximum(log_q, log_p, propagate_nan=tl.PropagateNan.ALL))
+        share = tl.exp2(-apart)
+        q_larger = log_q >= log_p
+        weight = tl.where(q_larger, 1.0 - beta, beta)
+        rest = (1.0 - weight) * share
+        log_mixed = tl.log2(weight + rest)
+        of_larger, of_smaller = weight * log_mixed, rest * (log_mixed + apart)
+        in_nats = larger * -LN_2
+        value, slope = in_nats * (of_larger + of_smaller), in_nats * tl.where(q_larger, of_larger, of_smaller)
+        return value, slope, tl.where(q_larger, larger, larger * share)
 
 
 @triton.jit
@@ -204,9 +206,10 @@ def divergence_forward(
     VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     factor = 1.0 / tl.load(DENOMINATOR).to(tl.float32)
-    counts = tl.full((), 1.0, tl.float32)
-    if LABELS is not None:
-        counts = tl.where(tl.load(LABELS + row) == ignore_index, 0.0, 1.0)
+    if LABELS is not None:  # a row that does not count reads as zeros, whose divergence is 0
+        counts = tl.load(LABELS + row) != ignore_index
+        factor = tl.where(counts, factor, 0.0)
+        readable = tl.multiple_of(tl.where(counts, cols // VECTOR * VECTOR + VECTOR, 0), VECTOR)
     head, body = split(row, x_stride, misaligned, cols, VECTOR, ALIGNED)
     X_BODY = body_pointer(X, row, x_stride, head, misaligned, VECTOR, ALIGNED)
     Y_BODY = Y + (row * y_stride + head)
@@ -221,20 +224,26 @@ def divergence_forward(
     for start in range(0, body, COLS):
         at = start + tl.arange(0, COLS)
         mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-        x, y = tl.load(X_BODY + at, mask, other=0.0), tl.load(Y_BODY + at, mask, other=0.0)
+        read = mask
+        if LABELS is not None:
+            read = mask & (at < readable)
+        x, y = tl.load(X_BODY + at, read, other=0.0), tl.load(Y_BODY + at, read, other=0.0)
         value, dx = _element(x, y, beta, eps, KIND, LOGARITHMS)
-        total += tl.where(counts > 0, tl.where(mask, value, 0.0), 0.0)
+        total += value
         if DX is not None:
-            tl.store(D_BODY + at, tl.where(counts > 0, dx * factor, 0.0), mask)
+            tl.store(D_BODY + at, dx * factor, mask)
     row_total = tl.sum(total, 0)
     if EDGES:
         edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-        edge_x = tl.load(X + row * x_stride + edge, edge_mask, other=0.0)
-        edge_y = tl.load(Y + row * y_stride + edge, edge_mask, other=0.0)
+        read = edge_mask
+        if LABELS is not None:
+            read = edge_mask & (edge < readable)
+        edge_x = tl.load(X + row * x_stride + edge, read, other=0.0)
+        edge_y = tl.load(Y + row * y_stride + edge, read, other=0.0)
         edge_value, edge_dx = _element(edge_x, edge_y, beta, eps, KIND, LOGARITHMS)
-        row_total += tl.sum(tl.where(counts > 0, tl.where(edge_mask, edge_value, 0.0), 0.0), 0)
+        row_total += tl.sum(edge_value, 0)
         if DX is not None:
-            tl.store(DX + row * dx_stride + edge, tl.where(counts > 0, edge_dx * factor, 0.0), edge_mask)
+            tl.store(DX + row * dx_stride + edge, edge_dx * factor, edge_mask)
     tl.store(LOSS + row, row_total * factor)
 
 

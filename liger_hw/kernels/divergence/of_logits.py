@@ -36,6 +36,10 @@ def divergence_of_logits_config(cols, itemsize, device):
 def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
           VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Columns of both rows in units of ln 2, -inf beyond both; rows are readable up to a multiple of VECTOR."""
+    if student_cols == teacher_cols and cols % VECTOR == 0:  # nothing to pad
+        mask = in_row(at, cols, COLS)
+        s, t = tl.load(S + at, mask, other=float("-inf")), tl.load(T + at, mask, other=float("-inf"))
+        return s.to(tl.float32) * scale, t.to(tl.float32) * scale
     s = tl.load(S + at, in_row(at, (student_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
     t = tl.load(T + at, in_row(at, (teacher_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
     s = tl.where(at < student_cols, s * scale, tl.where(at < cols, 0.0, float("-inf")))
@@ -94,14 +98,15 @@ def divergence_of_logits(
         values = tl.zeros((COLS,), tl.float32)
         slopes = tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
-        for start in range(0, cols, COLS):
-            at = last - start + lane
-            s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-            value, slope, _ = divergence_element(s - s_lse, t - t_lse, beta, KIND)
-            values += tl.where(at < cols, value, 0.0)
-            slopes += tl.where(at < cols, slope, 0.0)
-        soft = tl.sum(values, 0)
-        hard_lse = soft
+        slope_sum = tl.full((), -1.0, tl.float32)  # of "kl", -sum p, which needs no reading
+        if KIND != "kl" or not GRADIENT:
+            for start in range(0, cols, COLS):
+                s, t = _pair(S, T, last - start + lane, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+                value, slope, _ = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                values += value
+                slopes += slope
+            slope_sum = tl.sum(slopes, 0)
+        hard_lse = s_lse
         if HARD is not None:
             inside = (y >= 0) & (y < student_cols)
             hard_lse = _log_sum(hard_peak, hard_total)
@@ -110,17 +115,22 @@ def divergence_of_logits(
         if GRADIENT:
             of_soft = tl.load(FACTORS).to(tl.float32) / temperature
             of_hard = tl.load(FACTORS + 1).to(tl.float32)
-            slope_sum = tl.sum(slopes, 0)
+            of_hard = tl.where(hard == hard, of_hard, float("nan"))
             tl.debug_barrier()  # the label's logit has been read by every lane
-            for start in range(0, student_cols, COLS):
+            for start in range(0, cols, COLS):
                 at = start + lane
+                if KIND == "kl":
+                    at = last - start + lane
                 s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-                _, slope, q = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                value, slope, q = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                if KIND == "kl":
+                    values += value
                 ds = of_soft * (slope - q * slope_sum)
                 if HARD is not None:
                     p = tl.exp2(s * temperature - hard_lse)
-                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0)) + tl.where(hard == hard, 0.0, float("nan"))
+                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0))
                 tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+        soft = tl.sum(values, 0)
     tl.store(SOFT + row, soft)
     if HARD is not None:
         tl.store(HARD + row, hard)
@@ -187,6 +197,7 @@ def cosine_of_logits(
             of_soft, of_hard = tl.load(FACTORS).to(tl.float32), tl.load(FACTORS + 1).to(tl.float32)
             of_s = tl.where(s_square > 0, of_soft * cosine / s_square, 0.0)
             of_t = of_soft / norms
+            of_hard = tl.where(hard == hard, of_hard, float("nan"))
             tl.debug_barrier()  # the label's logit has been read by every lane
             last = (student_cols - 1) // COLS * COLS
             for start in range(0, student_cols, COLS):
@@ -195,7 +206,7 @@ def cosine_of_logits(
                 ds = of_s * s - of_t * _values(T, at, teacher_cols, VECTOR, COLS)
                 if HARD is not None:
                     p = tl.exp2(s * LOG2_E - hard_lse)
-                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0)) + tl.where(hard == hard, 0.0, float("nan"))
+                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0))
                 tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
     tl.store(SOFT + row, soft)
     if HARD is not None:
