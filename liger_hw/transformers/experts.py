@@ -27,7 +27,7 @@ def computes(module, x):
     """Whether `mixture` does what this experts module would do with the tokens x, and there is something to save."""
     from transformers.integrations import moe
 
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    weights = [getattr(module, name, None) for name in (_first(module), "down_proj")]
     return (
         module.config._experts_implementation == "grouped_mm"
         and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm", None) is moe.grouped_mm_experts_forward
@@ -46,7 +46,12 @@ def computes(module, x):
 
 def mixture(module, x, index, weights, up_first, activation):
     """The experts' output (T, H) for tokens x (T, H), their experts (T, k) and routing weights (T, k)."""
-    return MixtureFunction.apply(x, module.gate_up_proj, module.down_proj, index, weights, up_first, activation)
+    first, order = getattr(module, _first(module)), up_first if module.has_gate else None
+    return MixtureFunction.apply(x, first, module.down_proj, index, weights, order, activation)
+
+
+def _first(module):
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def grouped(x, weights, offsets):
@@ -56,7 +61,10 @@ def grouped(x, weights, offsets):
 
 
 class MixtureFunction(Function):
-    """x (T, H), gate_up (E, 2I, H), down (E, H, I), index and weights (T, k) -> (T, H)."""
+    """x (T, H), gate_up (E, 2I, H), down (E, H, I), index and weights (T, k) -> (T, H).
+
+    Without a gate, which `up_first` None says, gate_up is (E, I, H).
+    """
 
     @staticmethod
     def forward(ctx, x, gate_up, down, index, weights, up_first, activation):
@@ -106,5 +114,7 @@ class MixtureFunction(Function):
 
 
 def _gate_and_up(halves, up_first):
+    if up_first is None:
+        return halves, None
     gate, up = halves.chunk(2, dim=-1)
     return (up, gate) if up_first else (gate, up)

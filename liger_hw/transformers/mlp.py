@@ -59,6 +59,12 @@ def dropped(module, name, x):
     return torch.nn.functional.dropout(x, found, module.training)
 
 
+def sorted_experts(x, first, second, function, options):
+    """Each expert's share (T / E, H) of x (T, H) through a gated MLP; first (E, H, 2I), second (E, I, H)."""
+    gate, up = torch.bmm(x.view(first.shape[0], -1, first.shape[1]), first).chunk(2, -1)
+    return torch.bmm(function(gate, up, **options), second).view(-1, second.shape[-1])
+
+
 def project_down(down, gate, up, activation):
     """down(f(gate) * up), with the gradients of `gate` and `up` in their place: the caller owns both.
 

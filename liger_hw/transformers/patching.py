@@ -15,7 +15,7 @@ import torch
 
 from liger_hw.dispatch import check
 from liger_hw.transformers import loss, recognition, swapping
-from liger_hw.transformers.recognition import Match
+from liger_hw.transformers.probing import Match
 
 logger = logging.getLogger("liger_hw")
 
@@ -141,6 +141,7 @@ def _find(module, flags):
             or recognition.match_gated_norm(module)
             or recognition.match_mlp(module)
             or recognition.match_experts(module)
+            or recognition.match_sorted_experts(module)
             or recognition.match_activation(module)
         ),
     )

@@ -1,18 +1,12 @@
 """Which op computes what a module computes: proved by running both, never guessed from a name.
 
-A probe is a shallow copy of the module on the CPU with random weights, every float attribute set to a telling value
-(a norm's fresh weight is one and its eps too small to see; both hide its arithmetic). The module's own forward and an
-op's reference run on the same random rows in fp32 and in bf16; a match is equality of every bit and of the dtype
-(LayerNorm: of all but the order of fp32 sums). The module itself, its weights, its device and torch's random state are
-not touched.
+The own forward of a probe (see `probing`) and an op's reference run on the same random rows in fp32 and in bf16; a
+match is equality of every bit and of the dtype (LayerNorm: of all but the order of fp32 sums).
 """
 
 import dataclasses
 import functools
-import inspect
 import itertools
-import warnings
-from dataclasses import dataclass
 
 import torch
 
@@ -20,9 +14,9 @@ from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import ACTIVATIONS, activate, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
-from liger_hw.transformers import gated_norm, mlp, rotary
+from liger_hw.transformers import gated_norm, mlp, probing, rotary
+from liger_hw.transformers.probing import DTYPES, TELLING, Match
 
-DTYPES = (torch.float32, torch.bfloat16)
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that have no attribute for it
 PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
 HIDDEN, INTERMEDIATE = 32, 48  # of the probe of a gated MLP
@@ -33,83 +27,6 @@ HALVES = {  # where in a fused projection gate and up are
     "up first": lambda x: x.chunk(2, dim=-1)[::-1],
     "interleaved": lambda x: (x[..., ::2], x[..., 1::2]),
 }
-TELLING = 0.37  # a float attribute that takes part in the arithmetic shows at this value
-
-
-@dataclass(frozen=True)
-class Match:
-    """An op, with the options and attributes that make it compute what a class computes.
-
-    Attributes:
-        kind: "norm", "gated_norm", "mlp", "activation", "experts", "rope", or the parts of a loss, "head" and
-            "causal_lm".
-        op: the name of the op, or "" where the kind says it.
-        options: keyword arguments of the op, as sorted pairs.
-        names: role -> attribute of the module, as pairs, None where it has no such part; for rope: global name ->
-            `Rotation`.
-        narrow, wide: the op agrees, too, where x has a narrower, a wider dtype than the weight; narrow of a gated norm:
-            where there is no gate.
-        pinned: attribute of the module -> value, as pairs: it computes this while they have these values.
-    """
-
-    kind: str
-    op: str = ""
-    options: tuple = ()
-    names: tuple = ()
-    narrow: bool = False
-    wide: bool = False
-    pinned: tuple = ()
-
-    def __str__(self):
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
-        if self.kind == "rope":
-            options = "; ".join(sorted({str(rotation) for _, rotation in self.names} - {""}))
-        return f"{self.op or self.kind}({options})" if options else self.op or self.kind
-
-
-def _match(kind, op, options, names, narrow=False, wide=False):
-    return Match(kind, op.__name__, tuple(sorted(options.items())), tuple(names.items()), narrow, wide)
-
-
-def _same(found, expected, exact):
-    if isinstance(found, tuple):
-        return all(_same(f, e, exact) for f, e in zip(found, expected))
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    if exact:
-        return torch.equal(found, expected)
-    if found.dtype == torch.float32:
-        return (found - expected).abs().max() <= 8 * torch.finfo(torch.float32).eps * expected.abs().max()
-    return (found != expected).float().mean() < 0.01  # where fp32 lies on the edge; another order of rounding: 10% up
-
-
-def _random(generator, *shape, dtype=torch.float32):
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
-
-
-def _clone(module, parameters, modules, **attributes):
-    """A module of the same class with other parameters and children, and float attributes that show in the result."""
-    clone = object.__new__(type(module))
-    state = {name: TELLING if type(value) is float else value for name, value in vars(module).items()}
-    hooks = {name: type(value)() for name, value in state.items() if name.endswith("_hooks")}
-    clone.__dict__.update(state | hooks | {"_parameters": parameters, "_modules": modules} | attributes)
-    return clone
-
-
-def _agrees(original, replacement, cases, exact=True):
-    """Whether both functions give the same bits on every case, or without `exact` the same to the order of fp32 sums.
-    A function that cannot run a case does not agree."""
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=[]),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            return all(_same(replacement(*case), original(*case), exact) for case in cases)
-    except Exception:  # a stranger's forward on a stand-in of its module may fail in any way: then nothing is proved
-        return False
 
 
 def match_norm(module):
@@ -118,11 +35,13 @@ def match_norm(module):
     RMSNorm with any rounding order, with `weight` or `1 + weight` or none; LayerNorm with or without weight and bias.
     """
     if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
-        return _match("norm", layer_norm, {}, {"weight": "weight", "bias": "bias", "eps": "eps"})
+        return probing.match("norm", layer_norm, {}, {"weight": "weight", "bias": "bias", "eps": "eps"})
+    if isinstance(module, torch.nn.LayerNorm):
+        return _match_layer_norm(module)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if module._modules or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
         return None
-    if len(_inputs(module)) != 1:  # a gate that may be there, for one
+    if len(probing.inputs_of(module)) != 1:  # a gate that may be there, for one
         return None
     weight = next(iter(parameters), None)
     width = (parameters[weight].numel() if weight else _normalized_width(module)) or PROBE_WIDTH
@@ -136,7 +55,7 @@ def match_norm(module):
 
         def original(x, w, attribute=attribute):
             return type(module).forward(
-                _clone(module, absent | ({weight: w} if weight else {}), {}, _buffers={}, **attribute), x
+                probing.clone(module, absent | ({weight: w} if weight else {}), {}, _buffers={}, **attribute), x
             )
 
         def replacement(x, w, op=op, options=options, eps=eps):
@@ -144,17 +63,46 @@ def match_norm(module):
 
         def case(x_dtype, w_dtype, generator=generator, eps=eps):
             scale = 3 if floats else eps**0.5  # where an eps that is written into the code shows
-            x = scale * _random(generator, 7, width, dtype=x_dtype)
-            return x, torch.nn.Parameter(_random(generator, width, dtype=w_dtype))
+            x = scale * probing.random_rows(generator, 7, width, dtype=x_dtype)
+            return x, torch.nn.Parameter(probing.random_rows(generator, width, dtype=w_dtype))
 
         # torch's own kernels take the sum of squares in another order
         exact = op is rms_norm and type(module) is not torch.nn.RMSNorm
-        if _agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES], exact):
-            narrow, wide = (_agrees(original, replacement, [case(*pair)], exact) for pair in (DTYPES[::-1], DTYPES))
+        if probing.agrees(original, replacement, [case(dtype, dtype) for dtype in DTYPES], exact):
+            narrow, wide = (
+                probing.agrees(original, replacement, [case(*pair)], exact) for pair in (DTYPES[::-1], DTYPES)
+            )
             names = {"weight": weight, "bias": None} if op is layer_norm else {"weight": weight}
             if floats:
-                return _match("norm", op, options, names | {"eps": eps}, narrow, wide)
-            return _match("norm", op, options | {"eps": eps}, names, narrow, wide)
+                return probing.match("norm", op, options, names | {"eps": eps}, narrow, wide)
+            return probing.match("norm", op, options | {"eps": eps}, names, narrow, wide)
+    return None
+
+
+def _match_layer_norm(module):
+    """Of a class that derives from torch's: with its weight, or with 1 + weight."""
+    if len(module.normalized_shape) != 1 or module.weight is None or module._modules:
+        return None
+    width = module.weight.numel() or PROBE_WIDTH
+    parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
+
+    def original(x, *parameters):
+        absent = dict.fromkeys(("weight", "bias"))
+        return type(module).forward(probing.clone(module, absent | dict(zip(parts, parameters)), {}, eps=0.05), x)
+
+    def case(dtype):
+        generator = torch.Generator().manual_seed(0)
+        rows = [3 * probing.random_rows(generator, 7, width, dtype=dtype)]
+        return rows + [torch.nn.Parameter(probing.random_rows(generator, width, dtype=dtype)) for _ in parts]
+
+    for offset in (0.0, 1.0):
+
+        def replacement(x, w, b=None, offset=offset):
+            return layer_norm.reference(x, w + offset, b, 0.05)
+
+        if probing.agrees(original, replacement, [case(dtype) for dtype in DTYPES], exact=False):
+            names = {"weight": "weight", "bias": "bias", "eps": "eps"}
+            return probing.match("norm", layer_norm, {"offset": offset} if offset else {}, names)
     return None
 
 
@@ -162,7 +110,7 @@ def match_gated_norm(module):
     """The `Match` of an RMSNorm of x with a gate: one of `gated_norm.FORMS`; or None."""
     weight = next((name for name, p in module._parameters.items() if p is not None), None)
     own = weight is not None and len(module._parameters) == 1 and module._parameters[weight].ndim == 1
-    if not own or module._modules or len(_inputs(module)) != 2:
+    if not own or module._modules or len(probing.inputs_of(module)) != 2:
         return None
     width = module._parameters[weight].numel() or PROBE_WIDTH
     group = getattr(module, "group_size", width)
@@ -172,18 +120,18 @@ def match_gated_norm(module):
     for (name, form), eps in itertools.product(gated_norm.FORMS.items(), floats):
 
         def original(x, gate, w, eps=eps):
-            return type(module).forward(_clone(module, {weight: w}, {}, **{eps: 0.05}), x, gate)
+            return type(module).forward(probing.clone(module, {weight: w}, {}, **{eps: 0.05}), x, gate)
 
         def replacement(x, gate, w, form=form):
             return form(x, gate, w, 0.05, group, rms_norm.reference, swiglu.reference)
 
         def case(dtype, gated=True):
             generator = torch.Generator().manual_seed(0)
-            x, gate = (3 * _random(generator, 2, 7, width, dtype=dtype) for _ in range(2))
-            return x, gate if gated else None, torch.nn.Parameter(_random(generator, width, dtype=dtype))
+            x, gate = (3 * probing.random_rows(generator, 2, 7, width, dtype=dtype) for _ in range(2))
+            return x, gate if gated else None, torch.nn.Parameter(probing.random_rows(generator, width, dtype=dtype))
 
-        if _agrees(original, replacement, [case(dtype) for dtype in DTYPES]):
-            alone = _agrees(original, replacement, [case(dtype, False) for dtype in DTYPES])
+        if probing.agrees(original, replacement, [case(dtype) for dtype in DTYPES]):
+            alone = probing.agrees(original, replacement, [case(dtype, False) for dtype in DTYPES])
             names = (
                 ("eps", eps),
                 ("group", "group_size" if hasattr(module, "group_size") else None),
@@ -191,12 +139,6 @@ def match_gated_norm(module):
             )
             return Match("gated_norm", "rms_norm", (("gate", name),), names, narrow=alone)
     return None
-
-
-def _inputs(module):
-    """The parameters of a module's forward that one may give by position."""
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
 
 
 def _normalized_width(module):
@@ -208,7 +150,7 @@ def _linear(generator, rows, cols, bias, dtype):
     linear = torch.nn.Linear(cols, rows, bias=bias, device="meta")
     for name, p in list(linear._parameters.items()):
         if p is not None:
-            linear._parameters[name] = torch.nn.Parameter(_random(generator, *p.shape, dtype=dtype) / 4)
+            linear._parameters[name] = torch.nn.Parameter(probing.random_rows(generator, *p.shape, dtype=dtype) / 4)
     return linear
 
 
@@ -242,7 +184,7 @@ def match_mlp(module):
 
         def clone(children, values=values):
             torch.manual_seed(0)
-            return _clone(module, {}, module._modules | drops | children, training=True, **values)
+            return probing.clone(module, {}, module._modules | drops | children, training=True, **values)
 
         def original(x, children, clone=clone):
             return type(module).forward(clone(children), x)
@@ -252,12 +194,15 @@ def match_mlp(module):
 
         generator = torch.Generator().manual_seed(0)
         cases = [
-            (3 * _random(generator, 2, 5, HIDDEN, dtype=dtype), _projections(linears, order, dtype, generator))
+            (
+                3 * probing.random_rows(generator, 2, 5, HIDDEN, dtype=dtype),
+                _projections(linears, order, dtype, generator),
+            )
             for dtype in DTYPES
         ]
-        if _agrees(original, replacement, cases):
+        if probing.agrees(original, replacement, cases):
             pinned = tuple(floats.items()) if extras is None else ()
-            return dataclasses.replace(_match("mlp", op, options, order), pinned=pinned)
+            return dataclasses.replace(probing.match("mlp", op, options, order), pinned=pinned)
     return None
 
 
@@ -298,20 +243,20 @@ def _roles(linears):
 def match_activation(module):
     """The `Match` of an activation that is written out in operations, or None."""
     own = module._parameters or module._modules or module._buffers or type(module).__module__.startswith("torch.")
-    if own or len(_inputs(module)) != 1:
+    if own or len(probing.inputs_of(module)) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    cases = [(3 * _random(generator, 7, PROBE_WIDTH, dtype=dtype),) for dtype in DTYPES]
+    cases = [(3 * probing.random_rows(generator, 7, PROBE_WIDTH, dtype=dtype),) for dtype in DTYPES]
     for activation in WRITTEN_OUT:
 
         def original(x):
-            return type(module).forward(_clone(module, {}, {}), x)
+            return type(module).forward(probing.clone(module, {}, {}), x)
 
         def replacement(x, activation=activation):
             return activate.reference(x, activation)
 
-        if _agrees(original, replacement, cases):
-            return _match("activation", activate, {"activation": activation}, {})
+        if probing.agrees(original, replacement, cases):
+            return probing.match("activation", activate, {"activation": activation}, {})
     return None
 
 
@@ -322,7 +267,7 @@ def _rotation(function):
             found = original(*args)
             return tuple(found) if isinstance(found, (tuple, list)) else found
 
-        return _agrees(both, replacement, cases)
+        return probing.agrees(both, replacement, cases)
 
     return rotary.rotation_of(function, agrees)
 
@@ -344,27 +289,66 @@ def match_rope(cls):
 def match_experts(module):
     """The `Match` of experts that transformers' experts interface runs, by what they do between their two products.
 
-    None where there is no such part, it is none of our gated units, or the implementation that the model's
-    configuration names does not ask the module for it.
+    None where there is no such part, or it is none of our units.
     """
     apply_gate = getattr(type(module), "_apply_gate", None)
-    if apply_gate is None or not getattr(module, "has_gate", False):
+    if apply_gate is None or not hasattr(module, "has_gate"):
         return None
+    if not module.has_gate:
+        return _match_plain_experts(module)
     generator = torch.Generator().manual_seed(0)
-    cases = [(3 * _random(generator, 7, 2 * INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
+    cases = [(3 * probing.random_rows(generator, 7, 2 * INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
     for split, (op, options, names, telling) in itertools.product(HALVES, _gates(module)):
         if op is activate:
             continue
         attributes = {names[role]: value for role, value in telling.items()}
 
         def original(gate_up, attributes=attributes):
-            return apply_gate(_clone(module, dict(module._parameters), dict(module._modules), **attributes), gate_up)
+            return apply_gate(
+                probing.clone(module, dict(module._parameters), dict(module._modules), **attributes), gate_up
+            )
 
         def replacement(gate_up, split=split, op=op, options=options | telling):
             return op.reference(*HALVES[split](gate_up), **options)
 
-        if _agrees(original, replacement, cases):
-            return _match("experts", op, options, {"split": split} | names)
+        if probing.agrees(original, replacement, cases):
+            return probing.match("experts", op, options, {"split": split} | names)
+    return None
+
+
+def _match_plain_experts(module):
+    generator = torch.Generator().manual_seed(0)
+    cases = [(3 * probing.random_rows(generator, 7, INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
+    for activation, function in ACTIVATIONS.items():
+        if probing.agrees(module.act_fn, function, cases):
+            return probing.match("experts", activate, {"activation": activation}, {"split": None})
+    return None
+
+
+def match_sorted_experts(module):
+    """The `Match` of experts whose tokens come sorted and as many for each, as Llama 4's, or None: two batched products
+    with a gated unit between, its weights (E, H, 2I) and (E, I, H)."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if len(parameters) != 2 or any(p.ndim != 3 for p in parameters.values()) or len(probing.inputs_of(module)) != 1:
+        return None
+    (first, (count, hidden, _)), (second, (*_, intermediate, _)) = ((n, p.shape) for n, p in parameters.items())
+    small = {count: 2, hidden: HIDDEN, intermediate: INTERMEDIATE}
+    sizes = {name: small[value] for name, value in vars(module).items() if type(value) is int and value in small}
+    generator = torch.Generator().manual_seed(0)
+    shapes = (10, HIDDEN), (2, HIDDEN, 2 * INTERMEDIATE), (2, INTERMEDIATE, HIDDEN)
+    cases = [[probing.random_rows(generator, *shape, dtype=dtype) for shape in shapes] for dtype in DTYPES]
+
+    def original(x, *weights):
+        clone = probing.clone(module, dict(zip(parameters, weights)), dict(module._modules), **sizes)
+        return type(module).forward(clone, x)
+
+    for op, options in GLU_OPTIONS:
+
+        def replacement(x, *weights, op=op, options=options):
+            return mlp.sorted_experts(x, *weights, op.reference, options)
+
+        if probing.agrees(original, replacement, cases):
+            return probing.match("sorted_experts", op, options, {"first": first, "second": second})
     return None
 
 

@@ -14,6 +14,7 @@ from liger_hw.kernels.glu import GELU, activate, geglu, swiglu, unit
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.transformers import experts, gated_norm, mlp, rotary
+from liger_hw.transformers.lazy_logits import PLAIN
 from liger_hw.transformers.recognition import HALVES
 
 NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
@@ -68,9 +69,11 @@ def _norm(original, match):
     # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
     widens_under_autocast = original.__module__.startswith("torch.nn")
     narrow, wide = match.narrow, match.wide
+    offset = options.pop("offset", None) if op is layer_norm else None
+    derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
 
     def forward(self, *args, **kwargs):
-        if len(args) != 1 or kwargs:
+        if len(args) != 1 or kwargs or derived and torch.is_autocast_enabled(args[0].device.type):
             return original.forward(self, *args, **kwargs)
         x = args[0]
         weight = getattr(self, weight_name) if weight_name else None
@@ -81,6 +84,7 @@ def _norm(original, match):
             return original.forward(self, x)
         eps = getattr(self, eps_name) if eps_name else written_eps
         if bias_name:
+            weight = weight if offset is None else weight + offset
             return op(x, weight, getattr(self, bias_name), eps, **options)
         return op(x, weight, eps=eps, **options)
 
@@ -155,8 +159,32 @@ def _rope(original, match):
     return rotary.with_rotations(original, replaced)
 
 
+def _sorted_experts(original, match):
+    op, options, names = GLUS[match.op], {"in_place": True, **dict(match.options)}, dict(match.names)
+
+    def forward(self, *args, **kwargs):
+        weights = [getattr(self, names[role]) for role in ("first", "second")]
+        if len(args) != 1 or kwargs or not all(type(tensor) in PLAIN for tensor in (*args, *weights)):
+            return original.forward(self, *args, **kwargs)
+        return mlp.sorted_experts(args[0], *weights, op, options)
+
+    return {"forward": forward}
+
+
 def _experts(original, match):
-    op, options, names = GLUS[match.op], dict(match.options), dict(match.names)
+    options, names = dict(match.options), dict(match.names)
+
+    def forward_of(activation):
+        def forward(self, *args, **kwargs):
+            if len(args) == 3 and not kwargs and experts.computes(self, args[0]):
+                return experts.mixture(self, *args, names["split"] == "up first", activation)
+            return original.forward(self, *args, **kwargs)
+
+        return forward
+
+    if "activation" in options:
+        return {"forward": forward_of(options["activation"])}
+    op = GLUS[match.op]
     fused_row = match.op == "clamped_swiglu" and names["split"] != "up first"  # it takes the row as it is
     interleaved, split = names["split"] == "interleaved", HALVES[names["split"]]
 
@@ -170,13 +198,7 @@ def _experts(original, match):
     if match.op == "clamped_swiglu" or interleaved:
         return {"_apply_gate": _apply_gate}
     activation = GELU[options["approximate"]] if match.op == "geglu" else "silu"
-
-    def forward(self, *args, **kwargs):
-        if len(args) == 3 and not kwargs and experts.computes(self, args[0]):
-            return experts.mixture(self, *args, names["split"] == "up first", activation)
-        return original.forward(self, *args, **kwargs)
-
-    return {"_apply_gate": _apply_gate, "forward": forward}
+    return {"_apply_gate": _apply_gate, "forward": forward_of(activation)}
 
 
 MEMBERS = {
@@ -185,5 +207,6 @@ MEMBERS = {
     "mlp": _mlp,
     "activation": _activation,
     "experts": _experts,
+    "sorted_experts": _sorted_experts,
     "rope": _rope,
 }  # kind -> members of the subclass; loss.py adds the parts of a loss

@@ -32,6 +32,7 @@ FAMILIES = {
     },
     "olmo": {"layer_norm(eps=1e-05)", "swiglu", "rope"},  # its norm has neither weight nor an attribute for eps
     "olmo2": OLMO2,
+    "nemotron": {"layer_norm(offset=1.0)", "rope", "activate(activation='relu_squared')"},
     "phi": {"layer_norm", "rope", "activate(activation='gelu_new')"},
     "phi3": LLAMA,
     "qwen2": LLAMA,

@@ -6,10 +6,10 @@ import torch
 
 import liger_hw
 
+FAMILIES = "glm4 gpt_oss mixtral llama gemma2 phi3 stablelm nemotron phi llama4_text".split()
 
-@pytest.mark.parametrize(
-    "family", ["glm4", "gpt_oss", "mixtral", "llama", "gemma2", "phi3", "stablelm", "nemotron", "phi"]
-)
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_model_learns_as_theirs(family, backend, device):
     plain, patched = (m.to(device) for m in tiny.pair(family))
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
@@ -39,6 +39,14 @@ def test_a_second_backward_says_why_it_cannot(backend, device):
 
 
 MIXTURES = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+MIXTURES_OF = {
+    "mixtral": {"num_local_experts": 4, "num_hidden_layers": 1},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_hidden_layers": 1},
+    "nemotron_h": {  # without a gate
+        "layers_block_type": ["moe"], "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}  # fmt: skip
 CHECKPOINTED = {  # family -> configuration of one layer whose parts go backward in memory of their forward, or are new
     "glm4": {},
     "gpt_oss": {"num_local_experts": 4, **MIXTURES},
@@ -60,12 +68,11 @@ def test_gradient_checkpointing(family, backend, device):
 
 
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", MIXTURES_OF)
 def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
     from liger_hw.transformers import experts
 
-    config = {"num_local_experts": 4, "moe_intermediate_size": 32, "num_hidden_layers": 1} | MIXTURES
-    plain, patched = (m.to(device) for m in tiny.pair(family, **config))
+    plain, patched = (m.to(device) for m in tiny.pair(family, **MIXTURES_OF[family], **MIXTURES))
     for model in (plain, patched):
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen or frozen not in name)
