@@ -73,7 +73,7 @@ if [ -z "$DRY_RUN" ] && ! "$PYTHON" -c "import xdist" 2>/dev/null; then
 fi
 step info "$PYTHON" -m liger_hw.cli info
 # what a GPU can change; everything else is the same on a CPU, where cpu.yml runs it
-tests=(tests/kernels tests/losses tests/test_device.py tests/test_dispatch.py tests/test_tracing.py tests/test_tuning.py
+tests=(tests/kernels tests/losses tests/test_device.py tests/test_dispatch.py tests/test_tracing.py tests/tuning
   tests/transformers/test_kernels_in_models.py)
 step tests "$PYTHON" -m pytest "${workers[@]}" --needs-device --evidence "$REPORT/evidence/executed.json" "${tests[@]}"
 step bench "$PYTHON" -m liger_hw.cli bench rms_norm swiglu cross_entropy fused_linear_cross_entropy \

@@ -18,8 +18,9 @@ import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
-from liger_hw import backends, tuning
+from liger_hw import backends
 from liger_hw._triton import AVAILABLE
+from liger_hw.tuning import Refused, search
 
 OPS = {}  # name -> op, for the parity matrix and the docs
 
@@ -168,13 +169,13 @@ def raw(fake=None, mutates=()):
             while True:
                 try:
                     return function(*args)
-                except tuning.Refused:  # at a first launch; what serves instead is looked up anew
+                except Refused:  # at a first launch; what serves instead is looked up anew
                     pass
 
         @functools.wraps(function)
         def run(*args):
-            if tuning.observer is not None:
-                return tuning.observer(launches, args, not mutates)
+            if search.observer is not None:
+                return search.observer(launches, args, not mutates)
             return launches(*args)
 
         _library.impl(name, run, "CompositeExplicitAutograd")
@@ -185,11 +186,11 @@ def raw(fake=None, mutates=()):
         def call(x, *args):
             if is_compiling() or _len_torch_dispatch_stack() or type(x) not in _plain:
                 return opaque(x, *args)
-            if tuning.observer is not None:
+            if search.observer is not None:
                 return run(x, *args)
             try:
                 return function(x, *args)
-            except tuning.Refused:
+            except Refused:
                 return launches(x, *args)
 
         call.opaque = opaque

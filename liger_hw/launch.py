@@ -47,7 +47,7 @@ def compiled_kernels() -> list:
     return [launcher[1] for _, launchers in _kernels.values() for launcher in launchers.values()]
 
 
-tuning.compiled_kernels = compiled_kernels
+tuning.search.compiled_kernels = compiled_kernels
 
 _kernels = {}  # id(kernel) -> (its reader, {key: what a further launch needs})
 

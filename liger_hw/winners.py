@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from liger_hw import backends, tuning
-from liger_hw._triton import triton
 from liger_hw.backends.device import Device
 
 SHIPPED = Path(backends.__file__).parent
@@ -48,7 +47,7 @@ def stale(file: Path) -> list[str]:
 
 def _current(key: str, entry: dict) -> bool:
     config = tuning.CONFIGS[key.partition("(")[0]]
-    return (entry["kernel"], entry["triton"]) == (tuning.kernel_hash(config.kernel()), triton.__version__)
+    return tuning.measured_on(entry, tuning.kernel_hash(config.kernel()))
 
 
 def _device(file: Path) -> Device | None:

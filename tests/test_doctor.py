@@ -266,7 +266,7 @@ def test_tune_contributes(monkeypatch, tmp_path, capsys):
         asked = tuning.configurations_of(function)
         return sum(1e-3 / config(*shape, device).num_warps for config, shape, device in asked)
 
-    monkeypatch.setattr(tuning, "bench", bench)
+    monkeypatch.setattr(tuning.search, "bench", bench)
     assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "--contribute"]) == 0
     assert "nvidia-sm90.json: put it into liger_hw/backends/" in capsys.readouterr().out
     assert check(tmp_path / "nvidia-sm90.json") == 0

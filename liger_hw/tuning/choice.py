@@ -1,0 +1,127 @@
+"""The choice: a winner of this machine's table or the shipped one, or else the heuristic."""
+
+import functools
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from liger_hw._triton import AVAILABLE
+from liger_hw.tuning import tables
+from liger_hw.tuning.config import LOCAL, SHIPPED, Config
+
+CONFIGS = {}  # name of the kernel -> tuned function, for the tools
+_overrides: dict[str, Config] = {}
+_asked: set | None = None  # (tuned function, shape, device) looked up while recording
+
+
+def tuned(heuristic):
+    """Make a heuristic the default of a configuration that tables override. See the module's docstring."""
+    module, name = heuristic.__module__, heuristic.__name__.removesuffix("_config")
+    if name in CONFIGS and CONFIGS[name].__module__ != module:
+        raise ValueError(f"two kernels are called {name}: in {CONFIGS[name].__module__} and in {module}")
+
+    def key(*shape) -> str:
+        return f"{name}({', '.join(map(str, shape))})"
+
+    def kernel():
+        return getattr(sys.modules[module], name)
+
+    @functools.cache
+    def look_up(*shape_and_device) -> Config:
+        *shape, device = shape_and_device
+        default = replace(heuristic(*shape, device), device=device, key=key(*shape))
+        if key(*shape) in _overrides:
+            return replace(_overrides[key(*shape)], device=device)
+        if AVAILABLE:
+            for file, source in ((tables.cache_file(device), LOCAL), (tables.shipped_file(device), SHIPPED)):
+                entry = _table(file).get(key(*shape))
+                winner = None if entry is None else _valid(entry, default, source, tables.kernel_hash(kernel()))
+                if winner is not None:
+                    return winner
+        return default
+
+    @functools.wraps(heuristic)
+    def config(*shape_and_device) -> Config:
+        if _asked is not None:
+            _asked.add((config, shape_and_device[:-1], shape_and_device[-1]))
+        return look_up(*shape_and_device)
+
+    config.heuristic = lambda *a: replace(heuristic(*a), device=a[-1])
+    config.key, config.kernel, config.forget = key, kernel, look_up.cache_clear
+    CONFIGS[name] = config
+    return config
+
+
+@functools.cache
+def _table(file: Path) -> dict:
+    return tables.read_table(file)
+
+
+def forget() -> None:
+    """Read the tables again at the next launch."""
+    _table.cache_clear()
+    for config in CONFIGS.values():
+        config.forget()
+
+
+@contextmanager
+def asked():
+    """Within, what is looked up is added to the set that this yields: (tuned function, shape, device)."""
+    global _asked
+    before, _asked = _asked, set()
+    try:
+        yield _asked
+    finally:
+        _asked = before
+
+
+def being_measured() -> bool:
+    """Whether configurations are being recorded or overridden."""
+    return _asked is not None or bool(_overrides)
+
+
+@contextmanager
+def override(key: str, config: Config):
+    """Launch with `config` wherever the configuration called `key` is asked for."""
+    _overrides[key] = config
+    CONFIGS[key.partition("(")[0]].forget()
+    try:
+        yield
+    finally:
+        del _overrides[key]
+        CONFIGS[key.partition("(")[0]].forget()
+
+
+def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
+    """The Config in a table's entry, if it was measured on this code, can be launched, and was not refused before."""
+    try:
+        if not tables.measured_on(entry, kernel):
+            return None
+        config = tables.launchable(entry, like, source)
+        return None if _name(config) in _refused else config
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        tables.warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
+        return None
+
+
+class Refused(Exception):
+    """A winner that the compiler or the driver could not launch: the caller asks again and gets another."""
+
+
+_refused: set[str] = set()  # such winners, each with its key and device
+
+
+def _name(config: Config) -> str:
+    return f"{config.device.vendor}-{config.device.arch} {config.key} {json.dumps(config.to_json())}"
+
+
+def refuse(config: Config, error: Exception) -> Refused:
+    """Take a winner of a table out of use, for this process; what to raise in place of `error`."""
+    _refused.add(_name(config))
+    tables.warn_once(
+        f"ignoring the {config.source} winner {_name(config)}, which cannot be launched here: {error!r}"[:500]
+    )
+    CONFIGS[config.key.partition("(")[0]].forget()
+    return Refused(_name(config))

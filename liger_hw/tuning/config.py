@@ -1,0 +1,72 @@
+"""What a configuration of a launch is, and the arithmetic that heuristics share."""
+
+from dataclasses import dataclass, field
+
+from liger_hw import backends
+from liger_hw.backends.device import Device
+
+HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"
+
+
+@dataclass(frozen=True, eq=False)  # by identity: it is part of every launch's key
+class Config:
+    """How to launch one kernel.
+
+    Attributes:
+        meta: Triton meta-parameters by name, in the order of the kernel's last parameters: powers of two that span a
+            tile, and STAGES, how far a kernel's own loop loads ahead.
+        num_warps: warps per program.
+        num_stages: stages of the compiler's loop pipeliner.
+        programs: for kernels whose grid does not grow with the rows: programs per core.
+        knobs: options of the device's own compiler that differ from the device's launch options.
+        fp_fusion: whether a product and a sum may be rounded once. False where a kernel promises to round both: the
+            compiler also takes bf16(a * b) + c for one bf16 operation.
+        device: the Device it was made for; `tuned` fills this in.
+        source: "heuristic", "shipped" or "local".
+        key: what tables call it: "rms_norm_forward(4096, 2)"; `tuned` fills this in.
+    """
+
+    meta: dict
+    num_warps: int = 4
+    num_stages: int = 1
+    programs: int = 1
+    knobs: dict = field(default_factory=dict)
+    fp_fusion: bool = True
+    device: Device | None = None
+    source: str = HEURISTIC
+    key: str = ""
+
+    def __getitem__(self, name):
+        return self.meta[name]
+
+    def grid_for(self, tiles: int) -> int:
+        """Programs of a grid that strides over `tiles`: a fixed number, but no idle ones; at least one."""
+        return max(min(self.programs * self.device.num_cores, tiles), 1)
+
+    def options(self, here: Device) -> dict:
+        """Launch options for the compiler of `here`. Another vendor's knobs would be unknown keywords to it."""
+        mine = self.device.launch_options | self.knobs if self.device.vendor == here.vendor else {}
+        # The default of enable_fp_fusion changes with Triton 3.10; stating it keeps the numbers.
+        fusion = {"enable_fp_fusion": self.fp_fusion}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **fusion, **mine}
+
+    def to_json(self) -> dict:
+        return {
+            "meta": self.meta, "num_warps": self.num_warps, "num_stages": self.num_stages, "programs": self.programs,
+            **({"knobs": self.knobs} if self.knobs else {}),
+        }  # fmt: skip
+
+    def refusal(self) -> str | None:
+        """Why its device could not be launched on so, or None."""
+        return backends.refusal(self.device, self.num_warps, self.device.launch_options | self.knobs)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`. (Here, so that heuristics need no Triton.)"""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_warps(elements: int, device: Device, per_lane: int = 8, most: int | None = None) -> int:
+    """Warps for a block of `elements`, `per_lane` to a lane, between one warp and `most` (or the device's limit)."""
+    limit = min(most or device.max_warps, device.max_warps)
+    return min(max(power_of_2(elements) // (per_lane * device.warp_size), 1), limit)

@@ -1,0 +1,210 @@
+"""The search for winners: downhill from the heuristic, measured; and the writing of what it finds."""
+
+import functools
+import json
+import logging
+import math
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from liger_hw import backends
+from liger_hw._triton import triton
+from liger_hw.tuning import choice, tables
+from liger_hw.tuning.config import LOCAL, Config
+
+logger = logging.getLogger(__name__)
+
+
+def entry_for(config, shape, winner: Config, seconds: float, default_seconds: float) -> dict:
+    """What a table keeps of a winner, and how it was found."""
+    return {
+        **winner.to_json(),
+        "kernel": tables.kernel_hash(config.kernel()),
+        "triton": triton.__version__,
+        "device": winner.device.name,
+        "date": time.strftime("%Y-%m-%d"),
+        "ms": _ms(seconds),
+        "heuristic_ms": _ms(default_seconds),
+    }
+
+
+def record(file: Path, entries: dict) -> None:
+    """Merge winners into a table, and take out those given as None: readable JSON, under a lock, replaced in one step.
+
+    A full disk or a read-only folder costs the winners and one warning, nothing else.
+    """
+    from filelock import FileLock  # a dependency of torch
+
+    part = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock", timeout=60):
+            merged = {key: entry for key, entry in (tables.read_table(file) | entries).items() if entry is not None}
+            part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+            part.replace(file)
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        tables.warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
+        with suppress(OSError):
+            part.unlink()
+    choice.forget()
+
+
+def neighbours(config: Config) -> list[Config]:
+    """What lies one halving or doubling away from `config` in one number, in one number and the warps together, or in
+    one option of its compiler; nothing that the device would refuse."""
+    found = []
+
+    def add(meta, **changes):
+        candidate = replace(config, meta=config.meta | meta, **changes)
+        if min([candidate.num_warps, *candidate.meta.values()]) >= 1 and not candidate.refusal():
+            found.append(candidate)
+
+    for scale in (0.5, 2):
+        num_warps = int(config.num_warps * scale)
+        add({}, num_warps=num_warps)
+        add({}, programs=max(int(config.programs * scale), 1))
+        add({}, num_stages=max(int(config.num_stages * scale), 1))
+        for name, value in config.meta.items():
+            add({name: int(value * scale)})
+            add({name: int(value * scale)}, num_warps=num_warps)
+    options = config.device.launch_options | config.knobs
+    for name, values in backends.knobs(config.device).items():
+        for value in values:
+            if value != options.get(name):
+                add({}, knobs=config.knobs | {name: value})
+    return found
+
+
+def bench(function) -> float:
+    """Seconds of one call on the device: the median of repeated runs with a cold L2."""
+    return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
+
+
+def configurations_of(function) -> list[tuple]:
+    """(tuned function, shape, device) of every configuration that `function()` looks up, in the order of their keys."""
+    with choice.asked() as found:
+        function()
+    return sorted(found, key=lambda item: item[0].key(*item[1]))
+
+
+def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
+    """Search, for every configuration that `function()` looks up, from its heuristic downhill, and keep the winners.
+
+    A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
+
+    Args:
+        function: runs the op; must be safe to repeat.
+        file: the table to write; the user's cache by default.
+        only: the keys to search for; all by default.
+        progress: called with (key, candidates tried, the best Config so far) after each candidate.
+        margin: a winner is kept only if it beats the heuristic by more than this share, twice; the tables stay small.
+
+    Returns:
+        key -> {"ms", "heuristic_ms", "candidates"}, and the whole entry of the table where a winner was kept.
+    """
+    report = {}
+    for config, shape, device in configurations_of(function):
+        key = config.key(*shape)
+        if only is not None and key not in only:
+            continue
+        default = config.heuristic(*shape, device)
+        times = {}  # candidate as text -> seconds
+
+        def seconds(candidate, key=key, times=times):
+            name = json.dumps(candidate.to_json())
+            if name not in times:
+                times[name] = _seconds(function, key, candidate)
+            return times[name]
+
+        best, found = None, default
+        while found is not best:
+            best = found
+            for candidate in (best, *neighbours(best)):
+                if seconds(candidate) < seconds(found):
+                    found = candidate
+                progress(key, len(times), found)
+        file = file or tables.cache_file(device)
+        kept = None
+        if seconds(best) < seconds(default) * (1 - margin):
+            again, default_again = _seconds(function, key, best), _seconds(function, key, default)
+            if again < default_again * (1 - margin):
+                kept = entry_for(config, shape, best, again, default_again)
+        if kept or key in tables.read_table(file):  # a winner of old may have lost to the heuristic
+            record(file, {key: kept})
+        measured = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default))}
+        report[key] = (kept or measured) | {"candidates": len(times)}
+    return report
+
+
+compiled_kernels = list  # all that are, which liger_hw.launch knows: it needs this module, so it tells it how to ask
+
+
+def _seconds(function, key, candidate) -> float:
+    before = {id(kernel) for kernel in compiled_kernels()}
+    try:
+        with choice.override(key, candidate):
+            seconds = bench(function)
+        # one that spills may win at the shape that was measured, and is the first to lose where memory is busy
+        spills = any(kernel.n_spills for kernel in compiled_kernels() if id(kernel) not in before)
+        return math.inf if spills else seconds
+    except Exception as error:  # compilers reject a candidate in many ways; none of them may end the search
+        logger.debug("%s cannot run %s: %s", key, candidate, error)
+        return math.inf
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 5)
+
+
+def calls_within(function) -> list:
+    """What `function()` launches, as one repeatable callable for each `raw` function it runs."""
+    global observer
+    calls, before = [], observer
+
+    def remember(launches, args, repeatable):
+        calls.append(functools.partial(launches, *args))
+        return launches(*args)
+
+    observer = remember
+    try:
+        function()
+        return calls
+    finally:
+        observer = before
+
+
+_tried = set()
+
+
+def _call_and_tune(launches, args, repeatable: bool):
+    """`launches(*args)`; then tune what it looked up for its own device, unless a winner is known or was sought."""
+    if not repeatable or args[0].device.type in ("cpu", "meta") or choice.being_measured():
+        return launches(*args)
+    with choice.asked() as wanted:
+        result = launches(*args)
+    here = backends.detected(args[0].device)
+    mine = {config.key(*shape): config(*shape, device) for config, shape, device in wanted if device is here}
+    new = {key for key, chosen in mine.items() if chosen.source != LOCAL} - _tried
+    if new:
+        _tried.update(new)
+        tune(functools.partial(launches, *args), only=new)
+    return result
+
+
+def autotuning() -> bool:
+    """Whether LIGER_HW_AUTOTUNE=1 asks for tuning at first use."""
+    return os.environ.get("LIGER_HW_AUTOTUNE") == "1"
+
+
+def _first_call(launches, args, repeatable: bool):
+    """The environment is read at the first launch, once, and not at import."""
+    global observer
+    observer = _call_and_tune if autotuning() else None
+    return launches(*args) if observer is None else observer(launches, args, repeatable)
+
+
+# Called as (function, its arguments, whether it may be repeated) in place of every `raw` function, unless it is None.
+observer = _first_call

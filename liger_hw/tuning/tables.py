@@ -1,0 +1,110 @@
+"""Tables of winners: where they are, and what of an entry may be believed."""
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import math
+import os
+import tempfile
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+from liger_hw import backends
+from liger_hw._triton import triton
+from liger_hw.backends.device import Device
+from liger_hw.tuning.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where this user's winners and compiled results are kept: LIGER_HW_CACHE_DIR, or ~/.cache/liger_hw."""
+    chosen = os.environ.get("LIGER_HW_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "liger_hw"
+    except RuntimeError:  # a container's user without a name or a home
+        return Path(tempfile.gettempdir()) / f"liger_hw-{os.getuid()}"
+
+
+def cache_file(device: Device) -> Path:
+    return cache_folder() / f"{device.vendor}-{device.arch}.json"
+
+
+def shipped_file(device: Device) -> Path:
+    return Path(backends.__file__).parent / f"{device.vendor}-{device.arch}.json"
+
+
+def read_table(file: Path) -> dict:
+    """The winners in `file`: key -> entry. Absent is empty; unreadable or malformed is empty with one warning."""
+    try:
+        table = json.loads(file.read_text())
+        if not isinstance(table, dict):
+            raise ValueError(f"expected an object of winners, got {type(table).__name__}")
+        return table
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        warn_once(f"ignoring the tuning table {file}: {error}")
+        return {}
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def kernel_hash(kernel) -> str:
+    """A hash of a Triton kernel's code, of the jit functions it calls and of the constants they name; comments and
+    layout do not count."""
+    seen, todo = {}, [kernel.fn]
+    while todo:
+        function = todo.pop()
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name in seen:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        words = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(function.__globals__))
+        named = {word: function.__globals__[word] for word in words}
+        constants = {word: value for word, value in named.items() if isinstance(value, (int, float, str))}
+        seen[name] = f"{ast.unparse(tree)}{constants}"  # not ast.dump, whose output changes with Python's version
+        todo += [value.fn for value in named.values() if inspect.isfunction(getattr(value, "fn", None))]
+    return hashlib.sha256("".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
+
+
+_LARGEST_TILE = 2**20  # elements of one Triton tensor
+
+
+def launchable(entry: dict, like: Config, source: str) -> Config:
+    """The Config in a table's entry for the device of `like`, whose parameters it must have.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: what is wrong with it.
+    """
+    if entry["meta"].keys() != like.meta.keys():
+        raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
+    meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
+    launch = {name: entry[name] for name in ("num_warps", "num_stages", "programs")}
+    config = replace(like, meta=meta, source=source, knobs=entry.get("knobs", {}), **launch)
+    tile = [size for name, size in config.meta.items() if name != "STAGES"]
+    counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
+    if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
+        raise ValueError(f"{config.to_json()}, allowed: positive integers")
+    if math.prod(tile) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
+        raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements at most")
+    allowed = backends.knobs(like.device)
+    if any(value not in allowed.get(name, ()) for name, value in config.knobs.items()):
+        raise ValueError(f"knobs={config.knobs}, allowed: {allowed}")
+    if config.refusal():
+        raise ValueError(config.refusal())
+    return config
+
+
+def measured_on(entry, kernel: str) -> bool:
+    """Whether an entry is of this code of its kernel, given as its hash, and of this Triton."""
+    return (entry["kernel"], entry["triton"]) == (kernel, triton.__version__)

@@ -1,0 +1,265 @@
+"""Which configuration a launch gets, and what a table may do to it."""
+
+import linecache
+import logging
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import filelock
+import pytest
+from made_up import H200, KEY, NEEDS_TRITON, entry, made_up_config, ship
+
+from liger_hw import tuning
+from liger_hw._triton import tl, triton
+from liger_hw.backends import nvidia
+from liger_hw.tuning import HEURISTIC, LOCAL, SHIPPED
+
+pytestmark = NEEDS_TRITON
+
+
+def test_the_key_is_readable():
+    assert KEY == "made_up(1024, 2)"
+
+
+def test_local_before_shipped_before_heuristic():
+    found = made_up_config(1024, 2, H200)
+    assert (found.source, found.meta, found.device) == (HEURISTIC, {"ROWS": 2, "COLS": 1024}, H200)
+    ship({KEY: entry()})
+    found = made_up_config(1024, 2, H200)
+    assert (found.source, found.meta, found.num_warps) == (SHIPPED, {"ROWS": 4, "COLS": 512}, 8)
+    tuning.record(tuning.cache_file(H200), {KEY: entry(num_warps=16)})
+    found = made_up_config(1024, 2, H200)
+    assert (found.source, found.num_warps) == (LOCAL, 16)
+    assert made_up_config(2048, 2, H200).source == HEURISTIC
+
+
+def test_the_same_value_every_time():
+    """Launches are remembered by it."""
+    assert made_up_config(1024, 2, H200) is made_up_config(1024, 2, H200)
+
+
+def test_a_recorded_winner_serves_this_very_process():
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    assert made_up_config(1024, 2, H200).source == LOCAL
+
+
+def test_other_architectures_have_other_tables():
+    tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    assert made_up_config(1024, 2, nvidia.ARCHS["sm80"]).source == HEURISTIC
+    assert tuning.cache_file(H200).name == "nvidia-sm90.json"
+
+
+@pytest.mark.parametrize("stale", [{"kernel": "0123456789abcdef"}, {"triton": "3.0.0"}], ids=["kernel", "triton"])
+def test_stale_winners_are_ignored_without_a_word(stale, caplog):
+    tuning.record(tuning.cache_file(H200), {KEY: entry(**stale)})
+    ship({KEY: entry()})
+    assert made_up_config(1024, 2, H200).source == SHIPPED
+    assert not caplog.records
+
+
+def hash_of(source, constants):
+    """The hash of `kernel` in a module of this source."""
+    space = {"triton": triton, "tl": tl, "__name__": "made_up_module", **constants}
+    file = f"<made up {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    exec(compile(source, file, "exec"), space)
+    return tuning.kernel_hash(space["kernel"])
+
+
+SOURCE = """
+@triton.jit
+def helper(x):
+    return x * SCALE
+
+@triton.jit
+def kernel(X, COLS: tl.constexpr):
+    tl.store(X, helper(tl.load(X)))
+"""
+
+
+def test_the_kernel_hash():
+    def changed(before, after, scale=2):
+        assert before in SOURCE
+        return hash_of(SOURCE.replace(before, after), {"SCALE": scale})
+
+    same = hash_of(SOURCE, {"SCALE": 2})
+    assert same == changed("    tl.store", "    # why\n\n    tl.store")
+    assert same == changed("(X, helper(tl.load(X)))", "(\n        X, helper(tl.load(X)),\n    )")
+    assert same != changed("x * SCALE", "x + SCALE")  # in a function it calls
+    assert same != changed("tl.load(X)", "tl.load(X + 1)")
+    assert same != changed("X", "X", scale=3)
+
+
+def test_every_configuration_belongs_to_a_kernel():
+    for name, config in tuning.CONFIGS.items():
+        assert config.kernel().__name__ == name
+        assert len(tuning.kernel_hash(config.kernel())) == 16
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "NaN", "\x00\xff", '{"made_up(1024, 2)": 3}', '{"made_up(1024, 2)": {}}', "[" * 9999],
+    ids=lambda text: text[:20] or "empty",
+)
+def test_a_corrupt_table_costs_one_warning(text, caplog):
+    file = tuning.cache_file(H200)
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    ship({KEY: entry()})
+    for _ in range(3):
+        tuning.forget()
+        assert made_up_config(1024, 2, H200).source == SHIPPED
+    assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_table_that_is_no_text(caplog):
+    file = tuning.cache_file(H200)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"\xff\xfe\x00")
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1 and str(file) in caplog.text
+
+
+def test_recording_replaces_a_corrupt_table():
+    file = tuning.cache_file(H200)
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    tuning.record(file, {KEY: entry()})
+    assert made_up_config(1024, 2, H200).source == LOCAL
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"meta": {"ROWS": 4}}, {"meta": {"ROWS": 4, "COLS": 512, "X": 1}},
+        {"meta": {"ROWS": 4, "COLS": 500}}, {"meta": {"ROWS": 0, "COLS": 512}}, {"meta": {"ROWS": -4, "COLS": 512}},
+        {"meta": {"ROWS": "4", "COLS": 512}}, {"meta": {"ROWS": True, "COLS": 512}}, {"meta": [4, 512]}, {"meta": None},
+        {"meta": {"ROWS": 4.0, "COLS": 512}}, {"meta": {"ROWS": 2**16, "COLS": 2**16}},
+        {"meta": {"ROWS": 1, "COLS": 2**40}},
+        {"num_warps": 64}, {"num_warps": 3}, {"num_warps": 0}, {"num_warps": "8"}, {"num_warps": None},
+        {"num_stages": 0}, {"num_stages": 1.5}, {"programs": 0}, {"programs": -1}, {"programs": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_poisoned_winner_costs_one_warning(poison, caplog):
+    ship({KEY: entry(**poison)})
+    for _ in range(3):
+        tuning.forget()
+        assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1 and "malformed" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["meta", "num_warps", "num_stages", "programs", "kernel", "triton"])
+def test_a_winner_with_a_part_missing(missing, caplog):
+    ship({KEY: {name: value for name, value in entry().items() if name != missing}})
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(tables, caplog):
+    (tables / "local").write_text("a file where the folder should be")
+    for _ in range(2):
+        tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len([r for r in caplog.records if "could not be written" in r.message]) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
+def test_a_full_disk_costs_one_warning_and_no_table(error, monkeypatch, caplog):
+    file = tuning.cache_file(H200)
+    tuning.record(file, {KEY: entry()})
+
+    def fail(self, text):
+        Path.write_bytes(self, text[:20].encode())
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail)
+        tuning.record(file, {KEY: entry(num_warps=16)})
+    assert len(caplog.records) == 1 and error.strerror in caplog.text
+    assert made_up_config(1024, 2, H200).num_warps == 8  # the old table is whole
+    assert [path.name for path in file.parent.iterdir() if path.suffix == ".part"] == []
+
+
+def _record_many(folder, first):
+    for i in range(first, first + 25):
+        tuning.record(Path(folder) / "table.json", {f"key {i}": {"n": i}})
+    tuning.CONFIGS["made_up"] = made_up_config
+    tuning.search.bench = lambda function: 1e-3 / made_up_config(1024 + first, 2, H200).num_warps * (function() or 1)
+    tuning.tune(lambda: made_up_config(1024 + first, 2, H200) and None, Path(folder) / "tuned.json")
+
+
+def test_processes_that_record_and_tune_at_once_lose_nothing(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=_record_many, args=(str(tmp_path), first)) for first in (0, 25)]
+    for worker in workers:
+        worker.start()
+    seen = 0
+    while any(worker.is_alive() for worker in workers):
+        table = tuning.read_table(tmp_path / "table.json")  # whole at every moment
+        assert len(table) >= seen
+        seen = len(table)
+        time.sleep(0.005)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert tuning.read_table(tmp_path / "table.json") == {f"key {i}": {"n": i} for i in range(50)}
+    found = tuning.read_table(tmp_path / "tuned.json")
+    assert {key: entry["num_warps"] for key, entry in found.items()} == {
+        "made_up(1024, 2)": 32, "made_up(1049, 2)": 32,
+    }  # fmt: skip
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from liger_hw import tuning
+def die(self, target):
+    print(self.name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = die
+tuning.record(pathlib.Path(sys.argv[1]), {"mine": {"n": 1}})
+"""
+
+
+def test_a_killed_tuner_leaves_the_table_and_no_lock(tmp_path):
+    file = tmp_path / "table.json"
+    tuning.record(file, {"before": {"n": 0}})
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(file)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / killed.stdout.strip()).exists()  # it died with the new table written and the lock held
+    assert tuning.read_table(file) == {"before": {"n": 0}}
+    start = time.perf_counter()
+    tuning.record(file, {"after": {"n": 2}})
+    assert time.perf_counter() - start < 30  # a lock that is still held is waited for a minute
+    assert tuning.read_table(file) == {"before": {"n": 0}, "after": {"n": 2}}
+
+
+def test_a_file_system_without_locks_costs_one_warning(monkeypatch, caplog):
+    def fail(self, *args, **kwargs):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", fail)
+    for _ in range(2):
+        tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1 and "does not appear to support flock" in caplog.text
+
+
+def test_a_folder_where_the_table_should_be_costs_one_warning(caplog):
+    tuning.cache_file(H200).mkdir(parents=True)
+    for _ in range(2):
+        tuning.forget()
+        assert made_up_config(1024, 2, H200).source == HEURISTIC
+    assert len(caplog.records) == 1
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LIGER_HW_CACHE_DIR")
+    monkeypatch.setattr(Path, "home", nobody)
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
