@@ -31,7 +31,8 @@ def prepare_linear(x, weight, bias, chunk_memory, flat=False, names=("x", "weigh
     if bias is not None:
         fits = bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.device == x.device
         check(fits, bias_name, bias, f"{x.dtype} of shape ({weight.shape[0]},) on {x.device}")
-    check(chunk_memory > 0, "chunk_memory", chunk_memory, "a positive number of bytes")
+    fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
+    check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
     return x, weight, bias
 
 

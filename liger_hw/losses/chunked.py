@@ -100,15 +100,6 @@ def serving(x, *tensors):
     return None if chosen == "reference" else chosen != "cpu"
 
 
-def check_labels(name, labels, classes, ignore_index):
-    """Refuse a label outside the vocabulary where nobody waits for it, on a CPU; elsewhere the loss becomes NaN."""
-    if labels.device.type != "cpu" or traced(labels):
-        return
-    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
-    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
-    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
-
-
 def _frozen(rows):
     return [row.detach() if torch.is_tensor(row) else row for row in rows]
 

@@ -14,7 +14,8 @@ from liger_hw.kernels.divergence import kind_of
 from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
 from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks
 from liger_hw.kernels.linear_chunks import prepare_linear
-from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, run_chunks, serving
+from liger_hw.losses.arguments import check_labels, check_numbers, check_tensors
+from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, serving
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
 IGNORED = -100
@@ -60,6 +61,7 @@ def distillation_loss(
             hard loss outside the student's vocabulary, which elsewhere makes the loss NaN.
         RuntimeError: a second backward.
     """
+    check_tensors(x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight)
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (
@@ -67,11 +69,15 @@ def distillation_loss(
         for t in prepare_linear(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
-    check(soft_loss in SOFT_LOSSES, "soft_loss", repr(soft_loss), ", ".join(SOFT_LOSSES))
-    check(temperature > 0, "temperature", temperature, "a positive number")
+    known = isinstance(soft_loss, str) and soft_loss in SOFT_LOSSES
+    check(known, "soft_loss", repr(soft_loss), ", ".join(SOFT_LOSSES))
+    check_numbers("a positive number", above=0, temperature=temperature)
+    check_numbers("0 to 1", least=0, most=1, beta=beta)
+    check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)
     kind = kind_of(beta) if soft_loss == "jsd" else soft_loss
     if labels is None:
         labels, hard_weight, ignore_index = torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
+    check_tensors(labels=labels)
     check(labels.shape == x.shape[:1], "labels", labels, f"shape ({len(x)},), one for each row of x")
     if hard_weight:
         check_labels("labels", labels, len(weight), ignore_index)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.dispatch import check
-from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, token_loss
+from liger_hw.losses.arguments import check_head, check_labels, check_numbers, check_tensors
+from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 
 IGNORED = -100
 
@@ -49,16 +50,29 @@ def multi_token_loss(
             loss NaN.
         RuntimeError: a second backward.
     """
+    check(isinstance(heads, (torch.Tensor, list, tuple)), "heads", type(heads).__name__, "a tensor, or several")
     count = len(heads)
     check(count > 0, "heads", count, "at least one")
+    check_tensors(labels=labels)
     check(labels.ndim == 2, "labels", labels, "integers (B, T)")
-    shifts = tuple(range(1, count + 1)) if shifts is None else tuple(shifts)
-    check(len(shifts) == count and all(shift > 0 for shift in shifts), "shifts", shifts, f"{count} positive integers")
+    shifts = range(1, count + 1) if shifts is None else shifts
+    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    fits = len(shifts) == count and all(isinstance(shift, int) and shift > 0 for shift in shifts)
+    check(fits, "shifts", shifts, f"{count} positive integers")
     head_weights = (1.0,) * count if head_weights is None else tuple(head_weights)
     check(len(head_weights) == count, "head_weights", head_weights, f"{count} numbers")
-    check_labels("labels", labels, len(weight if torch.is_tensor(weight) else weight[0]), ignore_index)
-    for head in heads:
+    for share in head_weights:
+        check_numbers(head_weights=share)
+    weights = [weight] * count if torch.is_tensor(weight) else weight
+    biases = [bias] * count if bias is None or torch.is_tensor(bias) else bias
+    check(len(weights) == count, "weight", len(weights), f"one tensor or {count} of them")
+    check(len(biases) == count, "bias", len(biases), f"None, one tensor or {count} of them")
+    for head, of_head in zip(heads, weights):
+        check_tensors(heads=head, weight=of_head)
         check(head.shape[:-1] == labels.shape, "heads", head, f"K of shape {tuple(labels.shape)} and H")
+        check_head(head, of_head, ("heads", "weight"))
+    for classes in {len(of_head) for of_head in weights}:
+        check_labels("labels", labels, classes, ignore_index)
     tokens = torch.stack([_ahead(labels, shift, ignore_index) for shift in shifts])
     items = (tokens != ignore_index).sum((1, 2)).clamp(min=1)
     of_rows = torch.stack([share / number for share, number in zip(head_weights, items.unbind())])
@@ -77,10 +91,6 @@ def multi_token_loss(
     if torch.is_tensor(weight) and torch.is_tensor(heads):
         loss, sums = run(heads, weight, bias, tokens, of_rows)
         return MultiTokenOutput(loss, sums / items)
-    weights = [weight] * count if torch.is_tensor(weight) else weight
-    biases = [bias] * count if bias is None or torch.is_tensor(bias) else bias
-    check(len(weights) == count, "weight", len(weights), f"one tensor or {count} of them")
-    check(len(biases) == count, "bias", len(biases), f"None, one tensor or {count} of them")
     parts = [run(heads[k], weights[k], biases[k], tokens[k], of_rows[k : k + 1]) for k in range(count)]
     return MultiTokenOutput(sum(loss for loss, _ in parts), torch.cat([sums for _, sums in parts]) / items)
 

@@ -16,7 +16,8 @@ import torch
 from liger_hw.dispatch import check
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, token_loss
+from liger_hw.losses.arguments import check_head, check_labels, check_numbers, check_tensors, prepare_reference
+from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 from liger_hw.losses.sequences import sequence_loss
 
 IGNORED = -100  # the token of a masked position
@@ -63,19 +64,30 @@ class PolicyOptions:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self):
-        check(self.loss_type in OBJECTIVES, "loss_type", repr(self.loss_type), ", ".join(OBJECTIVES))
+        known = isinstance(self.loss_type, str) and self.loss_type in OBJECTIVES
+        check(known, "loss_type", repr(self.loss_type), ", ".join(OBJECTIVES))
         levels = ("token", "sequence") if OBJECTIVES[self.loss_type] is clipped else ("token",)
         level = self.importance_sampling_level
         check(level in levels, "importance_sampling_level", repr(level), f"{', '.join(levels)} for {self.loss_type}")
         check(self.kl_estimator in KL, "kl_estimator", repr(self.kl_estimator), ", ".join(KL))
-        limited = self.delta is None or (self.delta > 0 and OBJECTIVES[self.loss_type] is clipped)
-        check(limited, "delta", self.delta, f"None, or a positive number for others than {self.loss_type}")
-        for name in ("beta", "epsilon_low", "epsilon_high"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        for name in ("temperature", "sapo_temperature_pos", "sapo_temperature_neg"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
-        length = self.max_completion_length
-        check(length is None or length > 0, "max_completion_length", length, "None or a positive number")
+        for name in ("delta", "max_completion_length"):
+            if getattr(self, name) is not None:
+                check_numbers("None or a positive number", above=0, **{name: getattr(self, name)})
+        limited = self.delta is None or OBJECTIVES[self.loss_type] is clipped
+        check(limited, "delta", self.delta, f"None for {self.loss_type}")
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.type is float}
+        from_0, positive = ("beta", "epsilon_low"), ("temperature", "sapo_temperature_pos", "sapo_temperature_neg")
+        check_numbers("0 or more", least=0, most=math.inf, epsilon_high=numbers.pop("epsilon_high"))
+        check_numbers("0 or more", least=0, **{name: numbers.pop(name) for name in from_0})
+        check_numbers("a positive number", above=0, **{name: numbers.pop(name) for name in positive})
+        check_numbers(**numbers)
+
+    @classmethod
+    def of(cls, options):
+        """From a caller's keywords; raises ValueError for those that are no options, or out of range."""
+        for name, value in options.items():
+            check(name in OPTION_NAMES, name, repr(value), f"an option: {', '.join(OPTION_NAMES)}")
+        return cls(**options)
 
 
 class Tokens(NamedTuple):
@@ -216,15 +228,18 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, tokens, mask, advantages, old_log_probs, ref_log_probs, ratio):
+        check_tensors(tokens=tokens, advantages=advantages)
         check(tokens.ndim == 2, "tokens", tokens, "int64 or int32 of shape (B, T)")
         shape = tokens.shape
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        check_tensors(mask=mask)
         check(mask.shape == shape, "mask", mask, f"shape {tuple(shape)}, as tokens")
         mask = mask != 0
 
         def rows(name, value, shapes, expand=True):
             if value is None:
                 return None
+            check_tensors(**{name: value})
             check(tuple(value.shape) in shapes, name, value, f"a shape of {', '.join(map(str, shapes))}")
             value = value.detach().reshape(shape[0], -1).to(torch.promote_types(value.dtype, torch.float32))
             value = value.expand(shape) if expand else value
@@ -291,18 +306,25 @@ def policy_loss(
             the vocabulary at a position that counts, which elsewhere makes the loss NaN.
         RuntimeError: a second backward.
     """
-    options = PolicyOptions(**options)
+    options = PolicyOptions.of(options)
+    check_tensors(x=x, weight=weight, tokens=tokens)
+    if num_items is not None and not torch.is_tensor(num_items):
+        check_numbers("None, a positive number, or a tensor of one", above=0, num_items=num_items)
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
     linear = {
         "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": IGNORED,
         "chunk_memory": chunk_memory,
     }  # fmt: skip
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
+    check_head(x, weight)
     check_labels("tokens", batch.tokens, len(weight), IGNORED)
     if options.beta and ref_log_probs is None:
         fits = ref_x is not None and ref_weight is not None
         check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
         with torch.no_grad():
+            ref_x, ref_weight, ref_bias = prepare_reference(
+                ref_x, ref_weight, ref_bias, "tokens", batch.tokens, IGNORED, chunk_memory
+            )
             found = fused_linear_selective_log_softmax(ref_x, ref_weight, batch.tokens, ref_bias, **linear)
         batch = batch._replace(ref_log_probs=found)
     weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
@@ -357,7 +379,8 @@ def policy_loss_of_logits(
     Raises:
         ValueError: as `policy_loss`.
     """
-    options = PolicyOptions(**options)
+    options = PolicyOptions.of(options)
+    check_tensors(logits=logits)
     check(options.entropy_coef == 0, "entropy_coef", options.entropy_coef, "0, from logits")
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check(batch.ref_log_probs is not None or not options.beta, "ref_log_probs", None, "(B, T), where beta is not 0")

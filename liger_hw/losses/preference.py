@@ -14,7 +14,8 @@ from torch.nn.functional import logsigmoid
 
 from liger_hw.dispatch import check
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.chunked import CHUNK_MEMORY, check_labels, token_loss
+from liger_hw.losses.arguments import check_head, check_labels, check_numbers, check_tensors, prepare_reference
+from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 from liger_hw.losses.sequences import sequence_loss
 
 
@@ -230,21 +231,24 @@ def _logits_sums(x, weight, bias, *groups):
 def _reference(x, labels, average, options, ref_x, ref_weight, ref_bias, ref_log_probs):
     """The reference model's log-probabilities of the answers, (R,)."""
     rows = labels.shape[:1]
+    for name, value in {"ref_weight": ref_weight, "ref_bias": ref_bias}.items():
+        check(value is None or ref_x is not None, name, value, "None without ref_x")
     if ref_log_probs is not None:
-        fits = ref_log_probs.shape == rows and ref_x is None
+        fits = torch.is_tensor(ref_log_probs) and ref_log_probs.shape == rows and ref_x is None
         check(fits, "ref_log_probs", ref_log_probs, f"shape {tuple(rows)}, one for each answer, and no ref_x beside it")
         return ref_log_probs.detach()
     if ref_x is None:
         return torch.zeros(rows, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    check(ref_weight is not None, "ref_weight", ref_weight, "the reference model's (V, H), with ref_x")
-    check(ref_x.shape[:2] == labels.shape, "ref_x", ref_x, f"shape ({labels.shape[0]}, {labels.shape[1]}, H)")
     with torch.no_grad():
+        ref_x, ref_weight, ref_bias = prepare_reference(ref_x, ref_weight, ref_bias, "labels", labels, **options)
         token_log_probs = fused_linear_selective_log_softmax(ref_x, ref_weight, labels, ref_bias, **options)
         return _answers(token_log_probs, labels, options["ignore_index"], average)
 
 
 def _check_answers(x, weight, labels, ignore_index):
+    check_tensors(x=x, weight=weight, labels=labels)
     check(x.ndim == 3, "x", x, "floats (answers, T, H)")
+    check_head(x, weight)
     check(labels.shape == x.shape[:2], "labels", labels, f"shape {tuple(x.shape[:2])}, one for each position of x")
     check_labels("labels", labels, len(weight), ignore_index)
 
@@ -285,9 +289,10 @@ def preference_loss(
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
     formula = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
-    least = {"exo_pair": label_smoothing > 0, "robust": label_smoothing < 0.5}.get(loss_type, True)
     allowed = "0 to 0.5, more than 0 for exo_pair, less than 0.5 for robust"
-    check(0 <= label_smoothing <= 0.5 and least, "label_smoothing", label_smoothing, allowed)
+    check_numbers(allowed, least=0, most=0.5, label_smoothing=label_smoothing)
+    check(label_smoothing != {"exo_pair": 0, "robust": 0.5}.get(loss_type), "label_smoothing", label_smoothing, allowed)
+    check_numbers(alpha=alpha)
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     by_pair, labels_by_pair = reference.reshape(2, pairs), labels.reshape(2, pairs, -1)
@@ -342,10 +347,11 @@ def unpaired_preference_loss(
     """
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] > 0, "x", x, "at least one answer")
-    fits = preferred is not None and preferred.shape == labels.shape[:1]
+    fits = torch.is_tensor(preferred) and preferred.dtype == torch.bool and preferred.shape == labels.shape[:1]
     check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")
+    check_numbers("0 or more", least=0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     formula = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options)
-    options, preferred = {"ignore_index": ignore_index, "chunk_memory": chunk_memory}, preferred.bool()
+    options = {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     factors = torch.full_like(reference, undesirable_weight).masked_fill(preferred, desirable_weight) / len(x)
 
@@ -377,9 +383,9 @@ def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, p
 
 
 def _formula(losses, loss_type, beta, loss_options):
-    known = callable(loss_type) or loss_type in losses
+    known = callable(loss_type) or isinstance(loss_type, str) and loss_type in losses
     check(known, "loss_type", repr(loss_type), ", ".join(losses) + ", or a function as those are")
-    check(beta > 0, "beta", beta, "a positive number")
+    check_numbers("a positive number", above=0, beta=beta)
     if callable(loss_type):
         return functools.partial(loss_type, **loss_options)
     function = losses[loss_type]
@@ -387,5 +393,8 @@ def _formula(losses, loss_type, beta, loss_options):
     takes = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
     for name, value in loss_options.items():
         check(name in takes, name, value, f"an option of {loss_type}: {', '.join(takes) or 'it has none'}")
-    check(loss_options.get("tau", 1) > 0, "tau", loss_options.get("tau"), "a positive number")
+        of_one = torch.is_tensor(value) and value.numel() == 1 and name in ("kl", "delta")
+        if not of_one and not (value is None and name == "delta"):
+            check_numbers("a number, or for kl and delta a tensor of one", **{name: value})
+    check_numbers("a positive number", above=0, tau=loss_options.get("tau", 1))
     return functools.partial(function, **loss_options)

@@ -60,10 +60,12 @@ def check_flags(flags):
     """`FLAGS` with the caller's changes.
 
     Raises:
-        ValueError: a flag is unknown, or both losses are asked for.
+        ValueError: a flag is unknown or of another kind, or both losses are asked for.
     """
     for name in flags:
         check(name in FLAGS, name, "a flag of this name", ", ".join(FLAGS))
+    for name, value in flags.items():  # None is what Axolotl gives for what its user left out
+        check(value is None or isinstance(value, bool), name, repr(value), "True, False, or None for False")
     flags = FLAGS | flags
     both = flags["cross_entropy"] and flags["fused_linear_cross_entropy"]
     check(not both, "cross_entropy", "True with fused_linear_cross_entropy=True", "one of the two")
@@ -91,12 +93,13 @@ def patch(model, **flags):
         a `Summary`, which is also logged once at level INFO, or WARNING where nothing was replaced; None for a class.
 
     Raises:
-        ValueError: an unknown flag, or cross_entropy together with fused_linear_cross_entropy.
+        ValueError: no model; an unknown flag, or one that is none of True, False and None; cross_entropy together with
+            fused_linear_cross_entropy. The model is as it was.
     """
     flags = check_flags(flags)
     if isinstance(model, type):
         return _patch_class(model, flags)
-    check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module or a class of models")
+    _check_model(model)
     unpatch(model)
     summary = Summary()
     inside = set()  # activations that an MLP has no more use for
@@ -120,9 +123,14 @@ def unpatch(model):
     """Undo `patch`: every module gets its own class back. For a class of models, models built from now on are plain."""
     if isinstance(model, type):
         return _unpatch_class(model)
+    _check_model(model)
     for module in model.modules():
         if swapping.is_swapped(module):
             swapping.restore(module)
+
+
+def _check_model(model):
+    check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module or a class of models")
 
 
 def _find(module, flags):

@@ -135,6 +135,10 @@ def test_only_the_student_gets_gradients_and_once(engine, device):
         ("temperature", {"temperature": 0.0}),
         ("chunk_memory", {"chunk_memory": 0}),
         ("labels", {"labels": torch.full((9,), 37)}),
+        ("labels", {"labels": torch.zeros(9)}),
+        ("teacher_x", {"teacher_x": None}),
+        ("hard_weight", {"hard_weight": float("nan")}),
+        ("soft_weight", {"soft_weight": -1.0}),
     ],
 )
 def test_bad_input(argument, change):

@@ -11,7 +11,7 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.bench.loss_cases import OURS, SMALL, TORCH, cases
-from liger_hw.losses import distillation, multi_token, policy, preference
+from liger_hw.losses import arguments, distillation, multi_token, policy, preference
 
 CASES = {f"{case.op} {case.label}": case for case in cases(sizes=SMALL)}
 DEVICE = "cpu" if interpreting() else (torch.accelerator.current_accelerator() or torch.device("cpu")).type
@@ -92,7 +92,7 @@ def nobody_waits(monkeypatch):
         return
 
     with monkeypatch.context() as patch, NobodyWaits():
-        for module in (distillation, multi_token, policy, preference):  # they look at labels on a CPU alone
+        for module in (arguments, distillation, multi_token, policy, preference):  # they look at labels on a CPU alone
             patch.setattr(module, "check_labels", lambda *args: None)
         yield
 

@@ -84,6 +84,15 @@ def test_nothing_to_learn_from_extreme_logits_and_a_second_backward(engine, devi
         ("weight", {"weight": [torch.zeros(31, 8)] * 2}),
         ("bias", {"bias": [None] * 2, "weight": [torch.zeros(31, 8)] * 3}),
         ("labels", {"labels": torch.full((2, 6), 31)}),
+        (
+            "labels",
+            {"labels": torch.full((2, 6), 30), "weight": [torch.zeros(31, 8), torch.zeros(31, 8), torch.zeros(9, 8)]},
+        ),
+        ("heads", {"heads": None}),
+        ("shifts", {"shifts": (1.5, 2, 3)}),
+        ("shifts", {"shifts": 3}),
+        ("head_weights", {"head_weights": (1.0, 1.0, float("nan"))}),
+        ("weight", {"weight": []}),
     ],
 )
 def test_bad_input(argument, change):

@@ -265,6 +265,16 @@ def test_compiles(device):
         ("sapo_temperature_pos", {"sapo_temperature_pos": 0.0}),
         ("max_completion_length", {"max_completion_length": 0}),
         ("tokens", {"tokens": torch.full((3, 5), 31)}),
+        ("tokens", {"tokens": torch.zeros(3, 5)}),
+        ("advantages", {"advantages": None}),
+        ("mask", {"mask": [[1] * 5] * 3}),
+        ("weight", {"weight": torch.zeros(31, 3)}),
+        ("ref_x", {"ref_log_probs": None, "ref_x": torch.zeros(2, 5, 8), "ref_weight": torch.zeros(31, 8)}),
+        ("beta", {"beta": "0.04"}),
+        ("epsilon_low", {"epsilon_low": float("nan")}),
+        ("entropy_coef", {"entropy_coef": float("nan")}),
+        ("num_items", {"num_items": 0}),
+        ("unheard_of: got 1, allowed: an option: loss_type", {"unheard_of": 1}),
     ],
 )
 def test_bad_input(argument, change):

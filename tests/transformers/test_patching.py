@@ -82,7 +82,8 @@ def test_flags_leave_parts_alone(flag, gone):
     [
         ({"rmsnorm": True}, "rmsnorm"),
         ({"cross_entropy": True}, "fused_linear_cross_entropy"),
-        ({"rope": 1, "x": 0}, "x"),
+        ({"rope": True, "x": False}, "^x: got"),
+        ({"rms_norm": "no"}, "^rms_norm: got 'no', allowed: True, False"),
     ],
 )
 def test_bad_flags_are_errors(flags, named):
@@ -91,8 +92,10 @@ def test_bad_flags_are_errors(flags, named):
         with pytest.raises(ValueError, match=named):
             call(model=model, **flags)
     assert not swapped(model)
-    with pytest.raises(ValueError, match="model"):
-        liger_hw.patch("llama")
+    for call in (liger_hw.patch, liger_hw.unpatch):
+        for no_model in ("llama", None, model.config):
+            with pytest.raises(ValueError, match="^model: got .*allowed: a torch.nn.Module"):
+                call(no_model)
 
 
 def test_patching_touches_one_model_only():

@@ -1,0 +1,58 @@
+"""What losses refuse before they compute anything: every error names the argument, what came and what is allowed."""
+
+import math
+import sys
+
+import torch
+
+from liger_hw.dispatch import check
+from liger_hw.kernels.linear_chunks import prepare_linear
+from liger_hw.losses.chunked import traced
+
+LARGEST = sys.float_info.max
+
+
+def check_tensors(**tensors):
+    for name, value in tensors.items():
+        check(torch.is_tensor(value), name, type(value).__name__, "a tensor")
+
+
+def check_numbers(allowed="a finite number", least=-LARGEST, above=-math.inf, most=LARGEST, **numbers):
+    """Refuse all but numbers from `least`, more than `above`, to `most`."""
+    for name, value in numbers.items():
+        fits = isinstance(value, (int, float)) and least <= value <= most and value > above
+        check(fits, name, repr(value), allowed)
+
+
+def check_labels(name, labels, classes, ignore_index):
+    """Refuse what is no integer; and, where nobody waits for it, on a CPU, a label outside the vocabulary.
+
+    Elsewhere that makes the loss NaN.
+    """
+    check(labels.dtype in (torch.int64, torch.int32), name, labels, "int64 or int32")
+    if labels.device.type != "cpu" or traced(labels):
+        return
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
+    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
+
+
+def check_head(x, weight, names=("x", "weight")):
+    """Refuse what is no output layer's weight (V, H) of hidden states (..., H)."""
+    fits = weight.ndim == 2 and x.ndim > 0 and weight.shape[1] == x.shape[-1]
+    check(fits, names[1], weight, f"shape (V, {x.shape[-1] if x.ndim else 'H'}), as {names[0]}")
+
+
+def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, chunk_memory):
+    """The reference model's hidden states and output layer as `F.linear` would see them.
+
+    Args:
+        name: what the caller calls the tokens (R, T), of which there must be a row of `ref_x` for each, in its
+            vocabulary.
+    """
+    check_tensors(ref_x=ref_x, ref_weight=ref_weight)
+    check(ref_x.shape[:-1] == tokens.shape, "ref_x", ref_x, f"shape ({', '.join(map(str, tokens.shape))}, H)")
+    names = "ref_x", "ref_weight", "ref_bias"
+    prepared = prepare_linear(ref_x, ref_weight, ref_bias, chunk_memory, names=names)
+    check_labels(name, tokens, len(ref_weight), ignore_index)
+    return prepared
