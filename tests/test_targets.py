@@ -4,10 +4,12 @@ The configurations are exactly those a launch on that architecture would use. He
 `liger-hw matrix --compile` holds every shape and dtype to the same gates.
 """
 
+import dataclasses
 import os
 
 import pytest
 
+from liger_hw import crosscompile
 from liger_hw.dispatch import OPS
 from liger_hw.matrix import compiled
 from liger_hw.occupancy import LIMITS, waves_by_registers
@@ -39,3 +41,20 @@ def test_passes_every_gate(op, arch, cache):
         # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8
         modelled = waves_by_registers(LIMITS[arch], result.registers)
         assert result.waves in (None, modelled, modelled - 1), "not what LLVM counts"
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "cross_entropy"])
+@pytest.mark.parametrize("family", crosscompile.FAMILIES, ids=lambda family: family[0])
+def test_what_relatives_share_is_what_each_would_be_given(family, op):
+    """LLVM's IR, made for one and renamed for another."""
+    launch = max(compiled.uses(family[0], [op], ["bf16"], [compiled.WIDE]), key=lambda use: use.backward).launch
+    for arch in family[1:]:
+        crosscompile._made.clear()
+        crosscompile.compiled(launch)
+        other = dataclasses.replace(launch, arch=arch)
+        shared = crosscompile._of_relative(other)
+        found = crosscompile.compiled(other)
+        crosscompile._made.clear()
+        assert crosscompile.compiled(other) == found
+        own_arch, *own = crosscompile._made[family]
+        assert own_arch == arch and shared == tuple(own)
