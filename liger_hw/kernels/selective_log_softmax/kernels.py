@@ -2,7 +2,17 @@
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._logits import LN_2, LOWEST, alignment, body_pointer, edge_columns, in_body, score, split
+from liger_hw.kernels._logits import (
+    LN_2,
+    LOWEST,
+    alignment,
+    body_pointer,
+    edge_columns,
+    in_body,
+    row_gradient_config,
+    score,
+    split,
+)
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -21,10 +31,7 @@ def selective_log_softmax_forward_config(cols, itemsize, device):
 
 @tuned
 def selective_log_softmax_backward_config(cols, itemsize, device):
-    block = min(power_of_2(cols), 8192)
-    # registers let two programs of 8,192 columns on 16 warps on a core: enough for an H200, 76% of what a B200 asks for
-    per_lane = 16 if 2 * 8192 * itemsize >= device.bytes_in_flight else 32
-    return Config({"COLS": block}, row_warps(block, device, per_lane), fp_fusion=False)  # fused: as the forward's
+    return row_gradient_config(cols, itemsize, device)
 
 
 @triton.jit
