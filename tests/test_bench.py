@@ -11,6 +11,7 @@ import torch
 from liger_hw import backends, cli, dispatch, shapes
 from liger_hw._triton import interpreting
 from liger_hw.bench import measure, operations, page, peers, tables, training
+from liger_hw.bench.results import about
 from liger_hw.kernels import load_all
 
 for package in ("matplotlib", "rich"):
@@ -374,7 +375,7 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
         sys.path.pop(0)
     records = [made(m, provider=p, shape="16384x4096", mode="full", share=0.5, bytes=9, flops=9) for m, p in
                ((0.2, "liger_hw"), (0.3, "quack"), (0.4, "liger"))]  # fmt: skip
-    found = operations.about(torch.device("cpu")) | results(*records) | {
+    found = about(torch.device("cpu")) | results(*records) | {
         "device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}, "dtype": "bfloat16",
         "ceilings": {"bytes_per_second": 4e12, "flops_per_second": 7e14},
     }  # fmt: skip
@@ -399,7 +400,7 @@ def test_the_page_of_models_is_written_from_results(monkeypatch, tmp_path):
         return asked | {"dtype": "bfloat16", "tokens_per_second": tokens, "peak_bytes": memory * 2**30}
 
     broken = run("liger", 0, 0, "granite-2b") | {"error": "ValueError: sideways"}
-    found = operations.about(torch.device("cpu")) | results(
+    found = about(torch.device("cpu")) | results(
         run("eager", 1000.0, 20), run("liger_hw", 1500.0, 10), run("liger", 1200.0, 12),
         run("eager", 1000.0, 20, "granite-2b"), run("liger_hw", 1300.0, 10, "granite-2b"), broken,
     ) | {"device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}}  # fmt: skip

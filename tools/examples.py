@@ -23,7 +23,7 @@ PROVIDERS = ("plain", "liger_hw", "liger-kernel")
 
 def measure(file: Path, names, options) -> None:
     """Run every example with every provider, each in a process of its own, and write the results after each."""
-    from liger_hw.bench.operations import write
+    from liger_hw.bench.results import write
 
     context = multiprocessing.get_context("fork")  # what was imported below is imported once; no device was touched
     importlib.import_module("transformers.trainer")
@@ -45,7 +45,7 @@ def measure(file: Path, names, options) -> None:
 def _one(name, options, answer) -> None:
     import torch
 
-    from liger_hw.bench.operations import about
+    from liger_hw.bench.results import about
 
     sys.path.insert(0, str(FOLDER))
     sys.argv = [name, *options, "--json", str(answer), "--output", str(answer.parent)]

@@ -14,8 +14,9 @@ from liger_hw._text import table
 from liger_hw.bench import tables
 from liger_hw.bench.loss_cases import LIGER, REAL, SMALL, TORCH, cases
 from liger_hw.bench.measure import Clock
-from liger_hw.bench.operations import about, clean, skip, write
+from liger_hw.bench.operations import clean
 from liger_hw.bench.peers import FLOOR, OURS
+from liger_hw.bench.results import about, asked, kept, skip, write
 
 PROVIDERS = {
     OURS: "",
@@ -97,12 +98,8 @@ def run(chosen, providers, dtype, device, progress, file: Path) -> dict:
         Plain data; `complete` is False if it was interrupted. Times are in milliseconds, of forward and backward;
         `gradient_bytes` is what the gradients take of `peak_bytes`; `loss` is what each provider finds.
     """
-    found = about(device) | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "providers": {name: PROVIDERS[name] for name in providers},
-        "parity": {}, "results": [], "skipped": [], "complete": False,
-    }  # fmt: skip
-    try:
+    found = about(device) | asked(dtype, {name: PROVIDERS[name] for name in providers})
+    with kept(found, file):
         if device.type != "cpu":
             _compile(chosen, providers, dtype, device, progress)
         clock = Clock(device)
@@ -113,10 +110,6 @@ def run(chosen, providers, dtype, device, progress, file: Path) -> dict:
             _measure(case, providers, dtype, clock, found)
             write(found, file)
             progress.advance(bar)
-        found["complete"] = True
-    except KeyboardInterrupt:
-        pass
-    write(found, file)
     return found
 
 

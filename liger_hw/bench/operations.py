@@ -2,22 +2,17 @@
 
 import contextlib
 import gc
-import json
 import os
-import platform
-import subprocess
-import sys
-import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from liger_hw import __version__, backends, dispatch, memory, parity, shapes
+from liger_hw import backends, dispatch, memory, parity, shapes
 from liger_hw.bench.measure import Clock
 from liger_hw.bench.peers import FLOOR, OURS, PEERS
+from liger_hw.bench.results import about, asked, kept, skip, write
 from liger_hw.kernels import load_all
 
 MODES = ("fwd", "bwd", "full", "host")
@@ -25,7 +20,6 @@ SECONDS = 0.4  # what the rounds of one mode at one shape may take
 GRAPHS_BELOW = 5e-3  # seconds: above it the host does not matter, and a graph's own memory does
 HOST_BELOW = 2**21  # bytes: above it a device may be slower than the host
 CPU_BYTES, CPU_FLOPS = 2**25, 10**10  # the largest shape that a CPU is asked to run unless it is named
-PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers")
 
 
 def select(ops, texts, modes, device) -> list[shapes.Case]:
@@ -81,12 +75,8 @@ def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
     Returns:
         Plain data; `complete` is False if it was interrupted.
     """
-    found = about(device) | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "providers": {name: PEERS[name].note for name in providers},
-        "parity": {}, "results": [], "skipped": [], "complete": False,
-    }  # fmt: skip
-    try:
+    found = about(device) | asked(dtype, {name: PEERS[name].note for name in providers})
+    with kept(found, file):
         _prepare(cases, providers, dtype, device, found, progress)
         clock = Clock(device)
         found["ceilings"] = clock.ceilings(dtype)
@@ -97,57 +87,7 @@ def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
                 _measure(case, providers, modes, dtype, clock, found)
                 write(found, file)
             progress.advance(bar)
-        found["complete"] = True
-    except KeyboardInterrupt:
-        pass
-    write(found, file)
     return found
-
-
-def write(found: dict, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    part.replace(file)
-
-
-def about(device) -> dict:
-    """Where and when: device, versions, commit, command."""
-    here = backends.detected(device)
-    name = here.name or f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    return {
-        "device": {
-            "name": name, "vendor": here.vendor, "arch": here.arch, "python": platform.python_version(),
-            "clock": "wall, warm caches" if device.type == "cpu" else "events on the stream, cold L2",
-        },
-        "versions": {package: _version(package) for package in PACKAGES}
-        | {"liger_hw": __version__, "torch": torch.__version__},
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": _commit(),
-        "backend": backends.forced() or "automatic",
-        "command": " ".join(["liger-hw", *sys.argv[1:]]),
-    }  # fmt: skip
-
-
-def _version(package) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Of the checkout that this package lies in, with a + where something is not committed."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        git = ["git", "-C", str(root)]
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout else "")
 
 
 # before anything is timed ---------------------------------------------------------------------------------------------
@@ -321,11 +261,6 @@ def _measure(case, providers, modes, dtype, clock, found) -> None:
                     record(f"host {mode}", name, took, 1e6)
     subjects.clear()
     clean(clock.device)
-
-
-def skip(found, case, name, error) -> None:
-    why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
-    found["skipped"].append({"op": case.op, "shape": case.label, "provider": name, "why": why[:300]})
 
 
 def clean(device) -> None:

@@ -23,8 +23,8 @@ import liger_hw
 from liger_hw import demo
 from liger_hw.bench import tables
 from liger_hw.bench.measure import spread
-from liger_hw.bench.operations import about, write
 from liger_hw.bench.peers import OURS
+from liger_hw.bench.results import about, kept, write
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 PROVIDERS = (EAGER, COMPILE, LIGER, OURS)
@@ -146,7 +146,7 @@ def run(runs, device, progress, file: Path) -> dict:
     """Make every run of a `plan`; the results, which are also written to `file` after each."""
     found = about(device) | {"results": [], "complete": False}
     bar = progress.add_task("training", total=len(runs), note="")
-    try:
+    with kept(found, file):
         for _, group in itertools.groupby(runs, key=lambda asked: asked | {"provider": ""}):
             group = sorted(group, key=lambda asked: ORDER.index(asked["provider"]))
             progress.update(bar, note=tables.setting(group[0]))
@@ -154,10 +154,6 @@ def run(runs, device, progress, file: Path) -> dict:
                 found["results"].append(asked | result)
                 write(found, file)
                 progress.update(bar, advance=1, note=f"{tables.setting(asked)}, {asked['provider']}")
-        found["complete"] = True
-    except KeyboardInterrupt:
-        pass
-    write(found, file)
     return found
 
 

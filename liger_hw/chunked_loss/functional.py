@@ -3,11 +3,13 @@
 `compiled` and `chunk_size` have no effect. Chunks are made of tokens by a memory budget.
 """
 
+from dataclasses import fields
+
 import torch
 from torch.nn.functional import logsigmoid
 
 from liger_hw.losses.distillation import distillation_loss
-from liger_hw.losses.policy import policy_loss
+from liger_hw.losses.policy import PolicyOptions, policy_loss
 from liger_hw.losses.preference import Pairs, log_odds_ratio, preference_loss, unpaired_preference_loss
 
 __all__ = [
@@ -135,14 +137,7 @@ def liger_fused_linear_grpo(
     vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
 ):  # fmt: skip
     """`policy_loss`: see `LigerFusedLinearGRPOLoss`."""
-    options = {
-        "loss_type": loss_type, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "delta": delta,
-        "importance_sampling_level": importance_sampling_level, "temperature": temperature, "beta": beta,
-        "use_bias_correction_kl": use_bias_correction_kl, "max_completion_length": max_completion_length,
-        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
-        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
-        "vespo_lambda_neg": vespo_lambda_neg,
-    }  # fmt: skip
+    options = policy_options(locals())
     own_reference = not use_ref_model and ref_per_token_logps is None  # the KL and its gradient are 0 then
     if own_reference:
         ref_input, options["beta"] = None, 0.0
@@ -154,6 +149,11 @@ def liger_fused_linear_grpo(
     )  # fmt: skip
     kl = torch.zeros_like(found.clip_ratio) if own_reference and beta else found.kl
     return found.loss, [value for value in (kl, found.clip_ratio) if value is not None]
+
+
+def policy_options(arguments: dict) -> dict:
+    """Those of a function's arguments that are options of the policy losses, under the same names."""
+    return {field.name: arguments[field.name] for field in fields(PolicyOptions) if field.name in arguments}
 
 
 def items_of_all_ranks(mask, num_items=None):

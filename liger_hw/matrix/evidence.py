@@ -60,9 +60,9 @@ class Cell:
 
 def about(level: str, device: torch.device | None = None) -> tuple[str, dict]:
     """A new run's id, and its facts: level, device, versions, date, commit, command (of paths, the last part alone)."""
-    from liger_hw.bench import operations
+    from liger_hw.bench import results
 
-    facts = operations.about(device or torch.device("cpu"))
+    facts = results.about(device or torch.device("cpu"))
     return uuid.uuid4().hex[:12], {"level": level} | facts | {"command": re.sub(r"\S*/", "", facts["command"])}
 
 

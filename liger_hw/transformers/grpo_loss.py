@@ -1,6 +1,6 @@
 """`triton_grpo_loss` of `liger_kernel.transformers.grpo_loss`: GRPO and its relatives from logits."""
 
-from liger_hw.chunked_loss.functional import items_of_all_ranks
+from liger_hw.chunked_loss.functional import items_of_all_ranks, policy_options
 from liger_hw.losses.policy import PolicyOptions, policy_loss_of_logits, token_weights
 
 __all__ = ["triton_grpo_loss"]
@@ -33,14 +33,7 @@ def triton_grpo_loss(
     Raises:
         ValueError: shapes that do not fit, an unknown loss type or an option out of range.
     """
-    options = {
-        "loss_type": loss_type, "temperature": temperature, "beta": beta, "epsilon_low": eps_low,
-        "epsilon_high": eps_high, "delta": delta, "importance_sampling_level": importance_sampling_level,
-        "max_completion_length": max_completion_length, "use_bias_correction_kl": use_bias_correction_kl,
-        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
-        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
-        "vespo_lambda_neg": vespo_lambda_neg,
-    }  # fmt: skip
+    options = policy_options(locals() | {"epsilon_low": eps_low, "epsilon_high": eps_high})
     loss, kl, is_clipped, batch = policy_loss_of_logits(
         logits, completion_ids, advantages, completion_mask, old_logp, ref_logp, vllm_is_ratio, inplace, **options
     )
