@@ -200,7 +200,7 @@ def replacement(original, rotation):
 
 def _how(rotation, leading, axis):
     """`DIRECT` or `PROMOTED`, or None where these arguments are none that the op was shown to agree on."""
-    if any(x is None for x in leading[2:]) or leading[0] is None:
+    if any(x is None for x in leading):  # without k, some return q alone
         return None
     is_complex = rotation.form.endswith("freqs_cis")
     if is_complex and not leading[2].is_complex():

@@ -85,6 +85,18 @@ def test_what_was_not_proved_goes_to_the_function(monkeypatch):
             assert torch.equal(found, expected)
 
 
+def half_of_keys_or_none(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    turned = half(q, q if k is None else k, cos, sin, unsqueeze_dim)
+    return turned[0] if k is None else turned
+
+
+def test_queries_alone():
+    ours = rotary.replacement(half_of_keys_or_none, recognition._rotation(half_of_keys_or_none))
+    q, k, cos, sin = inputs(torch.float32, torch.float32)
+    assert torch.equal(ours(q, cos=cos, sin=sin), half_of_keys_or_none(q, cos=cos, sin=sin))
+    assert torch.equal(ours(q, k, cos, sin)[1], half(q, k, cos, sin)[1])
+
+
 def test_flat_tokens_of_a_vision_tower():
     rotation = recognition._rotation(flat_in_fp32)
     q, k, cos, sin = (x[0].transpose(0, 1) if x.ndim == 4 else x[0] for x in inputs(torch.bfloat16, torch.bfloat16))

@@ -7,6 +7,7 @@ import re
 
 import tiny
 import torch
+from zoo_changes import CHANGES, INPUTS
 
 transformers = tiny.transformers
 from transformers.models.auto import modeling_auto  # noqa: E402
@@ -111,29 +112,6 @@ def _short_lists(default):
     return found
 
 
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-HALF_MROPE = MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
-CHANGES = {  # model type -> what its configuration needs beyond the rules
-    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
-    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
-    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
-    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
-    "glm4v": {"text_config": {"rope_parameters": MROPE}},
-    "glm46v": {"text_config": {"rope_parameters": MROPE}},
-    "glmga": {"text_config": {"rope_parameters": MROPE}},
-    "glm_ocr": {"text_config": {"rope_parameters": MROPE}},
-    "glm4v_moe": {"text_config": {"rope_parameters": HALF_MROPE}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "flint": {"output_router_logits": False},  # its own forward fails with them, as nllb-moe's
-    "nllb-moe": {"output_router_logits": False},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 8},
-    "nemotron": {"num_key_value_heads": 2},
-}
-
-
 class NotTiny(Exception):
     """A class of models that these rules make no small working model of; says why."""
 
@@ -146,7 +124,7 @@ def build(model_type, cls):
     """
     try:
         model = _model(model_type, cls)
-        given = inputs(model)
+        given = inputs(model, model_type)
         with torch.no_grad():
             learns = model(**given).loss is not None
     except Exception as error:  # of any kind: of the model's, not of this library's, which is not at work yet
@@ -162,29 +140,31 @@ def _model(model_type, cls, seed=0):
         torch.manual_seed(seed)
         small = config(config_class, **copy.deepcopy(CHANGES.get(model_type, {})))
         model_class = getattr(transformers, cls)
-        if model_class.config_class is not config_class:
-            small = small.get_text_config()
+        text = next((part for part in vars(small).values() if type(part) is model_class.config_class), None)
+        small = small if text is None else text
         for part in (small, small.get_text_config(decoder=True)):
             if getattr(part, "is_encoder_decoder", False) or not hasattr(part, "decoder_start_token_id"):
                 part.decoder_start_token_id = 0
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(small).parameters())
-        if size > 3e7:
+        if size > 4e7:
             raise ValueError(f"{size:.1e} parameters")
         model = model_class(small)
         for p in model.parameters():
-            p.data += 0.2 * torch.randn_like(p)
+            # wider sums, of convolutions, would lose the loss's gradient to rounding
+            p.data += 0.2 * min(1.0, (64 / max(p[0].numel(), 1)) ** 0.5) * torch.randn_like(p)
     return model.train()
 
 
-def inputs(model, batch=2, length=12, seed=0):
-    """Token ids and labels that its forward takes."""
+def inputs(model, model_type, batch=2, length=12, seed=0):
+    """What its forward learns from: token ids, labels, and whatever it does not do without."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 100, (batch, length), generator=generator)
     labels = ids.clone()
     labels[0, :4] = -100
     accepted = inspect.signature(model.forward).parameters
     given = {"input_ids": ids, "labels": labels}
+    given |= INPUTS.get(model_type, lambda ids, config: {})(ids, model.config)
     if "use_cache" in accepted:
         given["use_cache"] = False
     return given
