@@ -141,19 +141,22 @@ def _store_pairs(OUT, x1, x2, there, half: tl.constexpr, NEIGHBOURS: tl.constexp
 
 @triton.jit
 def _rotate_heads(
-    X, OUT, cos1, cos2, sin1, sin2, x_head_stride, x_dim_stride, out_head_stride, dtype: tl.constexpr,
-    heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr,
-    PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
+    X, OUT, cos1, cos2, sin1, sin2, batch, token, tokens, batch_stride, token_stride, head_stride, dim_stride,
+    heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr, HEADS_INSIDE: tl.constexpr,
+    dtype: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of the token that X points to, HEADS at a time. The products are rounded to `dtype`.
+    """Rotate all heads of a token, HEADS at a time, into dense memory. The products are rounded to `dtype`.
 
     A few key heads leave lanes of a tile made for the queries idle; a smaller tile would have narrower accesses.
     """
+    X += batch * batch_stride + token * token_stride
+    OUT += batch * (tokens * (heads * head_dim)) + token * (heads * head_dim if HEADS_INSIDE else head_dim)
+    out_head_stride = head_dim if HEADS_INSIDE else tokens * head_dim
     half: tl.constexpr = rotary_dim // 2
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         of_a_head = in_row(head, heads, HEADS)
-        x1, x2 = _load_pairs(X + head * x_head_stride, of_a_head, x_dim_stride, half, PAIRS_IN, HEADS)
+        x1, x2 = _load_pairs(X + head * head_stride, of_a_head, dim_stride, half, PAIRS_IN, HEADS)
         if BACKWARD:
             out1 = rounded(x1 * cos1, dtype) + rounded(x2 * sin2, dtype)
             out2 = rounded(x2 * cos2, dtype) - rounded(x1 * sin1, dtype)
@@ -165,7 +168,7 @@ def _rotate_heads(
             REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
             rest = tl.arange(0, REST)[None, :]
             there = of_a_head & in_row(rest, head_dim - rotary_dim, REST)
-            x = tl.load(X + head * x_head_stride + (rotary_dim + rest) * x_dim_stride, there)
+            x = tl.load(X + head * head_stride + (rotary_dim + rest) * dim_stride, there)
             tl.store(OUT + head * out_head_stride + rotary_dim + rest, x, there)
 
 
@@ -198,24 +201,18 @@ def rope_rotate(
         cos1, cos2 = tl.load(COS + at1, there).to(tl.float32), tl.load(COS + at2, there).to(tl.float32)
         sin1, sin2 = tl.load(SIN + at1, there).to(tl.float32), tl.load(SIN + at2, there).to(tl.float32)
     if Q is not None:
-        q_step = q_heads * head_dim if Q_HEADS_INSIDE else head_dim  # from token to token, and from head to head
-        q_stride = head_dim if Q_HEADS_INSIDE else tokens * head_dim
-        q_dtype: tl.constexpr = Q.dtype.element_ty if Q.dtype == COS.dtype and not WIDE else tl.float32
         _rotate_heads(
-            Q + batch * q_batch_stride + token * q_token_stride,
-            Q_OUT + batch * (tokens * (q_heads * head_dim)) + token * q_step,
-            cos1, cos2, sin1, sin2, q_head_stride, q_dim_stride, q_stride, q_dtype,
-            q_heads, head_dim, rotary_dim, PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
+            Q, Q_OUT, cos1, cos2, sin1, sin2, batch, token, tokens,
+            q_batch_stride, q_token_stride, q_head_stride, q_dim_stride, q_heads, head_dim, rotary_dim, Q_HEADS_INSIDE,
+            Q.dtype.element_ty if Q.dtype == COS.dtype and not WIDE else tl.float32,
+            PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
         )  # fmt: skip
     if K is not None:
-        k_step = k_heads * head_dim if K_HEADS_INSIDE else head_dim  # from token to token, and from head to head
-        k_stride = head_dim if K_HEADS_INSIDE else tokens * head_dim
-        k_dtype: tl.constexpr = K.dtype.element_ty if K.dtype == COS.dtype and not WIDE else tl.float32
         _rotate_heads(
-            K + batch * k_batch_stride + token * k_token_stride,
-            K_OUT + batch * (tokens * (k_heads * head_dim)) + token * k_step,
-            cos1, cos2, sin1, sin2, k_head_stride, k_dim_stride, k_stride, k_dtype,
-            k_heads, head_dim, rotary_dim, PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
+            K, K_OUT, cos1, cos2, sin1, sin2, batch, token, tokens,
+            k_batch_stride, k_token_stride, k_head_stride, k_dim_stride, k_heads, head_dim, rotary_dim, K_HEADS_INSIDE,
+            K.dtype.element_ty if K.dtype == COS.dtype and not WIDE else tl.float32,
+            PAIRS_IN, PAIRS_OUT, BACKWARD, HEADS,
         )  # fmt: skip
 
 
