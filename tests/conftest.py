@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from poisoned import poisoned
 
 from liger_hw import backends, parity
 from liger_hw._triton import interpreting
@@ -113,15 +114,5 @@ def nothing_forced(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Memory a kernel forgets to write is NaN, not luck."""
-
-    def poisoned(make):
-        def empty(*args, **kwargs):
-            out = make(*args, **kwargs)
-            with torch.no_grad():  # a leaf may be asked for
-                return out.fill_(float("nan")) if out.is_floating_point() else out
-
-        return empty
-
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
