@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 
 import liger_hw
-from liger_hw import demo
+from liger_hw import demo, integrations
 
 PLAIN, OURS, PEER = "plain", "liger_hw", "liger-kernel"
 TINY = {"batch": 2, "seq": 64, "steps": 4}
@@ -119,6 +119,12 @@ def provide(args, model, **flags):
     elif args.provider == PEER:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model, **flags)
     return model
+
+
+def provide_trl(args):
+    """TRL's log-probabilities, for which it has a function of its own since 1.15, as `args.provider` computes them."""
+    if args.provider == OURS:
+        integrations.accelerate_trl()
 
 
 class Meter(TrainerCallback):

@@ -13,6 +13,7 @@ def main():
     reference = copy.deepcopy(model)
     for each in (model, reference):
         common.provide(args, each)  # liger_hw.patch(model)
+    common.provide_trl(args)  # liger_hw.integrations.accelerate_trl()
     meter = common.Meter(args, tokens=2 * args.batch * args.seq)
     DPOTrainer(
         model,

@@ -17,6 +17,7 @@ def main():
     args.batch = -(-args.batch // COMPLETIONS) * COMPLETIONS
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model)  # liger_hw.patch(model)
+    common.provide_trl(args)  # liger_hw.integrations.accelerate_trl()
     meter = common.Meter(args)
     prompts = [{"prompt": row["prompt"][-args.seq :]} for row in common.preferences(args)]
     settings = common.trainer_arguments(args, num_generations=COMPLETIONS, max_completion_length=args.seq)

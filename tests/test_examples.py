@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from liger_hw import integrations
+
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
     "trainer_sft": "accelerate", "orpo": "accelerate", "medusa": "accelerate", "vision_sft": "accelerate",
@@ -31,7 +33,11 @@ def test_example(name, monkeypatch, tmp_path, capsys):
             pytest.skip(f"the package {package} is not installed")
     if torch.accelerator.is_available():
         pytest.skip("compares fp32 runs of a CPU")
-    plain, patched = (run(name, provider, monkeypatch, tmp_path) for provider in ("plain", "liger_hw"))
+    try:
+        plain, patched = (run(name, provider, monkeypatch, tmp_path) for provider in ("plain", "liger_hw"))
+    finally:
+        if NEEDS[name] == "trl":
+            integrations.restore_trl()
     assert len(plain["losses"]) == 3 and plain["tokens_per_second"] > 0
     for key in ("losses", "gradient_norms"):
         torch.testing.assert_close(torch.tensor(patched[key]), torch.tensor(plain[key]), rtol=1e-5, atol=1e-6)
