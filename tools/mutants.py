@@ -50,6 +50,17 @@ MUTANTS = {
         ("last tile unmasked", "mask = (row < rows) & (col < cols)", "mask = (row < rows) & (col < cols - 1)"),
         ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "0.5 * x * (1.0 + tanh(0.8 * x))"),
     ],
+    "activate": [
+        ("slope of the squared ReLU", "return y * y, 2.0 * y", "return y * y, y"),
+        ("a cube rounded once", "rounded(rounded(x * x, dtype) * x, dtype)", "rounded(x * x * x, dtype)"),
+        (
+            "sigmoid not rounded",
+            "x * rounded(tl.sigmoid(rounded(1.702 * x, dtype)), dtype)",
+            "x * tl.sigmoid(1.702 * x)",
+        ),
+        ("not a number becomes zero", "y = tl.where(x < 0.0, 0.0, x)", "y = tl.where(x > 0.0, x, 0.0)"),
+        ("quick GELU's slope", "s * (1.0 + 1.702 * x * (1.0 - s))", "s * (1.0 + x * (1.0 - s))"),
+    ],
     "glu_linear": [
         (
             "product left out in place",
@@ -89,6 +100,7 @@ MUTANTS = {
     ],
 }
 PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not tests/kernels/test_NAME.py
+    "activate": ("kernels/_math.py", "kernels/test_activate.py"),
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
     "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),

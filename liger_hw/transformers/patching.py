@@ -32,6 +32,7 @@ FLAGS = {
 FLAG_OF = {"clamped_swiglu": "swiglu", "silu": "swiglu"}  # of what has none of its own name
 FLAG_OF |= dict.fromkeys(("gelu_tanh", "gelu_erf", "gelu_new", "quick_gelu"), "geglu")
 NO_OP = "no op gives the same bits"
+OWN_LOOP = "a loop of its own over its experts, which transformers' experts interface does not run"
 NO_ACTIVATION = "what is between its two products is not just an activation that an op computes"
 _known = {}  # what a probe of a module depends on -> its Match or None
 
@@ -197,7 +198,9 @@ def _recognised(key, find):
 def _why_not(module):
     """Why a module that looks as if an op could serve it is none that one serves; None where it does not look so."""
     name = type(module).__name__.lower()
-    if "norm" in name and not module._modules or "experts" in name:
+    if "experts" in name:
+        return NO_OP if hasattr(module, "has_gate") else OWN_LOOP
+    if "norm" in name and not module._modules:
         return NO_OP
     if not any(part in name for part in ("mlp", "feedforward")):
         return None

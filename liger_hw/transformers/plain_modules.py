@@ -1,4 +1,4 @@
-"""Modules of liger_kernel that this library has no kernel for: the functions of `functional` with their parameters."""
+"""Modules of liger_kernel that are functions of `functional` with parameters; LigerReLUSquared alone has a kernel."""
 
 import torch
 from torch import nn

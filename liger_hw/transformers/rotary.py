@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_hw.kernels.rope import LAYOUTS, rope
+from liger_hw.transformers.probing import DTYPES
 
 LEADING = {  # the form of a function -> names of its leading parameters, None for any
     "q, k, cos, sin": (None, None, "cos", "sin"),
@@ -21,7 +22,6 @@ LEADING = {  # the form of a function -> names of its leading parameters, None f
 }
 OPTIONAL = {"position_ids", "unsqueeze_dim"}  # Hugging Face's functions do not use the first
 TABLES = ("full", "first_half", "shared")  # a value for each of the head's; that, its second half unused; for each pair
-DTYPES = (torch.float32, torch.bfloat16)
 MIXED = (DTYPES[::-1], DTYPES)  # narrower heads than tables, and wider
 # what the op must be given to return what the function returns, where the tables' dtype is not the heads'
 DIRECT, PROMOTED = "direct", "promoted"

@@ -152,7 +152,7 @@ def _model(model_type, cls, seed=0):
         model = model_class(small)
         for p in model.parameters():
             # wider sums, of convolutions, would lose the loss's gradient to rounding
-            p.data += 0.2 * min(1.0, (64 / max(p[0].numel(), 1)) ** 0.5) * torch.randn_like(p)
+            p.data += 0.2 * min(1.0, (64 / max(p[0].numel() if p.ndim else 1, 1)) ** 0.5) * torch.randn_like(p)
     return model.train()
 
 

@@ -75,6 +75,7 @@ CHANGES = {  # model type -> arguments of its configuration, of parts of it as d
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "nllb-moe": {"output_router_logits": False},
+    "pp_formulanet": {"vision_config": {"image_size": 128}},  # several tokens, or queries and keys learn nothing
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {
