@@ -99,7 +99,8 @@ def test_equal_distributions(engine, device):
 def test_strides(engine, device):
     wide = torch.cat(pair(device=device), 1)
     q, p = wide[:, :130], wide[:, 130:].detach()
-    torch.testing.assert_close(jsd(q, p), jsd(q.contiguous(), p.contiguous()), rtol=0, atol=0)
+    # a row that begins between two boundaries is summed in another order
+    torch.testing.assert_close(jsd(q, p), jsd(q.contiguous(), p.contiguous()), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
