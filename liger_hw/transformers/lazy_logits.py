@@ -3,14 +3,16 @@
 Between a language model's head and its loss there is at most a constant bias, a scale, a softcap, a cast, a slice of
 rows or of the vocabulary, or another shape of the rows. `LazyLogits` stands for the head's output, remembers those
 steps, and is consumed by a fused linear cross entropy that never holds the logits: torch.nn.functional.cross_entropy of
-it is one. Whatever else is done to it, it computes the logits as the head would have, replays the steps, and goes on as
-that tensor.
+it is one. So is logsumexp, of which models make a z-loss. Whatever else is done to it, it computes the logits as the
+head would have, replays the steps, and goes on as that tensor.
 """
 
 import torch
 from torch.utils._pytree import tree_map
 
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types whose memory is their own, which a DTensor's is not
 
@@ -157,6 +159,31 @@ class LazyLogits:
         )  # fmt: skip
         return loss.to(self.dtype)
 
+    def logsumexp(self, dim, keepdim=False):
+        """Over the vocabulary without computing the logits, for losses that add its square (z-loss)."""
+        scale_and_softcap = self.scale_and_softcap()
+        if self.value is not None or scale_and_softcap is None or dim not in (-1, self.ndim - 1) or keepdim:
+            return self.materialise().logsumexp(dim, keepdim)
+        hidden, weight, bias = self.operands
+        token = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)  # any
+        found = fused_linear_selective_log_softmax(
+            hidden, weight, token, bias, logit_scale=scale_and_softcap[0], softcap=scale_and_softcap[1], return_lse=True
+        )
+        return found.lse.to(self.dtype)
+
+    def logsumexp(self, dim, keepdim=False):
+        """Of the vocabulary, as a z-loss takes it, without computing them."""
+        scale_and_softcap = self.scale_and_softcap()
+        if self.value is not None or scale_and_softcap is None or dim not in (-1, self.ndim - 1) or keepdim:
+            return self.materialise().logsumexp(dim, keepdim)
+        hidden, weight, bias = self.operands
+        scale, softcap = scale_and_softcap
+        none = torch.full(hidden.shape[:-1], -100, device=hidden.device)
+        found = fused_linear_selective_log_softmax(
+            hidden, weight, none, bias, softcap=softcap, logit_scale=scale, return_lse=True
+        )
+        return found.lse.to(self.dtype)
+
     def __add__(self, other):
         row = type(other) in PLAIN and not other.requires_grad and other.numel() == self.vocabulary
         row = row and other.ndim <= self.ndim and other.shape[-1:] == self.shape[-1:]
@@ -199,6 +226,8 @@ class LazyLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
+        if func is torch.logsumexp and isinstance(args[0], LazyLogits):
+            return args[0].logsumexp(*args[1:], **kwargs or {})
         if func is torch.nn.functional.cross_entropy and isinstance(args[0], LazyLogits):
             loss = _fused_cross_entropy(*args, **kwargs or {})
             if loss is not None:

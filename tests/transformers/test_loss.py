@@ -244,6 +244,20 @@ class TestLazyLogits:
         assert type(found) is torch.Tensor and torch.equal(found, step(real))
 
     @pytest.mark.parametrize(
+        "function", [lambda x: x.logsumexp(-1), lambda x: torch.logsumexp(torch.tanh(x[:, 1:] * 0.3), dim=2)]
+    )
+    def test_logsumexp_of_them_is_fused(self, function):
+        lazy, real = self.make()
+        weight = lazy.head.weight
+        found, expected = function(lazy), function(real)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(value.square().mean(), weight)[0] for value in (found, expected)]
+        torch.testing.assert_close(*gradients)
+        assert lazy.value is None
+        whole = lazy.logsumexp((1, 2), keepdim=True)
+        torch.testing.assert_close(whole, real.logsumexp((1, 2), keepdim=True))
+
+    @pytest.mark.parametrize(
         "options",
         [{}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"label_smoothing": 0.1},
          {"weight": torch.rand(7)}, {"size_average": True}, {"target": torch.rand(10, 7).softmax(-1)}],
@@ -263,6 +277,17 @@ class TestLazyLogits:
         wanted = (hidden, head.weight, head.bias)
         for ours, theirs in zip(*(torch.autograd.grad(x.sum(), wanted, retain_graph=True) for x in (found, expected))):
             torch.testing.assert_close(ours, theirs)
+
+    @pytest.mark.parametrize("keepdim", [False, True])
+    def test_logsumexp_of_them_is_fused(self, keepdim):
+        lazy, real = self.both()
+        lazy, real = ((x * 0.5).div(3.0) for x in (lazy, real))
+        found, expected = (x.logsumexp(dim=-1, keepdim=keepdim) for x in (lazy, real))
+        torch.testing.assert_close(found, expected)
+        assert (lazy.value is None) != keepdim
+        hidden, weight = lazy.hidden, lazy.head.weight
+        for a, b in zip(*(torch.autograd.grad(x.square().mean(), (hidden, weight)) for x in (found, expected))):
+            torch.testing.assert_close(a, b)
 
     def test_writing_to_them_counts(self):
         lazy, real = self.make()
