@@ -1,7 +1,8 @@
 """`python -m liger_hw.env_report`: the versions that a report of a problem needs. `liger-hw info` tells more."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+
+from liger_hw.packages import installed_version
 
 PACKAGES = ("liger_hw", "torch", "triton", "transformers", "trl", "peft", "accelerate", "deepspeed", "liger_kernel")
 
@@ -11,20 +12,13 @@ def print_env_report():
     import torch
 
     rows = [("Operating system", platform.platform()), ("Python", platform.python_version())]
-    rows += [(package, _version(package)) for package in PACKAGES]
+    rows += [(package, installed_version(package) or "not installed") for package in PACKAGES]
     rows += [("CUDA", torch.version.cuda or "none"), ("HIP", torch.version.hip or "none")]
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if kind else 0
     names = [getattr(torch, kind.type).get_device_name(i) for i in range(count)]
     rows += [("Accelerators", ", ".join(names) or "none")]
     print("\n".join(f"{name}: {value}" for name, value in rows))
-
-
-def _version(package):
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 main = print_env_report

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch, shapes, tuning, use_backend
+from liger_hw import backends, cli, dispatch, packages, shapes, tuning, use_backend
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import nvidia
 from liger_hw.cli import common
@@ -274,7 +274,7 @@ def test_numbers_are_positive(number, capsys):
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(common, "find_spec", lambda name: None if name == "tokenizers" else object())
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "tokenizers" else object())
     assert cli.main(["demo"]) == 2
     assert "tokenizers" in (error := capsys.readouterr().err) and "pip install 'liger_hw[bench]'" in error
 

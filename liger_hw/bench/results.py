@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from liger_hw import __version__, backends
+from liger_hw.packages import installed_version
 
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers")
 
@@ -26,20 +26,13 @@ def about(device) -> dict:
             "name": name, "vendor": here.vendor, "arch": here.arch, "python": platform.python_version(),
             "clock": "wall, warm caches" if device.type == "cpu" else "events on the stream, cold L2",
         },
-        "versions": {package: _version(package) for package in PACKAGES}
+        "versions": {package: installed_version(package) for package in PACKAGES}
         | {"liger_hw": __version__, "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": _commit(),
         "backend": backends.forced() or "automatic",
         "command": " ".join(["liger-hw", *sys.argv[1:]]),
     }  # fmt: skip
-
-
-def _version(package) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from liger_hw import packages, terminal
 from liger_hw.cli import common
 
 
@@ -20,7 +21,7 @@ def add(commands) -> None:
 
 def demo(args) -> None:
     """Train plain and patched, print the table, write the report."""
-    common.require("matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
+    packages.require("matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
     import transformers
     from rich.console import Console
 
@@ -28,7 +29,7 @@ def demo(args) -> None:
 
     transformers.logging.set_verbosity_error()
     console = Console()
-    with common.progress(console) as progress:
+    with terminal.progress(console) as progress:
         found = demo.compare(args, progress)
     report.show(found, console)
     console.print(f"report: [bold]{report.write(found, args.report)}[/bold]", highlight=False, soft_wrap=True)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from liger_hw import backends, doctor
-from liger_hw._text import table
 from liger_hw.cli import common, info
+from liger_hw.terminal import table
 
 
 def add(commands) -> None:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from liger_hw import dispatch
-from liger_hw._text import table
 from liger_hw.cli import common
+from liger_hw.terminal import table
 
 EVIDENCE = Path("benchmarks/evidence")  # of a checkout
 

@@ -2,7 +2,7 @@
 
 import json
 
-from liger_hw.cli import common
+from liger_hw import packages
 
 
 def add(commands) -> None:
@@ -15,7 +15,7 @@ def add(commands) -> None:
 
 def patch_report(args) -> None:
     """Build the model without its weights, patch it and print what was done."""
-    common.require("transformers", "rich")
+    packages.require("transformers", "rich")
     from liger_hw.transformers.patch_report import patch_report as report
 
     name, summary = report(args.model, args.trust_remote_code)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import backends, dispatch, shapes, tuning, winners
-from liger_hw._text import table
+from liger_hw import backends, dispatch, packages, shapes, terminal, tuning, winners
 from liger_hw.cli import common
 
 
@@ -27,7 +26,7 @@ def tune(args) -> int | None:
     """Search around the heuristics at the shapes of real models; write winners as they are found."""
     if args.check is not None:
         return _check(args.check or winners.shipped())
-    common.require("rich")
+    packages.require("rich")
     cases = [c for c in shapes.cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
     cases = [case for case in cases if case.op in dispatch.OPS]
     if not cases:
@@ -100,6 +99,6 @@ def _tuned(report: dict) -> str:
         rows.append([
             key, f"{found['heuristic_ms']:.4f}", f"{found['ms']:.4f}",
             f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if won else "", found["candidates"],
-            f"{common.parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
+            f"{terminal.parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
         ])  # fmt: skip
-    return table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)
+    return terminal.table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)

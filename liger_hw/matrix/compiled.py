@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import crosscompile, shapes, tuning
+from liger_hw import crosscompile, packages, shapes, terminal, tuning
 from liger_hw.assembly import width_wanted
 from liger_hw.crosscompile import DEVICES, Launch, Resources
 from liger_hw.dispatch import OPS
@@ -296,14 +296,12 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
     Raises:
         ValueError: as in `run`.
     """
-    from liger_hw.cli import common
-
-    common.require("rich", "triton")
+    packages.require("rich", "triton")
     archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
     ops = [_known("--ops", op, OPS) for op in ops]
     cache, found = Cache(), []
     jobs = jobs or len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, common.progress() as progress:
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, terminal.progress() as progress:
         try:
             task = progress.add_task("what launches", total=len(archs), note="")
             for of_arch in [pool.submit(_uses_on, arch, ops, dtypes, origins) for arch in archs]:

@@ -4,8 +4,7 @@ import html
 import json
 from pathlib import Path
 
-from liger_hw._text import table
-from liger_hw.cli import common
+from liger_hw import terminal
 from liger_hw.report import STYLE, definitions
 
 FAILURES = 40  # lines of the terminal's list
@@ -20,7 +19,7 @@ def show(rows: list[dict]) -> str:
         passed, failed = counts.get((op, arch), (0, 0))
         return f"{failed} of {passed + failed} FAIL" if failed else str(passed or "")
 
-    lines = [table(["kernels that passed", *archs], [[op, *(cell(op, arch) for arch in archs)] for op in ops])]
+    lines = [terminal.table(["kernels that passed", *archs], [[op, *(cell(op, arch) for arch in archs)] for op in ops])]
     missed = failures(rows)
     lines += ["", *missed[:FAILURES]] if missed else []
     if len(missed) > FAILURES:
@@ -190,7 +189,7 @@ def _data(rows) -> str:
     lines = []
     for row in rows:
         config, full = row["config"], row.get("occupancy") or {}
-        launched = f"{common.parameters(config['meta'])}; {config['num_warps']} warps"
+        launched = f"{terminal.parameters(config['meta'])}; {config['num_warps']} warps"
         more = len(row["shapes"]) - 3
         shapes = ", ".join(row["shapes"][:3]) + (f" and {more} more" if more > 0 else "")
         missed = "; ".join(f"{gate}: {message}" for gate, message in row["missed"].items())

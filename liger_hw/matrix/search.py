@@ -21,9 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from liger_hw import tuning
-from liger_hw._text import table
-from liger_hw.cli import common
+from liger_hw import terminal, tuning
 from liger_hw.crosscompile import DEVICES, Launch, Resources
 from liger_hw.matrix import compiled
 from liger_hw.matrix.compiled import Use
@@ -189,13 +187,13 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     better = [line for line in lines if line["better"]]
     print(f"{report / 'search.json'}: {len(uses)} choices, {len(lines)} short of something, {len(better)} dominated\n")
     header = ["architecture", "kernel", "shape", "chosen", "short of", "better", "short of"]
-    print(table(header, [_line(line) for line in better]))
+    print(terminal.table(header, [_line(line) for line in better]))
     return 1 if better else 0
 
 
 def _line(line: dict) -> list[str]:
     def said(config):
-        return f"{common.parameters(config['meta'])}, {config['num_warps']} warps, {config['programs']} programs"
+        return f"{terminal.parameters(config['meta'])}, {config['num_warps']} warps, {config['programs']} programs"
 
     config, better = line["config"], line["better"]
     return [line["arch"], line["kernel"], line["shape"], said(config), str(Rating(**line["rating"])), said(better),
