@@ -30,6 +30,8 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
         stages, block, values = (6 if cols > 65536 else 1, widest, 32) if gradient else (4, 4096, 32)
     if not plain:
         block, values = block // 2, values // 2
+        if device.async_copy and itemsize > 2:  # 4,096 columns on 8 warps spill 8 bytes a lane on sm_100
+            block, values = min(block, 2048), 8
     block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
     staged = itemsize if plain else itemsize + 4  # of the logits, and of fp32 class weights
     while (stages - 1) * block * staged > device.shared_memory - 1024:
