@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types whose memory is their own, which a DTensor's is not
 
@@ -168,19 +167,6 @@ class LazyLogits:
         token = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)  # any
         found = fused_linear_selective_log_softmax(
             hidden, weight, token, bias, logit_scale=scale_and_softcap[0], softcap=scale_and_softcap[1], return_lse=True
-        )
-        return found.lse.to(self.dtype)
-
-    def logsumexp(self, dim, keepdim=False):
-        """Of the vocabulary, as a z-loss takes it, without computing them."""
-        scale_and_softcap = self.scale_and_softcap()
-        if self.value is not None or scale_and_softcap is None or dim not in (-1, self.ndim - 1) or keepdim:
-            return self.materialise().logsumexp(dim, keepdim)
-        hidden, weight, bias = self.operands
-        scale, softcap = scale_and_softcap
-        none = torch.full(hidden.shape[:-1], -100, device=hidden.device)
-        found = fused_linear_selective_log_softmax(
-            hidden, weight, none, bias, softcap=softcap, logit_scale=scale, return_lse=True
         )
         return found.lse.to(self.dtype)
 
