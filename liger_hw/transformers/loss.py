@@ -126,7 +126,7 @@ def _causal_lm(original, match):
             )
         if not (linear and (self.training and labelled if skip_logits is None else skip_logits)):
             return theirs(self, *args, **kwargs)
-        heads = [m for m in self.get_output_embeddings().modules() if getattr(m, "liger_is_head", False)]
+        heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
         for head in heads:
             head.liger_armed = True
         try:
@@ -179,6 +179,16 @@ def _with_by_products(outputs, extras):
     from liger_hw.transformers.output_classes import with_by_products
 
     return with_by_products(type(outputs))(**dict(outputs), **extras)
+
+
+def head_of(model):
+    """The output layer of `model`, or where it has none of its own that of the one model inside it that has; or None."""
+    own = model.get_output_embeddings()
+    if own is not None:
+        return own
+    inner = [m.get_output_embeddings() for m in model.children() if hasattr(m, "get_output_embeddings")]
+    heads = [head for head in inner if head is not None]
+    return heads[0] if len(heads) == 1 and computes_a_loss(model) else None
 
 
 def computes_a_loss(model):

@@ -213,13 +213,13 @@ def _owns_a_loss(module):
         from transformers import PreTrainedModel
     except ModuleNotFoundError:
         return False
-    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
+    return isinstance(module, PreTrainedModel) and loss.head_of(module) is not None
 
 
 def _find_loss(model, flags):
     if not (flags["fused_linear_cross_entropy"] or flags["cross_entropy"]):
         return [], None
-    head = model.get_output_embeddings()
+    head = loss.head_of(model)
     if not loss.computes_a_loss(model):
         return [], "its forward computes no cross entropy"
     chosen = tuple((name, flags[name]) for name in ("cross_entropy", "fused_linear_cross_entropy"))
