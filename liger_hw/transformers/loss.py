@@ -182,7 +182,7 @@ def _with_by_products(outputs, extras):
 
 
 def head_of(model):
-    """The output layer of `model`, or where it has none of its own that of the one model inside it that has; or None."""
+    """The output layer of `model`, or where it has none that of the one model inside it that has one; or None."""
     own = model.get_output_embeddings()
     if own is not None:
         return own
