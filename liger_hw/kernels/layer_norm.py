@@ -32,6 +32,7 @@ from liger_hw.kernels._math import (
     norm_wide_sums_config,
     programs_for,
     reduce_partials,
+    rows_and_cols,
     rows_of,
     wide_grid,
 )
@@ -136,8 +137,9 @@ def layer_norm_forward(
                 (x - mean[:, None]) * rstd[:, None] * w.to(tl.float32) + b.to(tl.float32),
                 mask,
             )
-    tl.store(MEAN + row, mean, row < rows)
-    tl.store(RSTD + row, rstd, row < rows)
+    if MEAN is not None:
+        tl.store(MEAN + row, mean, row < rows)
+        tl.store(RSTD + row, rstd, row < rows)
 
 
 @triton.jit
@@ -226,24 +228,28 @@ def layer_norm_wide_backward(
         _store_partial(DB, db, tl.program_id(1), col, cols, COLS)
 
 
-def _empty_outputs(x, *parameters_and_eps):
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    return empty_rows(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+def _empty_outputs(x, weight, bias, eps, kept):
+    if not kept:
+        return [empty_rows(x)]
+    mean = x.new_empty(rows_and_cols(x)[0], dtype=torch.float32)
+    return [empty_rows(x), mean, torch.empty_like(mean)]
 
 
 @raw(_empty_outputs)
 def _layer_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, mean, rstd = _empty_outputs(x)
-    rows, cols = rstd.shape[0], x.shape[-1]
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kept: bool
+) -> list[torch.Tensor]:
+    """y; if `kept` for a backward, each row's mean and rstd as well."""
+    outputs = _empty_outputs(x, weight, bias, eps, kept)
+    y, mean, rstd = outputs if kept else (*outputs, None, None)
+    rows, cols = rows_and_cols(x)
     x, x_stride = rows_of(x)
     config = layer_norm_forward_config(cols, x.element_size(), device_of(x))
     launch(
         layer_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
         x, weight, bias, y, mean, rstd, rows, x_stride, eps, cols,
     )  # fmt: skip
-    return y, mean, rstd
+    return outputs
 
 
 def _fake_backward(x, weight, bias, mean, rstd, dy, x_grad, weight_grad, bias_grad):
@@ -269,7 +275,7 @@ def _layer_norm_backward(
 
 def _narrow_backward(config, x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, dw_wanted, db_wanted):
     rows, cols = rstd.shape[0], x.shape[-1]
-    programs = programs_for(config, rows)
+    programs = programs_for(config, rows, cols)
     dw = empty_partials(rstd, programs, cols, weight.dtype) if dw_wanted else None
     db = empty_partials(rstd, programs, cols, bias.dtype) if db_wanted else None
     launch(
@@ -301,8 +307,10 @@ def _wide_backward(x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, *wa
 class LayerNormFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        y, mean, rstd = _layer_norm_forward(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        kept = True in ctx.needs_input_grad
+        y, *statistics = _layer_norm_forward(x, weight, bias, eps, kept)
+        if kept:
+            ctx.save_for_backward(x, weight, bias, *statistics)
         return y
 
     @staticmethod

@@ -12,6 +12,7 @@ from liger_hw.kernels._math import (
     norm_forward_config,
     programs_for,
     rounded,
+    rows_and_cols,
     rows_of,
 )
 from liger_hw.launch import launch
@@ -181,10 +182,6 @@ def rms_norm_backward(
             tl.store(dw_at, tl.sum(dw[i], 0)[None, :], in_row(at, cols, COLS))
 
 
-def count_rows(x) -> int:
-    return x.numel() // x.shape[-1] if x.shape[-1] else 0
-
-
 def rows_or_none(x):
     """As `rows_of`, of a tensor that may be absent."""
     return (None, 0) if x is None else rows_of(x)
@@ -192,7 +189,7 @@ def rows_or_none(x):
 
 def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
     """Write `y`, the normalised rows of `x`, or with a `residual` those of the sum, and that into `s`."""
-    rows, cols = count_rows(x), x.shape[-1]
+    rows, cols = rows_and_cols(x)
     config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
     residual, residual_stride = rows_or_none(residual)
@@ -209,9 +206,9 @@ def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wante
         s: the rows that were normalised.
         dy, ds_out: gradients of the normalised rows, and of `s` itself or None.
     """
-    rows, cols = count_rows(dy), dy.shape[-1]
+    rows, cols = rows_and_cols(dy)
     config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
-    programs = programs_for(config, rows)
+    programs = programs_for(config, rows, cols)
     dw = empty_partials(dy, programs, cols, weight.dtype) if dw_wanted else None
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)
     launch(

@@ -11,6 +11,7 @@ from liger_hw.kernels._math import (
     load_parameter,
     norm_backward_config,
     norm_wide_sums_config,
+    rows_and_cols,
     rows_of,
     wide_grid,
 )
@@ -20,7 +21,6 @@ from liger_hw.kernels.rms_norm.kernels import (
     _rstd,
     _square,
     _store_ds,
-    count_rows,
     rows_or_none,
 )
 from liger_hw.launch import launch
@@ -85,7 +85,7 @@ def rms_norm_wide_backward(
 
 def wide_backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
     """As `kernels.backward_rows`, for rows of any width."""
-    rows, cols = count_rows(dy), dy.shape[-1]
+    rows, cols = rows_and_cols(dy)
     rstd, mean = dy.new_empty(rows, dtype=torch.float32), dy.new_empty(rows, dtype=torch.float32)
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)
     config = rms_norm_wide_sums_config(cols, s.element_size(), device_of(dy))
