@@ -109,14 +109,14 @@ def norm_forward_config(cols, device):
     """Configuration of a kernel that reduces one row and writes another; its meta-parameters are ROWS and COLS."""
     # 32 values a lane: RMSNorm on an H200 is as fast as with any other choice within 1% from 1,024 to 16,384 columns,
     # short rows (1,024) 6% faster than at 8, and 16,384 columns 46% faster than at 16, where one program fills a core
-    block = row_block(cols, device, 1)
-    if cols > block and not device.async_copy:
-        # 16 values a lane of 1,024 lanes are one program on a CU of gfx942, and fp32 at 33,001 columns spills 124 bytes
-        # a lane; half as many lanes have twice the registers each, and two programs fit. Not so on sm_89, which then
-        # spills 24 bytes a lane of bf16 with a residual at 262,144 columns
-        block //= 2
+    block, per_lane = row_block(cols, device, 1), 32
+    if cols > block:
+        # A row that is walked, twice. Compilers unroll a walk of few steps and load ahead what registers cannot hold:
+        # in 16,384 columns on 32 warps the sum of two rows of 33,001 spills 8 bytes a lane on sm_90 and 128 on sm_120,
+        # in 8,192 on 8 warps of 64 layer norm of 65,536 spills 108 registers on gfx942. These spill nowhere.
+        block, per_lane = (8192, 16) if device.async_copy else (4096, 16 if device.warp_size <= 32 else 8)
     rows = max(1, min(16, 4096 // block))  # short rows share a program
-    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane=32 if cols <= block else 16))
+    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
 
 def norm_backward_config(cols, itemsize, device):
@@ -135,7 +135,9 @@ def norm_backward_config(cols, itemsize, device):
     # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%, at 1,024 75% against 67%.
     block = power_of_2(cols)
     rows = max(1, min(16, 2048 // block))
-    warps = row_warps(rows * block, device, per_lane=16)
+    # 4,096 columns of fp32 and a residual on 8 warps spill 8 bytes a lane on sm_86, where three programs would fit
+    per_lane = 8 if device.async_copy and itemsize > 2 and block == 4096 else 16
+    warps = row_warps(rows * block, device, per_lane)
     staged = 3 * 2 * rows * block * itemsize  # three rows of each of the two
     with_residual = staged * 3 // 2  # whose gradient is a third that is read
     least = 2 if warps * device.warp_size <= 256 else 1

@@ -30,13 +30,14 @@ def rms_norm_backward_config(cols, itemsize, read, device):
 
 
 @triton.jit
-def _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols: tl.constexpr):
-    """x, or x + residual rounded and stored: the row that is normalised, in fp32."""
+def _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols: tl.constexpr, STORE: tl.constexpr):
+    """x, or x + residual rounded and, where told, stored: the row that is normalised, in fp32."""
     x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
     if RESIDUAL is not None:
         x += tl.load(RESIDUAL + row[:, None] * residual_stride + at, mask, other=0.0).to(tl.float32)
         x = rounded(x, S.dtype.element_ty)
-        tl.store(S + row[:, None] * cols + at, x, mask)
+        if STORE:
+            tl.store(S + row[:, None] * cols + at, x, mask)
     return x
 
 
@@ -80,7 +81,7 @@ def rms_norm_forward(
     dtype: tl.constexpr = Y.dtype.element_ty
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
-        x = _load_sum(X, RESIDUAL, S, row, col, mask, x_stride, residual_stride, cols)
+        x = _load_sum(X, RESIDUAL, S, row, col, mask, x_stride, residual_stride, cols, True)
         rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
         tl.store(
             Y + row[:, None] * cols + col,
@@ -92,13 +93,13 @@ def rms_norm_forward(
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
+            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols, False)
             total += _square(x, dtype, CASTING)
         rstd = _rstd(tl.sum(total, 1) / cols, eps, dtype, CASTING)
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols)
+            x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols, True)
             tl.store(
                 Y + row[:, None] * cols + at,
                 _scale(x, rstd, W, load_parameter(W, at, 1.0, cols, COLS), offset, dtype, CASTING),
