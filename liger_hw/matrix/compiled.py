@@ -4,7 +4,8 @@
 - the shapes of real models (`shapes.cases`) and the wide and odd ones of `samples.REAL`,
 - every shape class of `samples.SAMPLES`: of samples that launch the same kernel with the same tensors, dtypes and
   flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no other class.
-fp16, whose code differs from bf16's in conversions alone, at the shapes of models only.
+fp16, whose code differs from bf16's in conversions alone, at the shapes of models only. Samples of one
+block in bf16 only: what fp32 is held to shows where tiles are large.
 Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
 not, the same whole vectors) are the same code but for a constant, and compiled once.
 
@@ -59,28 +60,31 @@ def uses(
     arch: str, ops: Iterable[str] = (), dtypes: Iterable[str] = DTYPES, origins=(MODEL, WIDE, SAMPLE)
 ) -> list[Use]:
     """What the ops launch on `arch`, one for each class of shapes."""
+    from liger_hw import samples  # with which every kernel's module is there
+
     found, sampled = {}, set()
-    for origin in origins:
-        for dtype in dtypes:
-            if dtype == "fp16" and origin != MODEL:
-                continue
-            for op, label, inputs, options in _cases(origin, ops or OPS, DTYPES[dtype]):
-                for launch, backward in _launches(DEVICES[arch], op, inputs, options):
-                    key = op, backward, *_class(launch)
-                    coarse = op, backward, *_coarse_class(launch)
-                    if key not in found:
-                        if origin == SAMPLE and coarse in sampled:
-                            continue
-                        found[key] = Use(launch, op, dtype, backward, origin)
-                    sampled.add(coarse)
-                    if label not in found[key].shapes:
-                        found[key].shapes.append(label)
+    with crosscompile.launches_on(DEVICES[arch]) as launches:
+        for origin in origins:
+            for dtype in dtypes:
+                if dtype == "fp16" and origin != MODEL:
+                    continue
+                for op, label, inputs, options in _cases(samples, origin, ops or OPS, DTYPES[dtype]):
+                    launches.clear()
+                    forward = _run(op, inputs, options, launches)
+                    for i, launch in enumerate(launches):
+                        key = op, i >= forward, *_class(launch)
+                        coarse = op, i >= forward, *_coarse_class(launch)
+                        if key not in found:
+                            if origin == SAMPLE and (coarse in sampled or (dtype == "fp32" and not _walks(launch))):
+                                continue
+                            found[key] = Use(launch, op, dtype, i >= forward, origin)
+                        sampled.add(coarse)
+                        if label not in found[key].shapes:
+                            found[key].shapes.append(label)
     return list(found.values())
 
 
-def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
-    from liger_hw import samples
-
+def _cases(samples, origin: str, ops, dtype) -> Iterator[tuple]:
     if origin == MODEL:
         for case in shapes.cases(ops):
             yield case.op, case.label, case.make("meta", dtype), case.options
@@ -97,14 +101,20 @@ def _label(inputs, options) -> str:
     return f"{sizes} {named}".strip()
 
 
-def _launches(device, op, inputs, options) -> list[tuple[Launch, bool]]:
-    with crosscompile.launches_on(device) as found:
-        outputs = OPS[op](*inputs, **options)
-        forward = len(found)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        outputs = [y for y in outputs if y is not None and y.requires_grad]
-        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-    return [(launch, i >= forward) for i, launch in enumerate(found)]
+def _run(op, inputs, options, launches: list) -> int:
+    """Forward and backward of `op`; the number of the forward's launches."""
+    outputs = OPS[op](*inputs, **options)
+    forward = len(launches)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = [y for y in outputs if y is not None and y.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    return forward
+
+
+def _walks(launch: Launch) -> bool:
+    """Whether a row is taken in several blocks."""
+    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
+    return None not in (cols, block) and cols > block
 
 
 def _class(launch: Launch) -> tuple:
@@ -117,10 +127,8 @@ def _class(launch: Launch) -> tuple:
 
 def _coarse_class(launch: Launch) -> tuple:
     """What two launches share that differ in sizes alone."""
-    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
     flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
-    of_width = () if None in (cols, block) else (cols <= block,)
-    return launch.what[:3], str(flags), launch.aligned, of_width
+    return launch.what[:3], str(flags), launch.aligned, _walks(launch)
 
 
 # How it is judged -----------------------------------------------------------------------------------------------------
