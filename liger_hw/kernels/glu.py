@@ -23,7 +23,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw
-from liger_hw.kernels._math import activated, activated_with_slope, rows_of
+from liger_hw.kernels._math import activated, activated_with_slope, empty_rows, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
@@ -255,8 +255,9 @@ def launch_backward(gate, up, dy, dgate, dup, y, activation):
 
 
 def _fake_forward(gate, up, activation):
-    dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-    return gate.new_empty(gate.shape, dtype=dtype)
+    if up is None or up.dtype == gate.dtype:
+        return empty_rows(gate)
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 @raw(_fake_forward)
@@ -267,8 +268,8 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.T
 
 
 def empty_gradients(gate, up, dy, activation, gate_grad, up_grad):
-    dgate = gate.new_empty(gate.shape if gate_grad else 0)
-    return dgate, up.new_empty(up.shape) if up_grad else gate.new_empty(0)
+    dgate = empty_rows(gate) if gate_grad else gate.new_empty(0)
+    return dgate, empty_rows(up) if up_grad else gate.new_empty(0)
 
 
 @raw(empty_gradients)

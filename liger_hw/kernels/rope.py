@@ -28,15 +28,17 @@ def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     check(unsqueeze_dim in (1, 2), "unsqueeze_dim", unsqueeze_dim, (1, 2))
     check(layout in LAYOUTS, "layout", layout, tuple(LAYOUTS))
     check(q.ndim == 4 and q.is_floating_point(), "q", q, "four dimensions, floating point")
-    shape, device = q.shape, q.device
-    batch, tokens, head_dim = shape[0], shape[3 - unsqueeze_dim], shape[3]
+    (batch, one, two, head_dim), device = q.shape, q.device
+    tokens = two if unsqueeze_dim == 1 else one
     if k is not None:
         shape = k.shape
-        fits = len(shape) == 4 and (shape[0], shape[3 - unsqueeze_dim], shape[3]) == (batch, tokens, head_dim)
+        fits = len(shape) == 4 and shape[3 - unsqueeze_dim] == tokens and shape[0] == batch and shape[3] == head_dim
         check(fits and k.is_floating_point() and k.device == device, "k", k, "q's batch, tokens, head_dim and device")
     shape = cos.shape
-    fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] == tokens
-    fits = fits and 0 < shape[2] <= (head_dim // 2 if shared else head_dim) and (shared or shape[2] % 2 == 0)
+    if fits := len(shape) == 3:
+        angles, length, width = shape
+        fits = length == tokens and (angles == 1 or angles == batch)
+        fits = fits and 0 < width <= (head_dim // 2 if shared else head_dim) and (shared or width % 2 == 0)
     if not (fits and cos.is_floating_point() and cos.device == device):
         width = "rotary_dim / 2" if shared else "rotary_dim"
         allowed = f"(1 or batch, tokens, {width}) on q's device, rotary_dim even and at most head_dim"
