@@ -129,7 +129,7 @@ def write(rows: list[dict], about: dict, file: Path) -> Path:
     missed = "".join(f"<li>{html.escape(line)}</li>" for line in failures(rows))
     versions = {name: version for name, version in about["versions"].items() if version}
     facts = {"Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-             "Date": about["date"], "Commit": about["commit"], "Command": about["command"]}  # fmt: skip
+             "Date": about["date"], "Commit": about["commit"] or "unknown", "Command": about["command"]}  # fmt: skip
     columns = ["kernel", "dtype", "shapes", "configuration", "registers a lane", "spills", "shared memory",
                "programs a core", "core full", "limited by", "bytes a lane", "missed"]  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
