@@ -112,7 +112,7 @@ def page(found, not_tiny, figures):
         lines.append(f"| {row['model_type']} | {row['class']} | {' | '.join(cells)} | {loss} |")
     lines += ["", "## Left as it was", "", "| class | why |", "|---|---|"]
     lines += [f"| {cls} | {why} |" for (why, cls) in sorted(left)]
-    lines += ["", "## Not compared", "", "No tiny model of these that learns from text alone was made:", ""]
+    lines += ["", "## Not compared", "", "No tiny model of these that learns was made:", ""]
     lines += [f"- {name}: {why}" for name, why in sorted(not_tiny.items())]
     return "\n".join(lines) + "\n"
 

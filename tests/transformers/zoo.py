@@ -7,7 +7,7 @@ import re
 
 import tiny
 import torch
-from zoo_changes import CHANGES, INPUTS
+from zoo_changes import CHANGES, INPUTS, REASONS
 
 transformers = tiny.transformers
 from transformers.models.auto import modeling_auto  # noqa: E402
@@ -122,13 +122,15 @@ def build(model_type, cls):
     Raises:
         NotTiny: it cannot be built, or its own forward does not run on text alone.
     """
+    if model_type in REASONS:
+        raise NotTiny(REASONS[model_type])
     try:
         model = _model(model_type, cls)
         given = inputs(model, model_type)
         with torch.no_grad():
             learns = model(**given).loss is not None
     except Exception as error:  # of any kind: of the model's, not of this library's, which is not at work yet
-        raise NotTiny(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        raise NotTiny(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
     if not learns:
         raise NotTiny("its forward gives no loss of labels")
     return model, given

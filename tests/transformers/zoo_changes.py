@@ -112,6 +112,23 @@ CHANGES = {  # model type -> arguments of its configuration, of parts of it as d
 }
 
 
+TIMM = "its vision tower comes from the package timm; its text model is compared by itself, where it is one of these"
+OMNI = "three models in one, of which generation alone uses all; its thinker is compared by itself"
+ASSISTANT = "drafts tokens from another model's hidden states and caches, and learns from no labels of its own"
+REASONS = {  # model type -> why there is no tiny one
+    "diffusion_gemma": "learns to denoise blocks: its forward takes no labels",
+    "fast_vlm": TIMM,
+    "gemma3n": TIMM,
+    "gemma4_assistant": ASSISTANT,
+    "gemma4_unified_assistant": ASSISTANT,
+    "inkling_mm_model": "its vision tower needs the package scipy; its text model is compared by itself",
+    "perception_lm": TIMM,
+    "pi0": "learns a robot's actions: its forward takes no labels",
+    "qwen2_5_omni": OMNI,
+    "qwen3_omni_moe": OMNI,
+}
+
+
 def pixels(config, *before):
     """Random images of the size that a part of `config` names, a batch of two."""
     sizes = (getattr(part, "image_size", None) for part in (config, *vars(config).values()))
