@@ -1,18 +1,25 @@
-"""Trains tiny models with TRL's trainers, prints their losses: python trl_training.py plain|patched|stand-in FOLDER"""
+"""Trains tiny models with TRL's trainers, prints losses and the memory of a step: trl_training.py MODE FOLDER
+
+MODE is plain, patched (with TRL's own log-probabilities by this library, where TRL has them) or stand-in.
+"""
 
 import json
 import sys
 
 import torch
 import transformers
+import trl
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import liger_hw
+from liger_hw import integrations, memory
 from liger_hw.transformers import swapping
 
 mode, folder = sys.argv[1:]
+VOCABULARY = 8192  # whose logits are the largest tensor of a step
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 WORDS = [f"{a}{b}{c} {c}{a}" for a in "abcd" for b in "efgh" for c in "ijkl"]
 
@@ -29,8 +36,8 @@ def tokenizer():
 def model():
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        head_dim=8, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     made = transformers.Qwen3ForCausalLM(config)
     if mode == "patched":
@@ -48,10 +55,12 @@ def train(trainer, config, rows, *others, **more):
         made, *others, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
     )
     trained.train()
+    batch = next(iter(trained.get_train_dataloader()))
+    peak = memory.peak(lambda: trained.training_step(trained.model, batch, None), torch.device("cpu"))
     logs = [log for log in trained.state.log_history if "loss" in log]
     return {
         "losses": [log["loss"] for log in logs], "gradient_norms": [log["grad_norm"] for log in logs],
-        "swapped": sum(map(swapping.is_swapped, made.modules())),
+        "peak": peak, "swapped": sum(map(swapping.is_swapped, made.modules())),
     }  # fmt: skip
 
 
@@ -59,6 +68,8 @@ def vowels(completions, **_):
     return [sum(letter in "aeiou" for letter in text) / 8 for text in completions]
 
 
+if mode == "patched" and Version(trl.__version__) >= Version("1.15"):
+    integrations.accelerate_trl()
 prompts = [{"prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
 print(json.dumps({
     "sft": train(SFTTrainer, SFTConfig, [{"text": word} for word in WORDS]),
