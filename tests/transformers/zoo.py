@@ -10,7 +10,7 @@ import torch
 from zoo_changes import CHANGES, INPUTS, REASONS
 
 transformers = tiny.transformers
-from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto import configuration_auto, modeling_auto  # noqa: E402
 
 MAPS = "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"
 LAYERS = r"num_hidden_layers|num_layers|n_layers?|num_\w*_layers|(en|de)coder_layers|layers|depths?|n_encoder_layer"
@@ -47,11 +47,13 @@ OTHER_TOKEN = r"\w*(token_id|token_index|tok_id)|\w*_(start|end)_id"
 
 
 def rows():
-    """(model type, class name) of every class in the lists, in their order."""
-    found = {}
+    """(model type, class name) of every class in the lists, in their order, but those that 4.57 calls deprecated."""
+    found, deprecated = {}, getattr(configuration_auto, "DEPRECATED_MODELS", ())
     for name in MAPS:
         lists = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})  # older versions have fewer
         for model_type, classes in lists.items():
+            if model_type.replace("-", "_") in deprecated:
+                continue
             for cls in classes if isinstance(classes, (tuple, list)) else (classes,):
                 found.setdefault((model_type, cls))
     return list(found)
