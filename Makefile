@@ -4,6 +4,7 @@
 # make interpret    the half of it in Triton's interpreter; LIGER_HW_BACKEND=amd:gfx942 makes it that GPU's launches
 # make lint    style
 # make mutants tests must fail where a kernel is wrong
+# make versions    tests of models and trainers on the oldest transformers and the newest; ARGS="--all": also between
 # make trl     losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
 #
 # Each sets up what it needs first: a virtual environment in VENV with the build of PyTorch for the accelerator that is
@@ -35,7 +36,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint mutants trl clean
+.PHONY: setup demo test lint mutants versions trl clean
 
 setup: $(READY)
 
@@ -87,6 +88,9 @@ endif
 		print(*(r for r in wanted if named(r) not in vendors), sep="\n", file=open("$(VENV)/requirements.txt", "w"))'
 	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
+
+versions: $(READY)
+	$(RUN) tools/transformers_versions.py $(ARGS)
 
 # TRL comes with datasets, pandas and pyarrow, which nothing else here needs. 1.9 is what today's frameworks pin; it asks
 # for liger_kernel's losses, of which 1.16 has its own.

@@ -1,6 +1,8 @@
 """The runners' scripts, as far as they go without their GPUs: every step of each, its command and its failure."""
 
+import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -22,6 +24,13 @@ STEPS = ["device", "info", "tests", "bench", "doctor", "tables", "matrix"]
 pytestmark = pytest.mark.skipif(
     not (ROOT / "ci").is_dir() or shutil.which("bash") is None, reason="no scripts or no bash"
 )
+
+
+def test_every_version_of_transformers_is_tested(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    versions = importlib.import_module("transformers_versions").VERSIONS
+    (matrix,) = re.findall(r"version: (\[.*])", (ROOT / ".github/workflows/cpu.yml").read_text())
+    assert json.loads(matrix) == list(versions)
 
 
 def script(vendor, *arguments, **variables):

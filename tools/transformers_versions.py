@@ -1,10 +1,11 @@
-"""Run the tests of models on several versions of transformers, each installed beside this environment, not into it.
+"""Run the tests of models and trainers on several versions of transformers, each installed beside this environment, not
+into it.
 
     python tools/transformers_versions.py                    the oldest supported and the newest
     python tools/transformers_versions.py 5.6.0 5.16.1 -- -k loss
     python tools/transformers_versions.py --all
 
-What follows -- goes to pytest in place of the default, the quick tests of models.
+What follows -- goes to pytest in place of the default, tests/transformers and tests/integrations.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("4.57.3", "5.6.0", "5.16.1", "5.23.0")
-TESTS = [f"tests/transformers/test_{name}.py" for name in ("models", "families", "loss", "patching", "unusual_models")]
+TESTS = ["tests/transformers", "tests/integrations"]
 
 
 def main():
