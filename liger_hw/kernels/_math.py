@@ -132,15 +132,23 @@ def norm_backward_config(cols, itemsize, device):
         warps = row_warps(power_of_2(cols), device, per_lane)
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
-    # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%, at 1,024 75% against 67%.
+    # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%.
     block = power_of_2(cols)
-    rows = max(1, min(16, 2048 // block))
-    # 4,096 columns of fp32 and a residual on 8 warps spill 8 bytes a lane on sm_86, where three programs would fit
-    per_lane = 8 if device.async_copy and itemsize > 2 and block == 4096 else 16
+    short = device.async_copy and itemsize == 2 and block < 4096
+    if short:
+        # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
+        # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
+        # (75, 65%), 66 and 62% at 1,024 (77, 70%), 68 and 62% at 2,048 (77, 70%). 32 to a lane spill at 128 columns.
+        tile, per_lane = (4096, 16) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
+        rows = min(32, tile // block)
+    else:
+        # 4,096 columns of fp32 and a residual on 8 warps spill 8 bytes on sm_86, where three programs would fit
+        per_lane = 8 if device.async_copy and itemsize > 2 and block == 4096 else 16
+        rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)
     staged = 3 * 2 * rows * block * itemsize  # three rows of each of the two
     with_residual = staged * 3 // 2  # whose gradient is a third that is read
-    least = 2 if warps * device.warp_size <= 256 else 1
+    least = max(2 if warps * device.warp_size <= 256 else 1, 256 // (warps * device.warp_size) if short else 1)
     # 8,192 columns of bf16 take 96 KiB, 144 with a residual: an A100 holds them once, and without them its registers
     # let one program on a core, which loads nothing while it reduces.
     alone = least == 1 and with_residual <= device.shared_memory - 2048
