@@ -100,7 +100,7 @@ def _there(*tensors):
 def _fake_forward(logits, terms, *options):
     z_wanted, predicted_wanted, reduction, kept = options[-4:]
     loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
-    partition = loss.new_empty((loss.shape[0], 2)) if kept else None
+    partition = loss.new_empty(2 * loss.shape[0]) if kept else None
     denominator = loss.new_empty(()) if kept and reduction == "mean" else None
     if reduction != "none":
         loss, z_loss = loss.new_empty(()), loss.new_empty(()) if z_wanted else None
@@ -120,12 +120,13 @@ def _cross_entropy_forward(
     """
     formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
     loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
-    partition = loss.new_empty((loss.shape[0], 2)) if kept else None
+    partition = loss.new_empty(2 * loss.shape[0]) if kept else None
     forward_rows(logits, terms, formula, loss, z_loss, partition, predicted)
     if reduction == "none":
         return _there(loss, z_loss, predicted, partition)
-    sums = loss.new_empty(()), loss.new_empty(()) if z_wanted else None
-    denominator = loss.new_empty(()) if kept and reduction == "mean" else None
+    total_loss = loss.new_empty(())
+    sums = total_loss, torch.empty_like(total_loss) if z_wanted else None
+    denominator = torch.empty_like(total_loss) if kept and reduction == "mean" else None
     launch_totals(terms[0], None, loss, z_loss, (*sums, denominator, None), ignore_index, reduction == "mean")
     return _there(*sums, predicted, denominator, partition)
 

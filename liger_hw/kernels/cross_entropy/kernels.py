@@ -325,7 +325,7 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, pred
 
     Args:
         loss, z_loss: (N,) fp32.
-        partition: (N, 2) fp32, a peak and a total, where sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
+        partition: 2N fp32, of each row a peak, in units of ln 2, and a total, where sum_j exp(z_j) = total exp(peak).
         predicted: (N,) int64.
     """
     rows, cols = logits.shape
