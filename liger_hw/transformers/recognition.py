@@ -320,7 +320,7 @@ def _match_plain_experts(module):
     generator = torch.Generator().manual_seed(0)
     cases = [(3 * probing.random_rows(generator, 7, INTERMEDIATE, dtype=dtype),) for dtype in DTYPES]
     for activation, function in ACTIVATIONS.items():
-        if probing.agrees(module.act_fn, function, cases):
+        if probing.agrees(lambda x: module.act_fn(x), function, cases):
             return probing.match("experts", activate, {"activation": activation}, {"split": None})
     return None
 

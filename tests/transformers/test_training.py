@@ -98,7 +98,9 @@ def can_be_compiled(model, **inputs):
     return True
 
 
-@pytest.mark.parametrize("family, skip_logits", [("llama", None), ("gemma2", True), ("glm4", None), ("gpt_oss", None)])
+@pytest.mark.parametrize(
+    "family, skip_logits", [("llama", None), ("gemma2", True), ("glm4", None), ("gpt_oss", None), ("nemotron", None)]
+)
 def test_compiles_whole(family, skip_logits):
     plain, patched = tiny.pair(family)
     inputs = tiny.tokens()
