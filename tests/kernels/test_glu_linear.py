@@ -2,6 +2,7 @@ import gc
 
 import pytest
 import torch
+from saved import saved_bytes
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -28,19 +29,6 @@ def tensors(*shape, features=24, dtype=torch.float32, device="cpu"):
     torch.manual_seed(0)
     sizes = shape, shape, (features, shape[-1]), (features,)
     return [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for size in sizes]
-
-
-def saved_bytes(function):
-    """What `function` keeps for its backward, each memory once."""
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        function()
-    return sum(kept.values())
 
 
 def fused(out):

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from saved import saved_bytes
 
 import liger_hw
 
@@ -84,22 +85,6 @@ def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
     assert len(calls) == 1
 
 
-def kept(module, *inputs):
-    """Bytes that a forward keeps for the backward, besides what exists already."""
-    found = {}
-    known = {t.untyped_storage().data_ptr() for t in (*inputs, *module.parameters())}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = module(*inputs)
-    return sum(found.values()), out
-
-
 def test_experts_keep_gate_and_up_alone(backend, device):
     plain, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
     tokens, hidden, intermediate = 64, tiny.TINY["hidden_size"], tiny.TINY["intermediate_size"]
@@ -107,11 +92,14 @@ def test_experts_keep_gate_and_up_alone(backend, device):
     index = torch.arange(2 * tokens, device=device).view(tokens, 2) % 4
     weights = torch.rand(tokens, 2, device=device)
     with liger_hw.use_backend(backend):
-        theirs, _ = kept(plain.to(device).model.layers[0].mlp.experts, x, index, weights)
-        ours, out = kept(patched.to(device).model.layers[0].mlp.experts, x, index, weights)
+        theirs, ours = (
+            saved_bytes(lambda m=m: m(x, index, weights), x, index, weights, *m.parameters())
+            for m in (model.to(device).model.layers[0].mlp.experts for model in (plain, patched))
+        )
         pairs = 2 * tokens * 4  # bytes of one value of every pair of a token and an expert
         assert ours < pairs * (2 * intermediate + 8)
         assert theirs > pairs * (2 * hidden + 3 * intermediate)
+        out = patched.model.layers[0].mlp.experts(x, index, weights)
         out.sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="second backward"):
             out.sum().backward()

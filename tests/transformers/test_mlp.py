@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from saved import saved_bytes
 from torch import nn
 
 import liger_hw
@@ -23,19 +24,6 @@ def mlp(device, cls=LigerSwiGLUMLP):
 
 def rows(device):
     return torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
-
-
-def saved_bytes(function):
-    """What `function` keeps for its backward, each memory once."""
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        function()
-    return sum(kept.values())
 
 
 class Observed(nn.Linear):
