@@ -134,7 +134,8 @@ def norm_backward_config(cols, itemsize, device):
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
     # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%.
     block = power_of_2(cols)
-    short = device.async_copy and itemsize == 2 and block < 4096
+    # Not where a core asks for as much as a B200's, whose compiler spills 8 bytes with 32 to a lane and dw in 16 bits.
+    short = device.async_copy and itemsize == 2 and block < 4096 and device.bytes_in_flight < 40_000
     if short:
         # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
         # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
@@ -206,8 +207,12 @@ ONE_PROGRAM = 2**15
 
 
 def programs_for(config, rows, cols):
-    """How many programs stride over `rows`, ROWS at a time. One where those are few: its partial sums are the sums."""
-    return 1 if rows * cols <= ONE_PROGRAM else config.grid_for(-(-rows // config["ROWS"]))
+    """How many programs stride over `rows`, ROWS at a time. One where those are few: its partial sums are the sums.
+
+    Not of rows of several blocks: with sums of 16 bits 16,384 columns spill 32 bytes a lane on sm_90.
+    """
+    few = rows * cols <= ONE_PROGRAM and cols <= config["COLS"]
+    return 1 if few else config.grid_for(-(-rows // config["ROWS"]))
 
 
 def empty_partials(like: torch.Tensor, programs: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
