@@ -96,8 +96,9 @@ def layer_norm_wide_sums_config(cols, itemsize, device):
 @tuned
 def layer_norm_wide_backward_config(itemsize, device):
     config = norm_backward_config(1024, itemsize, device)
-    # with two sums a column, 16 values a lane of fp32 spill 8 bytes on sm_90
-    return replace(config, num_warps=2 * config.num_warps) if itemsize > 2 else config
+    # with two sums a column, 16 values a lane spill 8 bytes: fp32 on sm_90, fp16 on sm_100
+    lanes = config.num_warps * device.warp_size
+    return replace(config, num_warps=2 * config.num_warps) if config["ROWS"] * config["COLS"] == 16 * lanes else config
 
 
 @triton.jit(do_not_specialize=["rows"])
