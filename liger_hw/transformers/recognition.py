@@ -173,13 +173,16 @@ def match_mlp(module):
     owned = any(p is not None for p in module._parameters.values()) or module._buffers
     if len(linears) not in (2, 3) or owned or any(next(c.parameters(), None) is not None for c in others.values()):
         return None
-    drops = {name: torch.nn.Dropout(TELLING) for name, c in others.items() if "dropout" in type(c).__name__.lower()}
+    dropouts = [name for name, c in others.items() if "dropout" in type(c).__name__.lower()]
     floats = {name: value for name, value in vars(module).items() if type(value) is float}
+    names = (*floats, *dropouts)
+    each = {name: TELLING + i / (2 * len(names)) for i, name in enumerate(names)}  # alike, they would pass for another
+    drops = {name: torch.nn.Dropout(each.pop(name)) for name in dropouts}
     for extras, order, gate in itertools.product(_extras(drops, floats), _roles(linears), _gates(module)):
         op, options, clamps, telling = gate
         if clamps and extras != {} or order.get("up", "") is None and op is not activate:
             continue
-        values = floats if extras is None else {clamps[role]: value for role, value in telling.items()}
+        values = floats if extras is None else each | {clamps[role]: value for role, value in telling.items()}
         order = order | (extras or {}) | clamps
 
         def clone(children, values=values):
@@ -212,7 +215,7 @@ def _extras(drops, floats):
     drops = [*drops, *(name for name in floats if "dropout" in name)]
     for name in drops:
         yield from ({"dropout_before": name}, {"dropout_after": name})
-    for before, after in itertools.permutations(drops, 2):
+    for before, after in itertools.product(drops, repeat=2):
         yield {"dropout_before": before, "dropout_after": after}
     for gate_scale, down_scale in itertools.permutations(floats, 2):
         yield {"gate_scale": gate_scale, "down_scale": down_scale}

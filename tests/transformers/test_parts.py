@@ -142,14 +142,18 @@ class Plain(torch.nn.Module):
             setattr(self, name, p)
 
     def forward(self, x):
-        x = self.act(self.first(x))
-        if "activation_dropout" in self.chances:
-            x = torch.nn.functional.dropout(x, self.activation_dropout, self.training)
-        x = self.last(x)
-        return torch.nn.functional.dropout(x, self.dropout, self.training) if "dropout" in self.chances else x
+        before, after = (getattr(self, name, 0.0) for name in (min(self.chances, default=""), "dropout"))
+        x = torch.nn.functional.dropout(self.act(self.first(x)), before, self.training)
+        return torch.nn.functional.dropout(self.last(x), after, self.training)
 
 
-@pytest.mark.parametrize("chances", [{}, {"dropout": 0.3}, {"activation_dropout": 0.2, "dropout": 0.3}], ids=str)
+CHANCES = [
+    {}, {"dropout": 0.3}, {"activation_dropout": 0.2, "dropout": 0.3}, {"dropout": 0.3, "activation_dropout": 0.2},
+    {"other_dropout": 0.5, "dropout": 0.1, "activation_dropout": 0.2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chances", CHANCES, ids=str)
 @pytest.mark.parametrize(
     "name", ["relu2", "gelu_new", "gelu_pytorch_tanh", "gelu", "quick_gelu", "silu", "gelu_accurate"]
 )
