@@ -84,8 +84,13 @@ def config(config_class, **given):
     if hasattr(default, "qk_rope_head_dim"):  # latent attention: no groups of heads, and head_dim is what rotates
         values |= {"num_key_value_heads": 4, "head_dim": 8}
         values.pop("qk_head_dim", None)
-    values |= _short_lists(default)
-    return config_class(**values | given)
+    if "rope_parameters" in given and not hasattr(default, "rope_parameters"):  # its name in 4.57
+        given["rope_scaling"] = given.pop("rope_parameters")
+    values |= _short_lists(default) | given
+    made, parts = config_class(**values), [n for n, v in values.items() if isinstance(v, transformers.PretrainedConfig)]
+    if not all(name in vars(made) for name in parts):  # transformers 4.57 takes parts of some as dictionaries alone
+        made = config_class(**values | {name: values[name].to_dict() for name in parts})
+    return made
 
 
 def _small(name, value):

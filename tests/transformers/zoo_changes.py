@@ -22,6 +22,8 @@ WORDS = {"<image>": 5, "<|extra_200|>": 6, **{f"IMGIMG{letter}Z": 7 + i for i, l
 CHANGES = {  # model type -> arguments of its configuration, of parts of it as dictionaries
     "qwen2_vl": MROPE_TEXT,
     "qwen2_5_vl": MROPE_TEXT,
+    "qwen3_vl": MROPE_TEXT,
+    "qwen3_vl_moe": MROPE_TEXT,
     "qwen2_5_omni_thinker": MROPE_TEXT,
     "paddleocr_vl": MROPE_TEXT,
     "glm4v": MROPE_TEXT,
