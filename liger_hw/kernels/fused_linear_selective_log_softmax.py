@@ -5,9 +5,8 @@ r"""Log-probabilities of given tokens from a linear layer's input, where the log
     dx = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
 
 The backward makes each chunk's logits again and turns them into their gradient in place, so that what comes in may
-depend on all rows at once; the last chunk's are still there. Letters: N rows of H features, V columns. Operations: 2NVH
-in the forward; 2NVH for each of logits (less a chunk's), dx and dW in the backward. Memory beside the gradients: one
-chunk of logits, from the forward on where a gradient is wanted.
+depend on all rows at once. Letters: N rows of H features, V columns. Operations: 2NVH in the forward; 2NVH for each of
+logits, dx and dW in the backward. Memory beside the gradients: one chunk of logits.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from liger_hw.kernels.linear_chunks import (
     MiB,
     chunk_rows,
     empty_gradients,
-    logits_buffer,
     logits_in_chunks,
     prepare_linear,
     wide_dtype,
@@ -107,42 +105,38 @@ def chunk_layout(x, weight, chunk_memory, buffers=1):
 
 
 def _fake_forward(x, weight, bias, tokens, *options):
-    *_, chunk_memory, _, entropy_wanted, keep = options
-    kept = x.new_empty(chunk_layout(x, weight, chunk_memory) if keep else 0)
-    return *empty_outputs(x, x.shape[0], entropy_wanted, wide_dtype(x)), kept
+    return empty_outputs(x, x.shape[0], options[-1], wide_dtype(x))
 
 
 @raw(_fake_forward)
 def _fused_linear_selective_log_softmax(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, ignore_index: int,
     softcap: float | None, logit_scale: float, temperature: float, chunk_memory: int, with_kernels: bool,
-    entropy_wanted: bool, keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    entropy_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     outputs = log_probs, entropy, lse, partition = empty_outputs(x, x.shape[0], entropy_wanted, wide_dtype(x))
     scaling, plan = Scaling(ignore_index, softcap, logit_scale, temperature), Plan(chunk_memory, with_kernels)
-    layout = chunk_layout(x, weight, chunk_memory)
-    buffer = logits_buffer(x, weight.shape[0], *layout)
-    for part, logits in logits_in_chunks(x, weight, bias, *layout, buffer):
+    for part, logits in linear_chunks(x, weight, bias, chunk_memory)[1]:
         found = log_probs[part], entropy[part] if entropy_wanted else None, lse[part], partition[part]
         row_functions(plan).forward_rows(logits, tokens[part], scaling, *found)
-    return *outputs, buffer if keep else x.new_empty(0)
+    return outputs
 
 
 def _fake_backward(x, weight, bias, *options):
     return empty_gradients(x, weight, bias, options[-1])
 
 
-@raw(_fake_backward, mutates=("kept",))
+@raw(_fake_backward)
 def _fused_linear_selective_log_softmax_backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, entropy: torch.Tensor,
-    partition: torch.Tensor, kept: torch.Tensor | None, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None,
-    dlse: torch.Tensor | None, ignore_index: int, softcap: float | None, logit_scale: float, temperature: float,
-    chunk_memory: int, with_kernels: bool, wanted: Sequence[bool],
+    partition: torch.Tensor, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
+    ignore_index: int, softcap: float | None, logit_scale: float, temperature: float, chunk_memory: int,
+    with_kernels: bool, wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     scaling, plan = Scaling(ignore_index, softcap, logit_scale, temperature), Plan(chunk_memory, with_kernels)
-    size, stride = chunk_layout(x, weight, chunk_memory)
-    gradients = Gradients(x, weight, bias, wanted, -(-x.shape[0] // size), False)
-    for part, logits in logits_in_chunks(x, weight, bias, size, stride, kept, True, kept is not None):
+    count, chunks = linear_chunks(x, weight, bias, chunk_memory)
+    gradients = Gradients(x, weight, bias, wanted, count, False)
+    for part, logits in chunks:
         incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
         of_rows = entropy[part] if dentropy is not None else None, partition[part]
         row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)
@@ -153,11 +147,10 @@ def _fused_linear_selective_log_softmax_backward(
 class FusedLinearSelectiveLogSoftmaxFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, tokens, scaling, plan, outputs_wanted, wanted):
-        ctx.keeps = any(wanted) and not torch.compiler.is_compiling()
-        log_probs, entropy, lse, partition, kept = _fused_linear_selective_log_softmax(
-            x, weight, bias, tokens, *scaling, *plan, outputs_wanted[0], ctx.keeps
+        log_probs, entropy, lse, partition = _fused_linear_selective_log_softmax(
+            x, weight, bias, tokens, *scaling, *plan, outputs_wanted[0]
         )
-        ctx.save_for_backward(x, weight, bias, tokens, entropy, partition, kept)
+        ctx.save_for_backward(x, weight, bias, tokens, entropy, partition)
         ctx.options = scaling, plan, outputs_wanted, wanted
         return log_probs, entropy, lse
 
@@ -165,10 +158,7 @@ class FusedLinearSelectiveLogSoftmaxFunction(Function):
     def backward(ctx, dlog_probs, dentropy, dlse):
         scaling, plan, (entropy_wanted, lse_wanted), wanted = ctx.options
         incoming = dlog_probs, dentropy if entropy_wanted else None, dlse if lse_wanted else None
-        *saved, kept = ctx.saved_tensors
-        # the first backward writes over what was kept, which a second one makes again; autograd must not see it written
-        kept, ctx.keeps = kept.data if ctx.keeps else None, False
-        gradients = _fused_linear_selective_log_softmax_backward(*saved, kept, *incoming, *scaling, *plan, wanted)
+        gradients = _fused_linear_selective_log_softmax_backward(*ctx.saved_tensors, *incoming, *scaling, *plan, wanted)
         return *(g if w else None for g, w in zip(gradients, wanted)), *[None] * 5
 
 

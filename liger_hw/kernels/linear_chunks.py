@@ -82,22 +82,14 @@ def logits_buffer(x, vocabulary, rows, stride):
     return buffer
 
 
-def logits_in_chunks(x, weight, bias, size, stride, buffer=None, backwards=False, last_is_there=False):
-    """Yield a slice of at most `size` rows and their logits, for all slices, the logits in one buffer.
-
-    Args:
-        buffer: of `logits_buffer`; None makes one.
-        backwards: from the last slice to the first.
-        last_is_there: `buffer` holds the logits of the last slice.
-    """
+def logits_in_chunks(x, weight, bias, size, stride):
+    """Yield a slice of at most `size` rows and their logits, for all slices, the logits in one buffer."""
     rows, vocabulary = x.shape[0], weight.shape[0]
-    buffer = logits_buffer(x, vocabulary, size, stride) if buffer is None else buffer
-    starts = range(0, rows, size)
-    for start in reversed(starts) if backwards else starts:
+    buffer = logits_buffer(x, vocabulary, size, stride)
+    for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
         logits = buffer[: part.stop - start, :vocabulary]
-        if not last_is_there or part.stop < rows:
-            write_logits(x[part], weight, bias, logits)
+        write_logits(x[part], weight, bias, logits)
         yield part, logits
 
 

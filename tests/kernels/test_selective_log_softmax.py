@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw import use_backend
-from liger_hw.kernels import linear_chunks
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.parity import check, compare, run
@@ -100,16 +99,11 @@ def test_in_place(backend, device):
     assert torch.equal(found, expected) and torch.equal(owned, expected)
 
 
-def test_backward_twice_and_same_bits(engine, device, monkeypatch):
-    made, write = [], linear_chunks.write_logits
-    monkeypatch.setattr(linear_chunks, "write_logits", lambda x, *rest: (made.append(len(x)), write(x, *rest)))
+def test_backward_twice_and_same_bits(engine, device):
     x, w, y = case(33, device=device)
     log_probs = fused_linear_selective_log_softmax(x, w, y, chunk_memory=3000).square().sum()
-    forward, made[:] = list(made), []
     first = torch.autograd.grad(log_probs, (x, w), retain_graph=True)
-    assert len(forward) > 1 and made == forward[-2::-1]  # the last chunk's logits were still there
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(log_probs, (x, w))))
-    assert sum(made) == 33 - forward[-1] + 33
 
 
 def test_token_outside_the_vocabulary(engine, device):
