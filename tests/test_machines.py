@@ -71,4 +71,4 @@ def test_more_bandwidth_a_core_wants_more_programs():
 def test_a_looped_row_leaves_room_for_a_second_program_on_amd():
     for arch in (*CDNA, *RDNA):
         lanes = chosen("rms_norm_forward", 65536, 2, arch=arch).num_warps * DEVICES[arch].warp_size
-        assert lanes == DEVICES[arch].max_threads // 2
+        assert lanes <= DEVICES[arch].max_threads // 2
