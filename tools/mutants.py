@@ -72,7 +72,7 @@ MUTANTS = {
             "dup if up_grad else None, dy, activation)",
             "dup if up_grad else None, None, activation)",
         ),
-        ("keeps the product after all", "if not keeps_y or not", "if keeps_y or not"),
+        ("keeps the product after all", "if not keeps_y or _", "if keeps_y or _"),
         ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
     ],
     "selective_log_softmax": [
