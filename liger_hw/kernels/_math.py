@@ -140,11 +140,15 @@ def norm_backward_config(cols, itemsize, device):
         # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
         # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
         # (75, 65%), 66 and 62% at 1,024 (77, 70%), 68 and 62% at 2,048 (77, 70%). 32 to a lane spill at 128 columns.
-        tile, per_lane = (4096, 16) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
+        # Of 16 to a lane layer norm spills 8 bytes at 40 columns on sm_120.
+        fewest = 16 if device.core_threads >= 2048 else 8
+        tile, per_lane = (4096, fewest) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
         rows = min(32, tile // block)
     else:
-        # 4,096 columns of fp32 and a residual on 8 warps spill 8 bytes on sm_86, where three programs would fit
-        per_lane = 8 if device.async_copy and itemsize > 2 and block == 4096 else 16
+        # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, and
+        # 123 of bf16 on sm_100
+        few = device.async_copy and (block == 4096 if itemsize > 2 else block <= 128)
+        per_lane = 8 if few else 16
         rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)
     staged = 3 * 2 * rows * block * itemsize  # three rows of each of the two
