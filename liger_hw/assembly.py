@@ -142,11 +142,14 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
 
 def _beside(access: Access, accesses: list[Access]) -> dict:
     """The narrowest width, 0 times, among those of the same pointer and kind, and of tiles as large: AMD's compiler
-    prints the instructions of one clause under the place of the first."""
+    prints the instructions of one clause under the place of the first. Where all others are smaller, the widest, which
+    is this one's if it is wider than theirs."""
     others = [other for other in accesses if other.kind == access.kind and other.widths]
     same = [other for other in others if other.pointer == access.pointer] or others
-    alike = [other for other in same if other.elements >= access.elements] or same
-    return {min(width for other in alike for width in other.widths): 0} if alike else {}
+    alike = [width for other in same if other.elements >= access.elements for width in other.widths]
+    if alike:
+        return {min(alike): 0}
+    return {max(width for other in same for width in other.widths): 0} if same else {}
 
 
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (0x[0-9a-fA-F]+|\d+)")

@@ -167,6 +167,8 @@ def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
     text = text.replace(".loc 1 1 1", ".loc 1 1 1\n\tbuffer_load_b32 v0\n.loc 1 2 1")
     found = assembly.with_widths(larger, text, assembly.amd_access)
     assert [access.widths for access in found] == [{4: 1}, {16: 1, 8: 1}, {8: 0}], "not of a smaller tile"
+    found = assembly.with_widths(larger[:2], text.replace(".loc 1 2 1", ""), assembly.amd_access)
+    assert found[1].widths == {16: 0}, "what a smaller tile cannot be"
     assert assembly.with_widths(accesses[:1], "", assembly.amd_access)[0].widest == 0
 
 
