@@ -136,18 +136,18 @@ def norm_backward_config(cols, itemsize, device):
     block = power_of_2(cols)
     # Not where a core asks for as much as a B200's, whose compiler spills 8 bytes with 32 to a lane and dw in 16 bits.
     short = device.async_copy and itemsize == 2 and block < 4096 and device.bytes_in_flight < 40_000
+    # Nor heads where a core has few threads: larger tiles of 40 and of 128 columns spill 8 bytes on sm_120.
+    short = short and (block > 128 or device.core_threads >= 2048)
     if short:
         # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
         # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
         # (75, 65%), 66 and 62% at 1,024 (77, 70%), 68 and 62% at 2,048 (77, 70%). 32 to a lane spill at 128 columns.
-        # Of 16 to a lane layer norm spills 8 bytes at 40 columns on sm_120.
-        fewest = 16 if device.core_threads >= 2048 else 8
-        tile, per_lane = (4096, fewest) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
+        tile, per_lane = (4096, 16) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
         rows = min(32, tile // block)
     else:
         # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, and
         # 123 of bf16 on sm_100
-        few = device.async_copy and (block == 4096 if itemsize > 2 else block <= 128)
+        few = block == 4096 and device.async_copy if itemsize > 2 else block <= 128 and device.bytes_in_flight >= 40_000
         per_lane = 8 if few else 16
         rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)
