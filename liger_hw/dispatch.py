@@ -12,7 +12,10 @@
 
 import functools
 import inspect
-from typing import NamedTuple, NoReturn
+import numbers
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn, get_args
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
@@ -61,13 +64,18 @@ def op(reference):
 
     @functools.wraps(reference)
     def call(*args, **kwargs):
-        device = (args[0] if args else kwargs[first]).device
         if is_compiling():
+            device = (args[0] if args else kwargs[first]).device
             return implementations[_choice_while_tracing(name, device.type, device.index)](*args, **kwargs)
-        implementation = chosen.get((device, backends._forced))
-        if implementation is None:
-            implementation = chosen[(device, backends.forced())] = implementations[choose(device)]
-        return implementation(*args, **kwargs)
+        try:
+            device = (args[0] if args else kwargs[first]).device
+            implementation = chosen.get((device, backends._forced))
+            if implementation is None:
+                implementation = chosen[(device, backends.forced())] = implementations[choose(device)]
+            return implementation(*args, **kwargs)
+        except Exception:
+            check_kinds(reference, args, kwargs)
+            raise
 
     def register(backend):
         """Make a function of the same signature the implementation for `backend`, a name of `Device.backends`."""
@@ -214,7 +222,52 @@ def check(condition, argument: str, got, allowed) -> None:
 
 def refuse(argument: str, got, allowed) -> NoReturn:
     """The error of `check`, for those whose text costs time to make: 0.3 us each, in every call of a small op."""
-    raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}")
+    raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
+
+
+KINDS = {  # what a signature says of an argument -> what may come, and how an error calls it; flags take anything
+    torch.Tensor: (torch.Tensor, "a tensor"),
+    float: (numbers.Real, "a number"),
+    int: (numbers.Integral, "an integer"),
+    str: (str, "a string"),
+    Callable: (Callable, "a function"),
+    Sequence: (Sequence, "a sequence"),
+    type(None): (type(None), "None"),
+}
+
+
+def check_kinds(function, args, kwargs) -> None:
+    """Refuse the first argument that is not what the signature of `function` says.
+
+    For when a call has failed: what a string or a list lacks says nothing of the argument it came as, and to ask before
+    every call would take host time.
+
+    Raises:
+        TypeError: arguments that are missing or unknown.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        annotation = bound.signature.parameters[name].annotation
+        kinds = [KINDS.get(kind) for kind in get_args(annotation) or (annotation,)]
+        if None not in kinds and not isinstance(value, tuple(kind for kind, _ in kinds)):
+            got = value if torch.is_tensor(value) else f"{reprlib.repr(value)}, a {type(value).__name__}"
+            refuse(name, got, " or ".join(word for _, word in kinds))
+
+
+def names_arguments(function):
+    """Make `function` answer an argument of another kind than its signature says with an error that names it."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            check_kinds(function, args, kwargs)
+            raise
+
+    return call
 
 
 def _described(value) -> str:

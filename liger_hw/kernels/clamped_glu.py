@@ -34,7 +34,10 @@ def _validate(gate, up, limit, interleaved):
 
 
 @op
-def clamped_swiglu(gate, up=None, limit=7.0, alpha=None, offset=0.0, interleaved=False):
+def clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, limit: float = 7.0, alpha: float | None = None,
+    offset: float = 0.0, interleaved: bool = False,
+):  # fmt: skip
     """(clamp(up) + offset) * g * sigmoid(alpha * g) with g = min(gate, limit), up clamped to limit on both sides.
 
     Args:

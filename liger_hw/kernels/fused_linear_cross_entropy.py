@@ -43,16 +43,19 @@ from liger_hw.kernels.linear_chunks import (
 
 def _prepare(x, weight, target, bias, ce_weight, reduction, num_items, accum_dtype, chunk_memory):
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
-    validate("x", x.shape[0], weight.shape[0], x, target, ce_weight, reduction, num_items)
+    validate(("x", "ce_weight"), x.shape[0], weight.shape[0], x, target, ce_weight, reduction, num_items)
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     return x, weight, bias
 
 
 @op
 def fused_linear_cross_entropy(
-    x, weight, target, bias=None, ce_weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0,
-    softcap=None, logit_scale=1.0, reduction="mean", num_items=None, accum_dtype=None, use_token_scaling=False,
-    chunk_memory=512 * MiB, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, reduction: str = "mean",
+    num_items: torch.Tensor | float | None = None, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ):  # fmt: skip
     """`cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 

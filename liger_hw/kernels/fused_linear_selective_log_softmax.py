@@ -46,8 +46,9 @@ class Plan(NamedTuple):
 
 @op
 def fused_linear_selective_log_softmax(
-    x, weight, tokens, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100,
-    chunk_memory=512 * MiB, return_entropy=False, return_lse=False,
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
+    chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
 ):  # fmt: skip
     """`selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 

@@ -46,7 +46,7 @@ def validate(gate, up, approximate="tanh", first="gate"):
 
 
 @op
-def swiglu(gate, up, in_place=False):
+def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
     """silu(gate) * up (arXiv:2002.05202), as LlamaMLP computes it.
 
     Args:
@@ -70,7 +70,7 @@ def swiglu(gate, up, in_place=False):
 
 
 @op
-def geglu(gate, up, approximate="tanh", in_place=False):
+def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False):
     """gelu(gate) * up (arXiv:2002.05202), as GemmaMLP computes it.
 
     Args:
@@ -88,7 +88,7 @@ def geglu(gate, up, approximate="tanh", in_place=False):
 
 
 @op
-def activate(x, activation="relu_squared", in_place=False):
+def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool = False):
     """f(x), of which the backward keeps x alone.
 
     Args:

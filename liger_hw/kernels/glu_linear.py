@@ -51,7 +51,10 @@ def _validate(gate, up, weight, bias, activation):
 
 
 @op
-def glu_linear(gate, up, weight, bias=None, activation="silu", in_place=False):
+def glu_linear(
+    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    activation: str = "silu", in_place: bool = False,
+):  # fmt: skip
     """F.linear(f(gate) * up, weight, bias): the end of a gated MLP (arXiv:2002.05202), its product not kept.
 
     The same bits as `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one

@@ -50,7 +50,9 @@ def _validate(x, weight, bias):
 
 
 @op
-def layer_norm(x, weight=None, bias=None, eps=1e-6):
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-6
+):
     """Shift each row of `x` to mean 0 and scale it to variance 1, then by `weight`, plus `bias` (arXiv:1607.06450).
 
     As torch.nn.functional.layer_norm over the last dimension: fp32 inside, rounded once.

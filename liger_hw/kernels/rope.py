@@ -49,7 +49,10 @@ def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
 
 
 @op
-def rope(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
+def rope(
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1,
+    layout: str = "half", shared: bool = False, wide: bool = False,
+):  # fmt: skip
     """Rotate the first `rotary_dim` values of every head of `q` and `k` by the angles of its token.
 
     As Hugging Face's apply_rotary_pos_emb, with its rounding: both products and their sum are rounded to the promoted

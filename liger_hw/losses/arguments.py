@@ -12,11 +12,6 @@ from liger_hw.losses.chunked import traced
 LARGEST = sys.float_info.max
 
 
-def check_tensors(**tensors):
-    for name, value in tensors.items():
-        check(torch.is_tensor(value), name, type(value).__name__, "a tensor")
-
-
 def check_numbers(allowed="a finite number", least=-LARGEST, above=-math.inf, most=LARGEST, **numbers):
     """Refuse all but numbers from `least`, more than `above`, to `most`."""
     for name, value in numbers.items():
@@ -50,7 +45,7 @@ def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, c
         name: what the caller calls the tokens (R, T), of which there must be a row of `ref_x` for each, in its
             vocabulary.
     """
-    check_tensors(ref_x=ref_x, ref_weight=ref_weight)
+    check(ref_weight is not None, "ref_weight", None, "a tensor, beside ref_x")
     check(ref_x.shape[:-1] == tokens.shape, "ref_x", ref_x, f"shape ({', '.join(map(str, tokens.shape))}, H)")
     names = "ref_x", "ref_weight", "ref_bias"
     prepared = prepare_linear(ref_x, ref_weight, ref_bias, chunk_memory, names=names)

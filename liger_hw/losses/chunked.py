@@ -11,9 +11,11 @@ two, are in `sequences`; what couples the whole batch is ordinary torch over `fu
 Operations: 2NVH for each of logits, dx and dW. Memory beside the gradients: `chunk_memory`.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from liger_hw.dispatch import Function, check
+from liger_hw.dispatch import Function, check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import (
     Plan,
     fused_linear_selective_log_softmax,
@@ -108,7 +110,11 @@ def _part(rows, part):
     return [row if row is None else row[part] for row in rows]
 
 
-def chunked_loss(loss, x, weight, bias=None, rows=(), chunk_memory=CHUNK_MEMORY, buffers=4):
+@names_arguments
+def chunked_loss(
+    loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
+    chunk_memory: float = CHUNK_MEMORY, buffers: float = 4,
+):  # fmt: skip
     """Sum of `loss(logits, *rows)` over all rows of `x`, with the memory of one chunk of logits.
 
     Args:
@@ -146,9 +152,11 @@ def chunked_loss(loss, x, weight, bias=None, rows=(), chunk_memory=CHUNK_MEMORY,
     return run_chunks(step, x, weight, bias, chunk_memory, buffers, with_kernels)[0]
 
 
+@names_arguments
 def token_loss(
-    formula, x, weight, tokens, bias=None, rows=(), temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100,
-    with_entropy=False, chunk_memory=CHUNK_MEMORY,
+    formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
+    rows: Sequence = (), temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
     """Sum of `formula(log_probs, entropy, *rows)` over all rows, and what else it returns by row.
 

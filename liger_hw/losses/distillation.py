@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from liger_hw.dispatch import check, widen
+from liger_hw.dispatch import check, names_arguments, widen
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import kind_of
 from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
 from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks
 from liger_hw.kernels.linear_chunks import prepare_linear
-from liger_hw.losses.arguments import check_labels, check_numbers, check_tensors
+from liger_hw.losses.arguments import check_labels, check_numbers
 from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, serving
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
@@ -34,9 +35,12 @@ class DistillationOutput(NamedTuple):
     hard: torch.Tensor
 
 
+@names_arguments
 def distillation_loss(
-    x, weight, teacher_x, teacher_weight, labels=None, bias=None, teacher_bias=None, soft_loss="jsd", beta=0.5,
-    temperature=1.0, hard_weight=0.5, soft_weight=0.5, ignore_index=IGNORED, chunk_memory=CHUNK_MEMORY,
+    x: torch.Tensor, weight: torch.Tensor, teacher_x: torch.Tensor, teacher_weight: torch.Tensor,
+    labels: torch.Tensor | None = None, bias: torch.Tensor | None = None, teacher_bias: torch.Tensor | None = None,
+    soft_loss: str = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
+    soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
     """Mean over rows of a soft loss between teacher and student and of the student's cross entropy with the labels.
 
@@ -44,7 +48,8 @@ def distillation_loss(
         x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
         teacher_x: (N, H'). teacher_weight: (V', H'). teacher_bias: (V',) or None. Constants. Where the vocabularies
             differ, the shorter logits are padded with 0 for the soft loss.
-        labels: (N,) int64; a row of `ignore_index` does not count, in neither loss. None counts all, without hard loss.
+        labels: (N,) int64 or int32; a row of `ignore_index` does not count, in neither loss. None counts all, without
+            hard loss.
         soft_loss: "jsd" (arXiv:2306.13649 eq. 1, by `beta`), "kl" (of the student from the teacher, Hinton's
             arXiv:1503.02531 without its factor T^2), "reverse_kl" (arXiv:2306.08543), "tvd" (arXiv:2307.15190), or
             "cosine" (1 - the cosine of the logits).
@@ -61,7 +66,6 @@ def distillation_loss(
             hard loss outside the student's vocabulary, which elsewhere makes the loss NaN.
         RuntimeError: a second backward.
     """
-    check_tensors(x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight)
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
     names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (
@@ -77,8 +81,8 @@ def distillation_loss(
     kind = kind_of(beta) if soft_loss == "jsd" else soft_loss
     if labels is None:
         labels, hard_weight, ignore_index = torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
-    check_tensors(labels=labels)
-    check(labels.shape == x.shape[:1], "labels", labels, f"shape ({len(x)},), one for each row of x")
+    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1]
+    check(fits, "labels", labels, f"int64 or int32 of shape ({len(x)},), one for each row of x")
     if hard_weight:
         check_labels("labels", labels, len(weight), ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,11 +1,12 @@
 """Multi-token prediction: several heads on the same positions, each of which predicts a token further ahead."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check
-from liger_hw.losses.arguments import check_head, check_labels, check_numbers, check_tensors
+from liger_hw.dispatch import check, names_arguments
+from liger_hw.losses.arguments import check_head, check_labels, check_numbers
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 
 IGNORED = -100
@@ -23,9 +24,12 @@ class MultiTokenOutput(NamedTuple):
     head_losses: torch.Tensor
 
 
+@names_arguments
 def multi_token_loss(
-    heads, weight, labels, shifts=None, head_weights=None, bias=None, ignore_index=IGNORED, chunk_memory=CHUNK_MEMORY
-):
+    heads: torch.Tensor | Sequence, weight: torch.Tensor | Sequence, labels: torch.Tensor,
+    shifts: Sequence | int | None = None, head_weights: Sequence | None = None,
+    bias: torch.Tensor | Sequence | None = None, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
+):  # fmt: skip
     """Sum over heads of their weight times their mean cross entropy, without logits in memory.
 
     Medusa (arXiv:2401.10774 eq. 1): head k sees the last hidden states through its own block and predicts the token
@@ -53,7 +57,6 @@ def multi_token_loss(
     check(isinstance(heads, (torch.Tensor, list, tuple)), "heads", type(heads).__name__, "a tensor, or several")
     count = len(heads)
     check(count > 0, "heads", count, "at least one")
-    check_tensors(labels=labels)
     check(labels.ndim == 2, "labels", labels, "integers (B, T)")
     shifts = range(1, count + 1) if shifts is None else shifts
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
@@ -68,7 +71,8 @@ def multi_token_loss(
     check(len(weights) == count, "weight", len(weights), f"one tensor or {count} of them")
     check(len(biases) == count, "bias", len(biases), f"None, one tensor or {count} of them")
     for head, of_head in zip(heads, weights):
-        check_tensors(heads=head, weight=of_head)
+        for name, part in {"heads": head, "weight": of_head}.items():
+            check(torch.is_tensor(part), name, f"{type(part).__name__} among them", "tensors")
         check(head.shape[:-1] == labels.shape, "heads", head, f"K of shape {tuple(labels.shape)} and H")
         check_head(head, of_head, ("heads", "weight"))
     for classes in {len(of_head) for of_head in weights}:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check
+from liger_hw.dispatch import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_labels, check_numbers, check_tensors, prepare_reference
+from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 from liger_hw.losses.sequences import sequence_loss
 
@@ -228,18 +228,15 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, tokens, mask, advantages, old_log_probs, ref_log_probs, ratio):
-        check_tensors(tokens=tokens, advantages=advantages)
         check(tokens.ndim == 2, "tokens", tokens, "int64 or int32 of shape (B, T)")
         shape = tokens.shape
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-        check_tensors(mask=mask)
         check(mask.shape == shape, "mask", mask, f"shape {tuple(shape)}, as tokens")
         mask = mask != 0
 
         def rows(name, value, shapes, expand=True):
             if value is None:
                 return None
-            check_tensors(**{name: value})
             check(tuple(value.shape) in shapes, name, value, f"a shape of {', '.join(map(str, shapes))}")
             value = value.detach().reshape(shape[0], -1).to(torch.promote_types(value.dtype, torch.float32))
             value = value.expand(shape) if expand else value
@@ -276,10 +273,15 @@ def losses_of(log_probs, entropy, batch, options):
     return loss.masked_fill(masked, 0), None if kl is None else kl.masked_fill(masked, 0), is_clipped & batch.mask
 
 
+@names_arguments
 def policy_loss(
-    x, weight, tokens, advantages, mask=None, bias=None, old_log_probs=None, ref_log_probs=None, ref_x=None,
-    ref_weight=None, ref_bias=None, vllm_is_ratio=None, num_items=None, softcap=None, logit_scale=1.0,
-    return_entropy=False, chunk_memory=CHUNK_MEMORY, **options,
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, advantages: torch.Tensor,
+    mask: torch.Tensor | None = None, bias: torch.Tensor | None = None, old_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None, ref_x: torch.Tensor | None = None,
+    ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None,
+    vllm_is_ratio: torch.Tensor | None = None, num_items: torch.Tensor | float | None = None,
+    softcap: float | None = None, logit_scale: float = 1.0, return_entropy: bool = False,
+    chunk_memory: float = CHUNK_MEMORY, **options,
 ):  # fmt: skip
     """Policy loss of a batch of completions from hidden states.
 
@@ -307,8 +309,7 @@ def policy_loss(
         RuntimeError: a second backward.
     """
     options = PolicyOptions.of(options)
-    check_tensors(x=x, weight=weight, tokens=tokens)
-    if num_items is not None and not torch.is_tensor(num_items):
+    if num_items is not None and not (torch.is_tensor(num_items) and num_items.numel() == 1):
         check_numbers("None, a positive number, or a tensor of one", above=0, num_items=num_items)
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
     linear = {
@@ -362,9 +363,11 @@ def policy_loss(
     return PolicyOutput(loss, *means, log_probs)
 
 
+@names_arguments
 def policy_loss_of_logits(
-    logits, tokens, advantages, mask=None, old_log_probs=None, ref_log_probs=None, vllm_is_ratio=None, in_place=False,
-    **options,
+    logits: torch.Tensor, tokens: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor | None = None,
+    old_log_probs: torch.Tensor | None = None, ref_log_probs: torch.Tensor | None = None,
+    vllm_is_ratio: torch.Tensor | None = None, in_place: bool = False, **options,
 ):  # fmt: skip
     """Losses by token of a batch of completions from logits (B, T, V) or (B, T + 1, V), whose last position is unused.
 
@@ -380,7 +383,6 @@ def policy_loss_of_logits(
         ValueError: as `policy_loss`.
     """
     options = PolicyOptions.of(options)
-    check_tensors(logits=logits)
     check(options.entropy_coef == 0, "entropy_coef", options.entropy_coef, "0, from logits")
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check(batch.ref_log_probs is not None or not options.beta, "ref_log_probs", None, "(B, T), where beta is not 0")

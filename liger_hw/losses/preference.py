@@ -7,14 +7,15 @@ the whole batch the backward makes the logits again.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from liger_hw.dispatch import check
+from liger_hw.dispatch import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_labels, check_numbers, check_tensors, prepare_reference
+from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 from liger_hw.losses.sequences import sequence_loss
 
@@ -246,17 +247,20 @@ def _reference(x, labels, average, options, ref_x, ref_weight, ref_bias, ref_log
 
 
 def _check_answers(x, weight, labels, ignore_index):
-    check_tensors(x=x, weight=weight, labels=labels)
     check(x.ndim == 3, "x", x, "floats (answers, T, H)")
     check_head(x, weight)
     check(labels.shape == x.shape[:2], "labels", labels, f"shape {tuple(x.shape[:2])}, one for each position of x")
     check_labels("labels", labels, len(weight), ignore_index)
 
 
+@names_arguments
 def preference_loss(
-    x, weight, labels, bias=None, loss_type="sigmoid", beta=0.1, label_smoothing=0.0, alpha=0.0, average_log_prob=False,
-    ref_x=None, ref_weight=None, ref_bias=None, ref_log_probs=None, nll_labels=None, ignore_index=-100,
-    chunk_memory=CHUNK_MEMORY, **loss_options,
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None,
+    loss_type: str | Callable = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0, alpha: float = 0.0,
+    average_log_prob: bool = False, ref_x: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
+    ref_bias: torch.Tensor | None = None, ref_log_probs: torch.Tensor | None = None,
+    nll_labels: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
+    **loss_options,
 ):  # fmt: skip
     """Mean preference loss of P pairs of answers, plus `alpha` times the NLL of the chosen ones.
 
@@ -325,10 +329,14 @@ def preference_loss(
     return PreferenceOutput(loss, *(value.detach() for value in logged))
 
 
+@names_arguments
 def unpaired_preference_loss(
-    x, weight, labels, preferred, bias=None, loss_type="kto", beta=0.1, average_log_prob=False, desirable_weight=1.0,
-    undesirable_weight=1.0, ref_x=None, ref_weight=None, ref_bias=None, ref_log_probs=None, ignore_index=-100,
-    chunk_memory=CHUNK_MEMORY, **loss_options,
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, preferred: torch.Tensor,
+    bias: torch.Tensor | None = None, loss_type: str | Callable = "kto", beta: float = 0.1,
+    average_log_prob: bool = False, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    ref_x: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
+    **loss_options,
 ):  # fmt: skip
     """Mean loss of B answers, each of which is wanted or not.
 

@@ -9,10 +9,12 @@ Operations: 2NVH for each of logits, dx and dW, and 2NVH (M - K) / M for groups 
 beside the gradients: `chunk_memory`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from liger_hw.dispatch import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import (
     Plan,
     chunk_layout,
@@ -37,9 +39,11 @@ class _Fill(NamedTuple):
     kept: list
 
 
+@names_arguments
 def sequence_loss(
-    formula, x, weight, tokens, bias=None, parts=1, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100,
-    with_entropy=False, chunk_memory=CHUNK_MEMORY,
+    formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
+    parts: int = 1, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
     """Sum of `formula(log_probs, entropy, groups)` over groups of sequences, with the memory of one chunk of logits.
 
@@ -62,7 +66,9 @@ def sequence_loss(
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
+    check(x.ndim == 3, "x", x, "floats (sequences, T, H)")
     check_tokens(tokens, x.shape[:-1], x)
+    check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
     groups, length = tokens.shape[0] // parts, tokens.shape[1]
     with_kernels = serving(x, weight, bias)
     if with_kernels is None:

@@ -212,7 +212,7 @@ def test_outputs(engine, device):
         ("weight", {"weight": torch.zeros(61, 16, dtype=torch.bfloat16)}),
         ("bias", {"bias": torch.zeros(60)}),
         ("target", {"target": torch.zeros(11, dtype=torch.int64)}),
-        ("class weights", {"ce_weight": torch.zeros(60)}),
+        ("ce_weight", {"ce_weight": torch.zeros(60)}),
         ("reduction", {"reduction": "batchmean"}),
         ("accum_dtype", {"accum_dtype": torch.bfloat16}),
         ("chunk_memory", {"chunk_memory": 0}),

@@ -37,9 +37,10 @@ __all__ = ["CrossEntropyOutput", "cross_entropy"]
 
 @op
 def cross_entropy(
-    logits, target, weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None,
-    logit_scale=1.0, reduction="mean", num_items=None, return_z_loss=False, return_token_accuracy=False,
-    return_predicted_tokens=False, in_place=False,
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    reduction: str = "mean", num_items: torch.Tensor | float | None = None, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, in_place: bool = False,
 ):  # fmt: skip
     """`torch.nn.functional.cross_entropy` of class indices, with z-loss, softcap and logit scale.
 

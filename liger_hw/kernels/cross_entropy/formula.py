@@ -64,20 +64,23 @@ class Terms(NamedTuple):
     count: torch.Tensor | None
 
 
-def validate(name, rows, vocabulary, like, target, weight, reduction, num_items):
-    """Refuse what neither loss function can compute. `name` is their argument that `like` came as."""
+def validate(names, rows, vocabulary, like, target, weight, reduction, num_items):
+    """Refuse what neither loss function can compute. `names` are their arguments that `like` and `weight` came as."""
     if not (target.dtype in TARGET_DTYPES and target.shape == (rows,) and target.device == like.device):
-        refuse("target", target, f"int64 or int32 of shape ({rows},) on {like.device}, one for each row of {name}")
+        refuse("target", target, f"int64 or int32 of shape ({rows},) on {like.device}, one for each row of {names[0]}")
     if weight is not None:
         fits = weight.shape == (vocabulary,) and weight.is_floating_point() and weight.device == like.device
-        check(fits, "class weights", weight, f"floating point of shape ({vocabulary},) on {like.device}")
+        check(fits, names[1], weight, f"floating point of shape ({vocabulary},) on {like.device}")
     check(reduction in REDUCTIONS, "reduction", reduction, REDUCTIONS)
-    check(num_items is None or reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
+    if num_items is not None:
+        check(reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
+        fits = not torch.is_tensor(num_items) or num_items.numel() == 1
+        check(fits, "num_items", num_items, "a number, or a tensor of one")
 
 
 def validate_logits(logits, target, weight, reduction, num_items):
     check(logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] > 0, "logits", logits, "floats (N, V)")
-    validate("logits", *logits.shape, logits, target, weight, reduction, num_items)
+    validate(("logits", "weight"), *logits.shape, logits, target, weight, reduction, num_items)
 
 
 def check_kernel_dtype(name, x):

@@ -17,7 +17,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge_columns, in_body, split
-from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_kernel_dtype
 from liger_hw.kernels.cross_entropy.kernels import scale_rows
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -50,8 +50,8 @@ def _check_pair(names, x, y, labels=None):
     fits = y.shape == x.shape and y.is_floating_point() and y.device == x.device
     check(fits, y_name, y, f"floats of shape {tuple(x.shape)} on {x.device}, as {x_name}")
     if labels is not None:
-        fits = labels.shape == x.shape[:1] and labels.device == x.device
-        check(fits, "labels", labels, f"shape ({x.shape[0]},) on {x.device}, one for each row")
+        fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1] and labels.device == x.device
+        check(fits, "labels", labels, f"int64 or int32 of shape ({x.shape[0]},) on {x.device}, one for each row")
 
 
 def _denominator(x, reduction, labels, ignore_index):
@@ -67,14 +67,17 @@ def _kept(x, labels, ignore_index):
 
 
 @op
-def jsd(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
+def jsd(
+    log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5, labels: torch.Tensor | None = None,
+    ignore_index: int = -100,
+):  # fmt: skip
     """Generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1), mean over the rows.
 
     Args:
         log_q: (N, V) log-probabilities of the student.
         log_p: (N, V) log-probabilities of the teacher, a constant.
         beta: weight of the teacher in the mixture: 0 for KL(p, q), 1 for KL(q, p).
-        labels: (N,), rows whose label is `ignore_index` do not count; None counts all.
+        labels: (N,) int64 or int32, rows whose label is `ignore_index` do not count; None counts all.
 
     Returns:
         the mean over the rows that count, 0 where there are none, in fp32 (fp64 for fp64 inputs).
@@ -91,7 +94,9 @@ def jsd(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
 
 
 @op
-def kl_div(log_q, target, reduction="mean", log_target=False, eps=1e-10):
+def kl_div(
+    log_q: torch.Tensor, target: torch.Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
+):
     """`torch.nn.functional.kl_div`: KL(p, q) of log-probabilities q and target p.
 
     Args:
@@ -116,7 +121,10 @@ def kl_div(log_q, target, reduction="mean", log_target=False, eps=1e-10):
 
 
 @op
-def tvd(q, p, reduction="batchmean", labels=None, ignore_index=-100):
+def tvd(
+    q: torch.Tensor, p: torch.Tensor, reduction: str = "batchmean", labels: torch.Tensor | None = None,
+    ignore_index: int = -100,
+):  # fmt: skip
     """Total variation distance of probabilities, sum_j |q_j - p_j| / 2.
 
     Args:

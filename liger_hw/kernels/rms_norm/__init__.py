@@ -42,7 +42,10 @@ def _validate(x, weight, casting_mode, residual=None):
 
 
 @op
-def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama",
+):  # fmt: skip
     """Scale each row of `x` to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
 
     Args:
@@ -73,7 +76,10 @@ def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
 
 
 @op
-def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama",
+):  # fmt: skip
     """`rms_norm` of `x + residual`, and that sum, as a pre-norm transformer block uses them.
 
     Args:

@@ -80,8 +80,9 @@ def selected_rows(logits, tokens, scaling):
 
 @op
 def selective_log_softmax(
-    logits, tokens, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100, return_entropy=False,
-    return_lse=False, in_place=False,
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False, return_lse: bool = False,
+    in_place: bool = False,
 ):  # fmt: skip
     """`log_softmax(logits, -1).gather(-1, tokens)`, without the log-softmax in memory.
 

@@ -1,0 +1,117 @@
+"""What is no tensor, or no number, where one is wanted: the error names the argument, what came and what is allowed."""
+
+import inspect
+from typing import get_args
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw import use_backend
+from liger_hw.dispatch import KINDS, OPS, names_arguments
+from liger_hw.samples import SAMPLES
+
+TEXT, NUMBERS = "text", [1.0, 2.0]
+
+
+def losses():
+    """Calls of every loss that reach all of their arguments."""
+    x, weight, labels = torch.randn(4, 5, 8), torch.randn(31, 8), torch.randint(0, 31, (4, 5))
+    flat, of_rows = {"x": x.reshape(20, 8), "weight": weight}, labels.reshape(20)
+    reference = {"ref_x": x, "ref_weight": weight, "beta": 0.1}
+    text = {"x": x, "weight": weight, "labels": labels}
+    yield liger_hw.preference_loss, text | reference | {"nll_labels": labels, "alpha": 1.0}
+    yield liger_hw.unpaired_preference_loss, text | reference | {"preferred": torch.ones(4, dtype=torch.bool)}
+    tokens = {"tokens": labels, "advantages": torch.randn(4)}
+    yield liger_hw.policy_loss, {"x": x, "weight": weight} | tokens | reference
+    yield liger_hw.policy_loss_of_logits, {"logits": torch.randn(4, 5, 31), "beta": 0.0} | tokens
+    yield (
+        liger_hw.distillation_loss,
+        flat | {"teacher_x": x.reshape(20, 8), "teacher_weight": weight, "labels": of_rows},
+    )
+    yield liger_hw.multi_token_loss, {"heads": [x, x], "weight": weight, "labels": labels}
+    yield liger_hw.token_loss, flat | {"formula": lambda log_probs, entropy: (-log_probs,), "tokens": of_rows}
+    yield (
+        liger_hw.sequence_loss,
+        {"formula": lambda log_probs, *_: log_probs.sum(), "x": x, "weight": weight, "tokens": labels},
+    )
+
+
+def calls():
+    torch.manual_seed(0)
+    found = []
+    for name, op in OPS.items():
+        inputs, options = next(iter(SAMPLES[name](torch.float32)))
+        arguments = dict(zip(inspect.signature(op).parameters, inputs)) | options
+        if name in ("jsd", "tvd"):
+            arguments["labels"] = torch.zeros(len(inputs[0]), dtype=torch.int64)
+        found.append(pytest.param(op, arguments, id=name))
+    return found + [pytest.param(loss, arguments, id=loss.__name__) for loss, arguments in losses()]
+
+
+@pytest.mark.parametrize("function, arguments", calls())
+def test_the_wrong_kind_is_named(function, arguments):
+    with use_backend(None):
+        function(**arguments)
+        for name, parameter in inspect.signature(function).parameters.items():
+            kinds = [KINDS.get(kind) for kind in get_args(parameter.annotation) or (parameter.annotation,)]
+            if None in kinds:  # a flag, which is true or false whatever it is; the options of a loss
+                continue
+            for wrong in (TEXT, NUMBERS, None) if parameter.default is parameter.empty else (TEXT, NUMBERS):
+                if isinstance(wrong, tuple(kind for kind, _ in kinds)):
+                    continue
+                with pytest.raises(ValueError, match=f"^{name}: got .*, allowed: "):
+                    function(**arguments | {name: wrong})
+
+
+LABELLED = [(call.values, name) for call in calls() for name in ("target", "tokens", "labels")
+            if name in inspect.signature(call.values[0]).parameters and call.id != "kl_div"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call, name", LABELLED, ids=lambda value: value if isinstance(value, str) else value[0].__name__
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16], ids=str)
+def test_labels_are_whole_numbers(call, name, dtype):
+    function, arguments = call
+    with use_backend(None), pytest.raises(ValueError, match=f"^{name}: got {dtype} of .* allowed: int64 or int32"):
+        function(**arguments | {name: arguments[name].to(dtype)})
+
+
+def test_distillation_without_hard_labels_refuses_floats_too():
+    x, weight = torch.randn(4, 8), torch.randn(31, 8)
+    with pytest.raises(ValueError, match="^labels: got torch.float32"):
+        liger_hw.distillation_loss(x, weight, x, weight, torch.zeros(4), hard_weight=0.0)
+
+
+def test_missing_and_unknown_arguments():
+    with pytest.raises(TypeError, match="missing a required argument: 'weight'"):
+        liger_hw.glu_linear(torch.ones(2, 4), None)
+    with pytest.raises(TypeError, match="missing a required argument: 'logits'"):
+        liger_hw.cross_entropy()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
+        liger_hw.rms_norm(torch.ones(2, 4), epsilon=1e-6)
+
+
+def test_what_fails_for_another_reason_is_left():
+    @names_arguments
+    def fails(x: torch.Tensor, scale: float = 1.0):
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="^out of luck$"):
+        fails(torch.ones(2), 3)
+    with pytest.raises(ValueError, match=r"^scale: got torch.float32 of shape \(2,\) on cpu, allowed: a number$"):
+        fails(torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize("reduced", [torch.ones(2), torch.ones(0)])
+def test_items_are_one_number(reduced):
+    x, weight, target = torch.randn(4, 8), torch.randn(31, 8), torch.zeros(4, dtype=torch.int64)
+    with use_backend(None):
+        for call in (
+            lambda: liger_hw.cross_entropy(x, target, num_items=reduced),
+            lambda: liger_hw.fused_linear_cross_entropy(x, weight, target, num_items=reduced),
+            lambda: liger_hw.policy_loss(x[None], weight, target[None], torch.ones(1), num_items=reduced, beta=0.0),
+        ):
+            with pytest.raises(ValueError, match="^num_items: got .* a tensor of one"):
+                call()
