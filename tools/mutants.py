@@ -50,6 +50,13 @@ MUTANTS = {
         ("last tile unmasked", "mask = (row < rows) & (col < cols)", "mask = (row < rows) & (col < cols - 1)"),
         ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "0.5 * x * (1.0 + tanh(0.8 * x))"),
     ],
+    "expert_glu": [
+        ("the weighted gradient in the weights' own", "dw += d * y", "dw += dy * y"),
+        ("the weight left out", "rounded(w * d, D.dtype.element_ty)", "d"),
+        ("the other half's stride", "tl.store(U + row * u_stride", "tl.store(U + row * cols"),
+        ("the gradient in the product's place", "tl.store(D + row * cols + col, y", "tl.store(D + row * cols + col, dy"),
+        ("one block of a row", "range(0, cols, COLS)", "range(0, COLS, COLS)"),
+    ],
     "activate": [
         ("slope of the squared ReLU", "return y * y, 2.0 * y", "return y * y, y"),
         ("a cube rounded once", "rounded(rounded(x * x, dtype) * x, dtype)", "rounded(x * x * x, dtype)"),

@@ -7,8 +7,8 @@ For token t, its k experts e and their routing weights w:
 in the operations, order and rounding of transformers' `grouped_mm_experts_forward`, so the result has its bits. That
 one keeps, of every pair of a token and an expert, the gathered input, gate and up, their product and its projection:
 2H + 3I values. Here gate and up alone stay (2I), and their gradients take their place: the backward gathers x and dout
-again, makes the product again in the pass that makes the gradients, and takes the routing weights' gradient before the
-down projection, where both gradients need the same matrix product:
+again, makes the product again in the pass that makes the gradients (`expert_glu`), and takes the routing weights'
+gradient before the down projection, where both gradients need the same matrix product:
 
     dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
 
@@ -19,8 +19,8 @@ same without the product: I values stay instead of 2H + 2I or more.
 import torch
 
 from liger_hw.dispatch import Function
+from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.glu import glu, swiglu
-from liger_hw.kernels.glu_linear import glu_linear_backward_in_place
 from liger_hw.transformers.lazy_logits import PLAIN
 
 
@@ -79,8 +79,8 @@ class MixtureFunction(Function):
         halves = grouped(x[tokens], gate_up.transpose(1, 2), offsets)
         gate, up = _gate_and_up(halves, up_first)
         projected = grouped(glu(gate, up, activation), down.transpose(1, 2), offsets)
-        share = weights.reshape(-1)[order][:, None]
-        out = (projected * share)[place].view(*index.shape, -1).sum(1).to(x.dtype)
+        share = weights.reshape(-1)[order]
+        out = (projected * share[:, None])[place].view(*index.shape, -1).sum(1).to(x.dtype)
         ctx.save_for_backward(x, gate_up, down, halves, share, tokens, place, offsets)
         ctx.form, ctx.shape, ctx.overwritten = (up_first, activation), index.shape, False
         return out
@@ -97,15 +97,13 @@ class MixtureFunction(Function):
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         dx = dgate_up = ddown = dweights = None
         dout = dout[tokens]
-        unweighted = grouped(dout, down, offsets)
-        y = (unweighted * share).to(x.dtype)  # dy, until the next line
+        y = grouped(dout, down, offsets)  # dy before its weight, until the next line but one
         ctx.overwritten = True
-        glu_linear_backward_in_place(*_gate_and_up(halves, up_first), y, activation)
+        dshare = expert_glu_backward_in_place(*_gate_and_up(halves, up_first), y, share, activation)
         if wants_weights:
-            dweights = (unweighted.float() * y.float()).sum(1).to(share.dtype)[place].view(ctx.shape)
-        del unweighted
+            dweights = dshare[place].view(ctx.shape)
         if wants_down:
-            ddown = grouped((dout * share).to(x.dtype).t(), y, offsets)
+            ddown = grouped(dout.mul_(share[:, None]).t(), y, offsets)
         del dout, y
         if wants_gate_up:
             dgate_up = grouped(halves.t(), x[tokens], offsets)
