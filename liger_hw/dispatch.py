@@ -73,8 +73,8 @@ def op(reference):
             if implementation is None:
                 implementation = chosen[(device, backends.forced())] = implementations[choose(device)]
             return implementation(*args, **kwargs)
-        except Exception:
-            check_kinds(reference, args, kwargs)
+        except Exception as error:
+            explain(error, reference, args, kwargs)
             raise
 
     def register(backend):
@@ -225,6 +225,15 @@ def refuse(argument: str, got, allowed) -> NoReturn:
     raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
 
 
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_kernel_dtype(argument: str, x: torch.Tensor) -> None:
+    """Refuse what the kernels would round: they compute in fp32."""
+    if x.dtype not in KERNEL_DTYPES:
+        refuse(argument, x, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
+
+
 KINDS = {  # what a signature says of an argument -> what may come, and how an error calls it; flags take anything
     torch.Tensor: (torch.Tensor, "a tensor"),
     float: (numbers.Real, "a number"),
@@ -236,14 +245,16 @@ KINDS = {  # what a signature says of an argument -> what may come, and how an e
 }
 
 
-def check_kinds(function, args, kwargs) -> None:
-    """Refuse the first argument that is not what the signature of `function` says.
+def explain(error, function, args, kwargs) -> None:
+    """Raise what says more than the error of a call to `function`, if there is anything more to say.
 
-    For when a call has failed: what a string or a list lacks says nothing of the argument it came as, and to ask before
-    every call would take host time.
+    What a string or a list lacks says nothing of the argument it came as; and to ask before every call would take host
+    time.
 
     Raises:
-        TypeError: arguments that are missing or unknown.
+        ValueError: for the first argument that is not what the signature says.
+        TypeError: for arguments that are missing or unknown.
+        RuntimeError: within a transform of torch.func, of which the kernels know nothing.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     for name, value in bound.arguments.items():
@@ -252,6 +263,11 @@ def check_kinds(function, args, kwargs) -> None:
         if None not in kinds and not isinstance(value, tuple(kind for kind, _ in kinds)):
             got = value if torch.is_tensor(value) else f"{reprlib.repr(value)}, a {type(value).__name__}"
             refuse(name, got, " or ".join(word for _, word in kinds))
+    if _are_functorch_transforms_active() and backends.forced() != "reference":
+        raise RuntimeError(
+            f"{function.__name__} has no transforms of torch.func (grad, vmap, jvp, ...) but with plain torch, under "
+            f"liger_hw.use_backend('reference')"
+        ) from error
 
 
 def names_arguments(function):
@@ -263,8 +279,8 @@ def names_arguments(function):
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
-        except Exception:
-            check_kinds(function, args, kwargs)
+        except Exception as error:
+            explain(error, function, args, kwargs)
             raise
 
     return call

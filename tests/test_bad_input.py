@@ -8,6 +8,7 @@ import torch
 
 import liger_hw
 from liger_hw import use_backend
+from liger_hw._triton import AVAILABLE
 from liger_hw.dispatch import KINDS, OPS, names_arguments
 from liger_hw.samples import SAMPLES
 
@@ -115,3 +116,41 @@ def test_items_are_one_number(reduced):
         ):
             with pytest.raises(ValueError, match="^num_items: got .* a tensor of one"):
                 call()
+
+
+FLOATS = {"rms_norm": "x", "fused_add_rms_norm": "x", "layer_norm": "x", "activate": "x", "rope": "q", "tvd": "q",
+          "cross_entropy": "logits", "selective_log_softmax": "logits", "jsd": "log_q", "kl_div": "log_q",
+          "fused_linear_cross_entropy": "x", "fused_linear_selective_log_softmax": "x"}  # fmt: skip
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_refuse_what_they_would_round(name):
+    """On meta tensors, of which a launch computes nothing."""
+    inputs, options = next(iter(SAMPLES[name](torch.float32)))
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+    with use_backend("nvidia"):
+        OPS[name](*(x.to("meta") for x in inputs), **options)
+        with pytest.raises(ValueError, match=f"^{FLOATS.get(name, 'gate')}: got torch.float64 .*use_backend"):
+            OPS[name](*(x.to("meta") for x in wide), **options)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_transforms_are_plain_torchs(transform):
+    x, weight, target = torch.randn(4, 8), torch.randn(31, 8), torch.zeros(4, dtype=torch.int64)
+
+    def loss(x):
+        return liger_hw.fused_linear_cross_entropy(x, weight, target).sum()
+
+    x = x if transform is torch.func.grad else x[None]
+    with use_backend(None), pytest.raises(RuntimeError, match="no transforms of torch.func .*'reference'"):
+        transform(loss)(x)
+    with use_backend("reference"):
+        transform(loss)(x)
+
+
+def test_nothing_at_all_to_compare():
+    nothing = torch.zeros(0, 0)
+    with use_backend("reference"):
+        assert liger_hw.kl_div(nothing, nothing) == liger_hw.tvd(nothing, nothing, "mean") == 0

@@ -15,7 +15,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
 from liger_hw.kernels.glu import tile_of
 from liger_hw.launch import launch
@@ -41,7 +41,7 @@ def clamped_swiglu(
     """(clamp(up) + offset) * g * sigmoid(alpha * g) with g = min(gate, limit), up clamped to limit on both sides.
 
     Args:
-        gate: (..., C), any floating dtype; or (..., 2C) of gate and up where `up` is None.
+        gate: (..., C), or (..., 2C) of gate and up where `up` is None; in a dtype as for `swiglu`.
         up: (..., C), like `gate`.
         limit: where `gate` is cut from above and `up` from both sides; beyond it they get no gradient.
         alpha: of the sigmoid's argument; the gate times its sigmoid is then rounded after each operation, as gpt_oss
@@ -276,4 +276,5 @@ class ClampedGLUFunction(Function):
 @clamped_swiglu.register("triton")
 def _(gate, up=None, limit=7.0, alpha=None, offset=0.0, interleaved=False):
     _validate(gate, up, limit, interleaved)
+    check_kernel_dtype("gate", gate)
     return ClampedGLUFunction.apply(gate, up, float(limit), float(alpha or 0.0), float(offset), interleaved)

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw
+from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw
 from liger_hw.kernels.cross_entropy import kernels, plain
 from liger_hw.kernels.cross_entropy.formula import (
     Formula,
     Terms,
-    check_kernel_dtype,
     outcome,
     row_losses,
     terms,

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, op, raw
-from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, check_kernel_dtype, op, raw
 from liger_hw.kernels.linear_chunks import (
     Gradients,
     MiB,

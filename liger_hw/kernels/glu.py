@@ -22,7 +22,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw
+from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw
 from liger_hw.kernels._math import activated, activated_with_slope, empty_rows, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -50,8 +50,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
     """silu(gate) * up (arXiv:2002.05202), as LlamaMLP computes it.
 
     Args:
-        gate: (..., C), any floating dtype. Rows may be strided (the halves of a fused projection are read where they
-            are); other layouts are copied once.
+        gate: (..., C), any floating dtype; of the kernels fp32, fp16 or bf16. Rows may be strided (the halves of a
+            fused projection are read where they are); other layouts are copied once.
         up: (..., C), like `gate`; another floating dtype promotes the result.
         in_place: the gradients take the memory of `gate` and `up` in backward. For a module that owns both and hands
             them to nothing else. A second backward then raises a RuntimeError, as does the backward of any other
@@ -92,7 +92,7 @@ def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool =
     """f(x), of which the backward keeps x alone.
 
     Args:
-        x: (..., C), any floating dtype, strided as `gate` in `swiglu`.
+        x: (..., C), of a dtype and strides as `gate` in `swiglu`.
         activation: "relu_squared" (arXiv:2109.08668); "gelu_new" and "quick_gelu", which transformers writes out in
             operations, each of which rounds, and "silu", "gelu_tanh" and "gelu_erf", which torch has as one.
         in_place: the gradient takes the memory of `x` in backward; otherwise as in `swiglu`.
@@ -365,6 +365,9 @@ def goes_in_place(gate, up, in_place):
 
 def gated(gate, up, activation, in_place):
     """f(gate) * up for one of ACTIVATIONS, by the kernels; f(gate) where `up` is None."""
+    check_kernel_dtype("x" if up is None else "gate", gate)
+    if up is not None:
+        check_kernel_dtype("up", up)
     return GLUFunction.apply(gate, up, activation, goes_in_place(gate, up, in_place))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw, refuse
+from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, refuse
 from liger_hw.kernels._math import in_row, rounded
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -60,7 +60,8 @@ def rope(
     returns the wider dtype; here the result is rounded to the input's dtype.
 
     Args:
-        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any floating dtype and strides. Nothing is copied.
+        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any floating dtype (of the kernels fp32, fp16 or
+            bf16) and strides. Nothing is copied.
         k: (B, Hk, T, D), or (B, T, Hk, D); the number of heads and the dtype are its own. None: only `q` is rotated.
         cos: (B or 1, T, R), R even and at most D, a value for each of the output's. A constant: it gets no gradient.
         sin: like `cos`.
@@ -331,5 +332,8 @@ class RopeFunction(Function):
 @rope.register("triton")
 def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
     _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
+    check_kernel_dtype("q", q)
+    if k is not None:
+        check_kernel_dtype("k", k)
     q_out, k_out = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, layout, shared, wide)
     return q_out, None if k is None else k_out

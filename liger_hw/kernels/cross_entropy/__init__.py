@@ -19,11 +19,10 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, Function, check_kernel_dtype, op, raw
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
     Formula,
-    check_kernel_dtype,
     outcome,
     row_losses,
     terms,

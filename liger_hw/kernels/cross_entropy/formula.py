@@ -9,7 +9,6 @@ from liger_hw.kernels.cross_entropy.totals import divisors
 
 REDUCTIONS = ("none", "sum", "mean")
 TARGET_DTYPES = (torch.int64, torch.int32)
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -81,11 +80,6 @@ def validate(names, rows, vocabulary, like, target, weight, reduction, num_items
 def validate_logits(logits, target, weight, reduction, num_items):
     check(logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] > 0, "logits", logits, "floats (N, V)")
     validate(("logits", "weight"), *logits.shape, logits, target, weight, reduction, num_items)
-
-
-def check_kernel_dtype(name, x):
-    if x.dtype not in KERNEL_DTYPES:
-        refuse(name, x, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
 
 
 def terms(target, weight, reduction, num_items, ignore_index, with_kernels=False) -> Terms:

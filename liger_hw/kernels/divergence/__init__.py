@@ -15,9 +15,9 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
 from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge_columns, in_body, split
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_kernel_dtype
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.cross_entropy.kernels import scale_rows
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -59,7 +59,7 @@ def _denominator(x, reduction, labels, ignore_index):
     if reduction == "sum":
         return 1
     rows = max(x.shape[0], 1) if labels is None else (labels != ignore_index).sum().clamp(min=1)
-    return rows * x.shape[1] if reduction == "mean" else rows
+    return rows * max(x.shape[1], 1) if reduction == "mean" else rows
 
 
 def _kept(x, labels, ignore_index):

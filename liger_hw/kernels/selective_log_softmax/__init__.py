@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
-from liger_hw.kernels.cross_entropy.formula import check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
 from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
 
 
