@@ -54,7 +54,11 @@ MUTANTS = {
         ("the weighted gradient in the weights' own", "dw += d * y", "dw += dy * y"),
         ("the weight left out", "rounded(w * d, D.dtype.element_ty)", "d"),
         ("the other half's stride", "tl.store(U + row * u_stride", "tl.store(U + row * cols"),
-        ("the gradient in the product's place", "tl.store(D + row * cols + col, y", "tl.store(D + row * cols + col, dy"),
+        (
+            "the gradient in the product's place",
+            "tl.store(D + row * cols + col, y",
+            "tl.store(D + row * cols + col, dy",
+        ),
         ("one block of a row", "range(0, cols, COLS)", "range(0, COLS, COLS)"),
     ],
     "activate": [
