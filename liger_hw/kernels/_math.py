@@ -240,6 +240,11 @@ def empty_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
 
 
+def in_order(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A weight or bias as kernels read it, value after value; a column of a matrix or an expanded value is copied."""
+    return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
+
+
 def rows_and_cols(x: torch.Tensor) -> tuple[int, int]:
     """How many rows of its last dimension `x` has, and their width."""
     cols = x.shape[-1]

@@ -25,6 +25,7 @@ from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw
 from liger_hw.kernels._math import (
     empty_partials,
     empty_rows,
+    in_order,
     in_row,
     in_tile,
     load_parameter,
@@ -330,4 +331,4 @@ class LayerNormFunction(Function):
 def _(x, weight=None, bias=None, eps=1e-6):
     _validate(x, weight, bias)
     check_kernel_dtype("x", x)
-    return LayerNormFunction.apply(x, weight, bias, eps)
+    return LayerNormFunction.apply(x, in_order(weight), in_order(bias), eps)

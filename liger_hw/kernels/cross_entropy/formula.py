@@ -86,7 +86,7 @@ def terms(target, weight, reduction, num_items, ignore_index, with_kernels=False
     """The tensors a row's loss needs, made on the device: the host waits for nothing."""
     weight_sum = denominator = count = None
     if weight is not None:
-        weight = weight.detach()
+        weight = weight.detach().contiguous()  # kernels read it value after value
         weight_sum = widen(weight).sum()
     if num_items is not None:
         if torch.is_tensor(num_items):

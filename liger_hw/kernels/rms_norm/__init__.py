@@ -17,7 +17,7 @@ import torch
 
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
-from liger_hw.kernels._math import empty_rows, in_registers, reduce_partials
+from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
 from liger_hw.kernels.rms_norm.kernels import backward_rows, forward_rows
 from liger_hw.kernels.rms_norm.wide import wide_backward_rows
 
@@ -182,11 +182,11 @@ class FusedAddRMSNormFunction(Function):
 def _(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     _validate(x, weight, casting_mode)
     check_kernel_dtype("x", x)
-    return RMSNormFunction.apply(x, weight, eps, offset, casting_mode)
+    return RMSNormFunction.apply(x, in_order(weight), eps, offset, casting_mode)
 
 
 @fused_add_rms_norm.register("triton")
 def _(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     _validate(x, weight, casting_mode, residual)
     check_kernel_dtype("x", x)
-    return FusedAddRMSNormFunction.apply(x, residual, weight, eps, offset, casting_mode)
+    return FusedAddRMSNormFunction.apply(x, residual, in_order(weight), eps, offset, casting_mode)
