@@ -59,8 +59,7 @@ def glu_linear(
 
     The same bits as `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one
     of `gate` and `up` want a gradient, F.linear would keep the product; here the backward computes it again. Otherwise,
-    where `gate` and `up` differ in dtype, under activation checkpointing, and in the reference (a CPU), this is those
-    two steps.
+    where `gate` and `up` differ in dtype, and in the reference (a CPU), this is those two steps.
 
     Args:
         gate: (..., C), as in `swiglu`.
@@ -113,12 +112,17 @@ def glu_linear_backward_in_place(
 
 
 class GLULinearFunction(Function):
-    """For a weight and at least one of gate and up that want gradients, all of one dtype."""
+    """For a weight and at least one of gate and up that want gradients, all of one dtype.
+
+    `later`: the result only stands for that of a `LaterFunction`, and has its shape but no memory.
+    """
 
     @staticmethod
-    def forward(ctx, gate, up, weight, bias, activation, in_place):
+    def forward(ctx, gate, up, weight, bias, activation, in_place, later):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation, ctx.in_place, ctx.overwritten = activation, in_place, False
+        if later:
+            return gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
         return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
 
     @staticmethod
@@ -128,15 +132,27 @@ class GLULinearFunction(Function):
         y = torch.mm(dout, weight).to(gate.dtype)  # dy, until the next line; autocast around a backward casts it
         dgate, dup = gradients(ctx, gate, up, y.view(gate.shape), _glu_linear_backward, glu_linear_backward_in_place)
         dbias = dout.sum(0) if ctx.needs_input_grad[3] else None
-        return dgate, dup, torch.mm(dout.t(), y), dbias, None, None
+        return dgate, dup, torch.mm(dout.t(), y), dbias, None, None, None
+
+
+class LaterFunction(Function):
+    """What a `GLULinearFunction` only stood in for; keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, stand_in, tensors, activation):  # in a tuple autograd does not see them
+        gate, up, weight, bias = tensors
+        return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None, None
 
 
 def _checkpointed():
     """Whether torch's activation checkpointing without reentrance is what autograd keeps tensors for.
 
-    It computes a layer again only up to the last tensor that was kept, and F.linear keeps its input: the product with
-    `weight` is left out, with which this function's forward ends. On an H200 that was 5 of the 109 ms of a layer of
-    Llama-3-8B at 8x4096 tokens.
+    It computes a layer again only up to the last tensor that was kept. So where a gated MLP ends a layer, its product
+    and its projection need not be computed again, if they come after all that is kept: in a function of their own.
     """
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
@@ -148,7 +164,9 @@ def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     check_kernel_dtype("gate", gate)
     learns = gate.requires_grad or up is not None and up.requires_grad
     keeps_y = torch.is_grad_enabled() and weight.requires_grad and learns
-    if not keeps_y or _checkpointed() or not gate.dtype == dtype == (gate if up is None else up).dtype:
+    if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
-    return GLULinearFunction.apply(gate, up, weight, bias, activation, goes_in_place(gate, up, in_place))
+    later = _checkpointed()
+    out = GLULinearFunction.apply(gate, up, weight, bias, activation, goes_in_place(gate, up, in_place), later)
+    return LaterFunction.apply(out, (gate, up, weight, bias), activation) if later else out

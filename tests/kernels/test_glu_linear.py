@@ -223,19 +223,22 @@ def test_checkpointing_computes_no_product_again_that_nobody_needs(reentrant, ba
     from torch.utils.checkpoint import checkpoint
 
     class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        products = 0
+        products = units = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            self.units += function is torch.ops.liger_hw.glu.default
             return function(*args, **kwargs or {})
 
     gate, up, weight, _ = tensors(5, 48, device=device)
     found = {}
-    for name, unit in {"fused": glu_linear, "two steps": two_steps}.items():
-        out = checkpoint(unit, gate, up, weight, use_reentrant=reentrant)
-        with Counting() as counting:
-            grads = torch.autograd.grad(out.sum(), (gate, up, weight)) if not reentrant else out.sum().backward()
-        found[name] = counting.products
-        if not reentrant:
-            assert_same_bits(grads, torch.autograd.grad(unit(gate, up, weight).sum(), (gate, up, weight)))
-    assert found["fused"] == found["two steps"]
+    with use_backend(backend):
+        for name, unit in {"fused": glu_linear, "two steps": two_steps}.items():
+            out = checkpoint(unit, gate, up, weight, use_reentrant=reentrant)
+            with Counting() as counting:
+                grads = torch.autograd.grad(out.sum(), (gate, up, weight)) if not reentrant else out.sum().backward()
+            found[name] = counting.products, counting.units
+            if not reentrant:
+                assert_same_bits(grads, torch.autograd.grad(unit(gate, up, weight).sum(), (gate, up, weight)))
+    products, units = found["two steps"]
+    assert found["fused"] == (products, units if reentrant else 0) and units == 1
