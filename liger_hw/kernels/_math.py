@@ -213,10 +213,11 @@ ONE_PROGRAM = 2**15
 def programs_for(config, rows, cols):
     """How many programs stride over `rows`, ROWS at a time. One where those are few: its partial sums are the sums.
 
-    Not of rows of several blocks: with sums of 16 bits 16,384 columns spill 32 bytes a lane on sm_90.
+    Not of rows of several blocks: with sums of 16 bits 16,384 columns spill 32 bytes a lane on sm_90. None where there
+    is no column, and so no weight to read.
     """
     few = rows * cols <= ONE_PROGRAM and cols <= config["COLS"]
-    return 1 if few else config.grid_for(-(-rows // config["ROWS"]))
+    return min(cols, 1) if few else config.grid_for(-(-rows // config["ROWS"]))
 
 
 def empty_partials(like: torch.Tensor, programs: int, cols: int, dtype: torch.dtype) -> torch.Tensor:

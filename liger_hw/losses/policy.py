@@ -238,7 +238,7 @@ class Batch(NamedTuple):
             if value is None:
                 return None
             check(tuple(value.shape) in shapes, name, value, f"a shape of {', '.join(map(str, shapes))}")
-            value = value.detach().reshape(shape[0], -1).to(torch.promote_types(value.dtype, torch.float32))
+            value = (value if value.ndim == 2 else value[:, None]).detach().to(torch.promote_types(value.dtype, torch.float32))
             value = value.expand(shape) if expand else value
             return value.masked_fill(~(mask if value.shape == shape else mask.any(-1, keepdim=True)), 0)
 

@@ -386,7 +386,7 @@ def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, p
     if not whole_batch:
         return sequence_loss(formula, x, weight, labels, bias, parts, **options)[:2]
     log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
-    grouped = log_probs.reshape(parts, -1, *labels.shape[1:])
+    grouped = log_probs.reshape(parts, len(labels) // parts, *labels.shape[1:])
     return formula(grouped, None, slice(None)), log_probs.detach()
 
 

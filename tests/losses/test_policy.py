@@ -170,6 +170,17 @@ def test_from_logits_as_from_hidden_states(loss_type, in_place, engine, device):
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_no_completions(loss_type, device):
+    """A rank that was left without any."""
+    x, w = torch.zeros(0, 5, 8, device=device, requires_grad=True), randn(31, 8, device=device)
+    tokens, advantages = torch.zeros(0, 5, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+    loss = policy_loss(x, w, tokens, advantages, loss_type=loss_type, beta=0.0).loss
+    assert torch.autograd.grad(loss, x)[0].shape == x.shape and loss == 0
+    logits = torch.zeros(0, 5, 31, device=device)
+    assert policy_loss_of_logits(logits, tokens, advantages, loss_type=loss_type, beta=0.0)[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_empty_completions_and_masked_rubbish(loss_type, device):
     """A completion without a token costs nothing; what stands at masked positions is never looked at."""
     (x, w, b), tokens, advantages, beside = case(device=device)

@@ -355,3 +355,10 @@ def test_bad_answers(argument, change):
     good = {"x": x, "weight": w, "labels": labels, "preferred": torch.ones(6, dtype=torch.bool)}
     with pytest.raises(ValueError, match=f"^{argument}"):
         unpaired_preference_loss(**(good | change))
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "aot", "bco_pair"])
+def test_answers_of_no_length(loss_type):
+    x, w = torch.zeros(4, 0, 8, requires_grad=True), torch.randn(31, 8)
+    loss = preference_loss(x, w, torch.zeros(4, 0, dtype=torch.int64), loss_type=loss_type).loss
+    assert loss.isfinite() and torch.autograd.grad(loss, x)[0].shape == x.shape
