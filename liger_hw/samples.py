@@ -1,7 +1,7 @@
 """Inputs for every op: the one list behind the parity, the cross-compile and the benchmark matrix.
 
-Each entry yields (inputs, options); inputs that want a gradient ask for it. Shapes are small enough for the interpreter
-and odd enough to meet every mask.
+Each entry of SAMPLES, (dtype, device) -> iterator, yields (inputs, options); inputs that want a gradient ask for it.
+Shapes are small enough for the interpreter and odd enough to meet every mask.
 """
 
 import torch
@@ -13,7 +13,12 @@ load_all()
 
 
 def randn(*shape, dtype=torch.float32, grad=True, device="cpu"):
-    return torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_(grad)
+    return _normal(*shape, device=device).to(device, dtype).requires_grad_(grad)
+
+
+def _normal(*shape, device):
+    """In fp64, made on the CPU so that every device has the same values; "meta" has none to make."""
+    return torch.randn(shape, dtype=torch.float64, device="meta" if device == "meta" else "cpu")
 
 
 def flat(outputs):
@@ -105,7 +110,7 @@ def gated_linears(dtype, device="cpu"):
 
 def angles(batch, tokens, rotary_dim, dtype=torch.float32, device="cpu"):
     """Tables of cos and sin, whose halves differ as no model's do, so that no test mistakes one for the other."""
-    x = torch.randn(batch, tokens, rotary_dim, dtype=torch.float64)
+    x = _normal(batch, tokens, rotary_dim, device=device)
     return x.cos().to(device, dtype), x.sin().to(device, dtype)
 
 
@@ -236,7 +241,7 @@ def linear_selections(dtype, device="cpu"):
 
 def log_probs(rows, classes, dtype, device, grad=True):
     """Log-probabilities far enough from each other that a divergence has no cancellation to speak of."""
-    x = torch.randn(rows, classes, dtype=torch.float64).mul_(2).log_softmax(-1)
+    x = _normal(rows, classes, device=device).mul_(2).log_softmax(-1)
     return x.to(device, dtype).requires_grad_(grad)
 
 
@@ -267,136 +272,6 @@ def tvds(dtype, device="cpu"):
             yield (q, p), {"reduction": reduction}
         yield (q, p), {"labels": targets(rows, classes, device)}
 
-
-def real_norms(dtype):
-    for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001):
-        yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype)), {}
-    yield (randn(2, 4096, dtype=dtype), randn(4096)), {"offset": 1.0, "casting_mode": "gemma"}
-    yield (randn(2, 8192), randn(8192)), {}
-
-
-def real_fused_add_norms(dtype):
-    for (x, w), options in real_norms(dtype):
-        yield (x, randn(*x.shape, dtype=x.dtype), w), options
-
-
-def real_layer_norms(dtype):
-    for cols in (128, 1024, 4096, 8192, 16384, 262144, 1001):
-        yield (randn(2, cols, dtype=dtype), randn(cols, dtype=dtype), randn(cols, dtype=dtype)), {}
-    yield (randn(2, 4096, dtype=dtype), None, None), {}
-
-
-def real_gated(dtype, options=({},)):
-    for shape in [(2, 14336), (1, 1001)]:
-        for option in options:
-            yield (randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)), option
-
-
-def real_clamped(dtype):
-    for options in CLAMPS:
-        yield (randn(2, 5760, dtype=dtype),), options
-    yield (randn(1, 2002, dtype=dtype),), CLAMPS[0]
-    yield (randn(1, 1001, dtype=dtype), randn(1, 1001, dtype=dtype)), CLAMPS[2]
-
-
-def real_geglus(dtype):
-    return real_gated(dtype, ({}, {"approximate": "none"}))
-
-
-def real_gated_linears(dtype):
-    for shape in [(2, 14336), (1, 1001)]:
-        for activation in ACTIVATIONS:
-            gate, up, weight = (randn(*size, dtype=dtype) for size in (shape, shape, (8, shape[-1])))
-            yield (gate, up, weight), {"activation": activation}
-            yield (gate, None, weight), {"activation": activation}
-
-
-def real_activations(dtype):
-    for shape in [(2, 18432), (1, 1001)]:
-        for activation in ACTIVATIONS:
-            yield (randn(*shape, dtype=dtype),), {"activation": activation}
-
-
-def real_ropes(dtype):
-    for q_heads, k_heads, head_dim, rotary_dim in [
-        (32, 8, 128, 128),
-        (14, 2, 64, 64),
-        (8, 4, 256, 256),
-        (16, 16, 80, 32),
-    ]:
-        q, k = (randn(1, 2, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (q_heads, k_heads))
-        yield (q, k, *angles(1, 2, rotary_dim, dtype)), {}
-    for heads, head_dim, layout, shared in [(32, 128, "interleaved", False), (32, 64, "interleaved_to_half", True)]:
-        q, k = (randn(1, 2, count, head_dim, dtype=dtype).transpose(1, 2) for count in (heads, 1))
-        yield (q, k, *angles(1, 2, head_dim // 2 if shared else head_dim, dtype)), {"layout": layout, "shared": shared}
-
-
-def real_losses(dtype):
-    for classes in (128256, 50257, 32000, 300000):
-        x, y = randn(2, classes, dtype=dtype), targets(2, classes)
-        yield (x, y), {}
-        yield (x, y), {"in_place": True, "lse_square_scale": 1e-4}
-    for classes in (50257, 256000):
-        x, y, w = randn(2, classes, dtype=dtype), targets(2, classes), torch.rand(classes)
-        everything = {"label_smoothing": 0.1, "softcap": 30.0, "lse_square_scale": 0.1, "return_predicted_tokens": True}
-        yield (x, y, w), everything
-        yield (x, y, w), everything | {"in_place": True}
-
-
-def real_linear_losses(dtype):
-    for classes in (128256, 50257):
-        x, w, y = randn(2, 8, dtype=dtype), randn(classes, 8, dtype=dtype), targets(2, classes)
-        yield (x, w, y), {}
-        yield (x, w, y), {"reduction": "none", "softcap": 30.0, "use_token_scaling": True, "lse_square_scale": 1e-4}
-
-
-def real_selections(dtype):
-    for classes in (128256, 50257):
-        x, y = randn(2, classes, dtype=dtype), targets(2, classes)
-        yield (x, y), {}
-        yield (x, y), {"softcap": 30.0, "temperature": 0.9, "return_entropy": True, "return_lse": True}
-
-
-def real_linear_selections(dtype):
-    for classes in (128256, 50257):
-        x, w, y = randn(2, 8, dtype=dtype), randn(classes, 8, dtype=dtype), targets(2, classes)
-        yield (x, w, y), {}
-        yield (x, w, y), {"softcap": 30.0, "return_entropy": True}
-
-
-def real_divergences(dtype, *options):
-    for classes in (128256, 50257):
-        for option in options or ({},):
-            yield (randn(2, classes, dtype=dtype), randn(2, classes, dtype=dtype, grad=False)), option
-
-
-def real_jsds(dtype):
-    return real_divergences(dtype, *({"beta": beta, "labels": targets(2, 9)} for beta in (0.0, 0.5, 1.0)))
-
-
-def real_kl_divs(dtype):
-    return real_divergences(dtype, {}, {"log_target": True})
-
-
-# For the compile tier: widths of real models and an odd one, few rows. (dtype) -> (inputs, options)
-REAL = {
-    "rms_norm": real_norms,
-    "fused_add_rms_norm": real_fused_add_norms,
-    "layer_norm": real_layer_norms,
-    "swiglu": real_gated,
-    "clamped_swiglu": real_clamped,
-    "geglu": real_geglus,
-    "activate": real_activations,
-    "glu_linear": real_gated_linears,
-    "rope": real_ropes,
-    "cross_entropy": real_losses,
-    "fused_linear_cross_entropy": real_linear_losses,
-    "selective_log_softmax": real_selections,
-    "fused_linear_selective_log_softmax": real_linear_selections,
-    "jsd": real_jsds,
-    "kl_div": real_kl_divs,
-    "tvd": real_divergences,
-}
 
 SAMPLES = {
     "rms_norm": norms,

@@ -12,8 +12,9 @@ import pytest
 from liger_hw import crosscompile
 from liger_hw.dispatch import OPS
 from liger_hw.matrix import compiled
+from liger_hw.matrix.wide import REAL
 from liger_hw.occupancy import LIMITS, waves_by_registers
-from liger_hw.samples import REAL, SAMPLES
+from liger_hw.samples import SAMPLES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

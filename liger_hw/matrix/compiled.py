@@ -1,7 +1,7 @@
 """Every kernel, compiled for every architecture with the configuration a launch there would choose, and judged.
 
 `run` is `liger-hw matrix --compile`. What is compiled: each op's forward and backward, in fp32, bf16 and fp16, at
-- the shapes of real models (`shapes.cases`) and the wide and odd ones of `samples.REAL`,
+- the shapes of real models (`shapes.cases`) and the wide and odd ones of `wide.REAL`,
 - every shape class of `samples.SAMPLES`: of samples that launch the same kernel with the same tensors, dtypes and
   flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no other class.
 fp16, whose code differs from bf16's in conversions alone, at the shapes of models only. Samples of one
@@ -27,6 +27,7 @@ from liger_hw import crosscompile, packages, shapes, terminal, tuning
 from liger_hw.assembly import width_wanted
 from liger_hw.crosscompile import DEVICES, Launch, Resources
 from liger_hw.dispatch import OPS
+from liger_hw.kernels import load_all
 from liger_hw.occupancy import occupancy
 
 ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101",
@@ -60,15 +61,14 @@ def uses(
     arch: str, ops: Iterable[str] = (), dtypes: Iterable[str] = DTYPES, origins=(MODEL, WIDE, SAMPLE)
 ) -> list[Use]:
     """What the ops launch on `arch`, one for each class of shapes."""
-    from liger_hw import samples  # with which every kernel's module is there
-
+    load_all()  # launches are recorded in modules that are there
     found, sampled = {}, set()
     with crosscompile.launches_on(DEVICES[arch]) as launches:
         for origin in origins:
             for dtype in dtypes:
                 if dtype == "fp16" and origin != MODEL:
                     continue
-                for op, label, inputs, options in _cases(samples, origin, ops or OPS, DTYPES[dtype]):
+                for op, label, inputs, options in _cases(origin, ops or OPS, DTYPES[dtype]):
                     launches.clear()
                     forward = _run(op, inputs, options, launches)
                     for i, launch in enumerate(launches):
@@ -84,13 +84,16 @@ def uses(
     return list(found.values())
 
 
-def _cases(samples, origin: str, ops, dtype) -> Iterator[tuple]:
+def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
+    from liger_hw import samples
+    from liger_hw.matrix import wide
+
     if origin == MODEL:
         for case in shapes.cases(ops):
             yield case.op, case.label, case.make("meta", dtype), case.options
         return
     for op in ops:
-        made = samples.REAL[op](dtype) if origin == WIDE else samples.SAMPLES[op](dtype, "meta")
+        made = wide.REAL[op](dtype) if origin == WIDE else samples.SAMPLES[op](dtype, "meta")
         for inputs, options in made:
             yield op, _label(inputs, options), inputs, options
 
