@@ -87,7 +87,8 @@ def test_chunk_rows():
     assert chunk_rows(8191, row, 512 * MiB, H200) == 2048
     assert chunk_rows(2100, row, 512 * MiB, H200) == 1280  # two near equals, not 2,048 and 52
     assert chunk_rows(1000, row, 512 * MiB, H200) == 1000
-    assert chunk_rows(8192, 16384 * 2, 512 * MiB, H200) == 8192
+    assert chunk_rows(8192, 16384 * 2, 512 * MiB, H200) == 4096  # whose products are as fast
+    assert chunk_rows(140000, 16384 * 2, 512 * MiB, H200) == 4608  # 31 chunks, whose sum needs no fp32
     assert chunk_rows(8192, 300 * MiB, 512 * MiB, H200) == 1
     assert chunk_rows(8192, 3 * MiB, 512 * MiB, H200) == 170
     assert chunk_rows(1024, 16384 * 4, 512 * MiB, CPU) == 128  # an eighth
