@@ -19,16 +19,25 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @tuned
 def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
-    # Blocks are read ahead where that costs no registers. H200, 8,192 rows of bf16, in ms: 128,256 columns take 0.52
-    # without gradient with 4,096 on 4 warps, and with it 1.39 with 16,384 on 16 warps, five blocks ahead (1.48 with
-    # 8,192, three ahead); 32,000 columns 0.16 and, with 16,384 on 16 warps, none ahead, 0.28 (0.36 with 4,096 on 8,
-    # three ahead). Softcap, smoothing and predictions hold twice as many values a lane.
-    stages, block, values = 1, 8192, 16
-    if device.async_copy:
-        # where a core holds 1,536 lanes, 16 warps have too few registers each
-        widest = (32768 if device.core_threads >= 2048 else 16384) // itemsize
-        stages, block, values = (6 if cols > 65536 else 1, widest, 32) if gradient else (4, 4096, 32)
-    if not plain:
+    # Blocks are read ahead where that costs no registers. H200, 8,192 rows of bf16, in ms: without gradient 128,256
+    # columns take 0.52 with 4,096 on 4 warps, 32,000 columns 0.16. With it, in one run of 16 configurations:
+    # 128,256 columns 1.300 with 32,768 on 32 warps, two blocks ahead (1.359 with 16,384 on 16, five ahead; 1.399 on 32,
+    # none ahead), but 100,352 columns 1.146 so and 1.061 with 16,384 on 32 warps, none ahead, which is also the best at
+    # 32,000 columns (0.285; 32,768 on 32: 0.414) and, within 2%, at 50,257.
+    long = cols * itemsize > 220_000
+    if not device.async_copy:
+        stages, block, values = 1, 8192, 16
+    elif not gradient:
+        stages, block, values = 4, 4096, 32
+    elif device.core_threads < 2048:  # more warps would have too few registers each
+        stages, block, values = 6 if long else 1, 16384 // itemsize, 32
+    elif not plain:  # halved below; a softcap at 256,000 columns of 4,096 rows: 2.74 so, 2.90 with five blocks ahead
+        stages, block, values = 6 if long and itemsize > 2 else 1, 16384, 32
+    elif long:
+        stages, block, values = 3, 65536 // itemsize, 32
+    else:  # fp32 on 32 warps spills 8 bytes a lane on sm_100, and is as fast on 16
+        stages, block, values = 1, 16384, 16 if itemsize == 2 else 32
+    if not plain:  # softcap, smoothing and predictions hold twice as many values a lane
         block, values = block // 2, values // 2
         if device.async_copy and itemsize > 2:  # 4,096 columns on 8 warps spill 8 bytes a lane on sm_100
             block, values = min(block, 2048), 8
