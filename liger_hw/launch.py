@@ -95,6 +95,9 @@ def _first_launch(launchers, key, kernel, grid, config, args):
         kernel[grid](*args, *meta, **options)
         return
     with torch.accelerator.device_index(device.index):
+        if tuning.search.compiling_ahead:
+            kernel.warmup(*args, *meta, grid=grid, **options)
+            return
         try:
             compiled = kernel[grid](*args, *meta, **options)
         except torch.OutOfMemoryError:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,9 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         best, found = None, default
         while found is not best:
             best = found
-            for candidate in (best, *neighbours(best)):
+            near = [best, *neighbours(best)]
+            _compile_ahead(function, key, [c for c in near if json.dumps(c.to_json()) not in times])
+            for candidate in near:
                 if seconds(candidate) < seconds(found):
                     found = candidate
                 progress(key, len(times), found)
@@ -140,6 +143,24 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
 
 
 compiled_kernels = list  # all that are, which liger_hw.launch knows: it needs this module, so it tells it how to ask
+
+
+compiling_ahead = False  # liger_hw.launch compiles and does not launch
+
+
+def _compile_ahead(function, key, candidates) -> None:
+    """Compile what `function()` would launch with each candidate, on every core; `_seconds` meets what cannot be."""
+    global compiling_ahead
+    from triton import AsyncCompileMode
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        compiling_ahead = True
+        try:
+            for candidate in candidates:
+                with suppress(Exception), choice.override(key, candidate):
+                    function()
+        finally:
+            compiling_ahead = False
 
 
 def _seconds(function, key, candidate) -> float:
