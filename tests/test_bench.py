@@ -244,6 +244,12 @@ def test_compare(tmp_path, capsys):
     assert "7x7" not in shown and "6x6" not in shown
 
 
+def test_shares_are_of_kernels_alone_where_a_call_was_captured():
+    captured, called = made(2.0, gpu=1.0, share=0.4), made(2.0, share=0.4)
+    assert (tables.kernels(captured), tables.kernels_share(captured)) == (1.0, 0.8)
+    assert (tables.kernels(called), tables.kernels_share(called)) == (2.0, 0.4)
+
+
 def test_spread_and_order():
     assert measure.spread([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0, "rounds": 6}
     calls = []

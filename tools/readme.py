@@ -44,11 +44,6 @@ def markdown(header, rows) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _kernels(record) -> float:
-    """Milliseconds of the kernels alone, or of calls that could not be captured."""
-    return record.get("gpu") or record["median"]
-
-
 def operations(found: dict, stem: Path) -> str:
     full = chosen(found, "full")
     kept = [record for records in full.values() for record in records.values()]
@@ -56,13 +51,13 @@ def operations(found: dict, stem: Path) -> str:
     for label, records in full.items():
         ours = records[OURS]
         peers = [record for name, record in records.items() if name not in (OURS, FLOOR)]
-        peer = min(peers, key=_kernels, default=None)
+        peer = min(peers, key=tables.kernels, default=None)
         op, _, shape = label.partition(" ")
         rows.append([
-            f"`{op}`", shape, f"{tables.number(_kernels(ours))} ms",
-            tables.percent(ours["share"] * ours["median"] / _kernels(ours)),
-            f"{peer['provider']}, {tables.number(_kernels(peer))} ms" if peer else "",
-            f"{_kernels(peer) / _kernels(ours):.2f}x" if peer else "", tables.memory(ours), tables.memory(peer),
+            f"`{op}`", shape, f"{tables.number(tables.kernels(ours))} ms", tables.percent(tables.kernels_share(ours)),
+            f"{peer['provider']}, {tables.number(tables.kernels(peer))} ms" if peer else "",
+            f"{tables.kernels(peer) / tables.kernels(ours):.2f}x" if peer else "", tables.memory(ours),
+            tables.memory(peer),
         ])  # fmt: skip
     pictures = []
     for name, figure in page.figures(found | {"results": kept}):

@@ -52,9 +52,9 @@ def overview(full: dict):
 
 def _shares(title, shapes, pyplot):
     return _bars(
-        f"{title}: share of this machine's limit (longer is better)", shapes, pyplot,
-        lambda record: record["share"] or 0.0,
-        lambda record: f"{tables.number(record['median'])} ms  {tables.percent(record['share'])}",
+        f"{title}, kernels alone: share of this machine's limit (longer is better)", shapes, pyplot,
+        lambda record: tables.kernels_share(record) or 0.0,
+        lambda record: f"{tables.number(tables.kernels(record))} ms  {tables.percent(tables.kernels_share(record))}",
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _roofline(points, ceilings, pyplot):
     for (op, _, mode), record in points.items():
         moved, done = record["bytes"], record["flops"]
         intensities.append(done / moved)
-        colour, seconds = palette[ops.index(op) % len(palette)], record["median"] / 1e3
+        colour, seconds = palette[ops.index(op) % len(palette)], tables.kernels(record) / 1e3
         face = colour if mode == "full" else "none"
         axis.plot(done / moved, done / seconds / 1e12, "o", color=colour, markerfacecolor=face, markersize=6)
     ridge = product / copy
@@ -88,16 +88,16 @@ def _roofline(points, ceilings, pyplot):
         color="#1d2430",
     )  # fmt: skip
     axis.set(
-        xscale="log", yscale="log", title="Roofline: what the op must do, over the time it took",
+        xscale="log", yscale="log", title="Roofline: what the op must do, over the time its kernels took",
         xlabel="operations for each byte that must move", ylabel="TFLOP/s", xlim=(low, high),
     )  # fmt: skip
     axis.set_ylim(top=4 * product / 1e12)
     handles = [pyplot.Line2D([], [], marker="o", linestyle="", color=palette[i % len(palette)], label=op)
                for i, op in enumerate(ops)]  # fmt: skip
-    for label, face in (("forward + backward", "#4a5160"), ("forward", "none")):
-        handles.append(
-            pyplot.Line2D([], [], marker="o", linestyle="", color="#4a5160", markerfacecolor=face, label=label)
-        )
+    for mode, label, face in (("full", "forward + backward", "#4a5160"), ("fwd", "forward", "none")):
+        if any(key[2] == mode for key in points):
+            marks = {"marker": "o", "linestyle": "", "color": "#4a5160", "markerfacecolor": face}
+            handles.append(pyplot.Line2D([], [], label=label, **marks))
     axis.legend(handles=handles, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axis.grid(True, which="major", axis="both")
     return figure

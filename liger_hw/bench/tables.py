@@ -20,6 +20,16 @@ def fastest_peer(records: dict) -> dict | None:
     return min(peers, key=lambda record: record["median"], default=None)
 
 
+def kernels(record: dict) -> float:
+    """Milliseconds of the kernels alone, or of calls that could not be captured."""
+    return record.get("gpu") or record["median"]
+
+
+def kernels_share(record: dict) -> float | None:
+    """What of the machine's limit those milliseconds reach."""
+    return record["share"] and record["share"] * record["median"] / kernels(record)
+
+
 def number(value: float) -> str:
     """Of milliseconds or microseconds: four significant digits or so."""
     if value < 0.01:
