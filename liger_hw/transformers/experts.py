@@ -47,8 +47,10 @@ def computes(module, x):
 
 def mixture(module, x, index, weights, up_first, activation):
     """The experts' output (T, H) for tokens x (T, H), their experts (T, k) and routing weights (T, k)."""
-    first, order = getattr(module, _first(module)), up_first if module.has_gate else None
-    return MixtureFunction.apply(x, first, module.down_proj, index, weights, order, activation)
+    first, form = getattr(module, _first(module)), (up_first if module.has_gate else None, activation)
+    made = []
+    out = MixtureFunction.apply(x, first, module.down_proj, index, weights, form, made)
+    return ProjectedFunction.apply(out, (module.down_proj, *made), form, index.shape)
 
 
 def _first(module):
@@ -62,13 +64,14 @@ def grouped(x, weights, offsets):
 
 
 class MixtureFunction(Function):
-    """x (T, H), gate_up (E, 2I, H), down (E, H, I), index and weights (T, k) -> (T, H).
+    """x (T, H), gate_up (E, 2I, H), down (E, H, I), index and weights (T, k) -> what stands for (T, H), without memory.
 
-    Without a gate, which `up_first` None says, gate_up is (E, I, H).
+    `form` is whether up comes first, None where there is no gate and gate_up is (E, I, H), and the activation. `made`
+    is filled with what `ProjectedFunction` needs.
     """
 
     @staticmethod
-    def forward(ctx, x, gate_up, down, index, weights, up_first, activation):
+    def forward(ctx, x, gate_up, down, index, weights, form, made):
         experts, order = torch.sort(index.reshape(-1))
         tokens = order // index.shape[1]
         counts = experts.float() if x.device.type == "cpu" else experts.int()  # what histc takes there
@@ -77,13 +80,11 @@ class MixtureFunction(Function):
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         halves = grouped(x[tokens], gate_up.transpose(1, 2), offsets)
-        gate, up = _gate_and_up(halves, up_first)
-        projected = grouped(glu(gate, up, activation), down.transpose(1, 2), offsets)
         share = weights.reshape(-1)[order]
-        out = (projected * share[:, None])[place].view(*index.shape, -1).sum(1).to(x.dtype)
+        made += halves, share, place, offsets
         ctx.save_for_backward(x, gate_up, down, halves, share, tokens, place, offsets)
-        ctx.form, ctx.shape, ctx.overwritten = (up_first, activation), index.shape, False
-        return out
+        ctx.form, ctx.shape, ctx.overwritten = form, index.shape, False
+        return x.new_empty_strided(x.shape, (0, 0))
 
     @staticmethod
     def backward(ctx, dout):
@@ -110,6 +111,24 @@ class MixtureFunction(Function):
         if wants_x:
             dx = grouped(halves, gate_up, offsets)[place].view(*ctx.shape, -1).sum(1)
         return dx, dgate_up, ddown, None, dweights, None, None
+
+
+class ProjectedFunction(Function):
+    """The experts' output, for which a `MixtureFunction` only stood in. It keeps nothing, so that under checkpointing,
+    which computes again up to the last tensor that is kept, it is not made again.
+    """
+
+    @staticmethod
+    def forward(ctx, stand_in, tensors, form, shape):  # in a tuple autograd does not see them
+        down, halves, share, place, offsets = tensors
+        up_first, activation = form
+        gate, up = _gate_and_up(halves, up_first)
+        projected = grouped(glu(gate, up, activation), down.transpose(1, 2), offsets)
+        return (projected * share[:, None])[place].view(*shape, -1).sum(1).to(stand_in.dtype)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None, None, None
 
 
 def _gate_and_up(halves, up_first):

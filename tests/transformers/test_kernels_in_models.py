@@ -85,6 +85,20 @@ def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
     assert len(calls) == 1
 
 
+def test_checkpointing_projects_no_experts_again(backend, device, monkeypatch):
+    from liger_hw.transformers import experts
+
+    _, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
+    patched.to(device).gradient_checkpointing_enable({"use_reentrant": False})
+    calls, grouped = [], experts.grouped
+    monkeypatch.setattr(experts, "grouped", lambda *args: calls.append(args) or grouped(*args))
+    with liger_hw.use_backend(backend):
+        loss = tiny.call(patched, **{name: x.to(device) for name, x in tiny.tokens(1, 7).items()}).loss
+        assert len(calls) == 2
+        loss.backward()
+    assert len(calls) == 2 + 1 + 4  # forward, gate and up again, and the gradients of two products
+
+
 def test_experts_keep_gate_and_up_alone(backend, device):
     plain, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
     tokens, hidden, intermediate = 64, tiny.TINY["hidden_size"], tiny.TINY["intermediate_size"]
