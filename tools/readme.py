@@ -78,8 +78,9 @@ def training(found: dict, stem: Path) -> str:
     rows = [[cell or " " for cell in row] for row in tables.training_rows(found)]
     pictures = [_save(figure, stem, name) for name, figure in page.training_figures(found)]
     return "\n\n".join(
-        ["Training steps, every model in a process of its own:", markdown(tables.TRAINING, rows), *pictures]
-    )
+        [f"Training steps, {tables.facts(found)['device']}, {found['date']}, every model in a process of its own:",
+         markdown(tables.TRAINING, rows), *pictures]
+    )  # fmt: skip
 
 
 def _save(figure, stem: Path, name: str) -> str:
@@ -155,10 +156,13 @@ def main(files) -> None:
         founds = [json.loads(file.read_text()) for file in files[1:]]
         of_losses = any("gradient_bytes" in record for record in founds[0]["results"])
         return insert(files[0], losses_table(founds) if of_losses else models(founds), TOOL)
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text())
-        parts.append((operations if "ceilings" in found else training)(found, file.with_suffix("")))
+    founds = {file.with_suffix(""): json.loads(file.read_text()) for file in files}
+    parts = [operations(found, stem) for stem, found in founds.items() if "ceilings" in found]
+    trained = {stem: found for stem, found in founds.items() if "ceilings" not in found}
+    if trained:
+        stem, first = next(iter(trained.items()))
+        results = [result for found in trained.values() for result in found["results"]]
+        parts.append(training(first | {"results": results}, stem))
     insert(ROOT / "README.md", "\n\n".join(parts), TOOL)
 
 
