@@ -54,7 +54,6 @@ def multi_token_loss(
             loss NaN.
         RuntimeError: a second backward.
     """
-    check(isinstance(heads, (torch.Tensor, list, tuple)), "heads", type(heads).__name__, "a tensor, or several")
     count = len(heads)
     check(count > 0, "heads", count, "at least one")
     check(labels.ndim == 2, "labels", labels, "integers (B, T)")

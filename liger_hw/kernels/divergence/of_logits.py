@@ -25,11 +25,15 @@ from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 
-@tuned
-def divergence_of_logits_config(cols, itemsize, device):
+def _row_config(cols, device):
     block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # a whole vector at least
     # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
     return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+
+
+@tuned
+def divergence_of_logits_config(cols, itemsize, device):
+    return _row_config(cols, device)
 
 
 @triton.jit
@@ -138,9 +142,7 @@ def divergence_of_logits(
 
 @tuned
 def cosine_of_logits_config(cols, itemsize, device):
-    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)
-    # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
-    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+    return _row_config(cols, device)
 
 
 @triton.jit
