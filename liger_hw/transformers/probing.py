@@ -63,7 +63,7 @@ def _same(found, expected, exact):
 
 
 def random_rows(generator, *shape, dtype=torch.float32):
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
 
 def clone(module, parameters, modules, **attributes):

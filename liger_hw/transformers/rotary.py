@@ -132,7 +132,7 @@ def _case(rotation, dtype, table_dtype, partial=False, flat=False, batch=2, leng
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
-        return torch.randn(shape, generator=generator, device="cpu")
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
     axis = rotation.axis or 1
     shapes = [(batch, heads, length, width) if axis == 1 else (batch, length, heads, width) for heads in (4, 2)]

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.transformers import recognition, rotary, swapping
+from liger_hw.transformers import probing, recognition, rotary, swapping
 
 transformers = tiny.transformers
 
@@ -54,6 +54,26 @@ def with_other_parameters(q, k, cos, sin, sections):
 def test_rotary_functions_are_proved(function, shown):
     found = recognition._rotation(function)
     assert found is None if shown is None else str(found) == shown
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_no_proof(default):
+    """Of a process that makes its models in another one: probes are in fp32 and bf16 all the same."""
+
+    def complex_pairs(q, k, freqs_cis):
+        turned = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * freqs_cis[:, :, None] for x in (q, k))
+        return tuple(torch.view_as_real(out).flatten(3).type_as(q) for out in turned)
+
+    def half_again(q, k, cos, sin, unsqueeze_dim=1):
+        return half_scaled(q, k, cos, sin, unsqueeze_dim)
+
+    torch.set_default_dtype(default)
+    try:
+        assert recognition._rotation(complex_pairs) is not None and recognition._rotation(half_again) is None
+        rows = probing.random_rows(torch.Generator().manual_seed(0), 64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(rows, probing.random_rows(torch.Generator().manual_seed(0), 64))
 
 
 def inputs(dtype, table_dtype, batch=2, tables=None):
