@@ -221,7 +221,7 @@ def check(condition, argument: str, got, allowed) -> None:
 
 
 def refuse(argument: str, got, allowed) -> NoReturn:
-    """The error of `check`, for those whose text costs time to make: 0.3 us each, in every call of a small op."""
+    """The error of `check`, for those whose text costs time to make: 0.5 us in every call (an x86 CPU)."""
     raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
 
 

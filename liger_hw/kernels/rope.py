@@ -235,7 +235,8 @@ def _empty_output(x, unsqueeze_dim, heads_inside):
     batch, one, two, dim = shape = x.shape
     in_order = heads_inside == (unsqueeze_dim == 2)
     strides = (one * two * dim, two * dim, dim, 1) if in_order else (one * two * dim, dim, one * dim, 1)
-    return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)  # or 1.3x the time
+    # new_empty_strided takes 1.35 us, empty_like 1.19 (an x86 CPU)
+    return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)
 
 
 def _empty_outputs(cos, q, k, unsqueeze_dim, q_heads_inside, k_heads_inside):

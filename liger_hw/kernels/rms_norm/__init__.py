@@ -30,12 +30,8 @@ def _validate(x, weight, casting_mode, residual=None):
     check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
     check(casting_mode in CASTING_MODES, "casting_mode", casting_mode, CASTING_MODES)
     if weight is not None:
-        check(
-            weight.shape == x.shape[-1:] and weight.device == x.device,
-            "weight",
-            weight,
-            "one value for each column of x, on its device",
-        )
+        fits = weight.shape == x.shape[-1:] and weight.device == x.device
+        check(fits, "weight", weight, "one value for each column of x, on its device")
     if residual is not None:
         like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
         check(like, "residual", residual, x)
