@@ -4,22 +4,24 @@ For token t, its k experts e and their routing weights w:
 
     out[t] = sum over k of w (f(x[t] G_e^T) * (x[t] U_e^T)) D_e^T
 
-in the operations, order and rounding of transformers' `grouped_mm_experts_forward`, so the result has its bits. That
-one keeps, of every pair of a token and an expert, the gathered input, gate and up, their product and its projection:
-2H + 3I values. Here gate and up alone stay (2I), and their gradients take their place: the backward gathers x and dout
-again, makes the product again in the pass that makes the gradients (`expert_glu`), and takes the routing weights'
-gradient before the down projection, where both gradients need the same matrix product:
+in the operations, order and rounding of transformers' `grouped_mm_experts_forward`, so the result has its bits (but for
+products in fp32 that are added unrounded, which turn a rare tie of 16 bits). That one keeps, of every pair of a token
+and an expert, the gathered input, gate and up, their product and its projection: 2H + 3I values. Here gate and up alone
+stay (2I), and their gradients take their place: the backward gathers x and dout again, makes the product again in the
+pass that makes the gradients (`expert_glu`), and takes the routing weights' gradient before the down projection, where
+both gradients need the same matrix product:
 
     dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
 
-A sum over k of gathered rows stands where indexing's backward would sort. Experts without a gate, f(x U^T) D^T, are the
-same without the product: I values stay instead of 2H + 2I or more.
+A sum over k of gathered rows (`gathered_sum`) stands where indexing's backward would sort. Experts without a gate,
+f(x U^T) D^T, are the same without the product: I values stay instead of 2H + 2I or more.
 """
 
 import torch
 
 from liger_hw.dispatch import Function
 from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
+from liger_hw.kernels.gathered_sum import sum_gathered
 from liger_hw.kernels.glu import glu, swiglu
 from liger_hw.transformers.lazy_logits import PLAIN
 
@@ -109,7 +111,7 @@ class MixtureFunction(Function):
         if wants_gate_up:
             dgate_up = grouped(halves.t(), x[tokens], offsets)
         if wants_x:
-            dx = grouped(halves, gate_up, offsets)[place].view(*ctx.shape, -1).sum(1)
+            dx = sum_gathered(grouped(halves, gate_up, offsets), place.view(ctx.shape), None)
         return dx, dgate_up, ddown, None, dweights, None, None
 
 
@@ -124,7 +126,7 @@ class ProjectedFunction(Function):
         up_first, activation = form
         gate, up = _gate_and_up(halves, up_first)
         projected = grouped(glu(gate, up, activation), down.transpose(1, 2), offsets)
-        return (projected * share[:, None])[place].view(*shape, -1).sum(1).to(stand_in.dtype)
+        return sum_gathered(projected, place.view(shape), share)
 
     @staticmethod
     def backward(ctx, dout):
