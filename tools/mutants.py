@@ -61,6 +61,11 @@ MUTANTS = {
         ),
         ("one block of a row", "range(0, cols, COLS)", "range(0, COLS, COLS)"),
     ],
+    "gathered_sum": [
+        ("every fifth twice", "range(0, K, 4)", "range(0, K, 3)"),
+        ("the weight of another row", "tl.load(W + row, there", "tl.load(W + at, there"),
+        ("rows that are not there", "k + 3 < K, col", "k + 2 < K, col"),
+    ],
     "activate": [
         ("slope of the squared ReLU", "return y * y, 2.0 * y", "return y * y, y"),
         ("a cube rounded once", "rounded(rounded(x * x, dtype) * x, dtype)", "rounded(x * x * x, dtype)"),
