@@ -7,7 +7,7 @@
     @rms_norm.register("triton")                # any GPU
     @rms_norm.register("amd:gfx942")            # this one only, and it wins there
 
-`op` is `functools.singledispatch`, keyed by where the first tensor lives.
+`op` is `functools.singledispatch`, keyed by where the first tensor lives, and by its dtype.
 """
 
 import functools
@@ -26,6 +26,7 @@ from liger_hw._triton import AVAILABLE
 from liger_hw.tuning import Refused, search
 
 OPS = {}  # name -> op, for the parity matrix and the docs
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
 
 
 class Cost(NamedTuple):
@@ -50,9 +51,17 @@ def op(reference):
     implementations, chosen, name = {"reference": reference}, {}, reference.__name__
     first = next(iter(inspect.signature(reference).parameters))
 
-    def choose(device):
-        """The implementation that serves tensors on `device`: the first name of its chain that has one."""
-        names = backends.backends_for(device)
+    def choose(device, dtype=torch.float32):
+        """The implementation that serves tensors on `device`: the first name of its chain that has one.
+
+        Plain torch serves a `dtype` that kernels would round; where they are forced, it is refused.
+        """
+        if dtype not in KERNEL_DTYPES and backends.forced() is None:
+            names = backends.CPU.backends
+        else:
+            names = backends.backends_for(device)
+            if dtype not in KERNEL_DTYPES and "reference" not in names:
+                refuse_dtype(first, dtype)
         for candidate in names:
             if candidate in implementations:
                 return candidate
@@ -65,13 +74,15 @@ def op(reference):
     @functools.wraps(reference)
     def call(*args, **kwargs):
         if is_compiling():
-            device = (args[0] if args else kwargs[first]).device
-            return implementations[_choice_while_tracing(name, device.type, device.index)](*args, **kwargs)
+            x = args[0] if args else kwargs[first]
+            return implementations[_choice_while_tracing(name, x.device.type, x.device.index, x.dtype)](*args, **kwargs)
         try:
-            device = (args[0] if args else kwargs[first]).device
-            implementation = chosen.get((device, backends._forced))
+            x = args[0] if args else kwargs[first]
+            device, dtype = x.device, x.dtype
+            implementation = chosen.get((device, dtype, backends._forced))
             if implementation is None:
-                implementation = chosen[(device, backends.forced())] = implementations[choose(device)]
+                implementation = implementations[choose(device, dtype)]
+                chosen[(device, dtype, backends.forced())] = implementation
             return implementation(*args, **kwargs)
         except Exception as error:
             explain(error, reference, args, kwargs)
@@ -99,9 +110,9 @@ def op(reference):
 
 
 @torch._dynamo.assume_constant_result
-def _choice_while_tracing(name, device_type, index):
+def _choice_while_tracing(name, device_type, index, dtype):
     """Nothing of the choice is traced: the compiler sees the chosen function."""
-    return OPS[name].choose(torch.device(device_type, index))
+    return OPS[name].choose(torch.device(device_type, index), dtype)
 
 
 class Function(torch.autograd.Function):
@@ -225,13 +236,14 @@ def refuse(argument: str, got, allowed) -> NoReturn:
     raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
 
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def check_kernel_dtype(argument: str, x: torch.Tensor) -> None:
-    """Refuse what the kernels would round: they compute in fp32."""
+    """Refuse an argument that the kernels would round. The first one's dtype was looked at when they were chosen."""
     if x.dtype not in KERNEL_DTYPES:
-        refuse(argument, x, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
+        refuse_dtype(argument, x)
+
+
+def refuse_dtype(argument: str, got) -> NoReturn:
+    refuse(argument, got, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
 
 
 KINDS = {  # what a signature says of an argument -> what may come, and how an error calls it; flags take anything

@@ -131,8 +131,21 @@ def test_kernels_refuse_what_they_would_round(name):
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     with use_backend("nvidia"):
         OPS[name](*(x.to("meta") for x in inputs), **options)
-        with pytest.raises(ValueError, match=f"^{FLOATS.get(name, 'gate')}: got torch.float64 .*use_backend"):
+        with pytest.raises(ValueError, match=f"^{FLOATS.get(name, 'gate')}: got torch.float64,.*use_backend"):
             OPS[name](*(x.to("meta") for x in wide), **options)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+@pytest.mark.parametrize(
+    "op, wide",
+    [("swiglu", "up"), ("geglu", "up"), ("jsd", "log_p"), ("kl_div", "target"), ("tvd", "p"), ("rope", "k")],
+)
+def test_kernels_refuse_a_wider_second_argument(op, wide):
+    inputs, options = next(iter(SAMPLES[op](torch.float32)))
+    inputs = [x.to("meta") for x in inputs]
+    inputs[1] = inputs[1].double()
+    with use_backend("nvidia"), pytest.raises(ValueError, match=f"^{wide}: got torch.float64 of .*use_backend"):
+        OPS[op](*inputs, **options)
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")

@@ -4,8 +4,10 @@ import torch
 from liger_hw import backends, dispatch, use_backend
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
-from liger_hw.dispatch import op
+from liger_hw.dispatch import OPS, op
 from liger_hw.kernels.rms_norm import rms_norm
+from liger_hw.losses.chunked import token_loss
+from liger_hw.samples import SAMPLES, flat
 
 
 @pytest.fixture
@@ -63,6 +65,34 @@ def test_registering_again_replaces(double, on_gpu):
     assert names(double) == "triton"
     double.register("triton")(lambda x: ("newer", x))
     assert names(double) == "newer"
+
+
+def test_what_kernels_would_round_is_plain_torchs(double, on_gpu):
+    register(double, "triton")
+    assert names(double) == "triton" and double(torch.ones(2).half())[0] == "triton"
+    assert double(torch.ones(2).double())[0] == "reference"
+    double.register("cpu")(lambda x, by=2: ("cpu", x * by))  # plain torch in chunks, on any device
+    assert double(torch.ones(2).double())[0] == "cpu" and names(double) == "triton"
+    with use_backend("nvidia"), pytest.raises(ValueError, match="^x: got torch.float64, allowed: .*'reference'"):
+        double(torch.ones(2).double())
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name in OPS])
+def test_float64_is_float64_everywhere(name, on_gpu):
+    """On a GPU too, where kernels compute in fp32: this GPU could not launch any."""
+    torch.manual_seed(0)
+    inputs, options = next(iter(SAMPLES[name](torch.float64)))
+    found, expected = (flat(op(*inputs, **options)) for op in (OPS[name], OPS[name].reference))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_losses_in_float64_are_plain_torchs(on_gpu):
+    x, weight, tokens = torch.randn(6, 8).double().requires_grad_(), torch.randn(31, 8).double(), torch.arange(6)
+    found = token_loss(lambda log_probs, entropy: (-log_probs,), x, weight, tokens, chunk_memory=500)[0]
+    expected = torch.nn.functional.cross_entropy(x @ weight.t(), tokens, reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (found, expected)), rtol=1e-11, atol=1e-12)
 
 
 def test_forced_means_forced(double, on_gpu):

@@ -15,7 +15,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
 from liger_hw.kernels.glu import tile_of
 from liger_hw.launch import launch
@@ -276,5 +276,4 @@ class ClampedGLUFunction(Function):
 @clamped_swiglu.register("triton")
 def _(gate, up=None, limit=7.0, alpha=None, offset=0.0, interleaved=False):
     _validate(gate, up, limit, interleaved)
-    check_kernel_dtype("gate", gate)
     return ClampedGLUFunction.apply(gate, up, float(limit), float(alpha or 0.0), float(offset), interleaved)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw
+from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels.cross_entropy import kernels, plain
 from liger_hw.kernels.cross_entropy.formula import (
     Formula,
@@ -59,7 +59,7 @@ def fused_linear_cross_entropy(
     """`cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
     Args:
-        x: (N, H), any floating dtype; other dtypes than fp32, fp16 and bf16 only without a GPU.
+        x: (N, H), any floating dtype; plain torch computes others than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
         target: (N,) int64 or int32, as in `cross_entropy`; so a value outside [0, V) makes the loss NaN, and with it
             the gradients of everything that its row touches.
@@ -240,8 +240,6 @@ def _chunked(with_kernels):
     ):  # fmt: skip
         x, weight, bias = _prepare(x, weight, target, bias, ce_weight, reduction, num_items, accum_dtype, chunk_memory)
         formula = Formula.of(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, use_token_scaling)
-        if with_kernels:
-            check_kernel_dtype("x", x)
         row_terms = terms(target.contiguous(), ce_weight, reduction, num_items, ignore_index, with_kernels)
         plan = _Plan(int(chunk_memory), accum_dtype is not None, with_kernels)
         # needs_input_grad knows nothing of no_grad, so what is wanted is asked here

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check_kernel_dtype, op, raw
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.linear_chunks import (
     Gradients,
     MiB,
@@ -54,7 +54,7 @@ def fused_linear_selective_log_softmax(
     Everything returned has a gradient, and a second backward is right.
 
     Args:
-        x: (..., H), any floating dtype; other dtypes than fp32, fp16 and bf16 only without a GPU.
+        x: (..., H), any floating dtype; plain torch computes others than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
         tokens: (...) int64 or int32, as in `selective_log_softmax`.
         bias: (V,) in the dtype of `x`, or None.
@@ -177,8 +177,6 @@ def _chunked(with_kernels):
         x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
         check_tokens(tokens, x.shape[:-1], x)
         scaling, shape = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
-        if with_kernels:
-            check_kernel_dtype("x", x)
         x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1).contiguous()
         plan = Plan(int(chunk_memory), with_kernels)
         rows = FusedLinearSelectiveLogSoftmaxFunction.apply(

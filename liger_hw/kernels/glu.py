@@ -50,8 +50,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
     """silu(gate) * up (arXiv:2002.05202), as LlamaMLP computes it.
 
     Args:
-        gate: (..., C), any floating dtype; of the kernels fp32, fp16 or bf16. Rows may be strided (the halves of a
-            fused projection are read where they are); other layouts are copied once.
+        gate: (..., C), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Rows may be
+            strided (the halves of a fused projection are read where they are); other layouts are copied once.
         up: (..., C), like `gate`; another floating dtype promotes the result.
         in_place: the gradients take the memory of `gate` and `up` in backward. For a module that owns both and hands
             them to nothing else. A second backward then raises a RuntimeError, as does the backward of any other
@@ -365,7 +365,6 @@ def goes_in_place(gate, up, in_place):
 
 def gated(gate, up, activation, in_place):
     """f(gate) * up for one of ACTIVATIONS, by the kernels; f(gate) where `up` is None."""
-    check_kernel_dtype("x" if up is None else "gate", gate)
     if up is not None:
         check_kernel_dtype("up", up)
     return GLUFunction.apply(gate, up, activation, goes_in_place(gate, up, in_place))

@@ -17,7 +17,7 @@ is this without up: it keeps one tensor of that width instead of the two of torc
 import torch
 from torch.utils import checkpoint
 
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw
+from liger_hw.dispatch import Cost, Function, check, op, raw
 from liger_hw.kernels.glu import (
     ACTIVATIONS,
     activate,
@@ -161,7 +161,6 @@ def _checkpointed():
 @glu_linear.register("triton")
 def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     dtype = _validate(gate, up, weight, bias, activation)
-    check_kernel_dtype("gate", gate)
     learns = gate.requires_grad or up is not None and up.requires_grad
     keeps_y = torch.is_grad_enabled() and weight.requires_grad and learns
     if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:

@@ -60,8 +60,8 @@ def rope(
     returns the wider dtype; here the result is rounded to the input's dtype.
 
     Args:
-        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any floating dtype (of the kernels fp32, fp16 or
-            bf16) and strides. Nothing is copied.
+        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any strides and floating dtype; plain torch
+            computes others than fp32, fp16 and bf16. Nothing is copied.
         k: (B, Hk, T, D), or (B, T, Hk, D); the number of heads and the dtype are its own. None: only `q` is rotated.
         cos: (B or 1, T, R), R even and at most D, a value for each of the output's. A constant: it gets no gradient.
         sin: like `cos`.
@@ -333,7 +333,6 @@ class RopeFunction(Function):
 @rope.register("triton")
 def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
     _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
-    check_kernel_dtype("q", q)
     if k is not None:
         check_kernel_dtype("k", k)
     q_out, k_out = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, layout, shared, wide)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, names_arguments
+from liger_hw.dispatch import check, names_arguments, widen
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
@@ -238,7 +238,7 @@ class Batch(NamedTuple):
             if value is None:
                 return None
             check(tuple(value.shape) in shapes, name, value, f"a shape of {', '.join(map(str, shapes))}")
-            value = (value if value.ndim == 2 else value[:, None]).detach().to(torch.promote_types(value.dtype, torch.float32))
+            value = widen(value if value.ndim == 2 else value[:, None]).detach()
             value = value.expand(shape) if expand else value
             return value.masked_fill(~(mask if value.shape == shape else mask.any(-1, keepdim=True)), 0)
 

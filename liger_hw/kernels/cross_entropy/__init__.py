@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw.dispatch import Cost, Function, check_kernel_dtype, op, raw
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
     Formula,
@@ -44,7 +44,8 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` of class indices, with z-loss, softcap and logit scale.
 
     Args:
-        logits: (N, V), any floating dtype; any stride between rows costs no copy.
+        logits: (N, V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
+            rows costs no copy.
         target: (N,) int64 or int32. A value outside [0, V) that is not `ignore_index` makes that row's loss and
             gradient NaN, and so the reduced loss: nothing is read out of bounds, and the host waits for no check.
         weight: (V,) class weights, or None for 1.
@@ -66,8 +67,7 @@ def cross_entropy(
         The loss in fp32 (fp64 for fp64 logits), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range. The kernels take fp32, fp16
-            and bf16 logits.
+        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
         RuntimeError: a second backward through an `in_place` loss.
     """
     validate_logits(logits, target, weight, reduction, num_items)
@@ -228,7 +228,6 @@ def _(
 ):  # fmt: skip
     validate_logits(logits, target, weight, reduction, num_items)
     formula = Formula.of(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    check_kernel_dtype("logits", logits)
     rows, cols = logits.shape
     row_stride, stride = logits.stride()
     if (cols > 1 and stride != 1) or (rows > 1 and row_stride < cols):

@@ -333,9 +333,8 @@ class DivergenceFunction(Function):
         return dx, *[None] * 5
 
 
-def _with_kernels(names, x, y, labels, denominator, beta, eps, ignore_index, kind, logarithms):
-    for name, tensor in zip(names, (x, y)):
-        check_kernel_dtype(name, tensor)
+def _with_kernels(y_name, x, y, labels, denominator, beta, eps, ignore_index, kind, logarithms):
+    check_kernel_dtype(y_name, y)
     wanted = torch.is_grad_enabled() and x.requires_grad
     x, y = (t if t.stride(-1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous() for t in (x, y.detach()))
     if not torch.is_tensor(denominator):
@@ -349,7 +348,7 @@ def _with_kernels(names, x, y, labels, denominator, beta, eps, ignore_index, kin
 def _(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
     _check_pair(("log_q", "log_p"), log_q, log_p, labels)
     denominator, kind = _denominator(log_q, "batchmean", labels, ignore_index), kind_of(beta)
-    return _with_kernels(("log_q", "log_p"), log_q, log_p, labels, denominator, beta, 0.0, ignore_index, kind, True)
+    return _with_kernels("log_p", log_q, log_p, labels, denominator, beta, 0.0, ignore_index, kind, True)
 
 
 @kl_div.register("triton")
@@ -358,7 +357,7 @@ def _(log_q, target, reduction="mean", log_target=False, eps=1e-10):
     if reduction not in ("sum", "mean", "batchmean"):  # by element there is nothing to reduce in a kernel
         return kl_div.reference(log_q, target, reduction, log_target, eps)
     denominator = _denominator(log_q, reduction, None, None)
-    return _with_kernels(("log_q", "target"), log_q, target, None, denominator, 0.0, eps, -100, "kl", log_target)
+    return _with_kernels("target", log_q, target, None, denominator, 0.0, eps, -100, "kl", log_target)
 
 
 @tvd.register("triton")
@@ -367,4 +366,4 @@ def _(q, p, reduction="batchmean", labels=None, ignore_index=-100):
     if reduction not in ("sum", "mean", "batchmean"):
         return tvd.reference(q, p, reduction, labels, ignore_index)
     denominator = _denominator(q, reduction, labels, ignore_index)
-    return _with_kernels(("q", "p"), q, p, labels, denominator, 0.0, 0.0, ignore_index, "tvd", False)
+    return _with_kernels("p", q, p, labels, denominator, 0.0, 0.0, ignore_index, "tvd", False)

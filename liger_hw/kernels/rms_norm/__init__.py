@@ -16,7 +16,7 @@ plus one fp32 partial dw a program. Both are bound by memory. A row too wide for
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
 from liger_hw.kernels.rms_norm.kernels import backward_rows, forward_rows
 from liger_hw.kernels.rms_norm.wide import wide_backward_rows
@@ -45,7 +45,7 @@ def rms_norm(
     """Scale each row of `x` to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
 
     Args:
-        x: (..., C), any floating dtype (of the kernels fp32, fp16 or bf16) and strides.
+        x: (..., C), any strides and floating dtype; plain torch computes others than fp32, fp16 and bf16.
         weight: (C,), any floating dtype, or None for no scale.
         eps: added to the mean square.
         offset: added to the weight; Gemma stores its weight less one and passes 1.0.
@@ -177,12 +177,10 @@ class FusedAddRMSNormFunction(Function):
 @rms_norm.register("triton")
 def _(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     _validate(x, weight, casting_mode)
-    check_kernel_dtype("x", x)
     return RMSNormFunction.apply(x, in_order(weight), eps, offset, casting_mode)
 
 
 @fused_add_rms_norm.register("triton")
 def _(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     _validate(x, weight, casting_mode, residual)
-    check_kernel_dtype("x", x)
     return FusedAddRMSNormFunction.apply(x, residual, in_order(weight), eps, offset, casting_mode)

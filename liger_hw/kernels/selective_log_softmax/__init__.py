@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
+from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
 
 
@@ -88,7 +88,8 @@ def selective_log_softmax(
     Everything returned has a gradient.
 
     Args:
-        logits: (..., V), any floating dtype; any stride between rows of a (N, V) view costs no copy.
+        logits: (..., V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
+            rows of a (N, V) view costs no copy.
         tokens: (...) int64 or int32. A value outside [0, V) that is not `ignore_index` makes that row's log-probability
             and gradient NaN: nothing is read out of bounds, and the host waits for no check.
         temperature: the logits are divided by it, last.
@@ -104,8 +105,7 @@ def selective_log_softmax(
         log-probabilities (...) in fp32 (fp64 for fp64 logits); a `SelectedLogProbs` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range. The kernels take fp32, fp16
-            and bf16 logits.
+        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
         RuntimeError: a second backward through an `in_place` call.
     """
     logits, flat, scaling = _prepare(logits, tokens, temperature, softcap, logit_scale, ignore_index)
@@ -214,7 +214,6 @@ def _(
 ):  # fmt: skip
     shape = tokens.shape
     logits, tokens, scaling = _prepare(logits, tokens, temperature, softcap, logit_scale, ignore_index)
-    check_kernel_dtype("logits", logits)
     rows, cols = logits.shape
     if (cols > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < cols):
         logits = logits.contiguous()
