@@ -142,6 +142,11 @@ def norm_backward_config(cols, itemsize, device):
     short = device.async_copy and itemsize == 2 and block < 4096 and device.bytes_in_flight < 40_000
     # Nor heads where a core has few threads: larger tiles of 40 and of 128 columns spill 8 bytes on sm_120.
     short = short and (block > 128 or device.core_threads >= 2048)
+    # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
+    # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; a
+    # full block of 4,096 is 5% slower. An A100's shared memory does not hold four rows of 8,192.
+    roomy = device.async_copy and device.core_threads >= 2048 and 4 * 3 * 8192 * itemsize <= device.shared_memory
+    sparse = roomy and itemsize == 2 and block >= 4096 and 4 * cols <= 3 * block
     if short:
         # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
         # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
@@ -152,15 +157,14 @@ def norm_backward_config(cols, itemsize, device):
         # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, and
         # 123 of bf16 on sm_100
         few = block == 4096 and device.async_copy if itemsize > 2 else block <= 128 and device.bytes_in_flight >= 40_000
-        # A third of the block is empty: fewer lanes. RMSNorm's 2,304 columns on an H200 are 12% faster on 4 warps than
-        # on 8, layer norm's 4,608 11% on 8 than on 16; 3,072 columns are not.
-        sparse = itemsize == 2 and 3 * cols <= 2 * block and block >= 4096 and device.core_threads >= 2048
-        per_lane = 8 if few else 32 if sparse and device.async_copy else 16
+        per_lane = 8 if few else 32 if sparse else 16
         rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)
-    staged = 3 * 2 * rows * block * itemsize  # three rows of each of the two
+    stages = 4 if sparse else 3
+    staged = stages * 2 * rows * block * itemsize  # so many rows of each of the two
     with_residual = staged * 3 // 2  # whose gradient is a third that is read
-    least = max(2 if warps * device.warp_size <= 256 else 1, 256 // (warps * device.warp_size) if short else 1)
+    lanes = warps * device.warp_size
+    least = 8192 // block if sparse else max(2 if lanes <= 256 else 1, 256 // lanes if short else 1)
     # 8,192 columns of bf16 take 96 KiB, 144 with a residual: an A100 holds them once, and without them its registers
     # let one program on a core, which loads nothing while it reduces.
     alone = least == 1 and with_residual <= device.shared_memory - 2048
@@ -168,9 +172,9 @@ def norm_backward_config(cols, itemsize, device):
         # two programs, 16 KiB ahead each, are enough for an H200's 36 GB/s a core, not for a B200's 54
         ahead = 2 * 2 * max(rows * block, 2048) * itemsize
         enough = min(-(-device.bytes_in_flight // ahead), device.shared_memory // with_residual)
-        stages, programs = 3, max(least, enough)
+        programs = max(least, enough)
     else:  # stages would hold the next rows in registers: more programs a core cover the latency instead
-        stages, programs = 1, max(1, 1024 // (warps * device.warp_size))
+        stages, programs = 1, max(1, 1024 // lanes)
     return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)
 
 
