@@ -42,7 +42,7 @@ def computes(module, x):
         and type(x) in PLAIN
         and torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (x, *weights))
-        and swiglu.choose(x.device) != "reference"
+        and swiglu.choose(x.device, x.dtype) != "reference"
         and moe._can_use_grouped_mm(x, weights[0], None)
     )
 
