@@ -335,5 +335,6 @@ def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
     _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
     if k is not None:
         check_kernel_dtype("k", k)
+    sin = sin.resolve_neg()  # of a conjugate's imaginary part the sign is not in memory
     q_out, k_out = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, layout, shared, wide)
     return q_out, None if k is None else k_out

@@ -172,7 +172,7 @@ def _rotate(rotation, args, axis, promoted=False):
 
 def _unpacked(form, args):
     if form.endswith("freqs_cis"):
-        cos, sin = torch.view_as_real(args[2]).unbind(-1)
+        cos, sin = torch.view_as_real(args[2].resolve_conj()).unbind(-1)
         return args[0], args[1], cos, sin
     if form.startswith("q"):
         return args

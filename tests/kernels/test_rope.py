@@ -84,6 +84,18 @@ def test_strided(layout, unsqueeze_dim, backend, device):
     compare(exact, plain, found, f"rope of {layout.__name__} on {backend}")
 
 
+def test_tables_of_conjugated_numbers(backend, device):
+    """The imaginary parts' sign is a bit of the tensor, not in its memory."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 3, 8, device=device)
+    turned = torch.polar(torch.ones(1, 3, 4), torch.randn(1, 3, 4)).to(device).conj()
+    assert turned.imag.is_neg()
+    with use_backend(backend):
+        found = rope(q, None, turned.real, turned.imag, layout="interleaved", shared=True)[0]
+    expected = torch.view_as_complex(q.unflatten(-1, (-1, 2))) * turned[:, None]
+    torch.testing.assert_close(found, torch.view_as_real(expected).flatten(3))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_nothing_is_copied_and_memory_order_is_kept(layout, backend, device, monkeypatch):
     q, k = (layout(torch.randn(2, heads, 3, 8, device=device)) for heads in (4, 2))

@@ -56,20 +56,31 @@ def test_rotary_functions_are_proved(function, shown):
     assert found is None if shown is None else str(found) == shown
 
 
+def complex_pairs(q, k, freqs_cis):
+    turned = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * freqs_cis[:, :, None] for x in (q, k))
+    return tuple(torch.view_as_real(out).flatten(3).type_as(q) for out in turned)
+
+
+def test_conjugated_rotations():
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
+    freqs = torch.polar(torch.ones(2, 5, 8), torch.randn(2, 5, 8)).conj()
+    replaced = rotary.replacement(complex_pairs, recognition._rotation(complex_pairs))
+    for found, expected in zip(replaced(q, k, freqs), complex_pairs(q, k, freqs)):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_the_default_dtype_changes_no_proof(default):
     """Of a process that makes its models in another one: probes are in fp32 and bf16 all the same."""
-
-    def complex_pairs(q, k, freqs_cis):
-        turned = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * freqs_cis[:, :, None] for x in (q, k))
-        return tuple(torch.view_as_real(out).flatten(3).type_as(q) for out in turned)
 
     def half_again(q, k, cos, sin, unsqueeze_dim=1):
         return half_scaled(q, k, cos, sin, unsqueeze_dim)
 
     torch.set_default_dtype(default)
     try:
-        assert recognition._rotation(complex_pairs) is not None and recognition._rotation(half_again) is None
+        assert (
+            recognition._rotation.__wrapped__(complex_pairs) is not None and recognition._rotation(half_again) is None
+        )
         rows = probing.random_rows(torch.Generator().manual_seed(0), 64)
     finally:
         torch.set_default_dtype(torch.float32)
