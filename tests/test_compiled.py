@@ -9,7 +9,7 @@ import pytest
 from liger_hw import assembly, crosscompile, occupancy
 from liger_hw.assembly import Access
 from liger_hw.crosscompile import DEVICES, Launch, Resources
-from liger_hw.matrix import compiled, resources
+from liger_hw.matrix import compiled, resources, results
 
 GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, True, {16: 2}),))
 
@@ -232,42 +232,42 @@ def test_every_architecture_has_limits():
 
 
 def test_results_are_kept(tmp_path):
-    cache = compiled.Cache(tmp_path)
+    cache = results.Cache(tmp_path)
     cache.add("a", GOOD)
     cache.add("b", "CompilationError: no")
-    again = compiled.Cache(tmp_path)
+    again = results.Cache(tmp_path)
     assert again.known["b"] == "CompilationError: no"
     assert compiled.judge(launched(), again.known["a"]) == {} and again.known["a"].registers == 64
 
 
 def test_a_line_cut_short_costs_that_line(tmp_path):
-    cache = compiled.Cache(tmp_path)
+    cache = results.Cache(tmp_path)
     cache.add("a", GOOD)
     cache.file.write_text(cache.file.read_text() + cache.file.read_text()[:40])
-    assert set(compiled.Cache(tmp_path).known) == {"a"}
+    assert set(results.Cache(tmp_path).known) == {"a"}
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    cache = compiled.Cache(tmp_path / "file" / "folder")
+    cache = results.Cache(tmp_path / "file" / "folder")
     cache.add("a", GOOD)
     assert cache.known["a"] is GOOD and "not kept" in caplog.text
 
 
 def test_only_what_is_used_is_kept(tmp_path):
-    cache = compiled.Cache(tmp_path)
+    cache = results.Cache(tmp_path)
     for key in "abcd":
         cache.add(key, GOOD)
     cache.keep({"a", "b", "c"})
-    assert set(compiled.Cache(tmp_path).known) == set("abcd"), "a quarter is not worth it"
+    assert set(results.Cache(tmp_path).known) == set("abcd"), "a quarter is not worth it"
     cache.keep({"a"})
-    assert set(compiled.Cache(tmp_path).known) == {"a"}
+    assert set(results.Cache(tmp_path).known) == {"a"}
 
 
 def test_results_of_other_code_are_forgotten(tmp_path, monkeypatch):
-    compiled.Cache(tmp_path).add("a", GOOD)
+    results.Cache(tmp_path).add("a", GOOD)
     monkeypatch.setattr(crosscompile, "reader", lambda: ("3.9.0", "another"))
-    assert not compiled.Cache(tmp_path).known
+    assert not results.Cache(tmp_path).known
 
 
 def rows():

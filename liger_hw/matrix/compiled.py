@@ -8,26 +8,22 @@ fp16, whose code differs from bf16's in conversions alone, at the shapes of mode
 block in bf16 only: what fp32 is held to shows where tiles are large.
 Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
 not, the same whole vectors) are the same code but for a constant, and compiled once.
-
-A result is kept in the user's cache under a hash of all it depends on, as soon as it is there.
 """
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from liger_hw import crosscompile, packages, shapes, terminal, tuning
+from liger_hw import crosscompile, packages, shapes, terminal
 from liger_hw.assembly import width_wanted
 from liger_hw.crosscompile import DEVICES, Launch, Resources
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
+from liger_hw.matrix import results
 from liger_hw.occupancy import occupancy
 
 ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101",
@@ -213,87 +209,7 @@ def record(use: Use, found: Resources | str) -> dict:
     return row | resources | {"occupancy": full and vars(full), "accesses": accesses}
 
 
-# The cache ------------------------------------------------------------------------------------------------------------
-
-
-class Cache:
-    """Results by `Launch.key`, one to a line of a file: what is written is kept, whatever ends the process."""
-
-    def __init__(self, folder: Path | None = None):
-        folder = folder or tuning.cache_folder()
-        triton, reader = crosscompile.reader()
-        self.file = folder / f"compiled-{triton}-{reader[:8]}.jsonl"
-        self.known = {}
-        for stale in folder.glob(f"compiled-{triton}-*.jsonl"):
-            if stale != self.file:
-                stale.unlink(missing_ok=True)
-        try:
-            lines = self.file.read_text().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            try:
-                key, result = json.loads(line)
-                self.known[key] = result if isinstance(result, str) else Resources.from_json(result)
-            except (TypeError, ValueError):  # the line that was being written when a process was killed
-                continue
-
-    def add(self, key: str, result: Resources | str) -> None:
-        self.known[key] = result
-        line = json.dumps([key, result if isinstance(result, str) else result.to_json()]) + "\n"
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.file, "ab", buffering=0) as out:
-                out.write(line.encode())
-        except OSError as error:
-            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
-
-    def keep(self, keys: set) -> None:
-        """Forget all but these, if that is most of the file."""
-        if len(self.known) < 2 * len(keys):
-            return
-        part = self.file.with_suffix(f".{os.getpid()}.part")
-        kept = ((key, result) for key, result in self.known.items() if key in keys)
-        try:
-            part.write_text("".join(
-                json.dumps([key, result if isinstance(result, str) else result.to_json()]) + "\n"
-                for key, result in kept
-            ))  # fmt: skip
-            part.replace(self.file)
-        except OSError as error:
-            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
-
-
-def attempt(launch: Launch) -> Resources | str:
-    """What compiling `launch` gives: its resources, or the message of the error."""
-    try:
-        return crosscompile.compiled(launch)
-    except Exception as error:  # compilers fail in many ways; each is a result
-        return f"{type(error).__name__}: {error}"[-2000:]
-
-
 # All of it ------------------------------------------------------------------------------------------------------------
-
-
-def _attempt_all(batch: list[tuple[str, Launch]]) -> list[tuple[str, Resources | str]]:
-    return [(key, attempt(launch)) for key, launch in batch]
-
-
-def _compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dict:
-    """Compile what the cache does not have, and keep every result as it comes: key -> result."""
-    keys = {launch.key: launch for launch in launches}
-    todo = [(key, launch) for key, launch in keys.items() if key not in cache.known]
-    todo.sort(key=lambda item: (DEVICES[item[1].arch].vendor, item[1].what))  # what shares a front end, in a row
-    task = progress.add_task("compiling", total=len(keys), completed=len(keys) - len(todo), note="")
-    size = 8  # about 1 s of work
-    pending = {pool.submit(_attempt_all, todo[i : i + size]) for i in range(0, len(todo), size)}
-    while pending:
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for future in done:
-            for key, result in future.result():
-                cache.add(key, result)
-                progress.update(task, advance=1)
-    return {key: cache.known[key] for key in keys}
 
 
 def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE), further=None) -> tuple[list, dict]:
@@ -310,28 +226,22 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
     packages.require("rich", "triton")
     archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
     ops = [_known("--ops", op, OPS) for op in ops]
-    cache, found = Cache(), []
-    jobs = jobs or len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, terminal.progress() as progress:
+    cache, found = results.Cache(), []
+    with results.processes(jobs) as pool, terminal.progress() as progress:
         try:
             task = progress.add_task("what launches", total=len(archs), note="")
-            for of_arch in [pool.submit(_uses_on, arch, ops, dtypes, origins) for arch in archs]:
+            for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
                 found += of_arch.result()
                 progress.update(task, advance=1)
-            results = _compile_all((use.launch for use in found), pool, cache, progress)
+            came = results.compile_all((use.launch for use in found), pool, cache, progress)
             if further:
-                results |= _compile_all(further(found, results), pool, cache, progress)
+                came |= results.compile_all(further(found, came), pool, cache, progress)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if not ops and len(archs) == len(ARCHS):
-        cache.keep(set(results))
-    return found, results
-
-
-def _uses_on(arch: str, ops: list, dtypes, origins) -> list[Use]:
-    torch.set_num_threads(1)
-    return uses(arch, ops, dtypes, origins)
+        cache.keep(set(came))
+    return found, came
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
@@ -352,8 +262,8 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     """
     from liger_hw.matrix import evidence, resources
 
-    found, results = gather(archs, ops, jobs)
-    rows = [record(use, results[use.launch.key]) for use in found]
+    found, came = gather(archs, ops, jobs)
+    rows = [record(use, came[use.launch.key]) for use in found]
     run_id, facts = evidence.about(evidence.COMPILED)
     files = (
         evidence.write(report / "compiled.json", {run_id: facts}, cells(rows, run_id)),

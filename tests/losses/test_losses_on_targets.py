@@ -8,14 +8,14 @@ import torch
 from liger_hw import crosscompile
 from liger_hw.kernels.divergence import KINDS
 from liger_hw.kernels.divergence.of_logits import divergence_rows
-from liger_hw.matrix import compiled
+from liger_hw.matrix import compiled, results
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 
 @pytest.fixture(scope="module")
 def cache():
-    return compiled.Cache()
+    return results.Cache()
 
 
 def launch_of(arch, kind, student_cols, teacher_cols, dtype=torch.bfloat16):
@@ -42,5 +42,5 @@ def launch_of(arch, kind, student_cols, teacher_cols, dtype=torch.bfloat16):
 def test_divergence_of_logits(arch, kind, student, teacher, cache):
     launch = launch_of(arch, kind, student, teacher)
     if launch.key not in cache.known:
-        cache.add(launch.key, compiled.attempt(launch))
+        cache.add(launch.key, results.attempt(launch))
     assert not compiled.judge(launch, cache.known[launch.key])
