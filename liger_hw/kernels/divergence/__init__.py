@@ -26,14 +26,15 @@ KINDS = ("kl", "reverse_kl", "even_jsd", "jsd", "tvd")
 
 
 def elements(log_q, log_p, kind, beta):
-    """The divergence by element, of log-probabilities; "tvd" too."""
-    if kind == "kl":
-        return log_p.exp() * (log_p - log_q)
-    if kind == "reverse_kl":
-        return log_q.exp() * (log_q - log_p)
+    """The divergence by element, of log-probabilities; "tvd" too. Where a class is impossible, 0 log 0 is 0."""
     q, p = log_q.exp(), log_p.exp()
+    if kind == "kl":
+        return p * torch.where(p > 0, log_p - log_q, 0)
+    if kind == "reverse_kl":
+        return q * torch.where(q > 0, log_q - log_p, 0)
     if kind == "tvd":
         return (q - p).abs() / 2
+    log_q, log_p = (log.clamp(min=torch.finfo(log.dtype).min / 4) for log in (log_q, log_p))
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     return beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
 
@@ -115,8 +116,7 @@ def kl_div(
     _check_pair(("log_q", "target"), log_q, target)
     check(reduction in ("none", "sum", "mean", "batchmean"), "reduction", reduction, "none, sum, mean, batchmean")
     p = widen(target).detach()
-    log_p, p = (p, p.exp()) if log_target else (p.clamp(min=eps).log(), p)
-    values = p * (log_p - widen(log_q))
+    values = elements(widen(log_q), p, "kl", 0) if log_target else p * (p.clamp(min=eps).log() - widen(log_q))
     return values if reduction == "none" else values.sum() / _denominator(log_q, reduction, None, None)
 
 

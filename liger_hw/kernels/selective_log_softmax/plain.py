@@ -7,6 +7,8 @@ import torch
 
 from liger_hw.dispatch import widen
 
+NO_POWER = -1000.0  # an exponent whose power is 0 in fp64 too, but not its product with 0, as that of -inf is
+
 
 def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
     z, y, inside = _scores(logits, tokens, scaling)
@@ -16,7 +18,7 @@ def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
     exponents = z.sub_(peak[:, None])
     if entropy is not None:
         powers = exponents.exp()
-        moment = exponents.mul_(powers).sum(-1)
+        moment = exponents.clamp_(min=NO_POWER).mul_(powers).sum(-1)
     else:
         powers = exponents.exp_()
     total = powers.sum(-1)
@@ -42,6 +44,7 @@ def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentr
     else:
         of_entropy = (dentropy * scale / total)[:, None]
         powers = exponents.exp()
+        exponents.clamp_(min=NO_POWER)
         dx = exponents.add_((entropy - total.log())[:, None]).mul_(-of_entropy).add_(of_power[:, None]).mul_(powers)
     dx.scatter_add_(1, y, of_token[:, None])
     if slope is not None:
