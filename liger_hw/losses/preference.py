@@ -107,7 +107,7 @@ def discopop(pairs, beta, smoothing, tau=0.05):
     """DiscoPOP, arXiv:2406.08414 eq. 5: the log-ratio modulated loss that it discovered."""
     margin = beta * (pairs.c - pairs.r)
     mix = torch.sigmoid(margin / tau)
-    return -logsigmoid(margin) * (1 - mix) + torch.exp(-margin) * mix
+    return -logsigmoid(margin) * (1 - mix) + torch.exp(logsigmoid(margin / tau) - margin)  # the power alone overflows
 
 
 def aot(pairs, beta, smoothing):

@@ -226,6 +226,17 @@ def test_extreme_logits(loss_type, engine, device):
             torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("loss_type", PAIR_LOSSES)
+def test_extreme_margins(loss_type, engine, device):
+    """Of +-2,000: a power of that is infinite, also in fp64."""
+    for x, w, labels in extremes(device):
+        loss = preference_loss(x, w, labels, None, loss_type, 0.1, 0.1, average_log_prob=True).loss
+        loss.backward()
+        assert loss.isfinite() and x.grad.isfinite().all() and w.grad.isfinite().all()
+        if loss_type == "discopop":
+            torch.testing.assert_close(loss, torch.tensor(0.0 if labels[0] == 0 else 2000.0, device=device))
+
+
 @pytest.mark.parametrize("loss_type", UNPAIRED_LOSSES)
 def test_extreme_logits_of_single_answers(loss_type, engine, device):
     for x, w, labels in extremes(device):
