@@ -212,8 +212,8 @@ def compiled(job: Launch) -> Resources:
 
 
 # The stages that write the same for each of some architectures, but for their names: of a kernel, what one of them was
-# given is read for the others. Of 100 ms that a kernel takes, its front end is 20, "ttir" 3, "ttgir" 14, "llir" 42,
-# "ptx" 12, "amdgcn" 30; to read Triton's own IR takes 2. What comes after a shared stage is each one's own.
+# given is read for the others, and what comes after is each one's own. In ms, on one core of an EPYC: the front end 20,
+# "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn" 30; to read Triton's own IR 2.
 _RDNA3 = ("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151")
 _RDNA4 = ("gfx1200", "gfx1201")  # LLVM knows nothing that sets them apart
 ALIKE = {
