@@ -88,7 +88,7 @@ MUTANTS = {
             "dup if up_grad else None, dy, activation)",
             "dup if up_grad else None, None, activation)",
         ),
-        ("keeps the product after all", "if not keeps_y or _", "if keeps_y or _"),
+        ("keeps the product after all", "if not keeps_y or not gate", "if keeps_y or not gate"),
         ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
     ],
     "selective_log_softmax": [
@@ -97,9 +97,9 @@ MUTANTS = {
         ("softcap's slope left out", "dx *= 1.0 - ratio * ratio", "dx *= 1.0"),
     ],
     "divergence": [
-        ("jsd's other argument", "over_p = of_larger - tl.where(p_larger, 0.0, further)", "over_p = over_q"),
+        ("jsd's other argument", "tl.where(q_larger, of_larger, of_smaller)", "of_larger"),
         ("slope of the reverse KL without its second term", "return value, value + q, q", "return value, value, q"),
-        ("ignored rows have a gradient", "tl.where(counts > 0, dx * factor, 0.0)", "dx * factor"),
+        ("ignored rows have a gradient", "factor = tl.where(counts, factor, 0.0)", "factor = factor"),
     ],
     "of_logits": [
         ("softmax's term of the gradient", "(slope - q * slope_sum)", "slope"),
