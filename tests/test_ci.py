@@ -33,6 +33,18 @@ def test_every_version_of_transformers_is_tested(monkeypatch):
     assert json.loads(matrix) == list(versions)
 
 
+def test_mutants_are_of_the_present_source(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    mutants = importlib.import_module("mutants")
+    gone = [
+        f"{name}: {description}"
+        for name, pieces in mutants.MUTANTS.items()
+        for description, old, _ in pieces
+        if not any(old in file.read_text() for file in mutants.sources(name, ROOT / "liger_hw"))
+    ]
+    assert not gone
+
+
 def script(vendor, *arguments, **variables):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "NO_INSTALL", "REPORT")

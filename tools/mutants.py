@@ -125,14 +125,19 @@ PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not te
 }
 
 
+def sources(name, package: Path) -> list[Path]:
+    """Where a kernel's mutants may be, the likelier file first."""
+    return [package / PLACES.get(name, (f"kernels/{name}.py",))[0], package / "kernels/_math.py"]
+
+
 def survivors(name, mutants):
+    test = PLACES.get(name, ("", f"kernels/test_{name}.py"))[1]
     for description, old, new in mutants:
         with tempfile.TemporaryDirectory() as folder:
             for part in ("liger_hw", "tests"):
                 shutil.copytree(ROOT / part, Path(folder) / part)
             shutil.copy(ROOT / "pyproject.toml", folder)
-            place, test = PLACES.get(name, (f"kernels/{name}.py", f"kernels/test_{name}.py"))
-            for file in (Path(folder) / "liger_hw" / place, Path(folder) / "liger_hw/kernels/_math.py"):
+            for file in sources(name, Path(folder) / "liger_hw"):
                 source = file.read_text()
                 if old in source:
                     file.write_text(source.replace(old, new))
@@ -143,9 +148,7 @@ def survivors(name, mutants):
             environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia"}
             command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{test}"]
             run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-            killed = (
-                run.returncode == 1 or run.returncode < 0
-            )  # a test failed, or a write out of bounds ended the process
+            killed = run.returncode == 1 or run.returncode < 0  # a test failed, or a write out of bounds ended it
             print(f"{'killed  ' if killed else 'SURVIVED'} {name}: {description}", flush=True)
             if not killed:
                 yield f"{name}: {description}: pytest ended with {run.returncode}\n{run.stdout[-1500:]}"
