@@ -91,6 +91,34 @@ MUTANTS = {
         ("keeps the product after all", "if not keeps_y or not gate", "if keeps_y or not gate"),
         ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
     ],
+    "layer_norm": [
+        ("gradient without the mean's share", "rstd * (m - normed * along - shift)", "rstd * (m - normed * along)"),
+        (
+            "values beyond the row have a deviation",
+            "x = tl.where(in_row(col, cols, COLS), x - mean[:, None], 0.0)",
+            "x = x - mean[:, None]",
+        ),
+    ],
+    "rope": [
+        (
+            "backward turns on",
+            "rounded(x2 * cos2, dtype) - rounded(x1 * sin1, dtype)",
+            "rounded(x2 * cos2, dtype) + rounded(x1 * sin1, dtype)",
+        ),
+        ("tables not laid out as the result", "PAIRS_IN if BACKWARD else PAIRS_OUT", "PAIRS_IN"),
+    ],
+    "cross_entropy": [
+        (
+            "gradient without the z-loss",
+            "(of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss",
+            "(of_target + of_all) * of_loss",
+        ),
+        (
+            "labels smoothed by one class less",
+            "of_each += label_smoothing / cols",
+            "of_each += label_smoothing / (cols - 1)",
+        ),
+    ],
     "selective_log_softmax": [
         ("moment not moved to the new maximum", "(moment + (peak - higher) * total)", "moment"),
         ("entropy's gradient without the entropy", "log_total) * LN_2 + entropy, 0.0", "log_total) * LN_2, 0.0"),
@@ -116,6 +144,7 @@ MUTANTS = {
     ],
 }
 PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not tests/kernels/test_NAME.py
+    "cross_entropy": ("kernels/cross_entropy/kernels.py", "kernels/test_cross_entropy.py"),
     "activate": ("kernels/_math.py", "kernels/test_activate.py"),
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
