@@ -167,3 +167,15 @@ def test_nothing_at_all_to_compare():
     nothing = torch.zeros(0, 0)
     with use_backend("reference"):
         assert liger_hw.kl_div(nothing, nothing) == liger_hw.tvd(nothing, nothing, "mean") == 0
+
+
+def test_the_fused_linear_kl_divergence_of_liger_kernels_name():
+    from liger_hw.transformers.functional import liger_fused_linear_kl_div
+
+    x, weight, target = torch.randn(4, 8).double(), torch.randn(31, 8).double(), torch.rand(4, 31).double()
+    labels = torch.zeros(4, dtype=torch.int64)
+    assert liger_fused_linear_kl_div(x, weight, target, labels).dtype == torch.float64
+    for name, change in {"student_input": TEXT, "target": None, "shift_labels": labels.float(), "eps": TEXT}.items():
+        arguments = {"student_input": x, "student_weight": weight, "target": target, "shift_labels": labels}
+        with pytest.raises(ValueError, match=f"^{name}: got "):
+            liger_fused_linear_kl_div(**arguments | {name: change})

@@ -6,8 +6,9 @@
 import torch
 from torch.nn._reduction import legacy_get_string
 
-from liger_hw.dispatch import check
+from liger_hw.dispatch import check, names_arguments, widen
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
@@ -166,30 +167,34 @@ def liger_fused_linear_jsd(
     ).loss  # fmt: skip
 
 
+@names_arguments
 def liger_fused_linear_kl_div(
-    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
-    temperature=1.0, eps=1e-10, accum_dtype=None,
+    student_input: torch.Tensor, student_weight: torch.Tensor, target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100,
+    temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """KL(target, softmax(student_input @ student_weight.T / temperature)), a chunk of the logits at a time.
 
     Args:
         student_input: (N, H). student_weight: (V, H). target: (N, V) probabilities.
-        shift_labels: (N,) or None; rows whose label is `ignore_index` do not count.
+        shift_labels: (N,) int64 or int32, or None; rows whose label is `ignore_index` do not count.
         reduction: "batchmean" over the rows that count, "mean" over their entries, or "sum".
         eps: the least probability whose logarithm is taken.
         accum_dtype: None or torch.float32; the weight's gradient is added up in fp32 where the chunks are many.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: shapes or dtypes do not fit, or an option is out of its range.
     """
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+    fits = shift_labels is None or shift_labels.dtype in TARGET_DTYPES and shift_labels.shape == target.shape[:1]
+    check(fits, "shift_labels", shift_labels, f"None, or int64 or int32 of shape ({target.shape[0]},)")
     check(reduction in ("batchmean", "mean", "sum"), "reduction", repr(reduction), "batchmean, mean, sum")
     check(temperature > 0, "temperature", temperature, "more than 0")
-    keep = torch.ones(target.shape[:1], device=target.device)
+    keep = torch.ones(target.shape[:1], device=target.device, dtype=torch.float32)
     keep = keep if shift_labels is None else (shift_labels != ignore_index).float()
 
     def sum_of_rows(logits, target, keep):
-        log_q, p = (logits.float() / temperature).log_softmax(-1), target.float()
+        log_q, p = (widen(logits) / temperature).log_softmax(-1), widen(target)
         return (keep * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)).sum()
 
     total = chunked_loss(sum_of_rows, student_input, student_weight, None, (target, keep))
