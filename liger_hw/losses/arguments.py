@@ -3,9 +3,8 @@
 import math
 import sys
 
-import torch
-
 from liger_hw.dispatch import check
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.linear_chunks import prepare_linear
 from liger_hw.losses.chunked import traced
 
@@ -24,7 +23,7 @@ def check_labels(name, labels, classes, ignore_index):
 
     Elsewhere that makes the loss NaN.
     """
-    check(labels.dtype in (torch.int64, torch.int32), name, labels, "int64 or int32")
+    check(labels.dtype in TARGET_DTYPES, name, labels, "int64 or int32")
     if labels.device.type != "cpu" or traced(labels):
         return
     outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
 
 
@@ -52,7 +53,7 @@ class Scaling(NamedTuple):
 
 
 def check_tokens(tokens, shape, like):
-    fits = tokens.dtype in (torch.int64, torch.int32) and tokens.shape == shape and tokens.device == like.device
+    fits = tokens.dtype in TARGET_DTYPES and tokens.shape == shape and tokens.device == like.device
     check(fits, "tokens", tokens, f"int64 or int32 of shape {tuple(shape)} on {like.device}")
 
 
