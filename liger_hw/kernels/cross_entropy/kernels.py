@@ -35,8 +35,8 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
         stages, block, values = 6 if long and itemsize > 2 else 1, 16384, 32
     elif long:
         stages, block, values = 3, 65536 // itemsize, 32
-    else:  # fp32 on 32 warps spills 8 bytes a lane on sm_100, and is as fast on 16
-        stages, block, values = 1, 16384, 16 if itemsize == 2 else 32
+    else:  # on sm_100 32 warps spill 8 bytes a lane; fp32 is as fast on 16
+        stages, block, values = 1, 16384, 16 if itemsize == 2 and device.bytes_in_flight < 40_000 else 32
     if not plain:  # softcap, smoothing and predictions hold twice as many values a lane
         block, values = block // 2, values // 2
         if device.async_copy and itemsize > 2:  # 4,096 columns on 8 warps spill 8 bytes a lane on sm_100
