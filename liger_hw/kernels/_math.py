@@ -114,9 +114,9 @@ def norm_forward_config(cols, device):
         # A row that is walked, twice. Compilers unroll a walk of few steps and load ahead what registers cannot hold:
         # in 16,384 columns on 32 warps the sum of two rows of 33,001 spills 8 bytes a lane on sm_90 and 128 on sm_120,
         # in 8,192 on 8 warps of 64 layer norm of 65,536 spills 108 registers on gfx942. These spill nowhere; on an H200
-        # 65,536 columns take 0.166 ms in 8,192 on 32 warps and 0.199 on 16.
+        # 65,536 columns take 0.166 ms in 8,192 on 32 warps and 0.199 on 16; on sm_100 32 warps spill 8 bytes a lane.
         if device.async_copy:
-            block, per_lane = 8192, 8 if device.core_threads >= 2048 else 16
+            block, per_lane = 8192, 8 if device.core_threads >= 2048 and device.bytes_in_flight < 40_000 else 16
         else:
             block, per_lane = 4096, 16 if device.warp_size <= 32 else 8
     rows = max(1, min(16, 4096 // block))  # short rows share a program
