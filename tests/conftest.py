@@ -8,14 +8,17 @@ from poisoned import poisoned
 from liger_hw import backends, parity
 from liger_hw._triton import interpreting
 from liger_hw.backends import VENDORS, detected
-from liger_hw.matrix import evidence
+from liger_hw.matrix import compiled, evidence
 
+# What 16 architectures take is half of the time of all tests on 2 cores. The other 7 are these but for the last stages of
+# compilation; `liger-hw matrix --compile`, in a job of its own, makes the code of all.
+ONE_OF_EACH_KIND = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 WORKERS_A_GPU = 8  # they share its memory, and what compiles is the host
 
 
 def pytest_addoption(parser):
     parser.addoption("--evidence", type=Path, metavar="FILE", help="write which op was right on which backend as JSON")
-    parser.addoption("--every-arch", action="store_true", help="under the interpreter: all architectures, not one each")
+    parser.addoption("--every-arch", action="store_true", help="all architectures, not one of each kind")
     parser.addoption("--needs-device", action="store_true", help="fail where no accelerator is, instead of skipping")
     parser.addoption("--models", choices=("few", "all"), default="few", help="models of transformers to patch")
     parser.addoption("--shard", default="1/1", metavar="I/N", help="the I-th of N parts of --models")
@@ -88,6 +91,9 @@ def _backends(config):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", _backends(metafunc.config), indirect=True)
+    if "compiled_arch" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-arch")
+        metafunc.parametrize("compiled_arch", compiled.ARCHS if every else ONE_OF_EACH_KIND)
 
 
 @pytest.fixture
