@@ -38,6 +38,6 @@ def test_order_of_torch(dtype, k, backend, device):
     place = torch.randperm(1024 * k).view(1024, k).to(device)
     for weight_dtype in (None, dtype, torch.float32):
         weights = weight_dtype and torch.rand(1024 * k, dtype=torch.float64).to(device, weight_dtype)
-        # one rounding in fp32 that is not torch's turns two ties of fp16 in 10,000 (H200); products that are not rounded
+        # one rounding in fp32 that is not torch's turns two ties of fp16 in 10,000 (H200); products not rounded
         # to 16 bits where torch's are change a third of the results
         assert (sum_gathered(rows, place, weights) != by_torch(rows, place, weights)).float().mean() < 5e-4
