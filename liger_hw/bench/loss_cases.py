@@ -17,14 +17,8 @@ from liger_hw.kernels.divergence.of_logits import soft_rows
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
 from liger_hw.losses.policy import OBJECTIVES, policy_loss
-from liger_hw.losses.preference import (
-    PAIR_LOSSES,
-    UNPAIRED_LOSSES,
-    Answers,
-    Pairs,
-    preference_loss,
-    unpaired_preference_loss,
-)
+from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
 
 TORCH, LIGER = "torch", "liger"
 BETA = 0.1

@@ -10,7 +10,8 @@ from torch.nn.functional import logsigmoid
 
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.policy import PolicyOptions, policy_loss
-from liger_hw.losses.preference import Pairs, log_odds_ratio, preference_loss, unpaired_preference_loss
+from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
+from liger_hw.losses.preference_formulas import Pairs, log_odds_ratio
 
 __all__ = [
     "liger_fused_linear_cosine",

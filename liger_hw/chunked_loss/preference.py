@@ -13,7 +13,7 @@ from liger_hw.chunked_loss.functional import (
     liger_fused_linear_simpo,
 )
 from liger_hw.dispatch import check
-from liger_hw.losses.preference import PAIR_LOSSES
+from liger_hw.losses.preference_formulas import PAIR_LOSSES
 
 __all__ = [
     "LigerFusedLinearCPOLoss",

@@ -1,4 +1,4 @@
-"""Losses over preferred and dispreferred answers: each is a line or a few over log-probabilities of whole answers.
+"""Losses over preferred and dispreferred answers, whose formulas are in `preference_formulas`.
 
 `preference_loss` takes pairs, `unpaired_preference_loss` single answers with a label. Where a pair's (or an answer's)
 loss depends on nothing else the gradients are made in the forward, pair by pair (`sequence_loss`); where it depends on
@@ -6,172 +6,17 @@ the whole batch the backward makes the logits again.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from liger_hw.dispatch import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.preference_formulas import MEAN_REWARD, PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
 from liger_hw.losses.sequences import sequence_loss
-
-
-class Pairs(NamedTuple):
-    """Log-probabilities (P,) of the chosen and rejected answers by the policy and the reference model (or 0)."""
-
-    chosen: torch.Tensor
-    rejected: torch.Tensor
-    ref_chosen: torch.Tensor
-    ref_rejected: torch.Tensor
-
-    @property
-    def c(self):
-        return self.chosen - self.ref_chosen
-
-    @property
-    def r(self):
-        return self.rejected - self.ref_rejected
-
-
-def _smoothed(margin, smoothing):
-    """Conservative DPO (Mitchell 2023, eq. 3): the labels are wrong with probability `smoothing`."""
-    return -logsigmoid(margin) * (1 - smoothing) - logsigmoid(-margin) * smoothing
-
-
-def sigmoid(pairs, beta, smoothing):
-    """DPO, arXiv:2305.18290 eq. 7; CPO, arXiv:2401.08417 eq. 3, where there is no reference."""
-    return _smoothed(beta * (pairs.c - pairs.r), smoothing)
-
-
-def simpo(pairs, beta, smoothing, gamma=0.5):
-    """SimPO, arXiv:2405.14734 eq. 6, of averaged log-probabilities and no reference."""
-    return _smoothed(beta * (pairs.c - pairs.r) - gamma, smoothing)
-
-
-def robust(pairs, beta, smoothing):
-    """Robust DPO, arXiv:2403.00409: unbiased where pairs are the wrong way round with probability `smoothing`."""
-    margin = beta * (pairs.c - pairs.r)
-    return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
-
-
-def hinge(pairs, beta, smoothing):
-    """SLiC-HF's calibration, arXiv:2305.10425, with the margin of DPO."""
-    return torch.relu(1 - beta * (pairs.c - pairs.r))
-
-
-def ipo(pairs, beta, smoothing):
-    """IPO, arXiv:2310.12036 eq. 17."""
-    return (pairs.c - pairs.r - 1 / (2 * beta)) ** 2
-
-
-def exo_pair(pairs, beta, smoothing):
-    """EXO for pairs, arXiv:2402.00856 eq. 16: reverse KL from the smoothed labels."""
-    margin = beta * (pairs.c - pairs.r)
-    right = torch.sigmoid(margin) * (logsigmoid(margin) - math.log(1 - smoothing))
-    return right + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smoothing))
-
-
-def nca_pair(pairs, beta, smoothing):
-    """NCA for pairs, arXiv:2402.05369."""
-    c, r = beta * pairs.c, beta * pairs.r
-    return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
-
-
-def bco_pair(pairs, beta, smoothing, delta=None):
-    """BCO of pairs, arXiv:2404.04656; `delta` is the mean reward, of these pairs unless given."""
-    c, r = beta * pairs.c, beta * pairs.r
-    delta = torch.cat((c, r)).mean().detach() if delta is None else delta
-    return -logsigmoid(c - delta) - logsigmoid(delta - r)
-
-
-def sppo_hard(pairs, beta, smoothing):
-    """SPPO with the probability of winning rounded to 0 or 1, arXiv:2405.00675 eq. 4.7."""
-    return (pairs.c - 0.5 / beta) ** 2 + (pairs.r + 0.5 / beta) ** 2
-
-
-def apo_zero(pairs, beta, smoothing):
-    """APO-zero, arXiv:2408.06266 eq. 7: more of the chosen and less of the rejected."""
-    return 1 - torch.sigmoid(beta * pairs.c) + torch.sigmoid(beta * pairs.r)
-
-
-def apo_down(pairs, beta, smoothing):
-    """APO-down, arXiv:2408.06266 eq. 8: less of both, and more less of the rejected."""
-    return torch.sigmoid(beta * pairs.c) + 1 - torch.sigmoid(beta * (pairs.c - pairs.r))
-
-
-def discopop(pairs, beta, smoothing, tau=0.05):
-    """DiscoPOP, arXiv:2406.08414 eq. 5: the log-ratio modulated loss that it discovered."""
-    margin = beta * (pairs.c - pairs.r)
-    mix = torch.sigmoid(margin / tau)
-    return -logsigmoid(margin) * (1 - mix) + torch.exp(logsigmoid(margin / tau) - margin)  # the power alone overflows
-
-
-def aot(pairs, beta, smoothing):
-    """AOT paired, arXiv:2406.05882: margins of policy and reference, each sorted over the batch."""
-    margin = (pairs.chosen - pairs.rejected).sort().values
-    return _smoothed(beta * (margin - (pairs.ref_chosen - pairs.ref_rejected).sort().values), smoothing)
-
-
-def aot_pair(pairs, beta, smoothing):
-    """AOT unpaired, arXiv:2406.05882: log-ratios of chosen and rejected, each sorted over the batch."""
-    return _smoothed(beta * (pairs.c.sort().values - pairs.r.sort().values), smoothing)
-
-
-def log_odds_ratio(pairs):
-    """log(odds of the chosen / odds of the rejected) of mean log-probabilities; certain answers have finite odds."""
-
-    def log_odds(log_prob):
-        log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
-        return log_prob - torch.log(-torch.expm1(log_prob))
-
-    return log_odds(pairs.c) - log_odds(pairs.r)
-
-
-def orpo(pairs, beta, smoothing):
-    """ORPO, arXiv:2403.07691 eq. 7 without the NLL, of averaged log-probabilities and no reference."""
-    return -beta * logsigmoid(log_odds_ratio(pairs))
-
-
-PAIR_LOSSES = {
-    loss.__name__: loss
-    for loss in (
-        sigmoid, simpo, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, aot,
-        aot_pair, orpo,
-    )
-}  # fmt: skip
-
-
-class Answers(NamedTuple):
-    """Log-probabilities (R,) of answers by the policy and the reference model (or 0), and which are preferred, bool."""
-
-    log_probs: torch.Tensor
-    ref_log_probs: torch.Tensor
-    preferred: torch.Tensor
-
-    @property
-    def log_ratio(self):
-        return self.log_probs - self.ref_log_probs
-
-
-def kto(answers, beta, kl=0.0):
-    """KTO, arXiv:2402.01306 eq. 7; `kl` is the reference point z_0, an estimate of the policy's KL."""
-    log_ratio = answers.log_ratio
-    return 1 - torch.sigmoid(beta * torch.where(answers.preferred, log_ratio - kl, kl - log_ratio))
-
-
-def bco(answers, beta, delta=None):
-    """BCO, arXiv:2404.04656; `delta` is the mean reward, of these answers unless given."""
-    reward = beta * answers.log_ratio
-    delta = reward.mean().detach() if delta is None else delta
-    return -logsigmoid(torch.where(answers.preferred, reward - delta, delta - reward))
-
-
-UNPAIRED_LOSSES = {"kto": kto, "bco": bco}
-MEAN_REWARD = ("bco_pair", "bco")  # whose `delta` is a mean over the batch unless given
 
 
 class PreferenceOutput(NamedTuple):

@@ -5,7 +5,8 @@ from test_preference import case
 from liger_hw import DistillationLoss, MultiTokenLoss, PolicyLoss, PreferenceLoss, UnpairedPreferenceLoss, losses
 from liger_hw.losses.distillation import SOFT_LOSSES
 from liger_hw.losses.policy import OBJECTIVES
-from liger_hw.losses.preference import PAIR_LOSSES, UNPAIRED_LOSSES, preference_loss
+from liger_hw.losses.preference import preference_loss
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
 
 MODULES = {
     PreferenceLoss: [{"loss_type": name} for name in PAIR_LOSSES] + [{"loss_type": "simpo", "gamma": 1.0}],
