@@ -143,8 +143,8 @@ def norm_backward_config(cols, itemsize, device):
     # Nor heads where a core has few threads: larger tiles of 40 and of 128 columns spill 8 bytes on sm_120.
     short = short and (block > 128 or device.core_threads >= 2048)
     # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
-    # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; a
-    # full block of 4,096 is 5% slower. An A100's shared memory does not hold four rows of 8,192.
+    # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; with
+    # four stages a full block of 4,096 is 5% slower. An A100's shared memory does not hold four rows of 8,192.
     roomy = device.async_copy and device.core_threads >= 2048 and 4 * 3 * 8192 * itemsize <= device.shared_memory
     sparse = roomy and itemsize == 2 and block >= 4096 and 4 * cols <= 3 * block
     if short:

@@ -54,8 +54,8 @@ def record(file: Path, entries: dict) -> None:
 
 
 def neighbours(config: Config) -> list[Config]:
-    """What lies one halving or doubling away from `config` in one number, in one number and the warps together, one
-    stage away, or in one option of its compiler away; nothing that the device would refuse."""
+    """What lies one halving or doubling away from `config` in one number, or in one number and the warps together, one
+    stage, or another value of one of its compiler's options; nothing that the device would refuse."""
     found = []
 
     def add(meta, **changes):
@@ -69,7 +69,8 @@ def neighbours(config: Config) -> list[Config]:
         add({}, programs=max(int(config.programs * scale), 1))
         add({}, num_stages=max(int(config.num_stages * scale), 1))
         for name, value in config.meta.items():
-            if name == "STAGES":  # four make norms' backward of 5,120 columns 13% faster than three (H200), six do not
+            # RMSNorm's backward of 3,072 columns on an H200: four are 4% faster than three, and six 2% slower
+            if name == "STAGES":
                 add({name: value + (1 if scale > 1 else -1)})
             else:
                 add({name: int(value * scale)})
