@@ -51,6 +51,12 @@ class Device:
         return self.bandwidth * 800 // self.num_cores
 
     @property
+    def fast_memory(self) -> bool:
+        """Whether a core must ask for more than two programs of few warps can hold: a B200's 54 GB/s a core, not an
+        H200's 36."""
+        return self.bytes_in_flight > 40_000
+
+    @property
     def backends(self) -> tuple[str, ...]:
         """Names an implementation may be registered under, most specific first."""
         if self.vendor == "cpu":

@@ -87,13 +87,13 @@ def _prove(module):
     cls = type(module)
     if LAYERS.get(cls.kernel_layer_name) is Rotary:
         function = types.MethodType(cls.forward, module)
-        rotation = recognition._rotation(function)
+        rotation = recognition.match_rotation(function)
         if rotation is None:
             return cls.forward
         computed = rotary.replacement(function, rotation)
         return lambda self, *args: computed(*args)
-    match = patching._recognised(
-        ("layer", *patching._facts(module)), lambda: recognition.match_norm(module) or recognition.match_mlp(module)
+    match = patching.recognised(
+        ("layer", *patching.facts(module)), lambda: recognition.match_norm(module) or recognition.match_mlp(module)
     )
     return cls.forward if match is None else swapping.MEMBERS[match.kind](cls, match)["forward"]
 

@@ -116,7 +116,7 @@ def norm_forward_config(cols, device):
         # in 8,192 on 8 warps of 64 layer norm of 65,536 spills 108 registers on gfx942. These spill nowhere; on an H200
         # 65,536 columns take 0.166 ms in 8,192 on 32 warps and 0.199 on 16; on sm_100 32 warps spill 8 bytes a lane.
         if device.async_copy:
-            block, per_lane = 8192, 8 if device.core_threads >= 2048 and device.bytes_in_flight < 40_000 else 16
+            block, per_lane = 8192, 8 if device.core_threads >= 2048 and not device.fast_memory else 16
         else:
             block, per_lane = 4096, 16 if device.warp_size <= 32 else 8
     rows = max(1, min(16, 4096 // block))  # short rows share a program
@@ -139,7 +139,7 @@ def norm_backward_config(cols, itemsize, device):
     # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%.
     block = power_of_2(cols)
     # Not where a core asks for as much as a B200's, whose compiler spills 8 bytes with 32 to a lane and dw in 16 bits.
-    short = device.async_copy and itemsize == 2 and block < 4096 and device.bytes_in_flight < 40_000
+    short = device.async_copy and itemsize == 2 and block < 4096 and not device.fast_memory
     # Nor heads where a core has few threads: larger tiles of 40 and of 128 columns spill 8 bytes on sm_120.
     short = short and (block > 128 or device.core_threads >= 2048)
     # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
@@ -156,7 +156,7 @@ def norm_backward_config(cols, itemsize, device):
     else:
         # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, and
         # 123 of bf16 on sm_100
-        few = block == 4096 and device.async_copy if itemsize > 2 else block <= 128 and device.bytes_in_flight >= 40_000
+        few = block == 4096 and device.async_copy if itemsize > 2 else block <= 128 and device.fast_memory
         per_lane = 8 if few else 32 if sparse else 16
         rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)

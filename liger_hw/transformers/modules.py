@@ -29,7 +29,7 @@ __all__ = [
 INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 
-def _initial(init_fn, size):
+def initial_weight(init_fn, size):
     check(init_fn in INITIALISERS, "init_fn", repr(init_fn), ", ".join(INITIALISERS))
     return nn.Parameter(INITIALISERS[init_fn](size))
 
@@ -52,7 +52,7 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine=True,
     ):  # fmt: skip
         super().__init__()
-        self.register_parameter("weight", _initial(init_fn, hidden_size) if elementwise_affine else None)
+        self.register_parameter("weight", initial_weight(init_fn, hidden_size) if elementwise_affine else None)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
 
@@ -91,7 +91,7 @@ class LigerLayerNorm(nn.Module):
         for name, value in {"impl": impl, "mode": mode, "backend": backend}.items():
             check(value is None or "triton" in str(value), name, repr(value), "None or triton")
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
-        self.weight, self.bias = _initial(init_fn, hidden_size), nn.Parameter(torch.zeros(hidden_size))
+        self.weight, self.bias = initial_weight(init_fn, hidden_size), nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, hidden_states):
         return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)

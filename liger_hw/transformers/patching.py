@@ -143,8 +143,8 @@ def _find(module, flags):
         return [], "its forward was replaced on the instance" if interesting else None
     if _owns_a_loss(module):
         return _find_loss(module, flags)
-    match = _recognised(
-        ("part", *_facts(module)),
+    match = recognised(
+        ("part", *facts(module)),
         lambda: (
             recognition.match_norm(module)
             or recognition.match_gated_norm(module)
@@ -156,7 +156,7 @@ def _find(module, flags):
     )
     if match is None:
         cls = type(module)
-        match, why = _recognised(("rope", cls), lambda: recognition.match_rope(cls))
+        match, why = recognised(("rope", cls), lambda: recognition.match_rope(cls))
         if match is None and why is None:
             return [], _why_not(module)
     else:
@@ -173,7 +173,7 @@ def _flag(match):
     return FLAG_OF.get(part, part)
 
 
-def _facts(module):
+def facts(module):
     """All that a probe of `module` depends on: its class, the shapes it has parameters of, its children's kinds and its
     plain attributes."""
     shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
@@ -189,7 +189,8 @@ def _facts(module):
     return type(module), shapes, children, plain
 
 
-def _recognised(key, find):
+def recognised(key, find):
+    """What `find` found the first time that it was asked for `key`."""
     if key not in _known:
         _known[key] = find()
     return _known[key]

@@ -5,7 +5,7 @@ from torch import nn
 
 from liger_hw.dispatch import check
 from liger_hw.transformers import functional
-from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, _initial
+from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, initial_weight
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 __all__ = [
@@ -38,7 +38,7 @@ class LigerGroupNorm(nn.Module):
         super().__init__()
         check(num_channels % num_groups == 0, "num_groups", num_groups, f"a divisor of {num_channels} channels")
         self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
-        self.weight, self.bias = _initial(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
+        self.weight, self.bias = initial_weight(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, hidden_states):
         return functional.liger_group_norm(

@@ -264,7 +264,9 @@ def match_activation(module):
 
 
 @functools.cache
-def _rotation(function):
+def match_rotation(function):
+    """The rotation that a rotary function computes, if a replacement was proved to equal it; otherwise None."""
+
     def agrees(original, replacement, cases):
         def both(*args):
             found = original(*args)
@@ -282,7 +284,7 @@ def match_rope(cls):
     would find it, in the globals of its file.
     """
     functions = {n: f for n, f in rotary.rotary_functions(cls).items() if not isinstance(f, type)}
-    found = {name: _rotation(function) for name, function in functions.items()}
+    found = {name: match_rotation(function) for name, function in functions.items()}
     left = [name for name, rotation in found.items() if rotation is None]
     found = {name: rotation for name, rotation in found.items() if rotation is not None}
     why = f"{', '.join(left)} is no rotation that the op rope computes" if left else None

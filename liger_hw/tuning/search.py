@@ -220,8 +220,11 @@ def _call_and_tune(launches, args, repeatable: bool):
 
 
 def autotuning() -> bool:
-    """Whether LIGER_HW_AUTOTUNE=1 asks for tuning at first use."""
-    return os.environ.get("LIGER_HW_AUTOTUNE") == "1"
+    """Whether LIGER_HW_AUTOTUNE=1 asks for tuning at first use; a ValueError for what is neither 1, 0 nor empty."""
+    asked = os.environ.get("LIGER_HW_AUTOTUNE", "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"LIGER_HW_AUTOTUNE={asked!r}: 1 searches at each shape's first use; 0 or nothing does not")
+    return asked == "1"
 
 
 def _first_call(launches, args, repeatable: bool):

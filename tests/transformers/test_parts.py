@@ -52,7 +52,7 @@ def with_other_parameters(q, k, cos, sin, sections):
     ids=lambda x: getattr(x, "__name__", str(x)),
 )  # fmt: skip
 def test_rotary_functions_are_proved(function, shown):
-    found = recognition._rotation(function)
+    found = recognition.match_rotation(function)
     assert found is None if shown is None else str(found) == shown
 
 
@@ -64,7 +64,7 @@ def complex_pairs(q, k, freqs_cis):
 def test_conjugated_rotations():
     q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
     freqs = torch.polar(torch.ones(2, 5, 8), torch.randn(2, 5, 8)).conj()
-    replaced = rotary.replacement(complex_pairs, recognition._rotation(complex_pairs))
+    replaced = rotary.replacement(complex_pairs, recognition.match_rotation(complex_pairs))
     for found, expected in zip(replaced(q, k, freqs), complex_pairs(q, k, freqs)):
         torch.testing.assert_close(found, expected)
 
@@ -79,7 +79,8 @@ def test_the_default_dtype_changes_no_proof(default):
     torch.set_default_dtype(default)
     try:
         assert (
-            recognition._rotation.__wrapped__(complex_pairs) is not None and recognition._rotation(half_again) is None
+            recognition.match_rotation.__wrapped__(complex_pairs) is not None
+            and recognition.match_rotation(half_again) is None
         )
         rows = probing.random_rows(torch.Generator().manual_seed(0), 64)
     finally:
@@ -96,7 +97,7 @@ def inputs(dtype, table_dtype, batch=2, tables=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_replacement_is_the_function(dtype, table_dtype):
-    ours = rotary.replacement(half, recognition._rotation(half))
+    ours = rotary.replacement(half, recognition.match_rotation(half))
     q, k, cos, sin = inputs(dtype, table_dtype)
     calls = [((q, k, cos, sin), {}), ((q, k), {"cos": cos, "sin": sin, "unsqueeze_dim": 1})]
     calls.append(((q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2), {}))
@@ -108,7 +109,7 @@ def test_the_replacement_is_the_function(dtype, table_dtype):
 
 def test_what_was_not_proved_goes_to_the_function(monkeypatch):
     monkeypatch.setattr(rotary, "rope", None)
-    ours = rotary.replacement(half, recognition._rotation(half))
+    ours = rotary.replacement(half, recognition.match_rotation(half))
     q, k, cos, sin = inputs(torch.float32, torch.float32)
     learned = cos.clone().requires_grad_()
     for args in [(q, k, learned, sin), (q, k.double(), cos, sin), (q[0], k[0], cos[0], sin[0], 0)]:
@@ -122,14 +123,14 @@ def half_of_keys_or_none(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
 
 
 def test_queries_alone():
-    ours = rotary.replacement(half_of_keys_or_none, recognition._rotation(half_of_keys_or_none))
+    ours = rotary.replacement(half_of_keys_or_none, recognition.match_rotation(half_of_keys_or_none))
     q, k, cos, sin = inputs(torch.float32, torch.float32)
     assert torch.equal(ours(q, cos=cos, sin=sin), half_of_keys_or_none(q, cos=cos, sin=sin))
     assert torch.equal(ours(q, k, cos, sin)[1], half(q, k, cos, sin)[1])
 
 
 def test_flat_tokens_of_a_vision_tower():
-    rotation = recognition._rotation(flat_in_fp32)
+    rotation = recognition.match_rotation(flat_in_fp32)
     q, k, cos, sin = (x[0].transpose(0, 1) if x.ndim == 4 else x[0] for x in inputs(torch.bfloat16, torch.bfloat16))
     args = q, k, cos, sin
     for found, expected in zip(rotary.replacement(flat_in_fp32, rotation)(*args), flat_in_fp32(*args)):

@@ -214,6 +214,20 @@ def test_no_tuning_for_a_device_that_is_not_here(monkeypatch):
     assert bench.tried == 0
 
 
+@pytest.mark.parametrize("value, asked", [("", False), ("0", False), ("1", True)])
+def test_whether_the_environment_asks_for_tuning(monkeypatch, value, asked):
+    monkeypatch.setenv("LIGER_HW_AUTOTUNE", value)
+    assert tuning.autotuning() is asked
+
+
+def test_no_other_word_in_the_environment_is_taken_for_an_answer(monkeypatch):
+    monkeypatch.setenv("LIGER_HW_AUTOTUNE", "yes")
+    monkeypatch.setattr(tuning.search, "observer", tuning.search._first_call)
+    for _ in range(2):  # not at the first launch alone
+        with pytest.raises(ValueError, match="LIGER_HW_AUTOTUNE='yes': 1 searches"):
+            tuning.search.observer(lambda x: x, (torch.ones(3),), False)
+
+
 def test_the_observer_sees_every_launch(monkeypatch):
     before = tuning.search.observer
     made = []

@@ -36,12 +36,12 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
     elif long:
         stages, block, values = 3, 65536 // itemsize, 32
     else:  # on sm_100 32 warps spill 8 bytes a lane, and fp32 in 16,384 columns anywhere
-        stages, block, values = 1, 32768 // itemsize, 16 if itemsize == 2 and device.bytes_in_flight < 40_000 else 32
+        stages, block, values = 1, 32768 // itemsize, 16 if itemsize == 2 and not device.fast_memory else 32
     if not plain:  # softcap, smoothing and predictions hold twice as many values a lane
         block, values = block // 2, values // 2
         # on sm_100 4,096 columns of fp32 on 8 warps spill 8 bytes a lane, and by Triton 3.9 2,048
         if device.async_copy and itemsize > 2:
-            block, values = min(block, 2048 if device.bytes_in_flight < 40_000 else 1024), 8
+            block, values = min(block, 1024 if device.fast_memory else 2048), 8
     block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
     staged = itemsize if plain else itemsize + 4  # of the logits, and of fp32 class weights
     while (stages - 1) * block * staged > device.shared_memory - 1024:
