@@ -23,7 +23,7 @@ class Access:
         elements: of its tile, 1 for a scalar.
         row: of those, how many are contiguous at most: the tile's last dimension.
         itemsize: bytes of an element.
-        loop: whether it is inside of a loop.
+        loops: loops that it is in, one beside the other: 2 if a row is walked twice by one line.
         widths: bytes a lane -> instructions; of none, where they stand under the place of another access.
     """
 
@@ -33,7 +33,7 @@ class Access:
     elements: int
     row: int
     itemsize: int
-    loop: bool
+    loops: int
     widths: dict = field(default_factory=dict)
 
     @property
@@ -61,13 +61,14 @@ def accesses_of(ttir: str) -> list[Access]:
     """Every load and store in Triton's IR, without instructions; those of one place and pointer are one."""
     aliases = dict(_ALIAS.findall(ttir))
     parameters, made_of = dict(_PARAMETER.findall(ttir)), dict(_POINTER.findall(ttir))
-    found, nested = {}, []
-    for line in ttir.splitlines():
+    found, loops, nested = {}, {}, []
+    for number, line in enumerate(ttir.splitlines()):
         line = line.strip()
         if line.startswith("}") and nested:
             nested.pop()
         if line.endswith("{"):
-            nested.append(" scf.for " in f" {line}" or " scf.while " in f" {line}" or line.startswith("} do"))
+            loop = " scf.for " in f" {line}" or " scf.while " in f" {line}" or line.startswith("} do")
+            nested.append(number if loop else None)
         match = _ACCESS.search(line)
         if match is None:
             continue
@@ -80,10 +81,12 @@ def accesses_of(ttir: str) -> list[Access]:
             pointer = made_of[pointer]
         at, name = _innermost(location, aliases), parameters.get(pointer, "?")
         bits = _BITS[tile_type or scalar_type]
+        within = [number for number in nested if number is not None]
+        loops.setdefault((at, kind, name), set()).update(within[-1:])
         before = found.get((at, kind, name))
         if before is None or before.elements < elements:
-            found[at, kind, name] = Access(at, kind, name, elements, sizes[-1], bits // 8, any(nested), {})
-    return list(found.values())
+            found[at, kind, name] = Access(at, kind, name, elements, sizes[-1], bits // 8, 0, {})
+    return [replace(access, loops=len(loops[key])) for key, access in found.items()]
 
 
 def _innermost(location: str, aliases: dict) -> str:
@@ -133,9 +136,7 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
     known = [access if access.widths else replace(access, widths=_beside(access, known)) for access in known]
     places = {(access.at, access.kind) for access in accesses}
     lost = [
-        Access("?", place[1], "?", 1, 1, 1, False, dict(count))
-        for place, count in widths.items()
-        if place not in places
+        Access("?", place[1], "?", 1, 1, 1, 0, dict(count)) for place, count in widths.items() if place not in places
     ]
     return known + lost
 

@@ -42,7 +42,7 @@ class Launch:
         constants: parameter -> value, of those.
         attributes: position -> what is known of that argument: alignment, size.
         options: of the compiler, num_warps among them.
-        config: the configuration, as `Config.to_json` gives it, with its "source".
+        config: the configuration, as `Config.to_json` gives it, with its "source" and "key".
         aligned: whether every row of every tensor begins at a multiple of 16 bytes.
         matrices: the parameters that are tensors of rows, and not one vector for all of them.
     """
@@ -184,9 +184,10 @@ def _describe(kernel, config, args, device) -> Launch:
                 elif value % 16 == 0:
                     attributes[i] = [["tt.divisibility", 16]]
     matrices = tuple(p.name for p, value in zip(kernel.params, args) if torch.is_tensor(value) and value.ndim > 1)
+    known = config.to_json() | {"source": config.source, "key": config.key}
     return Launch(
         kernel.fn.__module__, kernel.fn.__name__, device.arch, signature, constants, attributes,
-        config.options(device), config.to_json() | {"source": config.source}, _aligned(args, constants), matrices,
+        config.options(device), known, _aligned(args, constants), matrices,
     )  # fmt: skip
 
 

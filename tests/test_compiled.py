@@ -11,7 +11,7 @@ from liger_hw.assembly import Access
 from liger_hw.crosscompile import DEVICES, Launch, Resources
 from liger_hw.matrix import compiled, resources, results
 
-GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, True, {16: 2}),))
+GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, 1, {16: 2}),))
 
 
 def launched(arch="sm90", aligned=True, constants=None, stride_known=True, **options):
@@ -29,7 +29,7 @@ def changed(**facts):
 
 def narrow(pointer="X", width=2, elements=4096):
     return changed(
-        accesses=(*GOOD.accesses, Access("k.py:2:1", "store", pointer, elements, elements, 2, True, {width: 16}))
+        accesses=(*GOOD.accesses, Access("k.py:2:1", "store", pointer, elements, elements, 2, 1, {width: 16}))
     )
 
 
@@ -136,10 +136,16 @@ AMD = """
 
 def test_accesses_are_found_with_tile_pointer_loop_and_place():
     scalar, load, store = assembly.accesses_of(TTIR)
-    assert scalar == Access("rms_norm.py:12:9", "load", "Y", 1, 1, 4, False, {})
-    assert load == Access("cross_entropy/kernels.py:40:13", "load", "X", 4096, 512, 2, True, {})
-    assert store == Access("rms_norm.py:12:9", "store", "X", 4096, 512, 2, False, {})
+    assert scalar == Access("rms_norm.py:12:9", "load", "Y", 1, 1, 4, 0, {})
+    assert load == Access("cross_entropy/kernels.py:40:13", "load", "X", 4096, 512, 2, 1, {})
+    assert store == Access("rms_norm.py:12:9", "store", "X", 4096, 512, 2, 0, {})
     assert assembly.library_calls(TTIR) == ["__nv_tanhf"]
+
+
+def test_a_line_in_two_loops_is_one_access_that_says_so():
+    start, end = TTIR.index("    %1 = scf.for"), TTIR.index("    tt.store")
+    twice = TTIR[:end] + TTIR[start:end] + TTIR[end:]
+    assert [access.loops for access in assembly.accesses_of(twice)] == [0, 2, 0]
 
 
 @pytest.mark.parametrize(("text", "instruction", "widths"), [
@@ -154,7 +160,7 @@ def test_instructions_are_found_at_their_place(text, instruction, widths):
 
 def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
     accesses = [
-        Access(f"k.py:{row}:1", "load", pointer, 64, 64, 2, False) for row, pointer in [(1, "X"), (2, "X"), (3, "Y")]
+        Access(f"k.py:{row}:1", "load", pointer, 64, 64, 2, 0) for row, pointer in [(1, "X"), (2, "X"), (3, "Y")]
     ]
     text = '.file 1 "/x/kernels" "k.py"\n.loc 1 1 1\n\tbuffer_load_b128 v0\n\tbuffer_load_b64 v0\n'
     found = assembly.with_widths(accesses, text, assembly.amd_access)
@@ -174,7 +180,7 @@ def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
 
 def test_a_small_tile_need_not_fill_more_than_a_warp():
     def wanted(elements, row, itemsize, warp_size):
-        return assembly.width_wanted(Access("", "load", "X", elements, row, itemsize, True), warp_size)
+        return assembly.width_wanted(Access("", "load", "X", elements, row, itemsize, 1), warp_size)
 
     assert wanted(4096, 4096, 2, 32) == 16
     assert wanted(256, 256, 2, 32) == 16

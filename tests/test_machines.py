@@ -5,6 +5,7 @@ import pytest
 from liger_hw import tuning
 from liger_hw.crosscompile import DEVICES
 from liger_hw.kernels import load_all
+from liger_hw.occupancy import LIMITS
 
 load_all()
 CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1102", "gfx1151", "gfx1201")
@@ -44,11 +45,23 @@ def test_loads_ahead_only_where_they_cost_no_registers():
 
 def test_99_KiB_hold_less_than_163_or_227():
     """Shared memory decides what can be ahead: of a row of 8,192 columns, of a wide vocabulary."""
-    assert {chosen("rms_norm_backward", 8192, 2, 2, arch=arch)["STAGES"] for arch in DATA_CENTRE} == {3}
-    assert {chosen("rms_norm_backward", 8192, 2, 2, arch=arch)["STAGES"] for arch in CONSUMER} == {1}
+    for itemsize, read, wanted in ((2, 3, (3, 3, 3)), (4, 2, (3, 3, 1)), (4, 3, (1, 3, 1))):
+        of = [
+            chosen("rms_norm_backward", 8192, itemsize, read, arch=arch)["STAGES"] for arch in ("sm80", "sm90", "sm86")
+        ]
+        assert tuple(of) == wanted
     for arch in CONSUMER:
         here, there = (chosen("cross_entropy_forward", 128256, 2, True, True, arch=a) for a in (arch, "sm90"))
         assert here["COLS"] < there["COLS"] and here.num_warps < there.num_warps
+
+
+def test_programs_of_a_norms_backward_are_no_more_than_shared_memory_holds():
+    for arch in (*DATA_CENTRE, *CONSUMER):
+        for cols in (40, 128, 256, 512, 1024, 2304, 4096, 5120, 8192):
+            for itemsize in (2, 4):
+                few = chosen("rms_norm_backward", cols, itemsize, 3, arch=arch)
+                staged = (few["STAGES"] - 1) * 3 * few["ROWS"] * few["COLS"] * itemsize
+                assert few.programs * (staged + 1024 + 128) <= LIMITS[arch].shared
 
 
 def test_two_programs_of_8_warps_on_a_core_of_48_and_99_KiB():

@@ -16,13 +16,20 @@ PERFECT = Rating(1.0, 1.0, 1.0, 1.0, 1.0, 1)
 def launched(arch="sm90", warps=8, cols=4096, stages=4, programs=1, kernel="cross_entropy_forward"):
     module = f"liger_hw.kernels.{'rms_norm' if kernel.startswith('rms') else 'cross_entropy'}.kernels"
     meta = {"COLS": cols, "STAGES": stages}
-    config = {"meta": meta, "num_warps": warps, "num_stages": 1, "programs": programs, "source": "heuristic"}
+    config = {
+        "meta": meta,
+        "num_warps": warps,
+        "num_stages": 1,
+        "programs": programs,
+        "source": "heuristic",
+        "key": "k",
+    }
     options = tuning.Config(meta, warps, device=DEVICES[arch]).options(DEVICES[arch])
     return Launch(module, kernel, arch, {}, {"cols": 32000, **meta}, {}, options, config, True, ("X",))
 
 
 def found(registers=64, width=16, elements=4096, shared=0, **more):
-    access = Access("k", "load", "X", elements, elements, 2, True, {width: 1})
+    access = Access("k", "load", "X", elements, elements, 2, 1, {width: 1})
     return Resources(registers, 0, 0, shared, accesses=(access,), **more)
 
 
@@ -56,37 +63,80 @@ def test_a_fixed_number_of_programs_is_no_more_than_that():
 
 
 def test_dominated_is_as_good_in_all_and_clearly_better_in_one():
-    short = dataclasses.replace(PERFECT, under_way=0.9)
-    assert PERFECT.dominates(short)
-    assert not PERFECT.dominates(PERFECT)
-    assert not dataclasses.replace(PERFECT, waves=0.9).dominates(short), "a trade is not a win"
-    assert not dataclasses.replace(PERFECT, reads=2).dominates(short), "nor is a row read twice"
-    assert not PERFECT.dominates(dataclasses.replace(PERFECT, under_way=0.97)), "nothing that a measurement would show"
+    short = dataclasses.replace(PERFECT, under_way=0.85)
+    for this, that, wanted in [
+        (PERFECT, short, True),
+        (PERFECT, PERFECT, False),
+        (dataclasses.replace(PERFECT, waves=0.9), short, False),  # a trade is not a win
+        (dataclasses.replace(PERFECT, reads=2), short, False),  # nor is a row read twice
+        (PERFECT, dataclasses.replace(PERFECT, under_way=0.95), False),  # nothing that a planning number decides
+    ]:
+        assert search.dominates([this], [that]) is wanted
+    assert search.dominates([PERFECT, PERFECT], [PERFECT, short])
+    assert not search.dominates([PERFECT, short], [short, PERFECT]), "a choice is one for every launch of its key"
 
 
 def test_one_program_on_a_core_has_nothing_to_overlap_with():
     alone = search.rate(launched(warps=32, stages=1, cols=32768), found(registers=64, elements=32768))
     assert alone == dataclasses.replace(PERFECT, overlap=0.5)
-    assert search.rate(launched(warps=32, stages=2), found(registers=64)).overlap == 1, "the next tile is under way"
-    assert search.rate(launched("gfx1100", warps=32, stages=2), found(registers=192)).overlap == 0.5, "in registers"
+    assert search.rate(launched(warps=32, stages=2), found(registers=64)).overlap == 0.5, "measured: it gains nothing"
+    assert search.rate(launched(warps=32, stages=3), found(registers=64)).overlap == 1, "the next tiles are under way"
+    assert search.rate(launched("gfx1100", warps=32, stages=3), found(registers=192)).overlap == 0.5, "in registers"
+
+
+def test_one_program_has_its_core_s_cache_for_a_row_that_it_reads_twice():
+    once = found(registers=64)
+    twice = dataclasses.replace(once, accesses=(dataclasses.replace(once.accesses[0], loops=2),))
+    both = dataclasses.replace(once, accesses=(*once.accesses, dataclasses.replace(once.accesses[0], pointer="Y")))
+    walked, whole = launched(warps=32, stages=1), launched(warps=32, stages=1, cols=32768)
+    assert [search.rate(walked, of).overlap for of in (once, twice, both)] == [0.5, 1, 0.5]
+    assert search.rate(whole, dataclasses.replace(twice, registers=64)).overlap == 0.5, "it is in registers"
 
 
 def test_candidates_are_the_tuners():
     launch = launched()
-    near = search.candidates(launch)
+    near = search.candidates(launch).values()
     assert {(n.config["meta"]["COLS"], n.config["num_warps"]) for n in near} >= {(2048, 4), (4096, 4), (8192, 16)}
     for n in near:
         assert n.constants["COLS"] == n.config["meta"]["COLS"] and n.options["num_warps"] == n.config["num_warps"]
         assert n.options.keys() == launch.options.keys() and n.constants["cols"] == 32000
+    whole = launched(cols=32768)
+    assert {n.config["meta"]["COLS"] for n in search.candidates(whole).values()} == {32768}, "one block stays one"
 
 
 def test_the_best_neighbour_is_found():
     use = compiled.Use(launched(warps=16, stages=1), "cross_entropy", "bf16", False, "model", ["8192x32000"])
-    results = {near.key: found(registers=128) for near in [use.launch, *search.candidates(use.launch)]}
+    results = {near.key: found(registers=128) for near in [use.launch, *search.candidates(use.launch).values()]}
     wanted = {"COLS": 4096, "STAGES": 1}, 8
-    better = next(n for n in search.candidates(use.launch) if (n.config["meta"], n.config["num_warps"]) == wanted)
+    better = next(
+        n for n in search.candidates(use.launch).values() if (n.config["meta"], n.config["num_warps"]) == wanted
+    )
     results[better.key] = found(registers=64)
     (line,) = search.dominated([use], results)
     assert line["better"]["num_warps"] == 8 and line["better_rating"]["under_way"] > line["rating"]["under_way"]
     results[use.launch.key] = found(registers=40)
     assert search.dominated([dataclasses.replace(use, launch=launched())], {launched().key: found()}) == []
+
+
+def test_a_neighbour_must_be_as_good_at_every_launch_of_the_key():
+    few = launched(warps=16, stages=1)
+    other = dataclasses.replace(few, constants=few.constants | {"ALIGNED": True})
+    uses = [
+        compiled.Use(of, "cross_entropy", "bf16", False, "model", [label]) for of, label in ((few, "a"), (other, "b"))
+    ]
+    results = {near.key: found(registers=128) for of in (few, other) for near in [of, *search.candidates(of).values()]}
+    name = next(n for n, of in search.candidates(few).items() if of.options["num_warps"] == 8)
+    results[search.candidates(few)[name].key] = found(registers=64)
+    results[search.candidates(other)[name].key] = found(registers=64)
+    (line,) = search.dominated(uses, results)
+    assert line["better"]["num_warps"] == 8
+    results |= {n.key: "does not compile" for n in search.candidates(other).values() if n.key != other.key}
+    (line,) = search.dominated(uses, results)
+    assert line["better"] is None
+
+
+def test_what_was_measured_is_not_searched_around():
+    few = launched(warps=16, stages=1)
+    winner = dataclasses.replace(few, config=few.config | {"source": "shipped"})
+    use = compiled.Use(winner, "cross_entropy", "bf16", False, "model", ["8192x32000"])
+    assert search.dominated([use], {few.key: found(registers=128)}) == []

@@ -123,18 +123,20 @@ def norm_forward_config(cols, device):
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
 
-def norm_backward_config(cols, itemsize, device):
-    """Configuration of a kernel whose programs stride over rows, read two, write one and sum over rows.
+def norm_backward_config(cols, itemsize, device, read=2):
+    """Configuration of a kernel whose programs stride over rows, read two or three, write one and sum over rows.
 
     Its meta-parameters are ROWS, COLS and the STAGES of the loop over rows. A row wider than COLS is several blocks.
     """
     widest = widest_block(device, 4)
     if cols > widest:
         # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120
-        # needs to keep all in registers.
-        per_lane = 32 if device.async_copy and device.core_threads >= 2048 else 64
-        warps = row_warps(power_of_2(cols), device, per_lane)
-        return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
+        # needs to keep all in registers. Two blocks of 8,192 are 3% faster than four of 4,096 (12,288 columns: 1%), and
+        # with a residual's gradient spill.
+        roomy = device.async_copy and device.core_threads >= 2048
+        block = widest if roomy and read == 2 else widest // 2
+        warps = row_warps(power_of_2(cols), device, 32 if roomy else 64)
+        return Config({"ROWS": 1, "COLS": block, "STAGES": 1}, warps)
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
     # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%.
     block = power_of_2(cols)
@@ -144,9 +146,9 @@ def norm_backward_config(cols, itemsize, device):
     short = short and (block > 128 or device.core_threads >= 2048)
     # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
     # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; with
-    # four stages a full block of 4,096 is 5% slower. An A100's shared memory does not hold four rows of 8,192.
-    roomy = device.async_copy and device.core_threads >= 2048 and 4 * 3 * 8192 * itemsize <= device.shared_memory
-    sparse = roomy and itemsize == 2 and block >= 4096 and 4 * cols <= 3 * block
+    # four stages a full block of 4,096 is 5% slower.
+    sparse = device.async_copy and device.core_threads >= 2048 and itemsize == 2 and block >= 4096
+    sparse = sparse and 4 * cols <= 3 * block
     if short:
         # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
         # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
@@ -157,31 +159,33 @@ def norm_backward_config(cols, itemsize, device):
         # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, and
         # 123 of bf16 on sm_100
         few = block == 4096 and device.async_copy if itemsize > 2 else block <= 128 and device.fast_memory
-        per_lane = 8 if few else 32 if sparse else 16
+        # RDNA with more registers holds two programs of 16,384 columns so, one of 32 warps: by Triton 3.6's output
+        # for gfx1100, 1101, 1151, 1200 and 1201
+        large = block > 8192 and device.registers > 128
+        per_lane = 8 if few else 32 if sparse or large else 16
         rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)
-    stages = 4 if sparse else 3
-    staged = stages * 2 * rows * block * itemsize  # so many rows of each of the two
-    with_residual = staged * 3 // 2  # whose gradient is a third that is read
     lanes = warps * device.warp_size
-    least = 8192 // block if sparse else max(2 if lanes <= 256 else 1, 256 // lanes if short else 1)
-    # 8,192 columns of bf16 take 96 KiB, 144 with a residual: an A100 holds them once, and without them its registers
-    # let one program on a core, which loads nothing while it reduces.
-    alone = least == 1 and with_residual <= device.shared_memory - 2048
-    if device.async_copy and (staged <= device.shared_memory // 2 or alone):
+    stages = 4 if sparse else 3
+    least = 8192 // block if sparse else 2 if lanes <= 256 else 1
+    # A loop of n stages keeps n - 1 steps in shared memory: two rows of 8,192 in bf16 and three stages are 64 KiB, sums
+    # up to 256 bytes, and the driver's 1 KiB. RMSNorm of fp32 on an H200 is so 18% faster at 5,120 columns, 11% at
+    # 6,144 and 4% at 8,192, there with a residual's gradient 16%, than as two programs without.
+    fit = device.shared_memory // ((stages - 1) * read * rows * block * itemsize + 1280)
+    if device.async_copy and fit >= least:
         # two programs, 16 KiB ahead each, are enough for an H200's 36 GB/s a core, not for a B200's 54
-        ahead = 2 * 2 * max(rows * block, 2048) * itemsize
-        enough = min(-(-device.bytes_in_flight // ahead), device.shared_memory // with_residual)
-        programs = max(least, enough)
+        ahead = 2 * read * max(rows * block, 2048) * itemsize
+        programs = max(least, 256 // lanes if short else 1, -(-device.bytes_in_flight // ahead))
+        programs = min(programs, fit)
     else:  # stages would hold the next rows in registers: more programs a core cover the latency instead
-        stages, programs = 1, max(1, 1024 // lanes)
+        stages, programs = 1, max(1, 16_384 // (per_lane * lanes))
     return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)
 
 
-def norm_wide_sums_config(device):
+def norm_wide_sums_config(device, per_lane):
     """Configuration of a kernel that reduces one row of two tensors; its meta-parameters are COLS and STAGES."""
     block = device.max_threads * 8
-    return Config({"COLS": block, "STAGES": 1}, row_warps(block, device, per_lane=16))
+    return Config({"COLS": block, "STAGES": 1}, row_warps(block, device, per_lane))
 
 
 @functools.cache
@@ -203,9 +207,10 @@ def wide_grid(config, rows, cols):
 @tuned
 def sum_partials_config(cols, device):
     # Many narrow programs: with 64 rows of 16 columns instead of 32 of 64 the whole backward of layer norm on an H200
-    # is 24% faster at 768 columns, of RMSNorm 8% at 2,048; from 8,192 columns on it is the same.
-    rows, block = (64, 16) if cols < 8192 else (32, 64)
-    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, 4 if cols < 8192 else 16))
+    # is 24% faster at 768 columns, of RMSNorm 8% at 2,048; from 8,192 columns on it is the same. Half of the warps are
+    # at most 1% slower there, and let a B200's core ask for all that it should.
+    rows, block, per_lane = (64, 16, 8 if device.fast_memory else 4) if cols < 8192 else (32, 64, 16)
+    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
 
 @triton.jit(do_not_specialize=["rows"])

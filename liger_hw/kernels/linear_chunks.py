@@ -63,7 +63,9 @@ def chunk_rows(rows, row_bytes, chunk_memory, device):
 
 @tuned
 def scale_gradients_config(device):
-    return Config({"BLOCK": 4096}, num_warps=8, programs=4)
+    # 287 MB take 0.168 ms on an H200 so, 0.188 in 4 programs, and with 8 warps 0.193; with 2 warps, which spill on
+    # sm_120 where a size is no whole number of vectors, 0.166
+    return Config({"BLOCK": 4096}, num_warps=4, programs=16)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def uses(
                         key = op, i >= forward, *_class(launch)
                         coarse = op, i >= forward, *_coarse_class(launch)
                         if key not in found:
-                            if origin == SAMPLE and (coarse in sampled or (dtype == "fp32" and not _walks(launch))):
+                            if origin == SAMPLE and (coarse in sampled or (dtype == "fp32" and not walks(launch))):
                                 continue
                             found[key] = Use(launch, op, dtype, i >= forward, origin)
                         sampled.add(coarse)
@@ -110,7 +110,7 @@ def _run(op, inputs, options, launches: list) -> int:
     return forward
 
 
-def _walks(launch: Launch) -> bool:
+def walks(launch: Launch) -> bool:
     """Whether a row is taken in several blocks."""
     cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
     return None not in (cols, block) and cols > block
@@ -127,7 +127,7 @@ def _class(launch: Launch) -> tuple:
 def _coarse_class(launch: Launch) -> tuple:
     """What two launches share that differ in sizes alone."""
     flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
-    return launch.what[:3], str(flags), launch.aligned, _walks(launch)
+    return launch.what[:3], str(flags), launch.aligned, walks(launch)
 
 
 # How it is judged -----------------------------------------------------------------------------------------------------

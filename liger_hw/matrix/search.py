@@ -6,17 +6,21 @@
     width      bytes a lane of its narrowest wide access, of those its tile allows
     under way  bytes that a core's resident programs have asked memory for, of `Device.bytes_in_flight`
     waves      warps that a scheduler has to choose from, of WAVES
-    overlap    programs on a core, of two: one loads while another reduces; loads ahead in a loop do as well
-    reads      places at which a whole tile is loaded: a row that is walked twice is read twice
+    overlap    programs on a core, of two: one loads while another reduces. One is enough if its loop has three stages
+               and more, or if it walks a row twice, the second time from a cache that two would share
+    reads      times that a whole tile is loaded: a row that is walked twice is read twice
 
-All but reads are shares of enough, 1 at most: more than enough is no better. One configuration dominates another if it
-is as good in all, and clearly better in one of those shares. Only a choice that is short of something is searched
-around, in the space that the tuner searches: the neighbours of `tuning.neighbours`.
+All but reads are shares of enough, 1 at most: more than enough is no better. A choice is one for all launches of its
+key, and another dominates it if at all of them it is as good in everything, and at one clearly better in one of those
+shares. Only a heuristic's choice that is short of something is searched around (winners were measured), in the space
+that the tuner searches: the neighbours of `tuning.neighbours`.
 """
 
 import importlib
 import inspect
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +34,11 @@ from liger_hw.tuning import Config
 
 # Warps among which a scheduler finds one that can go on: with two RMSNorm's backward moves 94% of an H200's copy rate.
 WAVES = 2
-# Overlap: 16,384 columns of RMSNorm's forward are 46% faster on an H200 with two programs on a core than with one.
-CLEARLY = 1.05
+# Overlap, of bf16 on an H200: 16,384 columns of RMSNorm's forward are 46% faster with two programs on a core than with
+# one; 65,536, which are read twice, with one: 0.165 ms against 0.199. Two stages are slower than one in every norm's
+# backward (16,384 columns: 0.246 ms against 0.228), three and more faster.
+AHEAD = 3
+CLEARLY = 1.1  # bytes that should be under way are a planning number
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,16 @@ class Rating:
     def perfect(self) -> bool:
         return all(share == 1 for share in self.shares.values())
 
-    def dominates(self, other: "Rating") -> bool:
-        """As good in everything, and clearly better in something."""
-        pairs = list(zip(self.shares.values(), other.shares.values(), strict=True))
-        as_good = self.reads <= other.reads and all(mine >= its for mine, its in pairs)
-        return as_good and any(mine > its * CLEARLY for mine, its in pairs)
+    def as_good_as(self, other: "Rating") -> bool:
+        """In everything."""
+        return self.reads <= other.reads and all(mine >= its for mine, its in self._beside(other))
+
+    def beats(self, other: "Rating") -> bool:
+        """Clearly better in something."""
+        return any(mine > its * CLEARLY for mine, its in self._beside(other))
+
+    def _beside(self, other):
+        return zip(self.shares.values(), other.shares.values(), strict=True)
 
     def __str__(self):
         said = [f"{name.replace('_', ' ')} {share:.2f}" for name, share in self.shares.items() if share < 1]
@@ -65,6 +77,12 @@ class Rating:
 
 
 NOTHING = Rating(0.0, 0.0, 0.0, 0.0, 0.0, 10**9)
+
+
+def dominates(these: list[Rating], those: list[Rating]) -> bool:
+    """Whether one configuration is as good as another at every launch, and clearly better at one."""
+    pairs = list(zip(these, those, strict=True))
+    return all(this.as_good_as(that) for this, that in pairs) and any(this.beats(that) for this, that in pairs)
 
 
 def rate(launch: Launch, found: Resources | str) -> Rating:
@@ -81,11 +99,15 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     asked = programs * _loaded(found) * _ahead(launch, device)
     needed = device.bytes_in_flight * _cus(device)
     waves = warps_per_scheduler(device, replace(full, warps=warps))
-    overlaps_itself = device.async_copy and launch.config["meta"].get("STAGES", 1) > 1
-    overlap = 1.0 if overlaps_itself else min(1.0, programs / 2)
     tiles = _tiles(found)
+    ahead = device.async_copy and launch.config["meta"].get("STAGES", 1) >= AHEAD
+    times = Counter()
+    for tile in tiles:
+        times[tile.pointer] += max(tile.loops, 1)
+    twice = compiled.walks(launch) and max(times.values()) > 1
+    overlap = 1.0 if ahead or twice else min(1.0, programs / 2)
     return Rating(
-        1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, len(tiles)
+        1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, times.total()
     )
 
 
@@ -118,8 +140,12 @@ def _ahead(launch: Launch, device) -> int:
     return max(launch.config["meta"].get("STAGES", 1) - 1, 1) if device.async_copy else 1
 
 
-def candidates(launch: Launch) -> list[Launch]:
-    """The launch with each neighbour of its configuration that changes code or grid."""
+def candidates(launch: Launch) -> dict[str, Launch]:
+    """The launch with each neighbour of its configuration that changes code or grid, by what it changes.
+
+    A row that is one block stays one, and one that is walked is: the other may be another kernel's. No block is so wide
+    that half of it is empty.
+    """
     names = ("meta", "num_warps", "num_stages", "programs")
     config = Config(**{name: launch.config[name] for name in names}, device=DEVICES[launch.arch])
     found = {}
@@ -131,33 +157,51 @@ def candidates(launch: Launch) -> list[Launch]:
             launch,
             constants=launch.constants | near.meta,
             options=options,
-            config=near.to_json() | {"source": "neighbour"},
+            config=near.to_json() | {"source": "neighbour", "key": launch.config["key"]},
         )
-        found[str((near.meta, near.num_warps, near.programs))] = made
+        cols = launch.constants.get("cols", math.inf)
+        if compiled.walks(made) == compiled.walks(launch) and near.meta.get("COLS", 0) < 2 * cols:
+            found[str((near.meta, near.num_warps, near.programs))] = made
+    return found
+
+
+def _choices(uses: Iterable[Use]) -> list[list[Use]]:
+    """The uses of each heuristic's choice together."""
+    found = {}
+    for use in uses:
+        config = use.launch.config
+        if config["source"] == tuning.HEURISTIC:
+            found.setdefault((use.launch.arch, use.launch.kernel, config["key"]), []).append(use)
     return list(found.values())
 
 
 def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
-    """What is short of something, each with the best neighbour that dominates it, or None.
+    """The choices that are short of something, each with the best neighbour that dominates it, or None.
 
     Args:
         uses: of `compiled.uses`.
         results: key -> result, of their launches and of their `candidates`.
     """
     lines = []
-    for use in uses:
-        rating = rate(use.launch, results[use.launch.key])
-        if rating.perfect:
+    for choice in _choices(uses):
+        ratings = [rate(use.launch, results[use.launch.key]) for use in choice]
+        if all(rating.perfect for rating in ratings):
             continue
-        best, best_rating = None, rating
-        for near in candidates(use.launch):
-            its = rate(near, results[near.key])
-            if its.dominates(best_rating):
-                best, best_rating = near, its
+        best, best_ratings = None, ratings
+        near = [candidates(use.launch) for use in choice]
+        for name in near[0]:
+            if all(name in of_use for of_use in near):
+                its = [rate(of_use[name], results[of_use[name].key]) for of_use in near]
+                if dominates(its, best_ratings):
+                    best, best_ratings = near[0][name], its
+        better = [mine.beats(its) for mine, its in zip(best_ratings, ratings, strict=True)]
+        shown = better.index(True) if best else [rating.perfect for rating in ratings].index(False)
+        use = choice[shown]
         lines.append({
             "op": use.op, "kernel": use.launch.kernel, "arch": use.launch.arch, "dtype": use.dtype,
-            "shape": use.shapes[0], "config": use.launch.config, "rating": vars(rating),
-            "better": best and best.config, "better_rating": best and vars(best_rating),
+            "key": use.launch.config["key"], "shape": use.shapes[0], "config": use.launch.config,
+            "rating": vars(ratings[shown]), "better": best and best.config,
+            "better_rating": best and vars(best_ratings[shown]),
         })  # fmt: skip
     return lines
 
@@ -177,15 +221,20 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     """
 
     def near(uses, results):
-        short = (use.launch for use in uses if not rate(use.launch, results[use.launch.key]).perfect)
-        return [candidate for launch in short for candidate in candidates(launch)]
+        short = (
+            choice
+            for choice in _choices(uses)
+            if not all(rate(use.launch, results[use.launch.key]).perfect for use in choice)
+        )
+        return [launch for choice in short for use in choice for launch in candidates(use.launch).values()]
 
     uses, results = compiled.gather(archs, ops, jobs, ["bf16"], [compiled.MODEL, compiled.WIDE], near)
     lines = dominated(uses, results)
     report.mkdir(parents=True, exist_ok=True)
     (report / "search.json").write_text(json.dumps(lines, indent=1) + "\n")
     better = [line for line in lines if line["better"]]
-    print(f"{report / 'search.json'}: {len(uses)} choices, {len(lines)} short of something, {len(better)} dominated\n")
+    choices = len(_choices(uses))
+    print(f"{report / 'search.json'}: {choices} choices, {len(lines)} short of something, {len(better)} dominated\n")
     header = ["architecture", "kernel", "shape", "chosen", "short of", "better", "short of"]
     print(terminal.table(header, [_line(line) for line in better]))
     return 1 if better else 0

@@ -26,7 +26,7 @@ def rms_norm_forward_config(cols, itemsize, device):
 
 @tuned
 def rms_norm_backward_config(cols, itemsize, read, device):
-    return norm_backward_config(cols, itemsize, device)  # `read`, of 2 or 3 rows, keeps winners of the two apart
+    return norm_backward_config(cols, itemsize, device, read)
 
 
 @triton.jit
