@@ -17,9 +17,9 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, check, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
-from liger_hw.kernels.glu import tile_of
+from liger_hw.kernels.glu import tile_config
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, power_of_2, tuned
+from liger_hw.tuning import power_of_2, tuned
 
 
 def _validate(gate, up, limit, interleaved):
@@ -75,14 +75,17 @@ def _split(gate, up, interleaved):
     return (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, -1)
 
 
+# bf16 on an H200: tiles of 1,024 columns on 128 lanes are 12 to 16% faster than 2,048 in every backward (16384x2880:
+# 0.122 ms and 0.139; fused 0.128 and 0.152) and within 5% of the best; on 64 lanes as fast or faster in every forward
+# (fused: 0.074 and 0.084; interleaved 0.075, and 0.080 on 128 lanes).
 @tuned
 def clamped_glu_forward_config(width, itemsize, device):
-    return Config(tile_of(width, itemsize), num_warps=4)
+    return tile_config(width, itemsize, device, tile=min(1024 * itemsize, 4096), lanes=64)
 
 
 @tuned
 def clamped_glu_backward_config(width, itemsize, device):
-    return Config(tile_of(width, itemsize), num_warps=4)
+    return tile_config(width, itemsize, device, tile=min(1024 * itemsize, 4096), lanes=128)
 
 
 @triton.jit

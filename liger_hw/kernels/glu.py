@@ -140,21 +140,25 @@ def _cost(gate, up, forward, backward):
     return Cost(inputs + y, 2 * inputs + y, forward * gate.numel(), backward * gate.numel())
 
 
-def tile_of(width, itemsize):
-    """4 KiB of each tensor: 16 values of 16 bits for each of 128 lanes. Short rows share a tile."""
-    elements = 4096 // itemsize
+def tile_config(width, itemsize, device, tile, lanes):
+    """A tile of so many bytes of each tensor, for so many lanes. Short rows share a tile."""
+    elements = tile // itemsize
     cols = min(width, elements)
-    return {"ROWS": elements // cols, "COLS": cols}
+    return Config({"ROWS": elements // cols, "COLS": cols}, num_warps=max(lanes // device.warp_size, 1))
+
+
+# An activation alone reads one tensor, where others read two. bf16 on an H200: its forward is 5% faster on 64 lanes
+# than on 128, of two tensors 1 to 2% slower; its backward 6% faster with half of the tile on 32 lanes. The backward of
+# two is as fast with half of a tile as with a whole one, and takes fewer registers: at rows that begin anywhere a
+# B200's core then asks for all that it should, instead of 85%.
+@tuned
+def glu_forward_config(width, itemsize, read, device):
+    return tile_config(width, itemsize, device, tile=4096, lanes=64 if read == 1 else 128)
 
 
 @tuned
-def glu_forward_config(width, itemsize, device):
-    return Config(tile_of(width, itemsize), num_warps=4)
-
-
-@tuned
-def glu_backward_config(width, itemsize, device):
-    return Config(tile_of(width, itemsize), num_warps=4)
+def glu_backward_config(width, itemsize, read, device):
+    return tile_config(width, itemsize, device, tile=2048, lanes=32 if read == 1 else 128)
 
 
 @triton.jit
@@ -244,7 +248,7 @@ def _launch(kernel, find_config, activation, *tensors):
         cols = first.shape[-1]
         rows, width = first.numel() // cols, min(power_of_2(cols), 4096)
         tensors, strides = zip(*((None, 0) if x is None else rows_of(x) for x in tensors))
-    config = find_config(width, first.element_size(), device_of(first))
+    config = find_config(width, first.element_size(), 1 if tensors[1] is None else 2, device_of(first))
     tiles = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
     launch(kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides, activation)
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from liger_hw import backends
 from liger_hw._triton import triton
 from liger_hw.tuning import choice, tables
@@ -190,7 +192,7 @@ def calls_within(function) -> list:
     calls, before = [], observer
 
     def remember(launches, args, repeatable):
-        calls.append(functools.partial(launches, *args))
+        calls.append(torch.no_grad()(functools.partial(launches, *args)))  # as within an autograd.Function
         return launches(*args)
 
     observer = remember

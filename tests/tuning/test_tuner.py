@@ -242,6 +242,19 @@ def test_the_observer_sees_every_launch(monkeypatch):
     assert torch.equal(calls[0](), torch.full((3,), 2.0)) and len(made) == 2
 
 
+def test_what_is_repeated_needs_no_gradients():
+    """Products into memory that is there (the loss's chunks of logits) refuse inputs that want some."""
+
+    @dispatch.raw(lambda x: torch.empty_like(x))
+    def _product(x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x, out=torch.empty_like(x))
+
+    x = torch.eye(3, requires_grad=True)
+    with torch.no_grad():
+        (call,) = tuning.calls_within(lambda: _product(x))
+    assert torch.equal(call(), torch.eye(3))
+
+
 def test_arithmetic():
     assert [power_of_2(n) for n in (0, 1, 2, 3, 1000, 1024)] == [1, 1, 2, 4, 1024, 1024]
     assert row_warps(4096, H200) == 16 and row_warps(64, H200) == 1 and row_warps(2**20, H200) == 32
