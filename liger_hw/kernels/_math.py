@@ -146,9 +146,9 @@ def norm_backward_config(cols, itemsize, device, read=2):
     short = short and (block > 128 or device.core_threads >= 2048)
     # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
     # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; with
-    # four stages a full block of 4,096 is 5% slower.
-    sparse = device.async_copy and device.core_threads >= 2048 and itemsize == 2 and block >= 4096
-    sparse = sparse and 4 * cols <= 3 * block
+    # four stages a full block of 4,096 is 5% slower. fp32 is 14 to 16% faster at 2,304 columns, 7 to 9% at 3,072.
+    sparse = device.async_copy and device.core_threads >= 2048 and 4 * cols <= 3 * block
+    sparse = sparse and block >= 4096 and block * itemsize <= 16384
     if short:
         # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
         # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
@@ -162,12 +162,12 @@ def norm_backward_config(cols, itemsize, device, read=2):
         # RDNA with more registers holds two programs of 16,384 columns so, one of 32 warps: by Triton 3.6's output
         # for gfx1100, 1101, 1151, 1200 and 1201
         large = block > 8192 and device.registers > 128
-        per_lane = 8 if few else 32 if sparse or large else 16
+        per_lane = 32 if sparse or large else 8 if few else 16
         rows = max(1, min(16, 2048 // block))
     warps = row_warps(rows * block, device, per_lane)
     lanes = warps * device.warp_size
     stages = 4 if sparse else 3
-    least = 8192 // block if sparse else 2 if lanes <= 256 else 1
+    least = 16384 // (block * itemsize) if sparse else 2 if lanes <= 256 else 1
     # A loop of n stages keeps n - 1 steps in shared memory: two rows of 8,192 in bf16 and three stages are 64 KiB, sums
     # up to 256 bytes, and the driver's 1 KiB. RMSNorm of fp32 on an H200 is so 18% faster at 5,120 columns, 11% at
     # 6,144 and 4% at 8,192, there with a residual's gradient 16%, than as two programs without.
