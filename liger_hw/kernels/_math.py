@@ -132,9 +132,9 @@ def norm_backward_config(cols, itemsize, device, read=2):
     if cols > widest:
         # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120
         # needs to keep all in registers. Two blocks of 8,192 are 3% faster than four of 4,096 (12,288 columns: 1%), and
-        # with a residual's gradient spill.
+        # spill with a residual's gradient, or in fp16 on sm_100.
         roomy = device.async_copy and device.core_threads >= 2048
-        block = widest if roomy and read == 2 else widest // 2
+        block = widest if roomy and read == 2 and not device.fast_memory else widest // 2
         warps = row_warps(power_of_2(cols), device, 32 if roomy else 64)
         return Config({"ROWS": 1, "COLS": block, "STAGES": 1}, warps)
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the

@@ -158,7 +158,7 @@ def glu_forward_config(width, itemsize, read, device):
 
 @tuned
 def glu_backward_config(width, itemsize, read, device):
-    return tile_config(width, itemsize, device, tile=2048, lanes=32 if read == 1 else 128)
+    return tile_config(width, itemsize, device, tile=2048, lanes=16 * itemsize if read == 1 else 128)
 
 
 @triton.jit

@@ -207,7 +207,7 @@ def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
-    """`liger-hw matrix --search`: rate every choice at wide and real shapes in bf16, search around those that are short
+    """`liger-hw matrix --search`: rate every choice at wide and real shapes, search around those that are short
     of something, print what is dominated, and write search.json.
 
     Args:
@@ -228,7 +228,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
         )
         return [launch for choice in short for use in choice for launch in candidates(use.launch).values()]
 
-    uses, results = compiled.gather(archs, ops, jobs, ["bf16"], [compiled.MODEL, compiled.WIDE], near)
+    uses, results = compiled.gather(archs, ops, jobs, origins=[compiled.MODEL, compiled.WIDE], further=near)
     lines = dominated(uses, results)
     report.mkdir(parents=True, exist_ok=True)
     (report / "search.json").write_text(json.dumps(lines, indent=1) + "\n")
