@@ -77,11 +77,17 @@ def test_dominated_is_as_good_in_all_and_clearly_better_in_one():
 
 
 def test_one_program_on_a_core_has_nothing_to_overlap_with():
-    alone = search.rate(launched(warps=32, stages=1, cols=32768), found(registers=64, elements=32768))
+    alone = search.rate(launched(warps=32, stages=1, cols=16384), found(registers=64, elements=16384))
     assert alone == dataclasses.replace(PERFECT, overlap=0.5)
     assert search.rate(launched(warps=32, stages=2), found(registers=64)).overlap == 0.5, "measured: it gains nothing"
     assert search.rate(launched(warps=32, stages=3), found(registers=64)).overlap == 1, "the next tiles are under way"
     assert search.rate(launched("gfx1100", warps=32, stages=3), found(registers=192)).overlap == 0.5, "in registers"
+
+
+def test_one_program_that_asks_for_twice_enough_needs_no_second():
+    one = launched(warps=32, stages=1, cols=32768)  # 64 KiB and 32, where an H200 wants 29 KB
+    assert search.rate(one, found(registers=64, elements=32768)).overlap == 1
+    assert search.rate(one, found(registers=64, elements=16384)).overlap == 0.5
 
 
 def test_one_program_has_its_core_s_cache_for_a_row_that_it_reads_twice():

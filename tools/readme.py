@@ -92,8 +92,9 @@ def _save(figure, stem: Path, name: str) -> str:
 def models(founds: list[dict]) -> str:
     """Whole models as each library trains them: speed and peak memory of a step, and how liger_hw's compare.
 
-    What a later file holds of the same run replaces an earlier one's.
+    What a later run holds of the same setting replaces an earlier one's.
     """
+    founds = sorted(founds, key=lambda found: found["date"])
     runs = {}
     for found in founds:
         for label, records in tables.by_setting(found).items():

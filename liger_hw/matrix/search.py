@@ -7,7 +7,8 @@
     under way  bytes that a core's resident programs have asked memory for, of `Device.bytes_in_flight`
     waves      warps that a scheduler has to choose from, of WAVES
     overlap    programs on a core, of two: one loads while another reduces. One is enough if its loop has three stages
-               and more, or if it walks a row twice, the second time from a cache that two would share
+               and more, if it walks a row twice, the second time from a cache that two would share, or if it asks by
+               itself for twice the bytes that should be under way
     reads      times that a whole tile is loaded: a row that is walked twice is read twice
 
 All but reads are shares of enough, 1 at most: more than enough is no better. A choice is one for all launches of its
@@ -35,8 +36,9 @@ from liger_hw.tuning import Config
 # Warps among which a scheduler finds one that can go on: with two RMSNorm's backward moves 94% of an H200's copy rate.
 WAVES = 2
 # Overlap, of bf16 on an H200: 16,384 columns of RMSNorm's forward are 46% faster with two programs on a core than with
-# one; 65,536, which are read twice, with one: 0.165 ms against 0.199. Two stages are slower than one in every norm's
-# backward (16,384 columns: 0.246 ms against 0.228), three and more faster.
+# one, of fp32, twice the bytes, 1% at most; 65,536, which are read twice, are faster with one: 0.165 ms against 0.199.
+# Two stages are slower than one in every norm's backward (16,384 columns: 0.246 ms against 0.228), three and more
+# faster.
 AHEAD = 3
 CLEARLY = 1.1  # bytes that should be under way are a planning number
 
@@ -105,7 +107,8 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     for tile in tiles:
         times[tile.pointer] += max(tile.loops, 1)
     twice = compiled.walks(launch) and max(times.values()) > 1
-    overlap = 1.0 if ahead or twice else min(1.0, programs / 2)
+    plenty = _loaded(found) >= 2 * device.bytes_in_flight > 0
+    overlap = 1.0 if ahead or twice or plenty else min(1.0, programs / 2)
     return Rating(
         1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, times.total()
     )

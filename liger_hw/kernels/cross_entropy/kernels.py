@@ -29,8 +29,8 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
         stages, block, values = 1, 8192, 16
     elif not gradient:
         stages, block, values = 4, 4096, 32
-    elif device.core_threads < 2048:  # more warps would have too few registers each
-        stages, block, values = 6 if long else 1, 16384 // itemsize, 32
+    elif device.core_threads < 2048:  # 8 warps: more would have too few registers each
+        stages, block, values = 6 if long else 1, 16384 // itemsize, 64 // itemsize
     elif not plain:  # halved below; a softcap at 256,000 columns of 4,096 rows: 2.66 so, 2.90 with 8,192 five ahead
         stages, block, values = 4, 8192, 32
     elif long:
