@@ -119,6 +119,8 @@ def norm_forward_config(cols, device):
             block, per_lane = 8192, 8 if device.core_threads >= 2048 and not device.fast_memory else 16
         else:
             block, per_lane = 4096, 16 if device.warp_size <= 32 else 8
+    if block <= 128 and device.fast_memory:
+        per_lane = 16  # 32 spill 8 bytes in 123 columns on sm_100, by Triton 3.9
     rows = max(1, min(16, 4096 // block))  # short rows share a program
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
@@ -131,12 +133,11 @@ def norm_backward_config(cols, itemsize, device, read=2):
     widest = widest_block(device, 4)
     if cols > widest:
         # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120
-        # needs to keep all in registers. Two blocks of 8,192 are 3% faster than four of 4,096 (12,288 columns: 1%), and
-        # spill with a residual's gradient, or in fp16 on sm_100.
-        roomy = device.async_copy and device.core_threads >= 2048
-        block = widest if roomy and read == 2 and not device.fast_memory else widest // 2
-        warps = row_warps(power_of_2(cols), device, 32 if roomy else 64)
-        return Config({"ROWS": 1, "COLS": block, "STAGES": 1}, warps)
+        # needs to keep all in registers. Two blocks of 8,192 are 3% faster than four of 4,096, and spill by Triton 3.9,
+        # in fp16 on sm_100, and with a residual's gradient.
+        per_lane = 32 if device.async_copy and device.core_threads >= 2048 else 64
+        warps = row_warps(power_of_2(cols), device, per_lane)
+        return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
     # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%.
     block = power_of_2(cols)
@@ -156,9 +157,10 @@ def norm_backward_config(cols, itemsize, device, read=2):
         tile, per_lane = (4096, 16) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
         rows = min(32, tile // block)
     else:
-        # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, and
-        # 123 of bf16 on sm_100
-        few = block == 4096 and device.async_copy if itemsize > 2 else block <= 128 and device.fast_memory
+        # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, 123
+        # of bf16 on sm_100, and by Triton 3.9 on sm_86, 128 of fp32 on sm_100
+        few = block == 4096 and itemsize > 2 or block <= 128 and (device.fast_memory or device.core_threads < 2048)
+        few = few and device.async_copy
         # RDNA with more registers holds two programs of 16,384 columns so, one of 32 warps: by Triton 3.6's output
         # for gfx1100, 1101, 1151, 1200 and 1201
         large = block > 8192 and device.registers > 128 and itemsize == 2

@@ -111,9 +111,9 @@ def _rotated(x, cos, sin, layout, shared, wide):
 @tuned
 def rope_rotate_config(heads, half, device):
     heads = min(heads, max(1, 2048 // half))  # both halves are live: 32 values for each of 128 lanes
-    # 32 to a lane are 0 to 1% slower on an H200, and let a B200's core, which has 32 programs at most, ask for enough
-    per_lane = 32 if device.fast_memory else 16
-    return Config({"HEADS": heads}, row_warps(heads * half, device, per_lane), fp_fusion=False)
+    # 32 a lane would let a B200's core, which has 32 programs at most, ask for enough; neighbours then spill 48 bytes
+    # on sm_100 by Triton 3.9, and an H200 is 0 to 1% slower
+    return Config({"HEADS": heads}, row_warps(heads * half, device, per_lane=16), fp_fusion=False)
 
 
 @triton.jit
