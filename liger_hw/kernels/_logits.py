@@ -13,8 +13,8 @@ def row_gradient_config(cols, itemsize, device):
     """Configuration of a kernel of which every program writes COLS columns of a row's gradient."""
     # Registers let two programs of 16 KiB with 16 values a lane on a core: enough for an H200, 76% of what a B200 asks
     # for. fp32 on an H200, 128,256 columns: 4,096 on 8 warps take 0.652 ms with a softcap and an entropy, 8,192 on 16
-    # 0.821; without any they are 1% apart.
-    block = min(power_of_2(cols), 16384 // itemsize)
+    # 0.821; without any they are 1% apart. 4,096 on 8 spill 8 bytes on sm_120 by Triton 3.9.
+    block = min(power_of_2(cols), 16384 // itemsize if device.core_threads >= 2048 else 8192)
     per_lane = 16 if 2 * 16384 >= device.bytes_in_flight else 32
     # fused, products would be others than the forward's
     return Config({"COLS": block}, row_warps(block, device, per_lane), fp_fusion=False)

@@ -133,9 +133,10 @@ def norm_backward_config(cols, itemsize, device, read=2):
     widest = widest_block(device, 4)
     if cols > widest:
         # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120
-        # needs to keep all in registers. Two blocks of 8,192 are 3% faster than four of 4,096, and spill by Triton 3.9,
-        # in fp16 on sm_100, and with a residual's gradient.
-        per_lane = 32 if device.async_copy and device.core_threads >= 2048 else 64
+        # needs to keep all in registers, and sm_100 in fp16 by Triton 3.9. Two blocks of 8,192 are 3% faster than four
+        # of 4,096, and spill by Triton 3.9, in fp16, and with a residual's gradient.
+        fits = device.async_copy and device.core_threads >= 2048 and not device.fast_memory
+        per_lane = 32 if fits else 64
         warps = row_warps(power_of_2(cols), device, per_lane)
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
     # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
@@ -158,9 +159,9 @@ def norm_backward_config(cols, itemsize, device, read=2):
         rows = min(32, tile // block)
     else:
         # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, 123
-        # of bf16 on sm_100, and by Triton 3.9 on sm_86, 128 of fp32 on sm_100
-        few = block == 4096 and itemsize > 2 or block <= 128 and (device.fast_memory or device.core_threads < 2048)
-        few = few and device.async_copy
+        # of bf16 on sm_100, and by Triton 3.9 on sm_86, 128 of fp32 on sm_100; 8 to a lane 128 of bf16 on sm_120
+        heads = block <= 128 and (device.fast_memory or device.core_threads < 2048 and cols % 8)
+        few = device.async_copy and (heads or block == 4096 and itemsize > 2)
         # RDNA with more registers holds two programs of 16,384 columns so, one of 32 warps: by Triton 3.6's output
         # for gfx1100, 1101, 1151, 1200 and 1201
         large = block > 8192 and device.registers > 128 and itemsize == 2
