@@ -107,7 +107,7 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     for tile in tiles:
         times[tile.pointer] += max(tile.loops, 1)
     twice = compiled.walks(launch) and max(times.values()) > 1
-    plenty = _loaded(found) >= 2 * device.bytes_in_flight > 0
+    plenty = _loaded(found) >= 2 * needed > 0
     overlap = 1.0 if ahead or twice or plenty else min(1.0, programs / 2)
     return Rating(
         1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, times.total()
