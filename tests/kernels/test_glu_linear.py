@@ -41,12 +41,13 @@ def assert_same_bits(found, expected):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-# the interpreter truncates to bf16, always towards zero, which a sum over columns adds up
-@pytest.mark.parametrize("dtype", DTYPES[::2] if interpreting() else DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
     for inputs, options in SAMPLES["glu_linear"](dtype, device):
-        check(glu_linear, inputs, options, backend)
+        # the interpreter truncates to bf16, always towards zero, which a sum in fp32 of many such products shows
+        if not (interpreting() and dtype == torch.bfloat16 != inputs[2].dtype):
+            check(glu_linear, inputs, options, backend)
 
 
 @activations
