@@ -54,6 +54,14 @@ def test_each_gate_stops_what_it_is_for(gate, found):
     assert list(compiled.judge(launched(), found)) == [gate]
 
 
+@pytest.mark.parametrize(("lost", "missed"), [({16: 2}, []), ({16: 2, 4: 1}, ["widths"]), ({}, ["widths"])])
+def test_an_access_whose_place_was_lost_is_the_narrowest_of_those(lost, missed):
+    """As cross entropy's backward of 256,000 columns on gfx1100: all its loads are printed at line 0."""
+    gone = dataclasses.replace(GOOD.accesses[0], widths={})
+    elsewhere = Access("?", "load", "?", 1, 1, 1, 0, lost)
+    assert list(compiled.judge(launched(), changed(accesses=(gone, elsewhere)))) == missed
+
+
 def test_too_many_warps_of_64_lanes_do_not_fit():
     assert "fits" in compiled.judge(launched("gfx942", num_warps=32), GOOD)
     assert "fits" not in compiled.judge(launched("gfx1100", num_warps=32), GOOD)

@@ -150,8 +150,8 @@ def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
         missed["fits"] = f"{found.shared} bytes of shared memory, allowed {device.shared_memory}"
     if found.scratch:  # without it, AMD's compiler moved scalar registers into a vector register's lanes, not to memory
         missed["spills"] = f"{found.spills} spilled, {found.scratch} bytes of scratch a lane, allowed 0"
-    narrow = [f"{access.kind} of {access.pointer} at {access.at}: {access.widest} bytes, allowed {wanted}"
-              for access, wanted in wanted_widths(launch, found) if access.widest < wanted]  # fmt: skip
+    narrow = [f"{access.kind} of {access.pointer} at {access.at}: {width} bytes, allowed {wanted}"
+              for access, width, wanted in widths(launch, found) if width < wanted]  # fmt: skip
     if narrow:
         missed["widths"] = "; ".join(narrow)
     if found.atomics or found.loops:
@@ -163,8 +163,11 @@ def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
     return missed
 
 
-def wanted_widths(launch: Launch, found: Resources) -> Iterator[tuple]:
-    """The accesses that must be wide, with the bytes a lane that each must reach: those of the kernel's largest tiles.
+def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
+    """The accesses that must be wide, with the bytes a lane that each has and must reach: those of the kernel's largest
+    tiles.
+
+    Of an access that left no instruction at its place, the narrowest of its kind whose place the compiler lost.
 
     A kernel that is told whether rows are ALIGNED finds the vectors of a row itself, and is held to them at any width.
     Every other reads its rows as they come, and is held where Triton knows that they begin at a vector.
@@ -176,7 +179,10 @@ def wanted_widths(launch: Launch, found: Resources) -> Iterator[tuple]:
     largest = max((access.elements for access in found.accesses), default=1)
     for access in found.accesses:
         if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
-            yield access, width_wanted(access, DEVICES[launch.arch].warp_size)
+            lost = [
+                int(width) for it in found.accesses if (it.at, it.kind) == ("?", access.kind) for width in it.widths
+            ]
+            yield access, access.widest or min(lost, default=0), width_wanted(access, DEVICES[launch.arch].warp_size)
 
 
 def _rows_known(launch: Launch) -> bool:

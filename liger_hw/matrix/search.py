@@ -93,7 +93,7 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
         return NOTHING
     device = DEVICES[launch.arch]
     full = occupancy(device, found.registers, found.shared, launch.options["num_warps"])
-    widths = [access.widest / wanted for access, wanted in compiled.wanted_widths(launch, found)]
+    widths = [width / wanted for _, width, wanted in compiled.widths(launch, found)]
     programs = full.programs
     if _strides(launch):  # over the rows, with a fixed number of programs
         programs = min(programs, launch.config["programs"] * _cus(device))
