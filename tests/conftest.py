@@ -10,9 +10,9 @@ from liger_hw._triton import interpreting
 from liger_hw.backends import VENDORS, detected
 from liger_hw.matrix import compiled, evidence
 
-# The other 7 architectures are these but for the last stages of compilation, and would take minutes more of two cores;
+# The other 9 architectures are these but for the last stages of compilation, and would take minutes more of two cores;
 # `liger-hw matrix --compile`, in a job of its own, makes the code of all.
-ONE_OF_EACH_KIND = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx1100", "gfx1201")
+ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
 WORKERS_A_GPU = 8  # they share its memory, and what compiles is the host
 
 
