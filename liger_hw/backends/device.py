@@ -52,8 +52,8 @@ class Device:
 
     @property
     def fast_memory(self) -> bool:
-        """Whether a core must ask for more than two programs of few warps can hold: a B200's 54 GB/s a core, not an
-        H200's 36."""
+        """Whether a core should have more than 40 KB under way: a B200's (43, of 54 GB/s a core), not an H200's (29, of
+        36)."""
         return self.bytes_in_flight > 40_000
 
     @property

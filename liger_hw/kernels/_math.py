@@ -120,7 +120,8 @@ def norm_forward_config(cols, device):
         else:
             block, per_lane = 4096, 16 if device.warp_size <= 32 else 8
     if block <= 128 and device.fast_memory:
-        per_lane = 16  # 32 spill 8 bytes in 123 columns on sm_100, by Triton 3.9
+        # 32 spill 8 bytes in 123 columns there, by Triton 3.9
+        per_lane = 16
     rows = max(1, min(16, 4096 // block))  # short rows share a program
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
@@ -148,7 +149,7 @@ def norm_backward_config(cols, itemsize, device, read=2):
     short = short and (block > 128 or device.core_threads >= 2048)
     # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
     # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; with
-    # four stages a full block of 4,096 is 5% slower. fp32 is 14 to 16% faster at 2,304 columns, 7 to 9% at 3,072.
+    # four stages a full block of 4,096 is 5% slower. fp32 is 15 to 17% faster at 2,304 columns, 7 to 9% at 3,072.
     sparse = device.async_copy and device.core_threads >= 2048 and 4 * cols <= 3 * block
     sparse = sparse and block >= 4096 and block * itemsize <= 16384
     if short:
@@ -238,8 +239,8 @@ ONE_PROGRAM = 2**15
 def programs_for(config, rows, cols):
     """How many programs stride over `rows`, ROWS at a time. One where those are few: its partial sums are the sums.
 
-    Not of rows of several blocks: with sums of 16 bits 16,384 columns spill 32 bytes a lane on sm_90. None where there
-    is no column, and so no weight to read.
+    Not of rows of several blocks: with sums of 16 bits 16,384 columns spill 32 bytes a lane on an H200. None where
+    there is no column, and so no weight to read.
     """
     few = rows * cols <= ONE_PROGRAM and cols <= config["COLS"]
     return min(cols, 1) if few else config.grid_for(-(-rows // config["ROWS"]))

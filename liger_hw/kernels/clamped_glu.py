@@ -75,7 +75,7 @@ def _split(gate, up, interleaved):
     return (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, -1)
 
 
-# bf16 on an H200: tiles of 1,024 columns on 128 lanes are 12 to 16% faster than 2,048 in every backward (16384x2880:
+# bf16 on an H200: tiles of 1,024 columns on 128 lanes are 4 to 16% faster than 2,048 in every backward (16384x2880:
 # 0.122 ms and 0.139; fused 0.128 and 0.152) and within 5% of the best; on 64 lanes as fast or faster in every forward
 # (fused: 0.074 and 0.084; interleaved 0.075, and 0.080 on 128 lanes).
 @tuned

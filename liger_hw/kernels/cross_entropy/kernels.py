@@ -35,7 +35,8 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
         stages, block, values = 4, 8192, 32
     elif long:
         stages, block, values = 3, 65536 // itemsize, 32
-    else:  # on sm_100 32 warps spill 8 bytes a lane, and fp32 in 16,384 columns anywhere
+    else:
+        # 32 warps of a core with fast memory spill 8 bytes a lane, and fp32 in 16,384 columns anywhere
         stages, block, values = 1, 32768 // itemsize, 16 if itemsize == 2 and not device.fast_memory else 32
     if not plain:  # softcap, smoothing and predictions hold twice as many values a lane
         block, values = block // 2, values // 2
