@@ -17,7 +17,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 
 import liger_hw
-from liger_hw import demo, integrations
+from liger_hw import integrations
+from liger_hw.bench import demo
 
 PLAIN, OURS, PEER = "plain", "liger_hw", "liger-kernel"
 TINY = {"batch": 2, "seq": 64, "steps": 4}

@@ -30,7 +30,7 @@ _NAMES = {
     "losses.modules": (
         "DistillationLoss", "MultiTokenLoss", "PolicyLoss", "PreferenceLoss", "UnpairedPreferenceLoss",
     ),
-    "transformers.patching": ("patch", "unpatch"),
+    "patching.patch": ("patch", "unpatch"),
     "transformers.modules": (
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
         "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",

@@ -10,9 +10,13 @@ def lazy_names(package, modules):
 
     Args:
         package: its name.
-        modules: module, relative to the package -> the names it provides.
+        modules: module, relative to the package or with its full name -> the names it provides.
     """
-    home = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
+    home = {
+        name: module if module.startswith("liger_hw.") else f"{package}.{module}"
+        for module, names in modules.items()
+        for name in names
+    }
 
     def __getattr__(name):
         if name not in home:

@@ -5,10 +5,11 @@ import pytest
 import torch
 from poisoned import poisoned
 
-from liger_hw import backends, parity
+from liger_hw import backends
 from liger_hw._triton import interpreting
 from liger_hw.backends import VENDORS, detected
-from liger_hw.matrix import compiled, evidence
+from liger_hw.proof import compiled, evidence
+from liger_hw.testing import parity
 
 # The other 9 architectures are these but for the last stages of compilation, and would take minutes more of two cores;
 # `liger-hw matrix --compile`, in a job of its own, makes the code of all.

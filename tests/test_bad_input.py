@@ -10,7 +10,7 @@ import liger_hw
 from liger_hw import use_backend
 from liger_hw._triton import AVAILABLE
 from liger_hw.dispatch import KINDS, OPS, names_arguments
-from liger_hw.samples import SAMPLES
+from liger_hw.testing.samples import SAMPLES
 
 TEXT, NUMBERS = "text", [1.0, 2.0]
 

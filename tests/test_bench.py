@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch, shapes
+from liger_hw import backends, cli, dispatch
 from liger_hw._triton import interpreting
 from liger_hw.bench import measure, operations, page, peers, tables, training
 from liger_hw.bench.results import about
 from liger_hw.kernels import load_all
+from liger_hw.testing import shapes
 
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package)
@@ -134,7 +135,7 @@ def test_a_wrong_op_has_no_time(monkeypatch, tmp_path, capsys):
 
 
 def test_an_op_without_parity_cases_has_no_time(monkeypatch):
-    from liger_hw import samples
+    from liger_hw.testing import samples
 
     monkeypatch.delitem(samples.SAMPLES, "rope")
     assert "no parity cases" in operations.check_parity("rope", torch.float32, torch.device("cpu"))["error"]

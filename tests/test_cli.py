@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch, packages, shapes, tuning, use_backend
+from liger_hw import backends, cli, console, dispatch, tuning, use_backend
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import nvidia
 from liger_hw.cli import common
 from liger_hw.kernels import load_all
+from liger_hw.testing import shapes
 
 load_all()
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
@@ -197,7 +198,7 @@ def demo():
         pytest.importorskip(package)
     if interpreting():
         pytest.skip("the same on a CPU with and without the interpreter, so it runs without")
-    from liger_hw import demo
+    from liger_hw.bench import demo
 
     return demo
 
@@ -274,13 +275,13 @@ def test_numbers_are_positive(number, capsys):
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "tokenizers" else object())
+    monkeypatch.setattr(console, "find_spec", lambda name: None if name == "tokenizers" else object())
     assert cli.main(["demo"]) == 2
     assert "tokenizers" in (error := capsys.readouterr().err) and "pip install 'liger_hw[bench]'" in error
 
 
 def test_peak_memory_is_the_allocators():
-    from liger_hw.memory import peak
+    from liger_hw.bench.memory import peak
 
     def function():
         x = torch.ones(2**20)  # 4 MiB

@@ -6,10 +6,9 @@ import struct
 
 import pytest
 
-from liger_hw import assembly, crosscompile, occupancy
-from liger_hw.assembly import Access
-from liger_hw.crosscompile import DEVICES, Launch, Resources
-from liger_hw.matrix import compiled, resources, results
+from liger_hw.proof import assembly, compiled, crosscompile, occupancy, resources, results
+from liger_hw.proof.assembly import Access
+from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 
 GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, 1, {16: 2}),))
 

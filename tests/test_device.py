@@ -15,8 +15,8 @@ from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
-from liger_hw.parity import run
-from liger_hw.samples import SAMPLES, flat
+from liger_hw.testing.parity import run
+from liger_hw.testing.samples import SAMPLES, flat
 
 pytestmark = pytest.mark.skipif(
     interpreting() or not torch.accelerator.is_available(), reason="no accelerator here, or the interpreter is on"

@@ -7,7 +7,7 @@ from liger_hw.backends import nvidia
 from liger_hw.dispatch import OPS, op
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.losses.chunked import token_loss
-from liger_hw.samples import SAMPLES, flat
+from liger_hw.testing.samples import SAMPLES, flat
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch, doctor, parity, samples, shapes, tuning, winners
+from liger_hw import backends, cli, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
 from liger_hw.cli import common
-from liger_hw.matrix import evidence
-from liger_hw.tuning import Config
+from liger_hw.proof import doctor, evidence
+from liger_hw.testing import parity, samples, shapes
+from liger_hw.tuning import Config, contribution
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="starts the interpreter by itself")
 H200 = nvidia.ARCHS["sm90"]
@@ -246,12 +247,12 @@ def test_what_is_contributed_is_fit_to_ship(entry, tmp_path):
         KEY: entry, "rms_norm_forward(8192, 2)": entry | {"kernel": "0123456789abcdef"},
         "rms_norm_forward(2048, 2)": entry | {"num_warps": 3},
     })  # fmt: skip
-    file = winners.contribute(mine, H200, tmp_path / "out")
+    file = contribution.contribute(mine, H200, tmp_path / "out")
     assert file.name == "nvidia-sm90.json" and list(json.loads(file.read_text())) == [KEY]
-    assert winners.problems(file) == [] and winners.stale(file) == []
-    assert winners.contribute(tmp_path / "absent.json", H200, tmp_path) is None
+    assert contribution.problems(file) == [] and contribution.stale(file) == []
+    assert contribution.contribute(tmp_path / "absent.json", H200, tmp_path) is None
     with pytest.raises(ValueError, match="sm91 is not among nvidia's architectures"):
-        winners.contribute(mine, H200.with_facts(arch="sm91"), tmp_path)
+        contribution.contribute(mine, H200.with_facts(arch="sm91"), tmp_path)
 
 
 def test_tune_contributes(monkeypatch, tmp_path, capsys):

@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-from liger_hw import crosscompile
 from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.gathered_sum import sum_gathered
-from liger_hw.matrix import compiled
+from liger_hw.proof import compiled, crosscompile
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

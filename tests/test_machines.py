@@ -3,9 +3,9 @@
 import pytest
 
 from liger_hw import tuning
-from liger_hw.crosscompile import DEVICES
 from liger_hw.kernels import load_all
-from liger_hw.occupancy import LIMITS
+from liger_hw.proof.crosscompile import DEVICES
+from liger_hw.proof.occupancy import LIMITS
 
 load_all()
 CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1102", "gfx1151", "gfx1201")

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch, parity
+from liger_hw import backends, cli, dispatch
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
-from liger_hw.matrix import evidence, page
-from liger_hw.matrix.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
+from liger_hw.proof import evidence, page
+from liger_hw.proof.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
+from liger_hw.testing import parity
 
 HERE = Path(__file__).parent
 RUN = {"r": {"level": INTERPRETED, "date": "2026-01-02 03:04", "commit": "abc", "versions": {"torch": "2.11.0"}}}
@@ -215,7 +216,8 @@ def test_only_the_device_that_is_here_is_executed(double, monkeypatch):
 
 TESTS = """
 import pytest, torch
-from liger_hw import dispatch, parity
+from liger_hw import dispatch
+from liger_hw.testing import parity
 
 @dispatch.op
 def twice(x):

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from liger_hw import tuning
-from liger_hw.assembly import Access
-from liger_hw.crosscompile import DEVICES, Launch, Resources
-from liger_hw.matrix import compiled, search
-from liger_hw.matrix.search import Rating
+from liger_hw.proof import compiled, search
+from liger_hw.proof.assembly import Access
+from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
+from liger_hw.proof.search import Rating
 
 PERFECT = Rating(1.0, 1.0, 1.0, 1.0, 1.0, 1)
 

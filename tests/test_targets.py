@@ -11,13 +11,12 @@ import re
 
 import pytest
 
-from liger_hw import crosscompile
-from liger_hw.crosscompile import DEVICES
 from liger_hw.dispatch import OPS
-from liger_hw.matrix import compiled, results
-from liger_hw.matrix.wide import REAL
-from liger_hw.occupancy import LIMITS, waves_by_registers
-from liger_hw.samples import SAMPLES
+from liger_hw.proof import compiled, crosscompile, results
+from liger_hw.proof.crosscompile import DEVICES
+from liger_hw.proof.occupancy import LIMITS, waves_by_registers
+from liger_hw.testing.samples import SAMPLES
+from liger_hw.testing.wide import REAL
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

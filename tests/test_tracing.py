@@ -6,7 +6,7 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
-from liger_hw.samples import SAMPLES, flat
+from liger_hw.testing.samples import SAMPLES, flat
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="traces kernels of CPU tensors: needs TRITON_INTERPRET=1")
 

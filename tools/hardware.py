@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from liger_hw.backends import VENDORS
-from liger_hw.matrix import evidence, page
+from liger_hw.proof import evidence, page
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = "docs/hardware.md", "README.md"

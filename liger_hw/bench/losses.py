@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import memory
-from liger_hw.bench import tables
+from liger_hw.bench import memory, tables
 from liger_hw.bench.loss_cases import LIGER, REAL, SMALL, TORCH, cases
 from liger_hw.bench.measure import Clock
 from liger_hw.bench.operations import clean
 from liger_hw.bench.peers import FLOOR, OURS
 from liger_hw.bench.results import about, asked, kept, skip, write
-from liger_hw.terminal import table
+from liger_hw.console import table
 
 PROVIDERS = {
     OURS: "",

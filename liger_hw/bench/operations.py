@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import backends, dispatch, memory, parity, shapes
+from liger_hw import backends, dispatch
+from liger_hw.bench import memory
 from liger_hw.bench.measure import Clock
 from liger_hw.bench.peers import FLOOR, OURS, PEERS
 from liger_hw.bench.results import about, asked, kept, skip, write
 from liger_hw.kernels import load_all
+from liger_hw.testing import parity, shapes
 
 MODES = ("fwd", "bwd", "full", "host")
 SECONDS = 0.4  # what the rounds of one mode at one shape may take
@@ -95,7 +97,7 @@ def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
 
 def check_parity(op: str, dtype, device) -> dict:
     """The parity cases of an op, here: how many there are, and the first failure."""
-    from liger_hw.samples import SAMPLES
+    from liger_hw.testing.samples import SAMPLES
 
     torch.manual_seed(0)
     number, error = 0, None if op in SAMPLES else "it has no parity cases"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from liger_hw.bench import tables
 from liger_hw.bench.peers import FLOOR, OURS
-from liger_hw.report import STYLE, definitions, pictures_style, size
+from liger_hw.bench.report import STYLE, definitions, pictures_style, size
 
 COLOURS = {
     OURS: "#e4572e", "liger": "#3d7ea6", "compile": "#5b9e6f", "torch": "#b08fc7", "eager": "#8b93a1",

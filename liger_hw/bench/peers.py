@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_hw import dispatch
-from liger_hw.shapes import Case
+from liger_hw.testing.shapes import Case
 
 OURS, FLOOR = "liger_hw", "floor"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from liger_hw import __version__, backends
-from liger_hw.packages import installed_version
+from liger_hw.console import installed_version
 
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers")
 

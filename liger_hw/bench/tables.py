@@ -1,8 +1,8 @@
 """Results as text: the table after a run, what changed between two, and the table of the README."""
 
 from liger_hw.bench.peers import FLOOR, OURS
-from liger_hw.report import size
-from liger_hw.terminal import table
+from liger_hw.bench.report import size
+from liger_hw.console import table
 
 NOISE = 0.03  # a smaller change is not worth a line, nor is one within both runs' spreads
 

@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 import liger_hw
-from liger_hw import demo
-from liger_hw.bench import tables
+from liger_hw.bench import demo, tables
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
 from liger_hw.bench.results import about, kept, write

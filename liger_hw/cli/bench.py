@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from liger_hw import packages, terminal
+from liger_hw import console
 from liger_hw.cli import common
 
 
@@ -57,7 +57,7 @@ def bench(args) -> int | None:
     if args.compare:
         print(tables.compare(*map(_results, args.compare)))
         return None
-    packages.require("matplotlib", "rich")
+    console.require("matplotlib", "rich")
     from liger_hw.bench import operations, page, peers
 
     device = common.here()
@@ -65,7 +65,7 @@ def bench(args) -> int | None:
     providers = peers.choose([name for name in args.against.split(",") if name], device)
     cases = operations.select(args.ops, args.shapes, modes, device)
     dtype = common.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
-    with terminal.progress() as progress:
+    with console.progress() as progress:
         found = operations.run(cases, providers, modes, dtype, device, progress, args.report / "bench.json")
     print(f"{args.report / 'bench.json'}, {page.write(found, args.report / 'bench.html')}\n")
     print(tables.show(found))
@@ -76,14 +76,14 @@ def bench(args) -> int | None:
 
 def bench_losses(args) -> int | None:
     """Measure losses, print the table, write losses.json."""
-    packages.require("rich")
+    console.require("rich")
     from liger_hw.bench import losses
 
     device = common.here()
     chosen = losses.select(args.losses, device)
     providers = losses.choose([name for name in args.against.split(",") if name])
     dtype = common.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
-    with terminal.progress() as progress:
+    with console.progress() as progress:
         found = losses.run(chosen, providers, dtype, device, progress, args.report / "losses.json")
     print(f"{args.report / 'losses.json'}\n")
     print(losses.show(found))
@@ -92,7 +92,7 @@ def bench_losses(args) -> int | None:
 
 def bench_train(args) -> int | None:
     """Measure training, print the table, write train.json and train.html."""
-    packages.require("matplotlib", "rich", "transformers")
+    console.require("matplotlib", "rich", "transformers")
     from liger_hw.bench import page, tables, training
 
     device = common.here()
@@ -106,7 +106,7 @@ def bench_train(args) -> int | None:
         models, providers, args.batch, args.seq, checkpointing, args.steps, dtype, args.longest
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
-    with terminal.progress() as progress:
+    with console.progress() as progress:
         found = training.run(runs, device, progress, file)
     print(f"{file}, {page.write_training(found, file.with_suffix('.html'))}\n")
     print(tables.show_training(found))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from liger_hw import packages, terminal
+from liger_hw import console
 from liger_hw.cli import common
 
 
@@ -21,15 +21,15 @@ def add(commands) -> None:
 
 def demo(args) -> None:
     """Train plain and patched, print the table, write the report."""
-    packages.require("matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
+    console.require("matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
     import transformers
     from rich.console import Console
 
-    from liger_hw import demo, report
+    from liger_hw.bench import demo, report
 
     transformers.logging.set_verbosity_error()
-    console = Console()
-    with terminal.progress(console) as progress:
+    terminal = Console()
+    with console.progress(terminal) as progress:
         found = demo.compare(args, progress)
-    report.show(found, console)
-    console.print(f"report: [bold]{report.write(found, args.report)}[/bold]", highlight=False, soft_wrap=True)
+    report.show(found, terminal)
+    terminal.print(f"report: [bold]{report.write(found, args.report)}[/bold]", highlight=False, soft_wrap=True)

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from liger_hw import backends, doctor
+from liger_hw import backends
 from liger_hw.cli import common, info
-from liger_hw.terminal import table
+from liger_hw.console import table
+from liger_hw.proof import doctor
 
 
 def add(commands) -> None:

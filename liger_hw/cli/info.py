@@ -6,9 +6,10 @@ import platform
 
 import torch
 
-from liger_hw import __version__, backends, dispatch, packages, shapes, terminal, tuning
+from liger_hw import __version__, backends, console, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.cli import common
+from liger_hw.testing import shapes
 
 
 def add(commands) -> None:
@@ -30,7 +31,7 @@ def gather() -> dict:
             "liger_hw": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,  # with its build, which the package's metadata leaves out
-            **{package: packages.installed_version(package) for package in ("triton", "transformers")},
+            **{package: console.installed_version(package) for package in ("triton", "transformers")},
         },
         "forced": backends.forced(),
         "interpreter": interpreting(),
@@ -94,7 +95,7 @@ def _show(found: dict) -> str:
         rows.append([about["device"], *_facts(about["detected"])])
         if about["configured_as"] != about["detected"]:
             rows.append(["  configured as", *_facts(about["configured_as"])])
-    lines += ["", terminal.table(["device", *FACTS], rows)]
+    lines += ["", console.table(["device", *FACTS], rows)]
     described = []
     for about in found["devices"]:
         what = {key: about[key] for key in ("configured_as", "ops", "configurations")}
@@ -102,16 +103,16 @@ def _show(found: dict) -> str:
             continue
         described.append(what)
         ops = [[name, served["implementation"] or "none"] for name, served in about["ops"].items()]
-        lines += ["", terminal.table([f"op on {about['device']}", "implementation"], ops)]
+        lines += ["", console.table([f"op on {about['device']}", "implementation"], ops)]
         lines += sorted({served["error"] for served in about["ops"].values() if "error" in served})
         launches = [
-            [c["op"], c["shape"], c["key"], terminal.parameters(c["meta"]),
+            [c["op"], c["shape"], c["key"], console.parameters(c["meta"]),
              c["num_warps"], c["num_stages"], c["programs"], c["source"]]
             for c in about["configurations"]
         ]  # fmt: skip
         header = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
         if launches:
-            lines += ["", terminal.table(header, launches)]
+            lines += ["", console.table(header, launches)]
             lines += ["", *(f"{kind} winners: {file}" for kind, file in about["tables"].items())]
         else:
             lines += ["", "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows what one would."]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from liger_hw import dispatch
 from liger_hw.cli import common
-from liger_hw.terminal import table
+from liger_hw.console import table
 
 EVIDENCE = Path("benchmarks/evidence")  # of a checkout
 
@@ -28,14 +28,14 @@ def matrix(args) -> int | None:
     Ends with 1 where a case failed.
     """
     if args.compile:
-        from liger_hw.matrix import compiled
+        from liger_hw.proof import compiled
 
         return compiled.run(args.archs, args.ops, args.jobs, args.report)
     if args.search:
-        from liger_hw.matrix import search
+        from liger_hw.proof import search
 
         return search.run(args.archs, args.ops, args.jobs, args.report)
-    from liger_hw.matrix import evidence, page
+    from liger_hw.proof import evidence, page
 
     files = args.files or [EVIDENCE]
     if not args.files and not EVIDENCE.is_dir():

@@ -2,7 +2,7 @@
 
 import json
 
-from liger_hw import packages
+from liger_hw import console
 
 
 def add(commands) -> None:
@@ -15,8 +15,8 @@ def add(commands) -> None:
 
 def patch_report(args) -> None:
     """Build the model without its weights, patch it and print what was done."""
-    packages.require("transformers", "rich")
-    from liger_hw.transformers.patch_report import patch_report as report
+    console.require("transformers", "rich")
+    from liger_hw.patching.report import patch_report as report
 
     name, summary = report(args.model, args.trust_remote_code)
     replaced = [{"class": cls, "modules": n, "op": op} for (cls, op), n in summary.replaced.items()]

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import backends, dispatch, packages, shapes, terminal, tuning, winners
+from liger_hw import backends, console, dispatch, tuning
 from liger_hw.cli import common
+from liger_hw.testing import shapes
+from liger_hw.tuning import contribution
 
 
 def add(commands) -> None:
@@ -25,8 +27,8 @@ def add(commands) -> None:
 def tune(args) -> int | None:
     """Search around the heuristics at the shapes of real models; write winners as they are found."""
     if args.check is not None:
-        return _check(args.check or winners.shipped())
-    packages.require("rich")
+        return _check(args.check or contribution.shipped())
+    console.require("rich")
     cases = [c for c in shapes.cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
     cases = [case for case in cases if case.op in dispatch.OPS]
     if not cases:
@@ -39,13 +41,13 @@ def tune(args) -> int | None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console, report, interrupted = Console(), {}, False
+    terminal, report, interrupted = Console(), {}, False
     columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=terminal) as progress:
         bar = progress.add_task("shapes", total=len(cases), note="")
         try:
             for case in cases:
-                _tune_case(case, devices[0], args, report, lambda note: progress.update(bar, note=note), console)
+                _tune_case(case, devices[0], args, report, lambda note: progress.update(bar, note=note), terminal)
                 progress.advance(bar)
         except KeyboardInterrupt:
             interrupted = True
@@ -54,17 +56,17 @@ def tune(args) -> int | None:
     table = args.output or tuning.cache_file(device)
     print(f"winners: {table}")
     if args.contribute:
-        file = winners.contribute(table, device, Path())
+        file = contribution.contribute(table, device, Path())
         print(f"{file}: put it into liger_hw/backends/ and open a pull request, or attach it to an issue" if file
               else "nothing to contribute: no winner beat its heuristic")  # fmt: skip
     return 130 if interrupted else None
 
 
 def _check(files: list[Path]) -> int | None:
-    wrong = [line for file in files for line in winners.problems(file)]
+    wrong = [line for file in files for line in contribution.problems(file)]
     for file in files:
         if not any(line.startswith(f"{file}:") for line in wrong):
-            old = len(winners.stale(file))
+            old = len(contribution.stale(file))
             print(
                 f"{file}: fit to ship"
                 + (f"; {old} measured on other code or another Triton, and ignored" if old else "")
@@ -75,7 +77,7 @@ def _check(files: list[Path]) -> int | None:
     return 1 if wrong else None
 
 
-def _tune_case(case, device, args, report, note, console) -> None:
+def _tune_case(case, device, args, report, note, terminal) -> None:
     """Tune what one op's forward and backward launch, launch by launch; results go into `report` as they come."""
     op = dispatch.OPS[case.op]
     serving = op.implementations[op.choose(device)]
@@ -89,7 +91,7 @@ def _tune_case(case, device, args, report, note, console) -> None:
             keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
             report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:
-        console.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
+        terminal.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
 
 
 def _tuned(report: dict) -> str:
@@ -99,6 +101,6 @@ def _tuned(report: dict) -> str:
         rows.append([
             key, f"{found['heuristic_ms']:.4f}", f"{found['ms']:.4f}",
             f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if won else "", found["candidates"],
-            f"{terminal.parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
+            f"{console.parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
         ])  # fmt: skip
-    return terminal.table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)
+    return console.table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)

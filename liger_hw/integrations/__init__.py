@@ -3,7 +3,7 @@
 from liger_hw._lazy import lazy_names
 
 _NAMES = {
-    "stand_in": ("install", "is_installed", "uninstall"),
+    "liger_hw.stand_in.finder": ("install", "is_installed", "uninstall"),
     "trainer_callback": ("LigerHwCallback",),
     "lightning_callback": ("LigerHwLightningCallback",),
     "trl": ("accelerate_trl", "restore_trl"),

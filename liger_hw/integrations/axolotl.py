@@ -11,7 +11,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from liger_hw.dispatch import check
-from liger_hw.transformers.patching import patch
+from liger_hw.patching.patch import patch
 
 FLAGS = {  # key of the configuration -> flags of `patch`
     "liger_rope": ("rope",),

@@ -16,7 +16,8 @@ import types
 import torch
 from torch import nn
 
-from liger_hw.transformers import patching, recognition, rotary, swapping
+from liger_hw.patching import patch as patching
+from liger_hw.patching import recognition, rotary, swapping
 
 DEVICES = ("cuda", "rocm", "xpu")
 _forwards = {}  # (class, whether it has a weight) -> what computes its forward, given the module and its inputs

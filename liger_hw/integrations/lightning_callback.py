@@ -5,7 +5,7 @@ try:
 except ModuleNotFoundError:  # the same under its older name
     from pytorch_lightning.callbacks import Callback
 
-from liger_hw.transformers.patching import check_flags, patch
+from liger_hw.patching.patch import check_flags, patch
 
 
 class LigerHwLightningCallback(Callback):

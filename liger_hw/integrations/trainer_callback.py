@@ -2,8 +2,8 @@
 
 from transformers import TrainerCallback
 
-from liger_hw.transformers.patching import check_flags, patch
-from liger_hw.transformers.swapping import is_swapped
+from liger_hw.patching.patch import check_flags, patch
+from liger_hw.patching.swapping import is_swapped
 
 
 class LigerHwCallback(TrainerCallback):

@@ -27,7 +27,7 @@ _NAMES = {
     ),
     "functional": ("CrossEntropyOutput",),
     "grpo_loss": ("triton_grpo_loss",),
-    "patching": ("patch", "unpatch"),
+    "liger_hw.patching.patch": ("patch", "unpatch"),
     "monkey_patch": (
         "MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance",
         *(f"apply_liger_kernel_to_{family}" for family in FAMILIES),

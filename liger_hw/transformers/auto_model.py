@@ -2,7 +2,7 @@
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from liger_hw.transformers.patching import FLAGS, patch
+from liger_hw.patching.patch import FLAGS, patch
 
 
 def _patched(make, args, kwargs):

@@ -3,8 +3,8 @@
 import inspect
 
 from liger_hw.dispatch import check
+from liger_hw.patching.patch import patch
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
-from liger_hw.transformers.patching import patch
 
 
 def _make(family, defaults, is_open=False):

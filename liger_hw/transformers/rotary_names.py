@@ -1,9 +1,9 @@
 """Rotary embeddings under the names that liger_kernel has for families whose tables differ."""
 
 from liger_hw.kernels.rope import rope
+from liger_hw.patching.patch import FLAGS, patch
 from liger_hw.transformers.functional import liger_qwen2vl_mrope as liger_multimodal_rotary_pos_emb
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
-from liger_hw.transformers.patching import FLAGS, patch
 
 __all__ = [
     "apply_liger_llama4_rope_full",

@@ -16,8 +16,8 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 
 from liger_hw import integrations, patch  # noqa: E402
-from liger_hw.integrations.stand_in import VERSION  # noqa: E402
-from liger_hw.transformers import swapping  # noqa: E402
+from liger_hw.patching import swapping
+from liger_hw.stand_in.finder import VERSION  # noqa: E402
 
 transformers = tiny.transformers
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from liger_hw import integrations
-from liger_hw.integrations.stand_in import SITE, VERSION
+from liger_hw.stand_in.finder import SITE, VERSION
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 
 import liger_hw
-from liger_hw import memory
+from liger_hw.bench import memory
 
 for package in ("transformers", "accelerate"):
     if find_spec(package) is None:

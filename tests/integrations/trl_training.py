@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import liger_hw
-from liger_hw import integrations, memory
-from liger_hw.transformers import swapping
+from liger_hw import integrations
+from liger_hw.bench import memory
+from liger_hw.patching import swapping
 
 mode, folder = sys.argv[1:]
 VOCABULARY = 8192  # whose logits are the largest tensor of a step

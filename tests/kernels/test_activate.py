@@ -7,8 +7,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.glu import ACTIVATIONS, activate
 from liger_hw.kernels.glu_linear import glu_linear
-from liger_hw.parity import check, compare, run
-from liger_hw.samples import SAMPLES
+from liger_hw.testing.parity import check, compare, run
+from liger_hw.testing.samples import SAMPLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)

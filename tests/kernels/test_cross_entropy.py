@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_hw.parity import check, compare, run
-from liger_hw.samples import SAMPLES, randn, targets
+from liger_hw.testing.parity import check, compare, run
+from liger_hw.testing.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

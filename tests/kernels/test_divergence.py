@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
-from liger_hw.parity import check
-from liger_hw.samples import SAMPLES, log_probs, targets
+from liger_hw.testing.parity import check
+from liger_hw.testing.samples import SAMPLES, log_probs, targets
 
 OPS = [jsd, kl_div, tvd]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

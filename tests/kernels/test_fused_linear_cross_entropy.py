@@ -8,8 +8,8 @@ from liger_hw.backends import CPU, nvidia
 from liger_hw.kernels import fused_linear_cross_entropy as module
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.fused_linear_cross_entropy import MiB, chunk_rows, fused_linear_cross_entropy
-from liger_hw.parity import check, compare, run
-from liger_hw.samples import SAMPLES, randn, targets
+from liger_hw.testing.parity import check, compare, run
+from liger_hw.testing.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 H200 = nvidia.ARCHS["sm90"]

@@ -8,8 +8,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.glu_linear import glu_linear
-from liger_hw.parity import check, run
-from liger_hw.samples import SAMPLES
+from liger_hw.testing.parity import check, run
+from liger_hw.testing.samples import SAMPLES
 
 F = torch.nn.functional
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

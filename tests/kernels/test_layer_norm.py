@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.layer_norm import layer_norm, layer_norm_backward_config, layer_norm_forward_config
-from liger_hw.parity import check, compare, run
-from liger_hw.samples import SAMPLES, randn
+from liger_hw.testing.parity import check, compare, run
+from liger_hw.testing.samples import SAMPLES, randn
 from liger_hw.tuning import Config, override
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from liger_hw import cross_entropy, fused_add_rms_norm, fused_linear_cross_entropy, layer_norm, rms_norm, use_backend
-from liger_hw.parity import check
+from liger_hw.testing.parity import check
 
 VIEWS = {"column": lambda w: torch.stack((w, -w), 1)[:, 0], "expanded": lambda w: w[:1].expand(w.shape)}
 

@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from liger_hw.parity import check
-from liger_hw.samples import SAMPLES
+from liger_hw.testing.parity import check
+from liger_hw.testing.samples import SAMPLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

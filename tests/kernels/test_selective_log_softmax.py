@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from liger_hw import use_backend
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.parity import check, compare, run
-from liger_hw.samples import SAMPLES, randn, targets
+from liger_hw.testing.parity import check, compare, run
+from liger_hw.testing.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-from liger_hw import crosscompile
 from liger_hw.kernels.divergence import KINDS
 from liger_hw.kernels.divergence.of_logits import divergence_rows
-from liger_hw.matrix import compiled, results
+from liger_hw.proof import compiled, crosscompile, results
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

@@ -241,7 +241,7 @@ def test_orpo_trainer():
     """Both trainers' loss, gradients and metrics of the same model on the same pairs, of prompt, answer and padding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from liger_hw.integrations.orpo_trainer import LigerORPOTrainer
+    from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -8,7 +8,7 @@ import torch
 import zoo
 
 import liger_hw
-from liger_hw.transformers import rotary
+from liger_hw.patching import rotary
 
 LOSS_PARTS = ("head", "causal_lm")
 ALMOST = ("layer_norm",)  # torch takes the variance in another order: all bits but a few of fp32's last

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.transformers import swapping
+from liger_hw.patching import swapping
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.transformers.lazy_logits import LazyLogits
+from liger_hw.patching.lazy_logits import LazyLogits
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from saved import saved_bytes
 from torch import nn
 
 import liger_hw
+from liger_hw.patching.mlp import is_linear_and_nothing_else
 from liger_hw.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
-from liger_hw.transformers.mlp import is_linear_and_nothing_else
 
 CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act="silu")
 ROWS = 6

@@ -7,7 +7,8 @@ import tiny
 import zoo
 
 import liger_hw
-from liger_hw.transformers import monkey_patch, swapping
+from liger_hw.patching import swapping
+from liger_hw.transformers import monkey_patch
 from liger_hw.transformers.families import FAMILIES, MODEL_TYPES
 
 transformers = tiny.transformers

@@ -7,7 +7,8 @@ import pytest
 import tiny
 import torch
 
-from liger_hw.transformers import family_modules, functional, loss_utils, output_classes, rotary_names
+from liger_hw.patching import output_classes
+from liger_hw.transformers import family_modules, functional, loss_utils, rotary_names
 
 transformers = tiny.transformers
 CONFIG = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", hidden_activation="silu", mlp_bias=False)

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.transformers import probing, recognition, rotary, swapping
+from liger_hw.patching import probing, recognition, rotary, swapping
 
 transformers = tiny.transformers
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from liger_hw.cli import main
-from liger_hw.transformers.patch_report import patch_report
+from liger_hw.patching.report import patch_report
 
 transformers = tiny.transformers
 

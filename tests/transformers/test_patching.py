@@ -10,8 +10,9 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.transformers import monkey_patch, swapping
-from liger_hw.transformers.patching import FLAGS
+from liger_hw.patching import swapping
+from liger_hw.patching.patch import FLAGS
+from liger_hw.transformers import monkey_patch
 
 transformers = tiny.transformers
 

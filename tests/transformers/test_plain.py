@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
-from liger_hw.integrations import ops
+from liger_hw.stand_in import ops
 from liger_hw.transformers import functional, plain, plain_modules
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.transformers import swapping
+from liger_hw.patching import swapping
 
 transformers = tiny.transformers
 

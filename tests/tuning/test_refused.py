@@ -8,9 +8,10 @@ import pytest
 import torch
 from made_up import H200, KEY, NEEDS_TRITON, entry, made_up_config, ship
 
-from liger_hw import backends, dispatch, launch, shapes, tuning
+from liger_hw import backends, dispatch, launch, tuning
 from liger_hw._triton import triton
 from liger_hw.kernels import glu
+from liger_hw.testing import shapes
 from liger_hw.tuning import HEURISTIC
 
 pytestmark = NEEDS_TRITON

@@ -6,9 +6,10 @@ import pytest
 import torch
 from made_up import H200, KEY, NEEDS_TRITON, entry, made_up, made_up_config
 
-from liger_hw import backends, dispatch, shapes, tuning
+from liger_hw import backends, dispatch, tuning
 from liger_hw._triton import triton
 from liger_hw.backends import VENDORS, nvidia
+from liger_hw.testing import shapes
 from liger_hw.tuning import HEURISTIC, LOCAL, Config, power_of_2, row_warps
 
 pytestmark = NEEDS_TRITON

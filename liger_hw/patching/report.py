@@ -1,0 +1,63 @@
+"""What `patch` would do to a model, from its configuration alone: the model is built without memory for its weights."""
+
+import pathlib
+
+import torch
+
+from liger_hw.dispatch import check
+from liger_hw.patching.patch import patch
+
+MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
+
+
+def patch_report(model, trust_remote_code=False, **flags):
+    """What `liger_hw.patch` replaces in a model and what it leaves. Nothing is downloaded and no weight is read.
+
+    Args:
+        model: a model type of transformers, whose default configuration then counts, or a folder with a config.json.
+        trust_remote_code: run the code of a model that keeps its own in that folder.
+        flags: of `liger_hw.patch`.
+
+    Returns:
+        (the model's class name, the `Summary` of `liger_hw.patch`).
+
+    Raises:
+        ValueError: there is no such model type or folder, or transformers has no class of models for the
+            configuration or cannot build one from it.
+    """
+    config = _config(model, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            built = _build(config, trust_remote_code)
+    except ValueError:
+        raise
+    except Exception as error:  # of a model's own code, of any kind
+        raise ValueError(f"model: transformers cannot build {model} from this configuration: {error!r}") from error
+    return type(built).__name__, patch(built, **flags)
+
+
+def _config(model, trust_remote_code):
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    path = pathlib.Path(model)
+    if (path / "config.json").is_file():
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    allowed = f"a model type of transformers {__version__} (such as llama) or a folder with a config.json"
+    check(model in CONFIG_MAPPING, "model", repr(str(model)), allowed)
+    return AutoConfig.for_model(model)
+
+
+def _build(config, trust_remote_code):
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if hasattr(config, "auto_map"):
+        names = [name for name in config.auto_map if name.startswith("AutoModel")]
+        check(bool(names), "model", "remote code without a model", "an auto_map that names one")
+        name = "AutoModelForCausalLM" if "AutoModelForCausalLM" in names else names[0]
+        return getattr(transformers, name).from_config(config, trust_remote_code=trust_remote_code)
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    mapped = [getattr(modeling_auto, mapping).get(type(config), None) for mapping in MAPPINGS]
+    cls = next((cls for cls in (*named, *mapped) if cls is not None), None)
+    check(cls is not None, "model", config.model_type, "a configuration that transformers has a class of models for")
+    return (cls[0] if isinstance(cls, (tuple, list)) else cls)._from_config(config)

@@ -1,0 +1,309 @@
+"""Every kernel, compiled for every architecture with the configuration a launch there would choose, and judged.
+
+`run` is `liger-hw matrix --compile`. What is compiled: each op's forward and backward, in fp32, bf16 and fp16, at
+- the shapes of real models (`shapes.cases`) and the wide and odd ones of `wide.REAL`,
+- every shape class of `samples.SAMPLES`: of samples that launch the same kernel with the same tensors, dtypes and
+  flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no other class.
+fp16, whose code differs from bf16's in conversions alone, at the shapes of models only. Samples of one
+block in bf16 only: what fp32 is held to shows where tiles are large.
+Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
+not, the same whole vectors) are the same code but for a constant, and compiled once.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from liger_hw import console
+from liger_hw.dispatch import OPS
+from liger_hw.kernels import load_all
+from liger_hw.proof import crosscompile, results
+from liger_hw.proof.assembly import width_wanted
+from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
+from liger_hw.proof.occupancy import occupancy
+from liger_hw.testing import shapes
+
+ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101",
+         "gfx1102", "gfx1150", "gfx1151", "gfx1200", "gfx1201")  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL, WIDE, SAMPLE = "model", "wide", "sample"
+
+
+@dataclass
+class Use:
+    """A launch, and what launches it.
+
+    Attributes:
+        op, dtype, shapes: of the cases that do.
+        backward: whether their backward does.
+        origin: "model", "wide" or "sample": the first list that has such a case.
+    """
+
+    launch: Launch
+    op: str
+    dtype: str
+    backward: bool
+    origin: str
+    shapes: list = field(default_factory=list)
+
+
+# What is compiled -----------------------------------------------------------------------------------------------------
+
+
+def uses(
+    arch: str, ops: Iterable[str] = (), dtypes: Iterable[str] = DTYPES, origins=(MODEL, WIDE, SAMPLE)
+) -> list[Use]:
+    """What the ops launch on `arch`, one for each class of shapes."""
+    load_all()  # launches are recorded in modules that are there
+    found, sampled = {}, set()
+    with crosscompile.launches_on(DEVICES[arch]) as launches:
+        for origin in origins:
+            for dtype in dtypes:
+                if dtype == "fp16" and origin != MODEL:
+                    continue
+                for op, label, inputs, options in _cases(origin, ops or OPS, DTYPES[dtype]):
+                    launches.clear()
+                    forward = _run(op, inputs, options, launches)
+                    for i, launch in enumerate(launches):
+                        key = op, i >= forward, *_class(launch)
+                        coarse = op, i >= forward, *_coarse_class(launch)
+                        if key not in found:
+                            if origin == SAMPLE and (coarse in sampled or (dtype == "fp32" and not walks(launch))):
+                                continue
+                            found[key] = Use(launch, op, dtype, i >= forward, origin)
+                        sampled.add(coarse)
+                        if label not in found[key].shapes:
+                            found[key].shapes.append(label)
+    return list(found.values())
+
+
+def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
+    from liger_hw.testing import samples, wide
+
+    if origin == MODEL:
+        for case in shapes.cases(ops):
+            yield case.op, case.label, case.make("meta", dtype), case.options
+        return
+    for op in ops:
+        made = wide.REAL[op](dtype) if origin == WIDE else samples.SAMPLES[op](dtype, "meta")
+        for inputs, options in made:
+            yield op, _label(inputs, options), inputs, options
+
+
+def _label(inputs, options) -> str:
+    sizes = "x".join(map(str, inputs[0].shape))
+    named = ", ".join(f"{k}={'...' if torch.is_tensor(v) else v}" for k, v in options.items())
+    return f"{sizes} {named}".strip()
+
+
+def _run(op, inputs, options, launches: list) -> int:
+    """Forward and backward of `op`; the number of the forward's launches."""
+    outputs = OPS[op](*inputs, **options)
+    forward = len(launches)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = [y for y in outputs if y is not None and y.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    return forward
+
+
+def walks(launch: Launch) -> bool:
+    """Whether a row is taken in several blocks."""
+    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
+    return None not in (cols, block) and cols > block
+
+
+def _class(launch: Launch) -> tuple:
+    """What two launches share whose code differs in nothing but the number that is the width of a row."""
+    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
+    rest = {name: value for name, value in launch.constants.items() if name != "cols"}
+    of_width = () if None in (cols, block) else (cols <= block, cols % block == 0, math.gcd(cols, 16))
+    return launch.what[:3], str(rest), *launch.what[4:], of_width
+
+
+def _coarse_class(launch: Launch) -> tuple:
+    """What two launches share that differ in sizes alone."""
+    flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
+    return launch.what[:3], str(flags), launch.aligned, walks(launch)
+
+
+# How it is judged -----------------------------------------------------------------------------------------------------
+
+GATES = ("builds", "fits", "spills", "widths", "atomics", "fp64", "calls")
+
+
+def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
+    """The gates that a compiled launch misses, with what came and what is allowed; none is good.
+
+    Args:
+        found: what `crosscompile.compiled` returned, or the message of what it raised.
+    """
+    if isinstance(found, str):
+        return {"builds": found}
+    device, warps, missed = DEVICES[launch.arch], launch.options["num_warps"], {}
+    if warps > device.max_warps:
+        missed["fits"] = f"{warps} warps, allowed {device.max_warps}"
+    if found.shared > device.shared_memory:
+        missed["fits"] = f"{found.shared} bytes of shared memory, allowed {device.shared_memory}"
+    if found.scratch:  # without it, AMD's compiler moved scalar registers into a vector register's lanes, not to memory
+        missed["spills"] = f"{found.spills} spilled, {found.scratch} bytes of scratch a lane, allowed 0"
+    narrow = [f"{access.kind} of {access.pointer} at {access.at}: {width} bytes, allowed {wanted}"
+              for access, width, wanted in widths(launch, found) if width < wanted]  # fmt: skip
+    if narrow:
+        missed["widths"] = "; ".join(narrow)
+    if found.atomics or found.loops:
+        missed["atomics"] = f"{found.atomics} atomics, {found.loops} compare-and-swap loops, allowed 0"
+    if found.doubles:
+        missed["fp64"] = f"{found.doubles} instructions, allowed 0"
+    if found.calls or found.library:
+        missed["calls"] = f"{found.calls} calls, {', '.join(found.library) or 'no'} library functions, allowed 0"
+    return missed
+
+
+def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
+    """The accesses that must be wide, with the bytes a lane that each has and must reach: those of the kernel's largest
+    tiles.
+
+    Of an access that left no instruction at its place, the narrowest of its kind whose place the compiler lost.
+
+    A kernel that is told whether rows are ALIGNED finds the vectors of a row itself, and is held to them at any width.
+    Every other reads its rows as they come, and is held where Triton knows that they begin at a vector.
+    Where rows are not aligned: of matrices only, as a vector for all rows (class weights) is then read out of step, and
+    from the cache.
+    """
+    if "ALIGNED" not in launch.constants and not _rows_known(launch):
+        return
+    largest = max((access.elements for access in found.accesses), default=1)
+    for access in found.accesses:
+        if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
+            lost = [
+                int(width) for it in found.accesses if (it.at, it.kind) == ("?", access.kind) for width in it.widths
+            ]
+            yield access, access.widest or min(lost, default=0), width_wanted(access, DEVICES[launch.arch].warp_size)
+
+
+def _rows_known(launch: Launch) -> bool:
+    """Whether Triton is told that rows begin at multiples of 16 values, by their strides, and by sizes that are
+    constants: as at every model's shapes. (Memory without gaps is one row, with a stride of 0.)"""
+    sizes = [launch.constants.get(name) or 0 for name in ("cols", "rotary_dim")]
+    strides = [i for i, name in enumerate(launch.signature) if name.endswith("stride") and name not in launch.constants]
+    told = all(launch.attributes.get(i) for i in strides) if strides else launch.aligned
+    return told and not any(size % 16 for size in sizes)
+
+
+def record(use: Use, found: Resources | str) -> dict:
+    """All there is to know of a compiled launch, for JSON."""
+    launch, missed = use.launch, judge(use.launch, found)
+    device = DEVICES[launch.arch]
+    row = {
+        "op": use.op, "kernel": launch.kernel, "pass": "backward" if use.backward else "forward",
+        "backend": f"{device.vendor}:{launch.arch}", "arch": launch.arch, "dtype": use.dtype, "origin": use.origin,
+        "shapes": use.shapes, "aligned": launch.aligned, "config": launch.config,
+        "constants": {name: value for name, value in launch.constants.items() if value is not None},
+        "gates": {gate: gate not in missed for gate in GATES}, "missed": missed, "passed": not missed,
+    }  # fmt: skip
+    if isinstance(found, str):
+        return row
+    warps = launch.options["num_warps"]
+    full = occupancy(device, found.registers, found.shared, warps) if warps <= device.max_warps else None
+    resources = found.to_json()
+    accesses = [access | {"widths": {str(width): n for width, n in access["widths"].items()}}
+                for access in resources.pop("accesses")]  # fmt: skip
+    return row | resources | {"occupancy": full and vars(full), "accesses": accesses}
+
+
+# All of it ------------------------------------------------------------------------------------------------------------
+
+
+def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE), further=None) -> tuple[list, dict]:
+    """What launches, and what came of compiling it: uses, and key -> result. Ctrl-C loses nothing that was compiled.
+
+    Args:
+        archs, ops, jobs: as in `run`.
+        dtypes, origins: as in `uses`.
+        further: (uses, results) -> launches to compile as well.
+
+    Raises:
+        ValueError: as in `run`.
+    """
+    console.require("rich", "triton")
+    archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
+    ops = [_known("--ops", op, OPS) for op in ops]
+    cache, found = results.Cache(), []
+    with results.processes(jobs) as pool, console.progress() as progress:
+        try:
+            task = progress.add_task("what launches", total=len(archs), note="")
+            for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
+                found += of_arch.result()
+                progress.update(task, advance=1)
+            came = results.compile_all((use.launch for use in found), pool, cache, progress)
+            if further:
+                came |= results.compile_all(further(found, came), pool, cache, progress)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if not ops and len(archs) == len(ARCHS):
+        cache.keep(set(came))
+    return found, came
+
+
+def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
+    """`liger-hw matrix --compile`: compile, judge, print the table, and write compiled.json (evidence: what passed),
+    kernels.json (every `record`) and compiled.html.
+
+    Args:
+        archs: of ARCHS, "sm_90" or "sm90"; none means all.
+        ops: of `dispatch.OPS`; none means all.
+        jobs: processes; None means one for each core.
+        report: the folder to write to.
+
+    Returns:
+        0 if every gate was passed, else 1; 130 if interrupted: what was compiled is kept for the next time.
+
+    Raises:
+        ValueError: an architecture or an op is unknown, or a package is not installed.
+    """
+    from liger_hw.proof import evidence, resources
+
+    found, came = gather(archs, ops, jobs)
+    rows = [record(use, came[use.launch.key]) for use in found]
+    run_id, facts = evidence.about(evidence.COMPILED)
+    files = (
+        evidence.write(report / "compiled.json", {run_id: facts}, cells(rows, run_id)),
+        _write_lines(rows, report / "kernels.json"),
+        resources.write(rows, facts, report / "compiled.html"),
+    )
+    print(*files, sep=", ", end="\n\n")
+    print(resources.show(rows))
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def _write_lines(rows: list[dict], file: Path) -> Path:
+    """A JSON list with one record to a line, in one step."""
+    part = file.with_suffix(".part")
+    part.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    return part.replace(file)
+
+
+def _known(option: str, name: str, allowed) -> str:
+    if name not in allowed:
+        raise ValueError(f"{option}: got {name}, allowed: {', '.join(allowed)}")
+    return name
+
+
+def cells(rows: list[dict], run_id: str) -> list:
+    """The counts that `liger-hw matrix` shows, of each op, architecture and dtype."""
+    from liger_hw.proof import evidence
+
+    counts = {}
+    for row in rows:
+        passed, failed, failures = counts.setdefault((row["op"], row["backend"], row["dtype"]), [0, 0, []])
+        key = (row["op"], row["backend"], row["dtype"])
+        counts[key] = [passed + row["passed"], failed + (not row["passed"]), failures]
+        for gate, message in row["missed"].items():
+            if len(failures) < evidence.FAILURES:
+                failures.append(f"{row['kernel']} at {row['shapes'][0]}: {gate}: {message}"[:300])
+    return [evidence.Cell(*key[:2], key[2], evidence.COMPILED, *count, run_id) for key, count in counts.items()]

@@ -1,0 +1,362 @@
+"""Compile launches for a GPU that is not here, and read what the compiler made of them.
+
+Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. `launches_on(device)` turns every
+launch in its body into a description of what would be compiled there, with exactly the configuration the launch would
+use; `compiled(launch)` compiles one and reads it.
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import re
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from liger_hw import backends, launch
+from liger_hw.backends import amd, nvidia
+from liger_hw.backends.device import Device
+from liger_hw.proof import assembly
+from liger_hw.proof.assembly import Access
+
+DEVICES = nvidia.ARCHS | amd.ARCHS
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the compiler sees of a launch, as plain data.
+
+    Attributes:
+        module, kernel: where the kernel is.
+        arch: one of DEVICES.
+        signature: parameter -> its Triton type, or "constexpr".
+        constants: parameter -> value, of those.
+        attributes: position -> what is known of that argument: alignment, size.
+        options: of the compiler, num_warps among them.
+        config: the configuration, as `Config.to_json` gives it, with its "source" and "key".
+        aligned: whether every row of every tensor begins at a multiple of 16 bytes.
+        matrices: the parameters that are tensors of rows, and not one vector for all of them.
+    """
+
+    module: str
+    kernel: str
+    arch: str
+    signature: dict
+    constants: dict
+    attributes: dict
+    options: dict
+    config: dict
+    aligned: bool
+    matrices: tuple
+
+    @property
+    def what(self) -> tuple:
+        """What makes two launches the same code, apart from the architecture."""
+        return (self.module, self.kernel, *(str(x) for x in (self.signature, self.constants, self.attributes)),
+                str(self.options))  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """A hash of all that the compiled code depends on: the kernel's source with that of all it calls, constants,
+        types, options, target, the version of Triton, and of what reads the result."""
+        text = json.dumps([self.what, self.arch, _source(self.module, self.kernel), *reader()])
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _source(module: str, kernel: str) -> str:
+    return getattr(importlib.import_module(module), kernel).cache_key
+
+
+@functools.cache
+def reader() -> tuple[str, str]:
+    """The version of Triton, and a hash of the code that compiles and reads."""
+    import triton
+
+    own = b"".join(Path(file).read_bytes() for file in (__file__, assembly.__file__))
+    return triton.__version__, hashlib.sha256(own).hexdigest()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes.
+
+    Attributes:
+        registers: registers a lane (AMD: vector registers, accumulation registers included).
+        spills: bytes (NVIDIA) or registers (AMD) a lane that did not fit and went to memory.
+        scratch: bytes of memory a lane that the compiler set aside.
+        shared: bytes of shared memory a program.
+        waves: waves that a scheduler keeps by the compiler's own account; None where it says nothing (NVIDIA).
+        accesses: every load and store of the source, see `assembly.Access`.
+        atomics, loops, calls, doubles: atomic operations, compare-and-swap loops, calls that were not inlined, and
+            fp64 arithmetic, in instructions.
+        library: functions of the vendor's library that the source names.
+    """
+
+    registers: int
+    spills: int
+    scratch: int
+    shared: int
+    waves: int | None = None
+    accesses: tuple = ()
+    atomics: int = 0
+    loops: int = 0
+    calls: int = 0
+    doubles: int = 0
+    library: list = field(default_factory=list)
+
+    def to_json(self) -> dict:
+        return vars(self) | {"accesses": [vars(access) for access in self.accesses]}
+
+    @classmethod
+    def from_json(cls, found: dict) -> "Resources":
+        return cls(**(found | {"accesses": tuple(Access(**access) for access in found["accesses"])}))
+
+
+@contextmanager
+def launches_on(device: Device):
+    """Within, launches of tensors on the CPU or on "meta" are recorded for `device` and not run; yields their list, in
+    which those that differ in nothing the compiler sees are equal in `what`.
+
+    Outputs hold garbage, so values computed from them mean nothing.
+    """
+    found = []
+
+    def record(kernel, grid, config, *args):
+        if 0 not in grid:
+            found.append(_describe(kernel, config, args, device))
+
+    users = _modules_that_launch()
+    with mock.patch.multiple(backends, interpreting=lambda: True, device_of=lambda tensor: device):
+        with _patched(users, "launch", record), _patched(users, "device_of", lambda tensor: device):
+            with backends.use_backend(f"{device.vendor}:{device.arch}"):
+                yield found
+
+
+def _modules_that_launch():
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("liger_hw.") and getattr(module, "launch", None) is launch.launch
+    ]
+
+
+@contextmanager
+def _patched(modules, name, replacement):
+    before = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
+    for module, _ in before:
+        setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for module, value in before:
+            setattr(module, name, value)
+
+
+def _describe(kernel, config, args, device) -> Launch:
+    """Types, constants and the facts about alignment that Triton would find in these arguments."""
+    values = [*args, *config.meta.values()]
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif torch.is_tensor(value):
+            signature[parameter.name] = _TYPES[value.dtype]
+            attributes[i] = [["tt.divisibility", 16]] if value.data_ptr() % 16 == 0 else []
+            if device.vendor == "amd" and value.numel() * value.element_size() < 2**31:
+                attributes[i] += [["tt.pointer_range", 32]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if not parameter.do_not_specialize:
+                if value == 1:
+                    signature[parameter.name], constants[parameter.name] = "constexpr", 1
+                elif value % 16 == 0:
+                    attributes[i] = [["tt.divisibility", 16]]
+    matrices = tuple(p.name for p, value in zip(kernel.params, args) if torch.is_tensor(value) and value.ndim > 1)
+    known = config.to_json() | {"source": config.source, "key": config.key}
+    return Launch(
+        kernel.fn.__module__, kernel.fn.__name__, device.arch, signature, constants, attributes,
+        config.options(device), known, _aligned(args, constants), matrices,
+    )  # fmt: skip
+
+
+def _aligned(args, constants) -> bool:
+    """Whether every row begins at a multiple of 16 bytes; of a rotary embedding, every half of one."""
+    for x in args:
+        if torch.is_tensor(x) and x.is_floating_point() and x.ndim > 1:
+            steps = [x.shape[-1], *(stride for stride in x.stride()[:-1])]
+            if "rotary_dim" in constants:
+                steps.append(constants["rotary_dim"] // 2)
+            if x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps):
+                return False
+    return True
+
+
+def compiled(job: Launch) -> Resources:
+    """Compile what `job` describes, through Triton's own stages and past its cache on disk, and read the result.
+
+    Raises:
+        Exception: whatever the compiler raises; it knows many ways.
+    """
+    return read(*built(job))
+
+
+# The stages that write the same for each of some architectures, but for their names: of a kernel, what one of them was
+# given is read for the others, and what comes after is each one's own. In ms, on one core of an EPYC: the front end 20,
+# "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn" 30; to read Triton's own IR 2.
+_RDNA3 = ("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151")
+_RDNA4 = ("gfx1200", "gfx1201")  # LLVM knows nothing that sets them apart
+ALIKE = {
+    "ttir": (tuple(nvidia.ARCHS), tuple(amd.ARCHS)),
+    "ttgir": (("sm80", "sm86", "sm89", "sm90"), ("sm100", "sm120"), ("gfx90a", "gfx942", "gfx950"), _RDNA3 + _RDNA4),
+    "llir": (_RDNA3,),
+    "ptx": (("sm86", "sm89"),),
+    "amdgcn": (_RDNA4,),
+}
+_made = {}  # of the kernel compiled last: its `what`, and (stage, architectures) -> one of them, its texts, its memory
+
+
+def built(job: Launch) -> tuple[dict, int]:
+    """What each stage up to the machine's code wrote, and the bytes of shared memory: stage -> text, or bytes."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    device = DEVICES[job.arch]
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    if device.vendor == "nvidia":
+        target = GPUTarget("cuda", int(job.arch.removeprefix("sm")), 32)
+    else:
+        target = GPUTarget("hip", job.arch, device.warp_size)
+    attributes = {(i,): facts for i, facts in job.attributes.items()}
+    source = ASTSource(kernel, job.signature, job.constants, attributes)
+    backend = make_backend(target)
+    options = backend.parse_options(dict(job.options))
+    stages, metadata = {}, {"target": target, **options.__dict__}
+    backend.add_stages(stages, options, source.language)
+    stages.pop("hsaco", None)  # only assembles AMD's text
+    text, metadata["shared"] = _of_relative(job, stages)
+    last = next(reversed(text), None)
+    module = text.get(last)
+    if last in (None, "ttir", "ttgir"):
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        if last:
+            module = _parsed(module, context)
+        else:
+            codegen = backend.get_codegen_implementation(options)
+            module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    for name in list(stages)[len(text) :]:
+        module = stages[name](module, metadata)
+        text[name] = module if isinstance(module, bytes) else str(module)
+        alike = _alike(name, job.arch)
+        if alike:
+            _made[name, alike] = job.arch, dict(text), metadata["shared"]
+    return text, metadata["shared"]
+
+
+def _alike(stage: str, arch: str) -> tuple:
+    return next((archs for archs in ALIKE.get(stage, ()) if arch in archs), ())
+
+
+def _of_relative(job: Launch, stages) -> tuple[dict, int | None]:
+    """What the stages wrote of this kernel for another architecture, as far as they write the same, in this one's name;
+    and the shared memory, once it is known."""
+    if _made.get("what") != job.what:
+        _made.clear()
+        _made["what"] = job.what
+    for name in reversed(stages):
+        made = _made.get((name, _alike(name, job.arch)))
+        if made:
+            arch, texts, shared = made
+            return {stage: _renamed(text, arch, job.arch) for stage, text in texts.items()}, shared
+    return {}, None
+
+
+def _renamed(text: str, arch: str, to: str) -> str:
+    for its, mine in zip(_names(arch), _names(to)):
+        text = text.replace(its, mine)
+    return text
+
+
+def _names(arch: str) -> tuple:
+    """What compilers call an architecture: "sm_89", Triton "cuda:89"; "gfx1151", in newer triples "amdgpu11.51"."""
+    if arch.startswith("sm"):
+        return f"sm_{arch[2:]}", f"cuda:{arch[2:]}"
+    return arch, f"amdgpu{arch[3:-2]}.{arch[-2:]}"
+
+
+def _parsed(text: str, context):
+    from triton._C.libtriton import ir
+
+    with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
+        file.write(text)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    module.context = context
+    return module
+
+
+def read(text: dict, shared: int) -> Resources:
+    """What `built` wrote, read."""
+    of_vendor = _read_nvidia if "ptx" in text else _read_amd
+    library = assembly.library_calls(text["ttir"])
+    return Resources(shared=shared, library=library, **of_vendor(text, assembly.accesses_of(text["ttir"])))
+
+
+_DOUBLES = r"^\s*(?:@!?%p\d+ )?(?:add|sub|mul|div|fma|cvt|setp|sqrt|rcp|neg|abs|min|max)\.\S*f64\b"
+
+
+def _read_nvidia(text, accesses) -> dict:
+    ptx = text["ptx"]
+    lines = ptx.splitlines()
+    registers, stack = assembly.cubin_usage(text["cubin"])
+    return {
+        "registers": registers,
+        "spills": stack,  # no kernel here has an array that the compiler would put there
+        "scratch": stack,
+        "accesses": tuple(assembly.with_widths(accesses, ptx, assembly.ptx_access)),
+        "atomics": len(_find(r"\b(?:atom|red)\.global", ".global", lines)),
+        "loops": len(_find(r"\batom\.\S*cas\b", "cas", lines)),
+        "calls": len(_find(r"^\s*call\b", "call", lines)),
+        "doubles": len(_find(_DOUBLES, "f64", lines)),
+    }  # fmt: skip
+
+
+def _read_amd(text, accesses) -> dict:
+    code = text["amdgcn"]
+    lines = code.splitlines()
+
+    def number(name):
+        return int(_find(rf"^\s*-?\s*\.{name}:\s*(\d+)", f".{name}:", lines)[0])
+
+    return {
+        "registers": number("vgpr_count"),
+        "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        "scratch": number("private_segment_fixed_size"),
+        "waves": int(_find(r"^;\s*Occupancy:\s*(\d+)", "Occupancy:", lines)[0]),
+        "accesses": tuple(assembly.with_widths(accesses, code, assembly.amd_access)),
+        "atomics": len(_find(r"^\s+(?:global|buffer|flat)_atomic", "_atomic", lines)),
+        "loops": len(_find(r"^\s+\w+_atomic_cmpswap", "_atomic", lines)),
+        "calls": len(_find(r"^\s+s_swappc", "s_swappc", lines)),
+        "doubles": len(_find(r"^\s+v_\w+_f64\w*\b", "_f64", lines)),
+    }
+
+
+def _find(pattern: str, word: str, lines: list[str]) -> list[str]:
+    """What `pattern` finds in the lines with `word`, in a tenth of the time that it takes in all of them."""
+    return re.findall(pattern, "\n".join(line for line in lines if word in line), re.M)

@@ -1,0 +1,291 @@
+"""What `liger-hw doctor` does: see whether the ops are right on this machine, and whether it is what we take it for.
+
+On an accelerator: the parity cases of every op in every dtype; what the driver says against the table of architectures;
+registers that spilled; the copy rate against the data sheet; each op's time against what must be moved at that rate.
+On a CPU: plain torch, and the kernels in Triton's interpreter. The report is one file, which is evidence for
+`liger-hw matrix` as well.
+"""
+
+import functools
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from liger_hw import backends, dispatch, launch
+from liger_hw._triton import AVAILABLE, interpreting
+from liger_hw.kernels import load_all
+from liger_hw.proof import evidence
+from liger_hw.proof.occupancy import LIMITS, occupancy
+from liger_hw.testing import parity, shapes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COPY = 0.6  # of the data sheet's bandwidth; an H200 copies at 0.88 of its
+SHARE = 0.5  # of what must be moved, at that copy rate; an H200's kernels reach 0.6 to 1.0 at most shapes
+LEAST = 2**28  # bytes that a shape must move for its time to be one of memory
+PLAIN = "plain torch"
+
+
+def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict:
+    """Everything the doctor finds, as plain data.
+
+    Args:
+        ops: names of ops.
+        device: the accelerator, or a CPU.
+        info: what `liger-hw info --json` says; it goes into the report.
+        say: called with each line that tells how far it is.
+
+    Returns:
+        "info"; "runs" and "cells", the evidence; "plain", the failures of plain torch on a CPU by op; "checks", each
+        with what was expected, what was found and whether that is as expected; "times"; "kernels"; "advice".
+    """
+    on_cpu = device.type == "cpu"
+    run, facts = evidence.about(evidence.INTERPRETED if on_cpu else evidence.EXECUTED, device)
+    found = {"info": info, "checks": [], "times": [], "kernels": [], "plain": {}, "advice": []}
+    recorder = evidence.Recorder()
+    for op, result in _each(ops, device):
+        recorder.load(result["cells"])
+        found["kernels"] += result["kernels"]
+        found["plain"] |= {op: result["plain"]} if result["plain"] else {}
+        say(f"{op}: {_told(result)}")
+    found |= {"runs": {run: facts}, "cells": recorder.cells(run)}
+    if not on_cpu:
+        here = backends.detected(device)
+        for kernel in found["kernels"] if here.arch in LIMITS else ():
+            taken = kernel["registers"], kernel["shared"], kernel["num_warps"]
+            kernel["occupancy"] = round(occupancy(here, *taken).share, 3)
+        found["checks"] = [*_facts(device), *_spills(found["kernels"])]
+        say("timing")
+        _time(ops, device, found)
+    found["advice"] = _advice(found, device)
+    return found
+
+
+def failures(found: dict) -> list[str]:
+    """What was computed wrongly, in words."""
+    from liger_hw.proof import page
+
+    return page.problems(found["cells"]) + [f"{op} as plain torch: {error}" for op, error in found["plain"].items()]
+
+
+def write(found: dict, folder: Path) -> Path:
+    """Write the report, doctor.json, into `folder`."""
+    more = {key: value for key, value in found.items() if key not in ("runs", "cells")}
+    return evidence.write(folder / "doctor.json", found["runs"], found["cells"], **more)
+
+
+# right or wrong -------------------------------------------------------------------------------------------------------
+
+
+def _each(ops, device):
+    """Yield (op, what a process of its own found of it): a kernel that breaks its device breaks that process alone."""
+    on_cpu = device.type == "cpu"
+    workers = max(min((os.cpu_count() or 2) // (1 if on_cpu else 2), 8, len(ops)), 1)
+    with _environment(TRITON_INTERPRET="1" if on_cpu else None):
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(workers, spawn) as pool:
+            waiting = [(op, pool.submit(_examine, op, device)) for op in ops]
+            broken = []
+            for op, future in waiting:
+                try:
+                    yield op, future.result()
+                except BrokenProcessPool:
+                    broken.append(op)  # by this op or by one beside it
+        for op in broken:
+            with ProcessPoolExecutor(1, spawn) as pool:
+                try:
+                    yield op, pool.submit(_examine, op, device).result()
+                except BrokenProcessPool:
+                    yield op, _crashed(op, device)
+
+
+@contextmanager
+def _environment(**values):
+    """Variables of the environment for processes that start within; None takes one out."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def put(those):
+        for name, value in those.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _crashed(op, device) -> dict:
+    here = backends.detected(device)
+    cell = [op, f"{here.vendor}:{here.arch}", "fp32", evidence.EXECUTED, 0, 1, ["its process crashed"]]
+    return {"cells": [cell], "plain": None, "kernels": []}
+
+
+def _examine(op: str, device: torch.device) -> dict:
+    """The parity cases of one op, in this process. On a CPU: of plain torch, and of every vendor's kernels in fp32."""
+    load_all()
+    recorder = evidence.Recorder()
+    parity.observer = recorder.add
+    plain, before = None, {id(built) for built in launch.compiled_kernels()}
+    if device.type != "cpu":
+        for dtype in DTYPES:
+            _cases(op, dtype, device, backends.forced())
+        try:
+            torch.accelerator.synchronize(device)
+        except Exception:  # a kernel broke the context: whatever else this process runs would fail with it
+            os._exit(1)
+    else:
+        for dtype in DTYPES:
+            plain = plain or _cases(op, dtype, device, None)
+        if interpreting():
+            for backend in [backends.forced()] if backends.forced() else backends.VENDORS:
+                _cases(op, torch.float32, device, backend)
+    return {
+        "cells": recorder.dump(),
+        "plain": plain,
+        "kernels": [_about(op, built) for built in launch.compiled_kernels() if id(built) not in before],
+    }
+
+
+def _cases(op, dtype, device, backend) -> str | None:
+    """Check every parity case; the first failure in words. The observer counts them."""
+    from liger_hw.testing.samples import SAMPLES
+
+    torch.manual_seed(0)
+    first = None
+    for inputs, options in SAMPLES[op](dtype, device):
+        try:
+            parity.check(dispatch.OPS[op], inputs, options, backend)
+        except Exception as error:  # whatever goes wrong is what the doctor is asked for
+            first = first or f"{type(error).__name__}: {error}"[:300]
+    return first
+
+
+def _told(result: dict) -> str:
+    passed, failed = (sum(cell[i] for cell in result["cells"]) for i in (4, 5))
+    kernels = f"{passed} cases of its kernels passed" + (f", {failed} FAILED" if failed else "")
+    return (
+        (kernels if passed + failed else f"right as {PLAIN}") if not result["plain"] else f"WRONG as {PLAIN}, {kernels}"
+    )
+
+
+# as expected or not ---------------------------------------------------------------------------------------------------
+
+
+def _check(what, expected, found, good) -> dict:
+    return {"what": what, "expected": expected, "found": found, "as_expected": bool(good)}
+
+
+def _facts(device):
+    """What the driver says against what is written of the architecture; not the cores, which differ among products."""
+    here = backends.detected(device)
+    known = backends.VENDORS[here.vendor].ARCHS
+    yield _check("architecture", f"one of {', '.join(known)}", here.arch, here.arch in known)
+    like = known.get(here.arch) or backends.VENDORS[here.vendor].nearest(here.arch)
+    for fact in ("warp_size", "max_threads", "core_threads", "shared_memory"):
+        yield _check(fact, getattr(like, fact), getattr(here, fact), getattr(like, fact) == getattr(here, fact))
+
+
+def _about(op, built) -> dict:
+    """Of Triton's compiled kernel: what took how much."""
+    return {"op": op, "kernel": built.metadata.name, "num_warps": built.metadata.num_warps,
+            "shared": built.metadata.shared, "registers": built.n_regs, "spills": built.n_spills}  # fmt: skip
+
+
+def _spills(kernels):
+    spilled = sorted({f"{k['kernel']} ({k['num_warps']} warps, {k['registers']} registers): {k['spills']}"
+                      for k in kernels if k["spills"]})  # fmt: skip
+    yield _check(f"spills of {len(kernels)} kernels", "none", "; ".join(spilled) or "none", not spilled)
+
+
+def _time(ops, device, found) -> None:
+    """Add the copy rate, and a time for each op at one shape, to `found`."""
+    from liger_hw.bench import operations
+    from liger_hw.bench.measure import Clock
+
+    def moved(case):
+        return sum(operations.cost(case)[:2])
+
+    clock = Clock(device)
+    ceilings = clock.ceilings(torch.bfloat16)
+    copy, sheet = ceilings["bytes_per_second"] / 1e9, backends.detected(device).bandwidth
+    wanted = f"at least {COPY:.0%} of {sheet} GB/s (data sheet of the part in liger_hw/backends)"
+    if sheet:
+        found["checks"].append(_check("copy rate", wanted, f"{copy:.0f} GB/s", copy >= COPY * sheet))
+    for op in ops:
+        case = min((case for case in shapes.cases([op]) if moved(case) >= LEAST), key=moved, default=None)
+        case = case or max(shapes.cases([op]), key=moved)
+        needs, here = operations.cost(case), {"op": op, "shape": case.label}
+        try:
+            seconds = _seconds(case, device, clock)
+        except torch.OutOfMemoryError:
+            found["times"].append(here | {"skipped": "out of memory"})
+            continue
+        finally:
+            operations.clean(device)
+        ideal = max(sum(needs[:2]) / ceilings["bytes_per_second"], sum(needs[2:]) / ceilings["flops_per_second"])
+        found["times"].append(here | {"ms": seconds * 1e3, "share": ideal / seconds})
+        found["checks"].append(
+            _check(f"{op} {case.label}, forward and backward", f"at least {SHARE:.0%} of this machine's limit",
+                   f"{ideal / seconds:.0%}, {seconds * 1e3:.3f} ms", ideal / seconds >= SHARE)
+        )  # fmt: skip
+
+
+def _seconds(case, device, clock) -> float:
+    """Of one forward and backward; of its kernels alone where a graph can be captured."""
+    from liger_hw.bench import operations
+
+    op = functools.partial(dispatch.OPS[case.op], **case.options)
+    subject = operations.Subject(op, case.make(device, torch.bfloat16))
+    subject.full()
+    return clock.seconds(clock.graph(subject.full) or subject.full)
+
+
+# what to do -----------------------------------------------------------------------------------------------------------
+
+
+def _advice(found, device) -> list[str]:
+    lines = []
+    if failures(found):
+        lines.append("wrong results: please open an issue and attach the report")
+    if device.type == "cpu":
+        seen = (
+            "the kernels in Triton's interpreter" if AVAILABLE else "no kernel, because the package triton is missing"
+        )
+        lines += [
+            f"no accelerator is here: checked were plain torch, which serves on a CPU, and {seen}; not whether a GPU "
+            "compiles and runs the kernels",
+            "`liger-hw matrix --compile` builds every kernel for NVIDIA's and AMD's GPUs without one",
+        ]
+        return lines
+    slow = [time["op"] for time in found["times"] if time.get("share", 1) < SHARE]
+    if not all(check["as_expected"] for check in found["checks"]):
+        lines.append("not everything is as expected: the report says what; an issue with it attached is welcome")
+    lines.append(f"`liger-hw tune{''.join(f' {op}' for op in slow)} --contribute` searches better launches for this "
+                 "machine and writes a table that can be shipped")  # fmt: skip
+    return lines
+
+
+def rows(found: dict) -> list[list[str]]:
+    """The checks as a table: a header, then those that are not as expected first."""
+    ordered = sorted(found["checks"], key=lambda check: check["as_expected"])
+    lines = [["" if c["as_expected"] else "DIFFERS", c["what"], str(c["expected"]), str(c["found"])] for c in ordered]
+    return [["", "what", "expected", "found"], *lines]
+
+
+def ops_here(names: list[str]) -> list[str]:
+    """`names`, or every op.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    unknown = [name for name in names if name not in dispatch.OPS]
+    dispatch.check(not unknown, "OPS", ", ".join(unknown), ", ".join(sorted(dispatch.OPS)))
+    return names or sorted(dispatch.OPS)

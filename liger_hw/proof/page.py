@@ -1,0 +1,154 @@
+"""The matrix as tables for terminals and documents, and as one HTML file that needs nothing beside it."""
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+
+from liger_hw.backends import VENDORS
+from liger_hw.bench.report import STYLE
+from liger_hw.proof.evidence import DTYPES, LEVELS, SAYS, Cell, total
+
+NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel"}
+# What is sold of an architecture: makers' product pages, as LLVM's and CUDA's lists of targets name them.
+CARDS = {
+    "sm80": "A100, A30", "sm86": "RTX 30, A6000, A40, A10", "sm89": "RTX 40, L40S, L4", "sm90": "H100, H200, GH200",
+    "sm100": "B200, GB200", "sm103": "B300, GB300", "sm120": "RTX 50, RTX PRO 6000", "sm121": "GB10 (DGX Spark)",
+    "gfx90a": "MI210, MI250, MI250X", "gfx942": "MI300X, MI300A, MI325X", "gfx950": "MI350X, MI355X",
+    "gfx1100": "RX 7900, PRO W7900, W7800", "gfx1101": "RX 7800 XT, 7700 XT, PRO W7700",
+    "gfx1102": "RX 7600", "gfx1150": "Ryzen AI 300 (Strix Point)", "gfx1151": "Ryzen AI Max (Strix Halo)",
+    "gfx1200": "RX 9060 XT", "gfx1201": "RX 9070, 9070 XT",
+    "pvc": "Data Center GPU Max 1100, 1550", "dg2": "Arc A770, A750, A380", "bmg": "Arc B580, B570, Pro B60",
+    "lnl": "Core Ultra 200V (Lunar Lake)",
+}  # fmt: skip
+
+
+def backends_of(cells: Iterable[Cell]) -> list[str]:
+    """Backends that have evidence: vendors and architectures in the order this package knows them, then others."""
+    seen = {cell.backend for cell in cells}
+    known = [f"{name}:{arch}" for name, vendor in VENDORS.items() for arch in sorted(vendor.ARCHS, key=_by_number)]
+    return [name for name in known if name in seen] + sorted(seen - set(known))
+
+
+def _by_number(arch: str) -> tuple:
+    digits = "".join(c for c in arch if c.isdigit())
+    return len(digits), arch
+
+
+HEADER = ["GPU", "cards", *LEVELS]
+
+
+def rows(cells: list[Cell]) -> list[list[str]]:
+    """One row for each GPU: how many ops were proven at each level, in which dtypes, in how many cases."""
+    every = {cell.op for cell in cells}
+    found = total(cells)
+    lines = []
+    for backend in backends_of(cells):
+        vendor, _, arch = backend.partition(":")
+        levels = (_cell([c for key, c in found.items() if key[1] == backend and key[3] == level], every)
+                  for level in LEVELS)  # fmt: skip
+        lines.append([f"{NAMES.get(vendor, vendor)} {arch}", CARDS.get(arch, ""), *levels])
+    return lines
+
+
+def _cell(cells: list[Cell], every: set) -> str:
+    if not cells:
+        return "-"
+    ops = {cell.op for cell in cells if cell.passed and not cell.failed} - {c.op for c in cells if c.failed}
+    dtypes = [name for name in DTYPES.values() if any(cell.dtype == name for cell in cells)]
+    failed = sum(cell.failed for cell in cells)
+    text = f"{len(ops)} of {len(every)} ops, {sum(cell.passed for cell in cells):,} cases, {' '.join(dtypes)}"
+    return f"{text}, {failed:,} FAILED" if failed else text
+
+
+def problems(cells: Iterable[Cell], runs: dict | None = None) -> list[str]:
+    """What failed, in words: cases, and in `runs` tests that are no parity cases, or whose process crashed."""
+    lines = [
+        f"{op} on {backend} in {dtype}, {level}: {cell.failed} of {cell.passed + cell.failed} cases failed: "
+        + "; ".join(cell.failures)
+        for (op, backend, dtype, level), cell in sorted(total(cells).items())
+        if cell.failed
+    ]
+    for facts in (runs or {}).values():
+        tests = facts.get("tests", {})
+        failed = sum(number for outcome, number in tests.items() if outcome not in ("passed", "skipped"))
+        if failed:
+            lines.append(f"{failed} tests failed in the run of {facts['date']}: {facts.get('command', '')}")
+    return lines
+
+
+def run_rows(runs: dict) -> list[list[str]]:
+    """One row for each run: what it was, when, where, with which versions, and all tests of it."""
+    lines = []
+    for facts in sorted(runs.values(), key=lambda facts: (LEVELS.index(facts["level"]), facts["date"])):
+        versions = ", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "triton", "liger_hw")
+                             if facts["versions"].get(name))  # fmt: skip
+        tests = ", ".join(f"{number:,} {outcome}" for outcome, number in sorted(facts.get("tests", {}).items()))
+        device = facts.get("device", {}).get("name", "")
+        lines.append([facts["level"], facts["date"], device, versions, facts.get("commit") or "", tests])
+    return lines
+
+
+RUNS = ["level", "date", "on", "versions", "commit", "tests of that run"]
+MARKS = """
+.scroll { overflow-x: auto; } main { max-width: 76rem; }
+table.grid { width: auto; } table.grid th, table.grid td { padding: .2rem .7rem; white-space: nowrap; }
+table.grid th, td.cell { text-align: center; }
+i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin: 0 1px; background: #eceef2; }
+i.ok { background: #2f9e5b; } i.bad { background: #d6322d; } li { overflow-wrap: anywhere; } td { font-size: .9rem; }
+"""
+
+
+def write(runs: dict, cells: list[Cell], file: Path) -> Path:
+    """Write the page: the summary, each op in each dtype on each GPU, what failed, and the runs."""
+    found = total(cells)
+    failed = problems(cells, runs)
+    grids = "".join(_grid(vendor, found, cells) for vendor in VENDORS)
+    legend = "".join(f"<dt>{level}</dt><dd>{html.escape(text)}</dd>" for level, text in SAYS.items())
+    bad = "<h2>Failed</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in failed) + "</ul>"
+    page = f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>liger_hw: what was proven where</title><style>{STYLE}{MARKS}</style>
+<main><h1>What was proven where</h1>
+<p class="lead">{sum(cell.passed for cell in cells):,} cases passed, {sum(cell.failed for cell in cells):,} failed,
+in {len(runs)} runs. An op is counted at a level where every case of it passed.</p>
+<dl>{legend}</dl>
+{bad if failed else ""}
+<h2>GPUs</h2><div class="scroll">{_table(HEADER, rows(cells))}</div>
+{grids}
+<h2>Runs</h2><div class="scroll">{_table(RUNS, run_rows(runs))}</div>
+</main></html>
+"""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding="utf-8")
+    return file
+
+
+def _table(header, lines) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in line)}</tr>" for line in lines)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _grid(vendor: str, found: dict, cells: list[Cell]) -> str:
+    """One row for each op and dtype, one column for each of the vendor's GPUs; a square for each level."""
+    backends = [name for name in backends_of(cells) if name.partition(":")[0] == vendor]
+    if not backends:
+        return ""
+    head = "".join(f"<th>{html.escape(name.partition(':')[2])}</th>" for name in backends)
+    lines = []
+    for op in sorted({cell.op for cell in cells}):
+        for dtype in DTYPES.values():
+            marks = [[_mark(found.get((op, name, dtype, level)), level) for level in LEVELS] for name in backends]
+            squares = "".join(f'<td class="cell">{"".join(four)}</td>' for four in marks)
+            lines.append(f"<tr><td>{html.escape(op)} {dtype}</td>{squares}</tr>")
+    key = ", ".join(LEVELS)
+    return f"""<h2>{NAMES[vendor]}</h2><p class="lead">Squares, from the left: {key}. Green: passed. Red: failed.
+Grey: not seen. The number of cases is under the pointer.</p>
+<div class="scroll"><table class="grid"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>"""
+
+
+def _mark(cell: Cell | None, level: str) -> str:
+    if cell is None:
+        return f'<i title="not {level}"></i>'
+    about = f"{level}: {cell.passed} passed, {cell.failed} failed"
+    return f'<i class="{"bad" if cell.failed else "ok"}" title="{html.escape(" ".join([about, *cell.failures]))}"></i>'

@@ -1,0 +1,107 @@
+"""What came of compiling launches: made in several processes, and kept in the user's cache as soon as it is there."""
+
+import gc
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from liger_hw import tuning
+from liger_hw.proof import crosscompile
+from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
+
+
+class Cache:
+    """Results by `Launch.key`, one to a line of a file: what is written is kept, whatever ends the process."""
+
+    def __init__(self, folder: Path | None = None):
+        folder = folder or tuning.cache_folder()
+        triton, reader = crosscompile.reader()
+        self.file = folder / f"compiled-{triton}-{reader[:8]}.jsonl"
+        self.known = {}
+        for stale in folder.glob(f"compiled-{triton}-*.jsonl"):
+            if stale != self.file:
+                stale.unlink(missing_ok=True)
+        try:
+            lines = self.file.read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            try:
+                key, result = json.loads(line)
+                self.known[key] = result if isinstance(result, str) else Resources.from_json(result)
+            except (TypeError, ValueError):  # the line that was being written when a process was killed
+                continue
+
+    def add(self, key: str, result: Resources | str) -> None:
+        self.known[key] = result
+        line = json.dumps([key, result if isinstance(result, str) else result.to_json()]) + "\n"
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.file, "ab", buffering=0) as out:
+                out.write(line.encode())
+        except OSError as error:
+            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
+
+    def keep(self, keys: set) -> None:
+        """Forget all but these, if that is most of the file."""
+        if len(self.known) < 2 * len(keys):
+            return
+        part = self.file.with_suffix(f".{os.getpid()}.part")
+        kept = ((key, result) for key, result in self.known.items() if key in keys)
+        try:
+            part.write_text("".join(
+                json.dumps([key, result if isinstance(result, str) else result.to_json()]) + "\n"
+                for key, result in kept
+            ))  # fmt: skip
+            part.replace(self.file)
+        except OSError as error:
+            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
+
+
+def attempt(launch: Launch) -> Resources | str:
+    """What compiling `launch` gives: its resources, or the message of the error."""
+    try:
+        return crosscompile.compiled(launch)
+    except Exception as error:  # compilers fail in many ways; each is a result
+        return f"{type(error).__name__}: {error}"[-2000:]
+
+
+def processes(jobs: int | None) -> ProcessPoolExecutor:
+    """So many of them, one for each core by default, each with one thread."""
+    return ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    gc.disable()  # 303 kernels take 24.6 s where they took 27.6; garbage is collected between two of them
+
+
+def compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dict:
+    """Compile what the cache does not have, and keep every result as it comes: key -> result."""
+    keys = {launch.key: launch for launch in launches}
+    todo = sorted((launch for key, launch in keys.items() if key not in cache.known), key=_front)
+    task = progress.add_task("compiling", total=len(keys), completed=len(keys) - len(todo), note="")
+    batches = [list(alike) for _, alike in itertools.groupby(todo, _front)]
+    for future in as_completed([pool.submit(_attempt_all, batch) for batch in batches]):
+        for key, result in future.result():
+            cache.add(key, result)
+            progress.update(task, advance=1)
+    return {key: cache.known[key] for key in keys}
+
+
+def _front(launch: Launch) -> tuple:
+    """What is the same of launches that share stages of a compilation, see `crosscompile.ALIKE`."""
+    return DEVICES[launch.arch].vendor, launch.what
+
+
+def _attempt_all(launches: list[Launch]) -> list[tuple[str, Resources | str]]:
+    results = [(launch.key, attempt(launch)) for launch in launches]
+    gc.collect()
+    gc.freeze()  # what is still there is imported, and need not be looked at again
+    return results

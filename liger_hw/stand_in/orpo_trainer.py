@@ -1,0 +1,64 @@
+"""TRL's ORPO trainer without the logits in memory. Needs the package trl."""
+
+from torch.nn import DataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_hw.chunked_loss import LigerFusedLinearORPOLoss
+from liger_hw.stand_in.fsdp import _FSDPForwardRedirection
+
+try:
+    from trl.experimental.orpo import ORPOTrainer
+except ImportError:  # before TRL 1.0
+    try:
+        from trl import ORPOTrainer
+    except ImportError as error:
+        raise ImportError("LigerORPOTrainer needs the package trl: pip install trl") from error
+
+__all__ = ["LigerORPOTrainer"]
+
+PADDING = -100
+
+
+class LigerORPOTrainer(ORPOTrainer):
+    """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: the same loss and metrics, as TRL's up to rounding."""
+
+    def concatenated_forward(self, model, batch):
+        """(loss, what `LigerFusedLinearORPOLoss` returns besides) of a batch of pairs."""
+        if self.is_encoder_decoder:
+            raise NotImplementedError("LigerORPOTrainer: got an encoder-decoder model, allowed: a decoder")
+        pairs = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
+        ids, mask = pairs["concatenated_input_ids"], pairs["concatenated_attention_mask"]
+        loss = LigerFusedLinearORPOLoss(ignore_index=PADDING, beta=self.beta)
+
+        def run():
+            inner = core.get_base_model() if hasattr(core, "get_base_model") else core
+            options = {"output_router_logits": True} if self.aux_loss_enabled else {}
+            body = getattr(inner, inner.base_model_prefix)
+            outputs = body(ids, attention_mask=mask, use_cache=False, **options)
+            head = inner.get_output_embeddings()
+            # the NLL is that of prompt and answer, the odds are those of the answer
+            whole = ids.masked_fill(mask != 1, PADDING)[:, 1:]
+            value, beside = loss(
+                head.weight, outputs.last_hidden_state[:, :-1], pairs["concatenated_labels"][:, 1:], head.bias, whole
+            )
+            return value + self.aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else value, beside
+
+        model = model.module if isinstance(model, DataParallel) else model
+        wrapped = isinstance(model, DistributedDataParallel) or hasattr(model, "_fsdp_wrapped_module")
+        core = model.module if wrapped else model
+        return _FSDPForwardRedirection()(model, run) if wrapped else run()
+
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        """(loss, metrics by TRL's names)."""
+        loss, found = self.concatenated_forward(model, batch)
+        chosen, rejected, chosen_logits, rejected_logits, nll, chosen_rewards, rejected_rewards, ratio, odds = found
+        metrics = {
+            "rewards/chosen": chosen_rewards, "rewards/rejected": rejected_rewards,
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
+            "rewards/margins": chosen_rewards - rejected_rewards, "logps/rejected": rejected, "logps/chosen": chosen,
+            "logits/rejected": rejected_logits, "logits/chosen": chosen_logits, "nll_loss": nll,
+            "log_odds_ratio": ratio, "log_odds_chosen": odds,
+        }  # fmt: skip
+        prefix = "eval_" if train_eval == "eval" else ""
+        gather = self.accelerator.gather_for_metrics
+        return loss, {f"{prefix}{name}": gather(value.detach()).mean().item() for name, value in metrics.items()}
