@@ -9,7 +9,8 @@ import torch
 import liger_hw
 from liger_hw import use_backend
 from liger_hw._triton import AVAILABLE
-from liger_hw.dispatch import KINDS, OPS, names_arguments
+from liger_hw.checks import KINDS, names_arguments
+from liger_hw.dispatch import OPS
 from liger_hw.testing.samples import SAMPLES
 
 TEXT, NUMBERS = "text", [1.0, 2.0]

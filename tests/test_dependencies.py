@@ -22,8 +22,9 @@ FLOORS = [  # from the top: a room may import itself and what stands below it, s
     {"launch"},
     {"dispatch"},
     {"tuning"},
+    {"checks"},
     {"backends"},
-    {"_triton", "_lazy", "console"},
+    {"_triton", "_torch", "_lazy", "console"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

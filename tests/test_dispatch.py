@@ -4,6 +4,7 @@ import torch
 from liger_hw import backends, dispatch, use_backend
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
+from liger_hw.checks import check
 from liger_hw.dispatch import OPS, op
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.losses.chunked import token_loss
@@ -153,6 +154,6 @@ def test_without_triton(double, monkeypatch):
 
 
 def test_check_describes_tensors_only_when_it_fails():
-    dispatch.check(True, "x", object(), "anything")
+    check(True, "x", object(), "anything")
     with pytest.raises(ValueError, match=r"^x: got torch.float32 of shape \(2,\) on cpu, allowed: integers$"):
-        dispatch.check(False, "x", torch.ones(2), "integers")
+        check(False, "x", torch.ones(2), "integers")

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.losses.chunked import chunked_loss
 
 

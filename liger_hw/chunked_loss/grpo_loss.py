@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from liger_hw.checks import check
 from liger_hw.chunked_loss.functional import liger_fused_linear_grpo
-from liger_hw.dispatch import check
 from liger_hw.losses.policy import KL, PolicyOptions, vespo_weights
 
 __all__ = ["LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]

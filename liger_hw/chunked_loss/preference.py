@@ -5,6 +5,7 @@ The arguments are those of the functions in `functional` and mean what they mean
 
 from torch import nn
 
+from liger_hw.checks import check
 from liger_hw.chunked_loss.functional import (
     liger_fused_linear_cpo,
     liger_fused_linear_dpo,
@@ -12,7 +13,6 @@ from liger_hw.chunked_loss.functional import (
     liger_fused_linear_orpo,
     liger_fused_linear_simpo,
 )
-from liger_hw.dispatch import check
 from liger_hw.losses.preference_formulas import PAIR_LOSSES
 
 __all__ = [

@@ -10,7 +10,7 @@ in the place of `axolotl.integrations.liger.LigerPlugin`. It takes that plugin's
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 
 FLAGS = {  # key of the configuration -> flags of `patch`

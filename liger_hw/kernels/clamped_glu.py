@@ -15,7 +15,8 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
 from liger_hw.kernels.glu import tile_config
 from liger_hw.launch import launch

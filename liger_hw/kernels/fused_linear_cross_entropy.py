@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.cross_entropy import kernels, plain
 from liger_hw.kernels.cross_entropy.formula import (
     Formula,

@@ -22,7 +22,8 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw
+from liger_hw.checks import check, check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels._math import activated, activated_with_slope, empty_rows, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned

@@ -17,7 +17,9 @@ is this without up: it keeps one tensor of that width instead of the two of torc
 import torch
 from torch.utils import checkpoint
 
-from liger_hw.dispatch import Cost, Function, check, op, raw
+from liger_hw._torch import saved_tensors_hooks
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels.glu import (
     ACTIVATIONS,
     activate,
@@ -154,7 +156,7 @@ def _checkpointed():
     It computes a layer again only up to the last tensor that was kept. So where a gated MLP ends a layer, its product
     and its projection need not be computed again, if they come after all that is kept: in a function of their own.
     """
-    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = None if torch.compiler.is_compiling() else saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 

@@ -21,7 +21,8 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import (
     empty_partials,
     empty_rows,

@@ -1,12 +1,12 @@
 """What every loss of a linear layer shares: logits by chunks of rows, and gradients added up over the chunks."""
 
-import functools
-
 import torch
 
+from liger_hw._torch import has_wide_products
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import check, raw
+from liger_hw.checks import check
+from liger_hw.dispatch import raw
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 
@@ -145,20 +145,12 @@ def _add_product(total, a, b, first):
     """total = a b (+ total), added up in the dtype of `total`, which may be wider than theirs."""
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif not _has_wide_products(a.device.type):
+    elif not has_wide_products(a.device.type):
         total.copy_(torch.mm(a, b)) if first else total.add_(torch.mm(a, b))
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
-@functools.cache
-def _has_wide_products(device_type):
-    """Whether torch multiplies 16-bit matrices into fp32 on such devices."""
-    if device_type == "meta":
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype_out", device_type.upper())
 
 
 def empty_gradients(x, weight, bias, wanted):

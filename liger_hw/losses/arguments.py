@@ -3,10 +3,10 @@
 import math
 import sys
 
-from liger_hw.dispatch import check
+from liger_hw._torch import traced
+from liger_hw.checks import check
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.linear_chunks import prepare_linear
-from liger_hw.losses.chunked import traced
 
 LARGEST = sys.float_info.max
 

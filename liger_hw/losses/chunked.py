@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from liger_hw.dispatch import Function, check, names_arguments
+from liger_hw._torch import traced
+from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import Function
 from liger_hw.kernels.fused_linear_selective_log_softmax import (
     Plan,
     fused_linear_selective_log_softmax,
@@ -27,12 +29,6 @@ from liger_hw.kernels.linear_chunks import Gradients, MiB, prepare_linear, scale
 from liger_hw.kernels.selective_log_softmax import Scaling, check_tokens, empty_outputs
 
 CHUNK_MEMORY = 512 * MiB
-
-
-def traced(*tensors):
-    """Whether somebody wants to see ordinary torch operations: a compiler, a dispatch mode or a tensor subclass."""
-    ordinary = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors if t is not None)
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not ordinary
 
 
 class _InForward(Function):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from liger_hw.dispatch import check, names_arguments, widen
+from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import widen
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import kind_of
 from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows

@@ -4,7 +4,7 @@ import inspect
 
 from torch import nn
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
 from liger_hw.losses.policy import OPTION_NAMES, policy_loss

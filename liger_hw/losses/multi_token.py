@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, names_arguments
+from liger_hw.checks import check, names_arguments
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, names_arguments, widen
+from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import widen
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference

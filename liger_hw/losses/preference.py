@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, names_arguments
+from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, names_arguments
+from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import (
     Plan,
     chunk_layout,

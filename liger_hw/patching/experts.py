@@ -19,11 +19,11 @@ f(x U^T) D^T, are the same without the product: I values stay instead of 2H + 2I
 
 import torch
 
+from liger_hw._torch import grouped_mm, is_plain
 from liger_hw.dispatch import Function
 from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.gathered_sum import sum_gathered
 from liger_hw.kernels.glu import glu, swiglu
-from liger_hw.patching.lazy_logits import PLAIN
 
 
 def computes(module, x):
@@ -38,8 +38,8 @@ def computes(module, x):
         # hooks bring sharded weights, or mark the tokens that belong to another rank's experts
         and not (getattr(module, "_is_expert_parallel", False) or module._forward_pre_hooks or module._forward_hooks)
         and not torch.compiler.is_compiling()
-        and all(type(w) in PLAIN and w.dtype == x.dtype for w in weights)
-        and type(x) in PLAIN
+        and is_plain(x, *weights)
+        and all(w is not None and w.dtype == x.dtype for w in weights)
         and torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (x, *weights))
         and swiglu.choose(x.device, x.dtype) != "reference"
@@ -61,8 +61,7 @@ def _first(module):
 
 def grouped(x, weights, offsets):
     """(S, K) rows in groups that end at `offsets` times (E, K, N), or (K, S) times (S, N) group by group: (E, K, N)."""
-    multiply = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    return multiply(x, weights, offs=offsets)
+    return grouped_mm()(x, weights, offs=offsets)
 
 
 class MixtureFunction(Function):

@@ -10,10 +10,9 @@ head would have, replays the steps, and goes on as that tensor.
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_hw._torch import PLAIN
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # types whose memory is their own, which a DTensor's is not
 
 
 class LazyLogits:

@@ -15,10 +15,11 @@ import inspect
 
 import torch
 
+from liger_hw._torch import is_plain
 from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching import swapping
-from liger_hw.patching.lazy_logits import PLAIN, LazyLogits
+from liger_hw.patching.lazy_logits import LazyLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
@@ -97,7 +98,7 @@ def _head(original, match):
             return original.forward(self, *args, **kwargs)
         hidden, weight = args[0], self.weight
         computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-        if not computes_alike or type(hidden) not in PLAIN or type(weight) not in PLAIN or hidden.numel() == 0:
+        if not computes_alike or not is_plain(hidden, weight) or hidden.numel() == 0:
             return original.forward(self, hidden)
         if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
             self.set_reshard_after_forward(False, recurse=False)

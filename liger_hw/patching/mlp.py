@@ -10,9 +10,9 @@ gate and up are halves of one projection, in the order that "up_first" says. Wit
 import torch
 from torch import nn
 
+from liger_hw._torch import is_plain
 from liger_hw.kernels.glu import unit
 from liger_hw.kernels.glu_linear import glu_linear
-from liger_hw.patching.lazy_logits import PLAIN
 
 
 def compute(module, names, x, function, options):
@@ -73,7 +73,7 @@ def project_down(down, gate, up, activation):
         gate, up: (..., C), what the projections before it returned, and nobody else reads; up None: down(f(gate)).
         activation: one of `glu.ACTIVATIONS`.
     """
-    if is_linear_and_nothing_else(down) and type(gate) in PLAIN and (up is None or type(up) in PLAIN):
+    if is_linear_and_nothing_else(down) and is_plain(gate, up):
         return glu_linear(gate, up, down.weight, down.bias, activation, in_place=True)
     return down(unit(gate, up, activation, in_place=True))
 
@@ -87,8 +87,7 @@ def is_linear_and_nothing_else(module):
     return (
         type(module) is nn.Linear
         and "forward" not in module.__dict__
-        and type(module.weight) in PLAIN
-        and (module.bias is None or type(module.bias) in PLAIN)
+        and is_plain(module.weight, module.bias)
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not nn.modules.module._has_any_global_hook()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.patching import loss, recognition, swapping
 from liger_hw.patching.probing import Match
 

@@ -4,7 +4,7 @@ import pathlib
 
 import torch
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING")

@@ -9,12 +9,12 @@ import functools
 
 import torch
 
+from liger_hw._torch import is_plain
 from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import GELU, activate, geglu, swiglu, unit
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.patching import experts, gated_norm, mlp, rotary
-from liger_hw.patching.lazy_logits import PLAIN
 from liger_hw.patching.recognition import HALVES
 
 NORMS = {op.__name__: op for op in (rms_norm, layer_norm)}
@@ -164,7 +164,7 @@ def _sorted_experts(original, match):
 
     def forward(self, *args, **kwargs):
         weights = [getattr(self, names[role]) for role in ("first", "second")]
-        if len(args) != 1 or kwargs or not all(type(tensor) in PLAIN for tensor in (*args, *weights)):
+        if len(args) != 1 or kwargs or not is_plain(*args, *weights):
             return original.forward(self, *args, **kwargs)
         return mlp.sorted_experts(args[0], *weights, op, options)
 

@@ -18,6 +18,7 @@ import torch
 
 from liger_hw import backends, dispatch, launch
 from liger_hw._triton import AVAILABLE, interpreting
+from liger_hw.checks import check
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence
 from liger_hw.proof.occupancy import LIMITS, occupancy
@@ -287,5 +288,5 @@ def ops_here(names: list[str]) -> list[str]:
         ValueError: one is unknown.
     """
     unknown = [name for name in names if name not in dispatch.OPS]
-    dispatch.check(not unknown, "OPS", ", ".join(unknown), ", ".join(sorted(dispatch.OPS)))
+    check(not unknown, "OPS", ", ".join(unknown), ", ".join(sorted(dispatch.OPS)))
     return names or sorted(dispatch.OPS)

@@ -6,7 +6,7 @@ None or name Triton.
 import functools
 import inspect
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.stand_in import ops
 
 CHOICES = ("impl", "mode", "backend")

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from packaging.version import Version
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 
 LARGEST_BLOCK = 65_536
 

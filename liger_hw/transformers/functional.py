@@ -6,7 +6,8 @@
 import torch
 from torch.nn._reduction import legacy_get_string
 
-from liger_hw.dispatch import check, names_arguments, widen
+from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import widen
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd

@@ -7,7 +7,7 @@ attributes and have no effect: these modules never write over their caller's ten
 import torch
 from torch import nn
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.layer_norm import layer_norm

@@ -2,7 +2,7 @@
 
 import inspect
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 

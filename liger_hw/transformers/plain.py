@@ -6,7 +6,7 @@ They are here so that programs which use them run, on any device and with right 
 import torch
 import torch.nn.functional as F
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.rms_norm import rms_norm
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 from liger_hw.transformers import functional
 from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, initial_weight
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy

@@ -7,7 +7,7 @@ rank's columns, softmax - one-hot, needs no further communication.
 import torch
 import torch.distributed as dist
 
-from liger_hw.dispatch import check
+from liger_hw.checks import check
 
 FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which leaves the target out
 MODES = ("global", "partition")  # the smoothed mean over all columns, or over those of the rank

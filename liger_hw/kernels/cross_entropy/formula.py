@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import check, refuse, widen
+from liger_hw.checks import check, refuse
+from liger_hw.dispatch import widen
 from liger_hw.kernels.cross_entropy.totals import divisors
 
 REDUCTIONS = ("none", "sum", "mean")

@@ -15,7 +15,8 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, check_kernel_dtype, op, raw, widen
+from liger_hw.checks import check, check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge_columns, in_body, split
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.cross_entropy.kernels import scale_rows

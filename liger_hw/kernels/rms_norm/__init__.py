@@ -16,7 +16,8 @@ plus one fp32 partial dw a program. Both are bound by memory. A row too wide for
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
 from liger_hw.kernels.rms_norm.kernels import backward_rows, forward_rows
 from liger_hw.kernels.rms_norm.wide import wide_backward_rows

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw.dispatch import Cost, Function, check, op, raw, widen
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
 

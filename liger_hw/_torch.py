@@ -1,0 +1,43 @@
+"""Every name of torch that is private, and the questions that only those can answer."""
+
+import functools
+
+import torch
+from torch._C import _are_functorch_transforms_active as transforms_active  # of torch.func: grad, vmap, jvp
+from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
+from torch.compiler import is_compiling
+
+__all__ = [
+    "PLAIN", "dispatch_modes", "grouped_mm", "has_wide_products", "is_plain", "saved_tensors_hooks", "traced",
+    "transforms_active",
+]  # fmt: skip
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(*tensors) -> bool:
+    """Tell whether the memory of each tensor is its own: no subclass such as DTensor. None counts as plain."""
+    return all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+
+
+def traced(*tensors) -> bool:
+    """Tell whether a compiler, a dispatch mode or a tensor subclass has to see ordinary torch operations."""
+    return is_compiling() or dispatch_modes() > 0 or not is_plain(*tensors)
+
+
+def saved_tensors_hooks():
+    """Return the innermost pair of hooks for saved tensors (pack, unpack), or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def grouped_mm():
+    """Return torch's grouped matrix product, public or not yet."""
+    return getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+@functools.cache
+def has_wide_products(device_type: str) -> bool:
+    """Tell whether torch multiplies 16-bit matrices into fp32 on such devices."""
+    if device_type == "meta":
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype_out", device_type.upper())
