@@ -1,258 +1,240 @@
-"""Logits that are computed when somebody looks at them.
+"""Logits that a fused loss does not need: tensors whose values are computed when something reads them.
 
-Between a language model's head and its loss there is at most a constant bias, a scale, a softcap, a cast, a slice of
-rows or of the vocabulary, or another shape of the rows. `LazyLogits` stands for the head's output, remembers those
-steps, and is consumed by a fused linear cross entropy that never holds the logits: torch.nn.functional.cross_entropy of
-it is one. So is logsumexp, of which models make a z-loss. Whatever else is done to it, it computes the logits as the
-head would have, replays the steps, and goes on as that tensor.
+The head of a patched model returns `LazyLogits`: a `torch.Tensor` with a shape, a dtype and a node in the graph, but
+without memory. What the model does to it before its loss (bias, scale, softcap, cast, a slice of rows or of the
+vocabulary, another shape) is recorded in `__torch_function__`. A loss that understands the record computes its value
+from hidden states and weight, a chunk of rows at a time. Everything else, by any function of torch, computes the logits
+below autograd (`__torch_dispatch__`), so gradients, hooks, grad modes, views and in-place writes are torch's own.
+
+    hidden, weight, bias -> HeadFunction -> StepFunction ... -> FusedFunction -> loss
+                               logits         logits / 2.0        cross entropy
+
+The backward runs through the same nodes. `FusedFunction` returns a `LossGradient`, which stands for the gradient of the
+logits and carries those of hidden states, weight and bias; `HeadFunction` unwraps it. Where a hook or a second loss
+reads it, writes to it or adds to it, its values are computed, and the head's ordinary backward follows.
 """
 
+import weakref
+from functools import partial
+
 import torch
-from torch.utils._pytree import tree_map
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._pytree import tree_map_only
 
 from liger_hw._torch import PLAIN
+from liger_hw.dispatch import Function
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
+ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
 
-class LazyLogits:
-    """bias, scale, softcap, cast and slice of `head(hidden)`, not yet computed.
 
-    Args:
-        hidden: (..., H).
-        head: a `torch.nn.Linear` of H to V. Its weight is looked up when it is needed: that is where sharding engines
-            put it back.
-        steps: what happened to the logits since, as (name, argument) pairs.
-        of: the `LazyLogits` that these descend from. Descendants share `extras`, where the loss leaves its by-products.
+class Source:
+    """What one call of a head got: hidden states, weight and bias, as they were then.
+
+    Attributes:
+        tensors: (hidden (..., H), weight (V, H), bias (V,) or None), without their graph.
+        learns: whether a gradient goes to each.
+        autocast_dtype: what the head computes in, or None outside autocast.
+        recording: whether the model's forward still runs. Steps after it are computed at once: who divides the logits
+            now and reads them after the optimizer's step gets what was divided.
+        by_products: what the loss computed besides, by name.
+        access: how nodes of the graph reach this.
     """
 
-    def __init__(self, hidden, head, steps=(), of=None):
-        self.hidden, self.head, self.steps = hidden, head, steps
-        self.extras = {} if of is None else of.extras
-        self.autocast_dtype = _autocast_dtype(hidden.device.type) if of is None else of.autocast_dtype
-        kept = [argument for name, argument in steps[-1:] if name == "columns"]
-        self.vocabulary = kept[0] if kept else head.weight.shape[0] if of is None else of.vocabulary
-        self.versions = _versions(hidden, head.weight)
-        self.value = None
+    def __init__(self, hidden, weight, bias, learns):
+        self.tensors = tuple(None if t is None else t.detach() for t in (hidden, weight, bias))
+        self.learns = learns
+        self.autocast_dtype = autocast_dtype(hidden.device.type)
+        self.recording = True
+        self.by_products = {}
+        self.access = Access(self)
+        self._seen = [_fingerprint(t) for t in self.tensors]
 
-    def then(self, name, argument=None):
-        """These logits after one more step, or None if they have been computed: somebody may have written to them."""
-        if self.value is None:
-            return LazyLogits(self.hidden, self.head, (*self.steps, (name, argument)), self)
+    def check_unchanged(self):
+        """Raise a RuntimeError if the head's tensors have changed since the forward.
 
-    @property
-    def operands(self):
-        """hidden, weight and bias in the dtype that the head would compute in, of the part of the vocabulary left."""
-        weight, bias, dtype = self.head.weight, self.head.bias, self.autocast_dtype
-        for name, argument in self.steps:
-            if name == "add":
-                added = argument.flatten().to(weight.dtype)
-                bias = added if bias is None else bias + added
-            elif name == "columns":
-                weight, bias = weight[:argument], None if bias is None else bias[:argument]
-        tensors = self.hidden, weight, bias
-        return tensors if dtype is None else tuple(None if x is None else x.to(dtype) for x in tensors)
-
-    def scale_and_softcap(self):
-        """(logit_scale, softcap) of the ops for these steps, softcap None where there is no tanh; None where the ops
-        have no such numbers."""
-        numerator, denominator, capped, cap = 1.0, 1.0, False, None
-        for name, argument in self.steps:
-            if name in ("to", "columns") or name == "add" and numerator == denominator == 1.0 and not capped:
-                continue
-            if name == "tanh" and not capped:
-                capped = True
-            elif capped and cap is None and name == "mul" and argument > 0:
-                cap = argument
-            elif not capped and name == "mul":
-                numerator *= argument
-            elif not capped and name == "div" and argument != 0:
-                denominator *= argument
-            else:
-                return None
-        if capped and cap is None:
-            cap = 1.0
-        return numerator * (cap or 1.0) / denominator, cap
-
-    def materialise(self):
-        """The logits as a tensor, computed once, exactly as the model's own head and steps would.
-
-        Raises:
-            RuntimeError: the logits of that forward can no longer be had: the head's weight was written to since, by an
-                optimizer step for one, or it is sharded, or the forward was compiled.
+        Some optimizers write without moving a version counter (fused AdamW, `p.data`), so samples of the values count.
         """
-        if self.value is None:
-            weight, dtype = self.head.weight, self.autocast_dtype
-            if type(weight) not in PLAIN or _versions(self.hidden, weight) != self.versions:
-                raise RuntimeError(
-                    "the logits were not kept in the forward and cannot be computed now: the head's weight has since "
-                    "changed (an optimizer step?) or is sharded, or the forward was compiled. Read outputs.logits "
-                    "before that, or call the model with skip_logits=False"
-                )
-            with torch.autocast(self.hidden.device.type, dtype, enabled=dtype is not None):
-                value = torch.nn.functional.linear(self.hidden, weight, self.head.bias)
-                for name, argument in self.steps:
-                    value = APPLY[name](value, argument)
-            self.value = value
-        return self.value
+        names = "hidden states", "weight", "bias"
+        for name, tensor, (version, sample) in zip(names, self.tensors, self._seen):
+            if sample is None:
+                continue
+            if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+                change = "were sharded or freed"
+            else:
+                version_now, sample_now = _fingerprint(tensor)
+                if version_now == version and torch.equal(sample_now.nan_to_num(), sample.nan_to_num()):
+                    continue
+                change = "changed"
+            raise RuntimeError(
+                f"the logits of this forward were not computed and cannot be now: the head's {name} {change} since "
+                f"(an optimizer step?). Read outputs.logits before that, or {ADVICE}"
+            )
 
-    shape = property(lambda self: self.hidden.shape[:-1] + (self.vocabulary,))
-    ndim = property(lambda self: self.hidden.ndim)
-    device = property(lambda self: self.hidden.device)
-    requires_grad = property(lambda self: self.materialise().requires_grad)
-
-    @property
-    def dtype(self):
-        casts = [argument for name, argument in self.steps if name == "to"]
-        return casts[-1] if casts else self.autocast_dtype or self.hidden.dtype
-
-    def dim(self):
-        return self.ndim
-
-    def size(self, dim=None):
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self):
-        return self.shape.numel()
-
-    def float(self):
-        return self.to(torch.float32)
-
-    def contiguous(self):
-        return self if self.value is None else self.value.contiguous()
-
-    def to(self, *args, **kwargs):
-        dtype = args[0] if len(args) == 1 else kwargs.get("dtype") if not args else None
-        if isinstance(dtype, torch.dtype) and not set(kwargs) - {"dtype"} and dtype.is_floating_point:
-            if dtype == self.dtype and self.value is None:
-                return self
-            later = self.then("to", dtype)
-            if later is not None:
-                return later
-        return self.materialise().to(*args, **kwargs)
-
-    def view(self, *shape):
-        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
-        whole = bool(shape) and all(type(n) is int for n in shape) and shape[-1] == self.vocabulary
-        if self.value is None and whole and len(shape) > 1:
-            return LazyLogits(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]), self.head, self.steps, self)
-        return self.materialise().view(*shape)
-
-    def reshape(self, *shape):
-        later = self.view(*shape) if self.value is None else None
-        return later if isinstance(later, LazyLogits) else self.materialise().reshape(*shape)
-
-    def cross_entropy(self, target, weight, ignore_index, reduction, label_smoothing):
-        """torch.nn.functional.cross_entropy of these logits without computing them, or None."""
-        scale_and_softcap = self.scale_and_softcap()
-        fits = self.ndim == 2 and target.dtype == torch.int64 and target.shape == self.shape[:1]
-        if self.value is not None or scale_and_softcap is None or not fits:
-            return None
-        if type(target) not in PLAIN or reduction not in ("mean", "sum", "none"):
-            return None
-        hidden, head_weight, bias = self.operands
-        loss = fused_linear_cross_entropy(
-            hidden, head_weight, target, bias, weight, ignore_index, label_smoothing,
-            logit_scale=scale_and_softcap[0], softcap=scale_and_softcap[1], reduction=reduction,
-        )  # fmt: skip
-        return loss.to(self.dtype)
-
-    def logsumexp(self, dim, keepdim=False):
-        """Over the vocabulary without computing the logits, for losses that add its square (z-loss)."""
-        scale_and_softcap = self.scale_and_softcap()
-        if self.value is not None or scale_and_softcap is None or dim not in (-1, self.ndim - 1) or keepdim:
-            return self.materialise().logsumexp(dim, keepdim)
-        hidden, weight, bias = self.operands
-        token = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)  # any
-        found = fused_linear_selective_log_softmax(
-            hidden, weight, token, bias, logit_scale=scale_and_softcap[0], softcap=scale_and_softcap[1], return_lse=True
-        )
-        return found.lse.to(self.dtype)
-
-    def __add__(self, other):
-        row = type(other) in PLAIN and not other.requires_grad and other.numel() == self.vocabulary
-        row = row and other.ndim <= self.ndim and other.shape[-1:] == self.shape[-1:]
-        later = self.then("add", other) if row else None
-        return self.materialise() + _real(other) if later is None else later
-
-    __radd__ = __add__
-
-    def __mul__(self, other):
-        later = self.then("mul", other) if type(other) in (int, float) else None
-        return self.materialise() * _real(other) if later is None else later
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other):
-        later = self.then("div", other) if type(other) in (int, float) else None
-        return self.materialise() / _real(other) if later is None else later
-
-    def tanh(self):
-        later = self.then("tanh")
-        return self.materialise().tanh() if later is None else later
-
-    def __getitem__(self, index):
-        if self.value is None and _selects_rows(index, self.ndim):
-            return LazyLogits(self.hidden[index], self.head, self.steps, self)
-        columns = _selects_columns(index, self.ndim)
-        if columns is not None and 0 < columns <= self.vocabulary and self.value is None:
-            return self.then("columns", columns)
-        return self.materialise()[index]
-
-    def __setitem__(self, index, value):
-        self.materialise()[index] = value
-
-    def __getattr__(self, name):
-        if name.startswith("__") and name != "__array__":
-            raise AttributeError(name)
-        return getattr(self.materialise(), name)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.tanh and len(args) == 1 and not kwargs:
-            return args[0].tanh()
-        if func is torch.logsumexp and isinstance(args[0], LazyLogits):
-            return args[0].logsumexp(*args[1:], **kwargs or {})
-        if func is torch.nn.functional.cross_entropy and isinstance(args[0], LazyLogits):
-            loss = _fused_cross_entropy(*args, **kwargs or {})
-            if loss is not None:
-                return loss
-        args, kwargs = tree_map(_real, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __reduce__(self):
-        return _itself, (self.materialise(),)
-
-    def __deepcopy__(self, memo):
-        return self.materialise().detach().clone()
-
-    def __repr__(self):
-        state = "computed" if self.value is not None else "not computed"
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {state})"
-
-    __hash__ = object.__hash__
+    def logits(self, steps):
+        """Compute the logits after `steps`; always all rows first, as a product of fewer may round otherwise."""
+        self.check_unchanged()
+        dtype = self.autocast_dtype
+        with torch.autocast(self.tensors[0].device.type, dtype, enabled=dtype is not None):
+            return apply_steps(torch.nn.functional.linear(*self.tensors), steps)
 
 
-def _itself(value):
-    return value
+class Access:
+    """A `Source` as nodes of the graph hold it: weakly, so that a loss alone does not keep the hidden states in memory.
+
+    Attributes:
+        kept: the Source, once a backward may need it: the logits were read, or something may look at their gradient.
+    """
+
+    def __init__(self, source):
+        self.kept, self._source = None, weakref.ref(source)
+
+    def keep(self):
+        self.kept = self.kept or self._source()
+
+    def source(self):
+        source = self.kept or self._source()
+        if source is None:
+            raise RuntimeError(f"something reads the gradient of logits that are gone and were not computed: {ADVICE}")
+        return source
 
 
-def _real(x):
-    return x.materialise() if isinstance(x, LazyLogits) else x
-
-
-def _versions(*tensors):
-    """How often each was written to; None under torch.compile, which cannot say, and for inference tensors."""
-    return None if torch.compiler.is_compiling() else [None if x.is_inference() else x._version for x in tensors]
-
-
-def _autocast_dtype(device_type):
+def autocast_dtype(device_type):
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def _fingerprint(tensor):
+    """Return the tensor's version, None if it has none, and a copy of some hundred of its values."""
+    if tensor is None or tensor.device.type == "meta":
+        return None, None
+    sample = tensor[tuple(slice(None, None, max(size // 16, 1)) for size in tensor.shape)].clone()
+    return None if tensor.is_inference() else tensor._version, sample
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """The steps from a head's output to some logits, as (name, argument) pairs.
+
+    Each method returns the record after one more step, or None where a loss would not understand it.
+
+    Attributes:
+        hidden: the rows of the head's input that these logits are made of, (..., H).
+        vocabulary: columns.
+        dtype: of the logits.
+    """
+
+    def __init__(self, hidden, vocabulary, dtype, steps=()):
+        self.hidden, self.vocabulary, self.dtype, self.steps = hidden, vocabulary, dtype, steps
+
+    @property
+    def shape(self):
+        return self.hidden.shape[:-1] + (self.vocabulary,)
+
+    def _then(self, name, argument=None, hidden=None, vocabulary=None, dtype=None):
+        steps = (*self.steps, (name, argument))
+        hidden = self.hidden if hidden is None else hidden
+        return Record(hidden, vocabulary or self.vocabulary, dtype or self.dtype, steps)
+
+    def multiply(self, number):
+        return self._then("mul", number) if type(number) in (int, float) else None
+
+    def divide(self, number):
+        return self._then("div", number) if type(number) in (int, float) else None
+
+    def tanh(self):
+        return self._then("tanh")
+
+    def add(self, row):
+        """Add a constant to each column."""
+        fits = type(row) in PLAIN and not row.requires_grad and row.numel() == self.vocabulary
+        fits = fits and row.shape[-1:] == (self.vocabulary,) and row.ndim <= self.hidden.ndim
+        fits = fits and torch.promote_types(row.dtype, self.dtype) == self.dtype
+        return self._then("add", row.detach().flatten()) if fits else None
+
+    def cast(self, dtype):
+        return self._then("to", dtype, dtype=dtype) if dtype.is_floating_point else None
+
+    def index(self, index):
+        """Take slices or a mask of rows, or the first columns."""
+        if _selects_rows(index, self.hidden.ndim):
+            return self._then("rows", index, hidden=self.hidden[index])
+        columns = _first_columns(index, self.hidden.ndim)
+        if columns is not None and 0 < columns <= self.vocabulary:
+            return self._then("columns", columns, vocabulary=columns)
+        return None
+
+    def view(self, *shape):
+        """Arrange the rows in another shape."""
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        whole = len(shape) > 1 and all(type(size) is int for size in shape) and shape[-1] == self.vocabulary
+        if not whole or not self.hidden.numel():
+            return None
+        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+        return self._then("view", hidden.shape[:-1] + (self.vocabulary,), hidden=hidden)
+
+
+VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with what they were applied to
+APPLY = {
+    "add": torch.add,
+    "columns": lambda value, count: value[..., :count],
+    "div": torch.div,
+    "mul": torch.mul,
+    "rows": lambda value, index: value[index],
+    "tanh": lambda value, _: torch.tanh(value),
+    "to": lambda value, dtype: value.to(dtype),
+    "view": lambda value, shape: value.reshape(shape),
+}
+
+
+def apply_steps(logits, steps):
+    for name, argument in steps:
+        logits = APPLY[name](logits, argument)
+    return logits
+
+
+def scale_and_softcap(steps):
+    """Return (logit_scale, softcap) of the ops for these steps, softcap None without tanh; None if they do not fit."""
+    numerator, denominator, capped, cap = 1.0, 1.0, False, None
+    for name, argument in steps:
+        if name in ("to", *VIEWS) or name == "add" and numerator == denominator == 1.0 and not capped:
+            continue
+        if name == "tanh" and not capped:
+            capped = True
+        elif capped and cap is None and name == "mul" and argument > 0:
+            cap = argument
+        elif not capped and name == "mul":
+            numerator *= argument
+        elif not capped and name == "div" and argument != 0:
+            denominator *= argument
+        else:
+            return None
+    if capped and cap is None:
+        cap = 1.0
+    return numerator * (cap or 1.0) / denominator, cap
+
+
+def operands(hidden, weight, bias, steps, dtype):
+    """The op's x (N, H), weight and bias for the logits after `steps`, in the dtype that the head computes in."""
+    for name, argument in steps:
+        if name == "add":
+            row = argument.to(weight.dtype)
+            bias = row if bias is None else bias + row
+        elif name == "columns":
+            weight, bias = weight[:argument], None if bias is None else bias[:argument]
+        elif name == "rows":
+            hidden = hidden[argument]
+        elif name == "view":
+            hidden = hidden.reshape(*argument[:-1], hidden.shape[-1])
+    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias
+    return tensors if dtype is None else tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
 def _selects_rows(index, ndim):
-    """Whether indexing by slices leaves the vocabulary, the last dimension, whole."""
-    if torch.is_tensor(index):  # a mask of rows
+    """Tell whether indexing by slices, or by a mask, leaves the vocabulary, the last dimension, whole."""
+    if torch.is_tensor(index):
         return index.dtype == torch.bool and index.ndim < ndim
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or isinstance(i, slice) for i in index) or index.count(Ellipsis) > 1:
@@ -261,48 +243,385 @@ def _selects_rows(index, ndim):
     return len(index) <= ndim and (not reaches_last or index[-1] == slice(None))
 
 
-def _selects_columns(index, ndim):
-    """n where indexing keeps the first n of the vocabulary and all rows; None otherwise."""
+def _first_columns(index, ndim):
+    """Return n where indexing keeps the first n of the vocabulary and all rows, else None."""
     if not isinstance(index, tuple) or len(index) < 2 or not isinstance(index[-1], slice):
         return None
     rows = index[0] is Ellipsis if len(index) == 2 else len(index) == ndim
     rows = rows and all(i is Ellipsis or isinstance(i, slice) and i == slice(None) for i in index[:-1])
-    first = index[-1]
-    return (
-        first.stop
-        if rows and first.start in (None, 0) and first.step in (None, 1) and type(first.stop) is int
-        else None
-    )
+    start, stop, step = index[-1].start, index[-1].stop, index[-1].step
+    return stop if rows and start in (None, 0) and step in (None, 1) and type(stop) is int else None
 
 
-def _fused_cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+# What torch calls -> the method of `Record` that takes the same arguments.
+T = torch.Tensor
+STEPS = {
+    **dict.fromkeys((torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__, T.__rmul__), Record.multiply),
+    **dict.fromkeys((torch.div, torch.true_divide, T.div, T.true_divide, T.__truediv__), Record.divide),
+    **dict.fromkeys((torch.tanh, T.tanh), Record.tanh),
+    **dict.fromkeys((torch.add, T.add, T.__add__, T.__radd__), Record.add),
+    **dict.fromkeys((T.to, T.type), Record.cast),
+    T.float: partial(Record.cast, dtype=torch.float32),
+    T.half: partial(Record.cast, dtype=torch.float16),
+    T.bfloat16: partial(Record.cast, dtype=torch.bfloat16),
+    T.double: partial(Record.cast, dtype=torch.float64),
+    T.__getitem__: Record.index,
+    **dict.fromkeys((T.view, T.reshape), Record.view),
+}
+COMMUTE = {torch.add, T.add, T.__add__, torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__}
+CASTS = {T.to, T.float, T.half, T.bfloat16, T.double, T.type}
+
+
+def next_record(record, function, args, kwargs):
+    """Return the record after `function(logits, *args, **kwargs)`, or None if a loss would not understand it."""
+    step = STEPS.get(function)
+    if function in (T.to, T.type) and set(kwargs) <= {"dtype"}:
+        args, kwargs = (*args, *kwargs.values()), {}
+        step = step if isinstance(args[0] if len(args) == 1 else None, torch.dtype) else None
+    if step is None or kwargs:
+        return None
+    try:
+        return step(record, *args)
+    except (TypeError, RuntimeError, IndexError):  # torch itself says what is wrong with the arguments
+        return None
+
+
+# Tensors without memory -----------------------------------------------------------------------------------------------
+
+NEED_MEMORY = {  # what torch computes from a tensor's memory, without a call that `__torch_dispatch__` sees
+    T.tolist, T.numpy, T.__array__, T.data_ptr, T.untyped_storage, T.storage, T.is_shared, T.share_memory_,
+    T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
+}  # fmt: skip
+ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class Deferred(torch.Tensor):
+    """A tensor whose values its cell computes when an operation of torch reads them."""
+
+    @staticmethod
+    def __new__(cls, cell):
+        tensor = torch.Tensor._make_wrapper_subclass(cls, cell.shape, dtype=cell.dtype, device=cell.device)
+        tensor.cell = cell
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in NEED_MEMORY:
+            args, kwargs = tree_map_only(Deferred, _with_memory, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in ALIASES or func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
+            return type(args[0])(args[0].cell)
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            tensor.cell.before_write()
+        args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.cell.read(), (args, kwargs))
+        result = func(*args, **kwargs)
+        if not written:
+            return result
+        itself = {id(tensor.cell.values): tensor for tensor in written}  # autograd expects what was written to
+        return tree_map_only(torch.Tensor, lambda tensor: itself.get(id(tensor), tensor), result)
+
+
+def _written(func, args, kwargs):
+    """The arguments without memory that `func` writes to."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [given[name] for name in names if isinstance(given.get(name), Deferred)]
+
+
+def _with_memory(tensor):
+    """The values, sharing memory, which say as the tensor does whether they require a gradient."""
+    return tensor.cell.read().detach().requires_grad_(tensor.requires_grad)
+
+
+class Cell:
+    """The values behind a `LazyLogits` and its aliases.
+
+    Attributes:
+        source, record: what the values are made of.
+        parent: the Cell that the last step was applied to, or None.
+        values: the logits as an ordinary tensor without a graph, or None until something reads them.
+    """
+
+    def __init__(self, source, record, parent=None):
+        self.source, self.record, self.parent, self.values = source, record, parent, None
+        self.children = weakref.WeakSet()
+        if parent is not None:
+            parent.children.add(self)
+
+    shape = property(lambda self: self.record.shape)
+    dtype = property(lambda self: self.record.dtype)
+    device = property(lambda self: self.record.hidden.device)
+
+    def read(self):
+        """Return the values; the first call computes them."""
+        if self.values is None:
+            self.source.access.keep()
+            with torch.no_grad():
+                if self.parent is not None and self.parent.values is not None:
+                    self.values = apply_steps(self.parent.values, self.record.steps[-1:])
+                else:
+                    self.values = self.source.logits(self.record.steps)
+        return self.values
+
+    def before_write(self):
+        """Compute the values, and those that were derived from them and not computed yet.
+
+        Raises:
+            RuntimeError: these logits share memory with others, whose graph would not know of the write.
+        """
+        if any(cell.parent is not None and cell.record.steps[-1][0] in VIEWS for cell in (self, *self.children)):
+            raise RuntimeError(f"logits cannot be written in place within the model beside a view of them: {ADVICE}")
+        for child in self.children:
+            child.read()
+        self.read()
+
+
+class LazyLogits(Deferred):
+    """Logits without memory; see the module's docstring."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in COMMUTE and len(args) == 2 and not isinstance(args[0], LazyLogits):
+            args = args[::-1]
+        if args and isinstance(args[0], LazyLogits) and args[0].cell.values is None:
+            derived = _derived(func, args[0], args[1:], kwargs)
+            if derived is not None:
+                return derived
+        if func in WATCHES:
+            tree_map_only(LazyLogits, lambda tensor: tensor.cell.source.access.keep(), (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+WATCHES = {T.register_hook, T.retain_grad, T.grad_fn.__get__, torch.autograd.grad}  # may read the gradient of logits
+
+
+def _derived(func, logits, args, kwargs):
+    """`func(logits, ...)` without computing the logits, or None."""
+    if func in FUSED:
+        try:
+            functions = FUSED[func](logits, *args, **kwargs)
+        except TypeError:  # torch itself says what is wrong with the arguments
+            return None
+        return None if functions is None else fuse(logits, *functions)
+    cell = logits.cell
+    if not (cell.source.recording or func in (T.to, T.float)):  # accelerate casts a model's outputs
+        return None
+    record = next_record(cell.record, func, args, kwargs)
+    if record is None:
+        return None
+    return logits if func in CASTS and record.dtype == cell.dtype else StepFunction.apply(logits, record)
+
+
+# The graph ------------------------------------------------------------------------------------------------------------
+
+
+class HeadFunction(Function):
+    """F.linear(hidden, weight, bias) as `LazyLogits`."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias):
+        source = Source(hidden, weight, bias, ctx.needs_input_grad[:3])
+        ctx.access = source.access
+        record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
+        return LazyLogits(Cell(source, record))
+
+    @staticmethod
+    def backward(ctx, grad):
+        if isinstance(grad, LossGradient):
+            if grad.cell.values is None:
+                return grad.cell.gradients_of_operands()
+            grad = grad.cell.values
+        source = ctx.access.source()
+        source.check_unchanged()
+        (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
+        x, w = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
+        rows, learns = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad
+        return (
+            (grad @ w).to(hidden.dtype) if learns[0] else None,
+            (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if learns[1] else None,
+            rows.sum(0).to(bias.dtype) if learns[2] else None,
+        )
+
+
+class StepFunction(Function):
+    """One more step."""
+
+    @staticmethod
+    def forward(ctx, logits, record):
+        cell = logits.cell
+        ctx.access, ctx.steps, ctx.parent = cell.source.access, record.steps, (cell.shape, cell.dtype)
+        return LazyLogits(Cell(cell.source, record, cell))
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, dtype = ctx.parent
+        if isinstance(grad, LossGradient):
+            if grad.cell.values is None:
+                return LossGradient(grad.cell.before(shape, dtype)), None
+            grad = grad.cell.values
+        name, argument = ctx.steps[-1]
+        if name in ("mul", "div"):
+            grad = APPLY[name](grad, argument)
+        elif name == "tanh":
+            with torch.no_grad():
+                y = ctx.access.source().logits(ctx.steps)
+            grad = grad * (1 - y * y)
+        elif name == "to":
+            grad = grad.to(dtype)
+        elif name == "view":
+            grad = grad.reshape(shape)
+        elif name in ("rows", "columns"):
+            whole = grad.new_zeros(shape)
+            APPLY[name](whole, argument).copy_(grad) if name == "columns" else whole.__setitem__(argument, grad)
+            grad = whole
+        return grad, None
+
+
+class StandIn(Function):
+    """The values of a tensor, as the output of a leaf that has its shape and no memory."""
+
+    @staticmethod
+    def forward(ctx, leaf, values):
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class FusedFunction(Function):
+    """What a fused op computes of the operands of lazy logits, in a graph of its own.
+
+    Args:
+        logits: LazyLogits.
+        fused: (x (N, H), weight, bias, logit_scale, softcap) -> value, or (value, *others without a gradient).
+        ordinary: logits -> value, for whoever reads the gradient of the logits.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, fused, ordinary):
+        source, steps = logits.cell.source, logits.cell.record.steps
+        leaves, tensors = [], []
+        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+            for tensor, learns in zip(source.tensors, source.learns):
+                leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_() if learns else None
+                leaves.append(leaf)
+                tensors.append(StandIn.apply(leaf, tensor) if learns else tensor)
+            outputs = fused(*operands(*tensors, steps, source.autocast_dtype), *scale_and_softcap(steps))
+        value, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.fused = value, leaves, source.access, steps, ordinary
+        ctx.level = logits.shape, logits.dtype, logits.device
+        ctx.mark_non_differentiable(*(other for other in others if other is not None))
+        return value.detach() if not others else (value.detach(), *others)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return LossGradient(GradientCell(ctx.fused, grad, *ctx.level)), None, None
+
+
+class GradientCell:
+    """The gradient of logits, as the gradients of what they are made of or, once something reads it, as values.
+
+    Attributes:
+        fused: the loss with its graph, its leaves, and what `FusedFunction` was given.
+        incoming: the gradient of the loss.
+        shape, dtype, device: of the logits.
+        level: how many steps of the record had been applied to them.
+    """
+
+    def __init__(self, fused, incoming, shape, dtype, device, level=None):
+        self.fused, self.incoming = fused, incoming
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.level = len(fused[3]) if level is None else level
+        self.values = None
+
+    def before(self, shape, dtype):
+        """The gradient one step earlier, where the logits had this shape and dtype."""
+        return GradientCell(self.fused, self.incoming, shape, dtype, self.device, self.level - 1)
+
+    def gradients_of_operands(self):
+        value, leaves, *_ = self.fused
+        asked = [leaf for leaf in leaves if leaf is not None]
+        grads = iter(torch.autograd.grad(value, asked, self.incoming, allow_unused=True))
+        return tuple(None if leaf is None else next(grads) for leaf in leaves)
+
+    def read(self):
+        if self.values is None:
+            _, _, access, steps, ordinary = self.fused
+            with torch.no_grad():
+                leaf = access.source().logits(steps[: self.level])
+            with enable_reentrant_dispatch(), torch.enable_grad():  # autograd does not record within __torch_dispatch__
+                leaf.requires_grad_()
+                value = ordinary(apply_steps(leaf, steps[self.level :]))
+                (self.values,) = torch.autograd.grad(value, leaf, self.incoming)
+        return self.values
+
+    def before_write(self):
+        self.read()
+
+
+class LossGradient(Deferred):
+    """The gradient of logits that were never computed."""
+
+
+def fuse(logits, fused, ordinary):
+    """`FusedFunction` of lazy logits whose steps the ops can express, else None."""
+    cell = logits.cell
+    if cell.values is not None or scale_and_softcap(cell.record.steps) is None:
+        return None
+    if not cell.source.recording:
+        cell.source.check_unchanged()
+    return FusedFunction.apply(logits, fused, ordinary)
+
+
+# Functions of torch that are computed without the logits: (logits, ...) -> the arguments `fused` and `ordinary` of
+# `FusedFunction`, or None.
+
+
+def _cross_entropy(
+    logits, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
     label_smoothing=0.0,
 ):  # fmt: skip
-    """`LazyLogits.cross_entropy` with the arguments of torch.nn.functional.cross_entropy."""
-    if size_average is not None or reduce is not None or not torch.is_tensor(target):
+    fits = size_average is None and reduce is None and type(target) in PLAIN
+    fits = fits and (weight is None or type(weight) in PLAIN)
+    fits = fits and logits.ndim == 2 and target.dtype == torch.int64 and target.shape == logits.shape[:1]
+    if not fits or reduction not in ("mean", "sum", "none"):
         return None
-    return input.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    dtype = logits.dtype
+
+    def fused(x, head, bias, scale, softcap):
+        loss = fused_linear_cross_entropy(x, head, target, bias, weight, logit_scale=scale, softcap=softcap, **options)
+        return loss.to(dtype)
+
+    return fused, lambda real: torch.nn.functional.cross_entropy(real, target, weight, **options)
 
 
-def _materialising(name):
-    def method(self, *args):
-        return getattr(self.materialise(), name)(*map(_real, args))
+def _logsumexp(logits, dim, keepdim=False):
+    if dim not in (-1, logits.ndim - 1) or keepdim or not logits.numel():
+        return None
+    token = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)  # any
+    dtype, shape = logits.dtype, logits.shape[:-1]
 
-    method.__name__ = name
-    return method
+    def fused(x, head, bias, scale, softcap):
+        row = fused_linear_selective_log_softmax(
+            x, head, token, bias, logit_scale=scale, softcap=softcap, return_lse=True
+        )
+        return row.lse.to(dtype).reshape(shape)
+
+    return fused, lambda real: real.logsumexp(-1)
 
 
-_OTHERS = "sub rsub rtruediv neg pow matmul rmatmul mod abs floordiv eq ne lt le gt ge and or invert"
-_OTHERS += " bool len iter int float format array iadd isub"
-for _name in _OTHERS.split():
-    setattr(LazyLogits, f"__{_name}__", _materialising(f"__{_name}__"))
-
-APPLY = {
-    "add": torch.add,
-    "columns": lambda value, count: value[..., :count],
-    "mul": torch.mul,
-    "div": torch.div,
-    "tanh": lambda value, _: torch.tanh(value),
-    "to": lambda value, dtype: value.to(dtype),
+COMPUTE = {"cross_entropy": _cross_entropy, "logsumexp": _logsumexp}
+FUSED = {
+    torch.nn.functional.cross_entropy: _cross_entropy,
+    **dict.fromkeys((torch.logsumexp, torch.special.logsumexp, T.logsumexp), _logsumexp),
 }

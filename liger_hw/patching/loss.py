@@ -10,16 +10,19 @@ it until backward, which is next; ZeRO-3 gathers it again when it is looked up. 
 with an error about the weight's size: leave it to the unit around it.
 """
 
+import contextlib
 import functools
 import inspect
+import threading
 
 import torch
 
 from liger_hw._torch import is_plain
-from liger_hw.kernels.cross_entropy import cross_entropy
+from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching import swapping
-from liger_hw.patching.lazy_logits import LazyLogits
+from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, fuse, scale_and_softcap
+from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
@@ -29,27 +32,19 @@ BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
 
 
 def causal_lm_loss(
-    logits,
-    labels,
-    vocab_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    *,
-    theirs,
-    fused_ce,
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, *, original, fused_ce,
     **kwargs,
-):
-    """`ForCausalLMLoss` of transformers, of lazy logits or of a tensor.
+):  # fmt: skip
+    """`ForCausalLMLoss` of transformers, of logits with or without memory.
 
     Args:
-        logits: (B, T, V), a tensor or `LazyLogits`.
+        logits: (B, T, V).
         labels: (B, T), or None with `shift_labels`, which are the same one step to the left.
         vocab_size: V.
         num_items_in_batch: what to divide the sum by instead of the number of labels that count; number or tensor.
         ignore_index: label that does not count.
-        theirs: the loss function that the model would have called; it gets what the ops cannot take.
-        fused_ce: use the op `cross_entropy` for logits that are a tensor.
+        original: the loss function that the model would have called; it gets what the ops cannot take.
+        fused_ce: use the op `cross_entropy` for logits that have memory.
         kwargs: `CE_OPTIONS` and the rest of `LINEAR_CE_OPTIONS`, which mean what they mean in the ops; anything else is
             ignored, as `ForCausalLMLoss` does.
 
@@ -60,12 +55,13 @@ def causal_lm_loss(
     if targets is None:
         targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = targets.reshape(-1)
-    lazy = isinstance(logits, LazyLogits) and logits.value is None and logits.scale_and_softcap() is not None
+    lazy = _fits_fused_loss(logits)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
     options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if kwargs.get(name) is not None}
     if not fits or targets.dtype != torch.int64 or not (lazy or fused_ce or options):
-        real = logits.materialise() if isinstance(logits, LazyLogits) else logits
-        return theirs(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if isinstance(logits, TracedLogits):
+            logits = logits.compute()
+        return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     options |= {"ignore_index": ignore_index}
     targets = targets.to(logits.device)
     counted = num_items_in_batch is not None
@@ -75,74 +71,160 @@ def causal_lm_loss(
     else:
         options |= {"num_items": divisor}
         divisor = None
-    if lazy:
-        x, weight, bias = logits.operands
-        scale, softcap = logits.scale_and_softcap()
-        x = x.reshape(-1, x.shape[-1])
-        found = fused_linear_cross_entropy(x, weight, targets, bias, softcap=softcap, logit_scale=scale, **options)
+    loss = _cross_entropy(logits, targets, vocab_size, options, lazy)
+    return loss if divisor is None else loss / divisor
+
+
+def _cross_entropy(logits, targets, vocab_size, options, lazy):
+    """The loss of rows; what it computes besides is left with lazy logits."""
+
+    def fused(x, weight, bias, scale, softcap):
+        output = fused_linear_cross_entropy(x, weight, targets, bias, softcap=softcap, logit_scale=scale, **options)
+        return output if torch.is_tensor(output) else tuple(output)
+
+    def ordinary(real):
+        renamed = {RENAMED.get(name, name): option for name, option in options.items()}
+        output = cross_entropy(real.reshape(-1, vocab_size), targets, **renamed)
+        return output if torch.is_tensor(output) else tuple(output)
+
+    if not lazy:
+        output = ordinary(logits.compute() if isinstance(logits, TracedLogits) else logits)
+    elif isinstance(logits, TracedLogits):
+        output = logits.fuse(fused)
     else:
-        real = logits.materialise() if isinstance(logits, LazyLogits) else logits
-        options = {RENAMED.get(name, name): option for name, option in options.items()}
-        found = cross_entropy(real.reshape(-1, vocab_size), targets, **options)
-    if not torch.is_tensor(found):
-        if isinstance(logits, LazyLogits):
-            logits.extras |= {name: getattr(found, name) for name in BY_PRODUCTS if getattr(found, name) is not None}
-        found = found.loss
-    return found if divisor is None else found / divisor
+        output = fuse(logits, fused, lambda real: _first(ordinary(real)))
+    if isinstance(output, tuple):
+        kept = by_products(logits)
+        for name in BY_PRODUCTS:
+            value = getattr(CrossEntropyOutput(*output), name)
+            if kept is not None and value is not None:
+                kept[name] = value
+    return _first(output)
+
+
+def by_products(logits):
+    """Where the loss of lazy logits leaves what it computes besides; None for other logits."""
+    if isinstance(logits, TracedLogits):
+        return logits.by_products
+    return logits.cell.source.by_products if isinstance(logits, LazyLogits) else None
+
+
+def _fits_fused_loss(logits):
+    """Whether these are logits without memory, whose steps the ops can express."""
+    if isinstance(logits, TracedLogits):
+        return scale_and_softcap(logits.record.steps) is not None
+    lazy = isinstance(logits, LazyLogits) and logits.cell.values is None
+    return lazy and scale_and_softcap(logits.cell.record.steps) is not None
+
+
+def _first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+# Arming: `forward` of the model lets its head return lazy logits, for this call in this thread ------------------------
+
+
+@contextlib.contextmanager
+def _armed(heads, sources):
+    """Within, the heads return lazy logits and append their source to `sources`; None leaves them as they are.
+
+    A call inside, such as a teacher's pass of the same model in a hook, arms or disarms them for itself.
+    """
+    thread = _thread()
+    before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
+    for head in heads:
+        head.liger_armed[thread] = sources
+    try:
+        yield
+    finally:
+        for head, sources_before in zip(heads, before):
+            if sources_before is None:
+                head.liger_armed.pop(thread, None)
+            else:
+                head.liger_armed[thread] = sources_before
+
+
+def _thread():
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _only_multiplies(head):
+    """Whether calling `head` is F.linear of its weight and bias, and nothing else looks on.
+
+    Hooks may look at logits, or bring the weight (offloading, ZeRO-3); those of FSDP2, which gather it, are known.
+    """
+    hooks = [
+        *head._forward_hooks.values(), *head._forward_pre_hooks.values(),
+        *head._backward_hooks.values(), *head._backward_pre_hooks.values(),
+    ]  # fmt: skip
+    return (
+        "forward" not in head.__dict__
+        and not hasattr(head, "parametrizations")
+        and all(_is_of_fsdp2(hook) for hook in hooks)
+        and not torch.nn.modules.module._has_any_global_hook()
+    )
+
+
+def _is_of_fsdp2(hook):
+    return getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 def _head(original, match):
     def forward(self, *args, **kwargs):
-        armed = self.__dict__.get("liger_armed", False)
-        if not armed or len(args) != 1 or kwargs:
+        sources = self.__dict__.get("liger_armed", {}).get(_thread())
+        if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
             return original.forward(self, *args, **kwargs)
         hidden, weight = args[0], self.weight
         computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-        if not computes_alike or not is_plain(hidden, weight) or hidden.numel() == 0:
+        if not computes_alike or not is_plain(hidden, weight, self.bias) or hidden.numel() == 0:
             return original.forward(self, hidden)
         if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
             self.set_reshard_after_forward(False, recurse=False)
-        return LazyLogits(hidden, self)
+        if torch.compiler.is_compiling():
+            return TracedLogits.of(self, hidden)
+        logits = HeadFunction.apply(hidden, weight, self.bias)
+        sources.append(logits.cell.source)
+        return logits
 
     return {"forward": forward, "liger_is_head": True}
 
 
 def _causal_lm(original, match):
     options = dict(match.options)
-    linear, plain = options["fused_linear_cross_entropy"], options["cross_entropy"]
-    theirs = original.forward
-    places = {name: i for i, name in enumerate(list(inspect.signature(theirs).parameters)[1:])}
+    linear, fused_ce = options["fused_linear_cross_entropy"], options["cross_entropy"]
+    original_forward = original.forward
+    places = {name: i for i, name in enumerate(list(inspect.signature(original_forward).parameters)[1:])}
 
     def argument(name, args, kwargs):
         if name in kwargs:
             return kwargs[name]
         return args[places[name]] if places.get(name, len(args)) < len(args) else None
 
-    @functools.wraps(theirs)
+    @functools.wraps(original_forward)
     def forward(self, *args, skip_logits=None, **kwargs):
         labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
         if skip_logits and not labelled:
             raise ValueError(
                 "skip_logits: got True without labels, allowed: True with labels or shift_labels, False, None"
             )
-        if not (linear and (self.training and labelled if skip_logits is None else skip_logits)):
-            return theirs(self, *args, **kwargs)
+        lazily = linear and (self.training and labelled if skip_logits is None else skip_logits)
         heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
-        for head in heads:
-            head.liger_armed = True
-        try:
-            outputs = theirs(self, *args, **kwargs)
-        finally:
-            for head in heads:
-                del head.liger_armed
-        # nn.DataParallel gathers its replicas' outputs, and could gather tensors only
+        sources = [] if lazily else None
+        with _armed(heads, sources):
+            outputs = original_forward(self, *args, **kwargs)
+        if not lazily:
+            return outputs
+        for source in sources:
+            source.recording = False
+        # nn.DataParallel gathers its replicas' outputs, and would gather logits
         return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
 
-    their_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
+    original_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
 
     def loss_function(self):
-        found = their_loss_function(self)
-        return functools.partial(causal_lm_loss, theirs=found, fused_ce=plain) if _is_theirs(found) else found
+        chosen = original_loss_function(self)
+        known = _is_causal_lm_loss(chosen)
+        return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
 
     return {
         "__name__": original.__name__,  # save_pretrained writes it into the configuration
@@ -151,7 +233,7 @@ def _causal_lm(original, match):
     }
 
 
-def _is_theirs(loss_function):
+def _is_causal_lm_loss(loss_function):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return loss_function is ForCausalLMLoss
@@ -159,17 +241,31 @@ def _is_theirs(loss_function):
 
 def _finish(outputs, skip_logits):
     """The model's outputs with the by-products of the loss, and without logits where the caller asked for none."""
-    if isinstance(outputs, tuple):
-        extras = next((o.extras for o in outputs if isinstance(o, LazyLogits)), {})
-        outputs = tuple(None if skip_logits and isinstance(o, LazyLogits) else o for o in outputs)
+    is_tuple = isinstance(outputs, tuple)
+    values = outputs if is_tuple else (outputs.get("logits"),)
+    lazy = next((value for value in values if isinstance(value, (LazyLogits, TracedLogits))), None)
+    extras = {} if lazy is None else by_products(lazy)
+    if is_tuple:
+        outputs = tuple(_outgoing(value, skip_logits) if value is lazy else value for value in outputs)
         return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
-    logits = outputs.get("logits")
-    lazy = isinstance(logits, LazyLogits)
     if skip_logits:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
-    elif lazy and outputs.get("loss") is None:
-        outputs.logits = logits.materialise()
-    return _with_by_products(outputs, logits.extras) if lazy and logits.extras else outputs
+    elif lazy is not None:
+        if outputs.get("loss") is None:  # the caller's own loss will read them
+            lazy = lazy.compute() if isinstance(lazy, TracedLogits) else _computed(lazy)
+        outputs.logits = _outgoing(lazy, False)
+    return _with_by_products(outputs, extras) if extras else outputs
+
+
+def _computed(logits):
+    logits.cell.read()
+    return logits
+
+
+def _outgoing(logits, skip_logits):
+    if skip_logits:
+        return None
+    return UnreadableLogits() if isinstance(logits, TracedLogits) else logits
 
 
 def _with_by_products(outputs, extras):

@@ -1,0 +1,163 @@
+"""Logits while torch.compile traces a model: an object that records its steps, which the compiler sees through.
+
+The compiler cannot trace the tensor subclass of `lazy_logits`, and needs none: nothing looks on while it traces. What a
+loss understands is recorded, anything else gets the logits as an ordinary tensor. The object stays within the forward:
+outputs hold an `UnreadableLogits` in its place.
+"""
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from liger_hw.patching.lazy_logits import (
+    ADVICE,
+    COMPUTE,
+    Record,
+    apply_steps,
+    autocast_dtype,
+    operands,
+    scale_and_softcap,
+)
+
+
+class TracedLogits:
+    """`head(hidden)` and the steps since, not computed.
+
+    Args:
+        head: the `torch.nn.Linear`.
+        record: a `Record` whose hidden states have their graph.
+    """
+
+    def __init__(self, head, record):
+        self.head, self.record = head, record
+        self.by_products = {}
+
+    @classmethod
+    def of(cls, head, hidden):
+        dtype = autocast_dtype(hidden.device.type) or hidden.dtype
+        return cls(head, Record(hidden, head.weight.shape[0], dtype))
+
+    def compute(self):
+        steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]  # hidden's are
+        return apply_steps(torch.nn.functional.linear(self.record.hidden, self.head.weight, self.head.bias), steps)
+
+    def fuse(self, fused):
+        """`fused(x (N, H), weight, bias, logit_scale, softcap)` of these logits, whose steps the ops can express."""
+        steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]
+        dtype = autocast_dtype(self.device.type)
+        tensors = operands(self.record.hidden, self.head.weight, self.head.bias, steps, dtype)
+        return fused(*tensors, *scale_and_softcap(steps))
+
+    def _fused(self, name, *args, **kwargs):
+        """A function of `lazy_logits.COMPUTE`, or None."""
+        fits = scale_and_softcap(self.record.steps) is not None
+        functions = COMPUTE[name](self, *args, **kwargs) if fits else None
+        return None if functions is None else self.fuse(functions[0])
+
+    shape = property(lambda self: self.record.shape)
+    ndim = property(lambda self: self.record.hidden.ndim)
+    dtype = property(lambda self: self.record.dtype)
+    device = property(lambda self: self.record.hidden.device)
+
+    def dim(self):
+        return self.ndim
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self):
+        return self.shape.numel()
+
+    def _after(self, record):
+        if record is None:
+            return None
+        later = TracedLogits(self.head, record)
+        later.by_products = self.by_products
+        return later
+
+    def to(self, *args, **kwargs):
+        dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args else None
+        if isinstance(dtype, torch.dtype) and not set(kwargs) - {"dtype"}:
+            if dtype == self.dtype:
+                return self
+            later = self._after(self.record.cast(dtype))
+            if later is not None:
+                return later
+        return self.compute().to(*args, **kwargs)
+
+    def float(self):
+        return self.to(torch.float32)
+
+    def contiguous(self):
+        return self
+
+    def view(self, *shape):
+        later = self._after(self.record.view(*shape))
+        return self.compute().view(*shape) if later is None else later
+
+    reshape = view
+
+    def tanh(self):
+        return self._after(self.record.tanh())
+
+    def logsumexp(self, dim, keepdim=False):
+        found = self._fused("logsumexp", dim, keepdim)
+        return self.compute().logsumexp(dim, keepdim) if found is None else found
+
+    def __add__(self, other):
+        later = self._after(self.record.add(other))
+        return self.compute() + other if later is None else later
+
+    def __mul__(self, other):
+        later = self._after(self.record.multiply(other))
+        return self.compute() * other if later is None else later
+
+    def __truediv__(self, other):
+        later = self._after(self.record.divide(other))
+        return self.compute() / other if later is None else later
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __getitem__(self, index):
+        later = self._after(self.record.index(index))
+        return self.compute()[index] if later is None else later
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.compute(), name)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.tanh and isinstance(args[0], TracedLogits):
+            return args[0].tanh()
+        if func is torch.logsumexp and isinstance(args[0], TracedLogits):
+            return args[0].logsumexp(*args[1:], **kwargs)
+        if func is torch.nn.functional.cross_entropy and isinstance(args[0], TracedLogits):
+            found = args[0]._fused("cross_entropy", *args[1:], **kwargs)
+            if found is not None:
+                return found
+        args, kwargs = tree_map_only(TracedLogits, lambda logits: logits.compute(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class UnreadableLogits:
+    """What outputs of a compiled forward hold in the place of logits that its loss did not need."""
+
+    def __repr__(self):
+        return f"UnreadableLogits({_WHY})"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(_WHY)
+
+    def __getitem__(self, index):
+        raise RuntimeError(_WHY)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(_WHY)
+
+
+_WHY = f"a compiled training forward computes its loss without logits, so there are none to read: {ADVICE}"

@@ -1,0 +1,522 @@
+"""Logits without memory behave as the tensor that they stand for, whatever a program does to them."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import tiny
+import torch
+
+import liger_hw
+from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, scale_and_softcap
+
+warnings.filterwarnings("ignore", ".*non-leaf Tensor")
+
+
+class Pair:
+    """Lazy logits (2, 5, 12) and real ones of the same head, with graphs of their own."""
+
+    def __init__(self, recording=False, grad=True):
+        generator = torch.Generator().manual_seed(0)
+
+        def leaf(*shape):
+            values = torch.randn(shape, generator=generator)
+            return [values.clone().requires_grad_(grad) for _ in range(2)]
+
+        self.leaves = [leaf(2, 5, 8), leaf(12, 8), leaf(12)]
+        self.lazy = HeadFunction.apply(*(ours for ours, _ in self.leaves))
+        self.lazy.cell.source.recording = recording
+        self.real = torch.nn.functional.linear(*(plain for _, plain in self.leaves))
+
+    def both(self):
+        return self.lazy, self.real
+
+    def assert_same_gradients(self):
+        for ours, plain in self.leaves:
+            assert (ours.grad is None) == (plain.grad is None)
+            if plain.grad is not None:
+                torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def computed(logits):
+    return logits.cell.values is not None
+
+
+@pytest.mark.parametrize(
+    "steps, scale, softcap",
+    [
+        (lambda x: x, 1.0, None),
+        (lambda x: x * 2.0 / 4, 0.5, None),
+        (lambda x: torch.tanh(x / 30.0) * 30.0, 1.0, 30.0),
+        (lambda x: 30.0 * torch.tanh((x * 0.5) / 30.0).float(), 0.5, 30.0),
+        (lambda x: x.float().to(torch.float32).contiguous().tanh(), 1.0, 1.0),
+        (lambda x: x[:, :-1, :] / 3, 1 / 3, None),
+        (lambda x: x[..., 1:, :][:, -2:], 1.0, None),
+        (lambda x: (x[..., :7] * 2.0)[:, :, :5].view(-1, 5), 2.0, None),
+        (lambda x: (x + torch.arange(12.0))[torch.ones(2, 5) > 0].reshape(5, 2, 12) / 4, 0.25, None),
+        (lambda x: x.to(dtype=torch.bfloat16).mul(0.5), 0.5, None),
+        (lambda x: torch.arange(12.0) + x, 1.0, None),
+    ],
+)
+def test_steps_that_a_loss_understands(steps, scale, softcap):
+    pair = Pair(recording=True)
+    lazy, real = steps(pair.lazy), steps(pair.real)
+    assert type(lazy) is LazyLogits and not computed(lazy)
+    assert scale_and_softcap(lazy.cell.record.steps) == pytest.approx((scale, softcap))
+    assert lazy.shape == real.shape and lazy.dtype == real.dtype and not computed(lazy)
+    grad = torch.randn_like(real)
+    lazy.backward(grad), real.backward(grad)
+    assert not computed(lazy), "a gradient needs no values"
+    pair.assert_same_gradients()
+    assert torch.equal(lazy, real)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x + 1, lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., 2:7], lambda x: x[0, 0],
+        lambda x: x > 0, lambda x: -x, lambda x: x.view(-1, 6), lambda x: x @ torch.ones(12), lambda x: x**2,
+        lambda x: 2**x, lambda x: torch.cat([x, x]), lambda x: torch.nn.functional.softmax(x, dim=-1),
+        lambda x: x / x, lambda x: x.to("cpu", torch.half), lambda x: x.tolist()[0][0][0] * torch.ones(()),
+        lambda x: x[x > 0], lambda x: torch.stack(list(x)), lambda x: torch.as_tensor(len(x)), lambda x: x * x,
+        lambda x: x == x, lambda x: x.to(torch.int), lambda x: x[()], lambda x: x.view(size=(-1, 4)),
+        lambda x: torch.logsumexp(input=x, dim=0), lambda x: torch.as_tensor(0.5 in x), lambda x: x.clone(),
+        lambda x: x.detach(), lambda x: torch.vmap(lambda row: row * 2)(x), lambda x: x.new_zeros(3),
+        lambda x: torch.from_numpy(x.detach().numpy()), lambda x: x.type(torch.float64), lambda x: x.argmax(-1),
+        lambda x: torch.empty_like(x).copy_(x), lambda x: x.expand(3, 2, 5, 12), lambda x: x.mT,
+        lambda x: x.unbind(1)[0],
+        lambda x: torch.einsum("btv,v->bt", x, torch.ones(12)), lambda x: x.topk(3).values, lambda x: abs(x).floor(),
+        lambda x: torch.nn.functional.pad(x, (1, 2)), lambda x: x.data, lambda x: x.index_select(0, torch.tensor([1])),
+        lambda x: pickle.loads(pickle.dumps(x.detach())), lambda x: copy.deepcopy(x.detach()), lambda x: x.round(),
+        lambda x: torch.tensor(x.detach()), lambda x: torch.asarray(x), lambda x: x.sum(),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("recording", [False, True])
+def test_any_other_step_computes(step, recording):
+    pair = Pair(recording)
+    found, expected = (step(x) for x in pair.both())
+    assert isinstance(found, torch.Tensor) and torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad and found.dtype == expected.dtype
+    if expected.requires_grad:
+        grad = torch.randn_like(expected)
+        found.backward(grad), expected.backward(grad)
+        pair.assert_same_gradients()
+
+
+def test_what_torch_says_of_them():
+    lazy, real = Pair().both()
+    assert isinstance(lazy, torch.Tensor) and torch.is_tensor(lazy) and lazy.grad_fn is not None
+    for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "itemsize", "nbytes"):
+        assert getattr(lazy, name) == getattr(real, name), name
+    for name in (
+        "dim",
+        "size",
+        "numel",
+        "stride",
+        "is_contiguous",
+        "element_size",
+        "is_floating_point",
+        "storage_offset",
+    ):
+        assert getattr(lazy, name)() == getattr(real, name)(), name
+    assert len(lazy) == len(real) and not computed(lazy)
+    assert "LazyLogits" in repr(lazy) and f"{lazy.sum():.3f}" == f"{real.sum():.3f}"
+    assert lazy.data_ptr() == lazy.untyped_storage().data_ptr() != 0
+
+
+CASES = [
+    {}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"label_smoothing": 0.1},
+    {"weight": torch.rand(7)}, {"size_average": True}, {"target": torch.rand(10, 7).softmax(-1)},
+]  # fmt: skip
+
+
+def _loss(x, options):
+    x = (x + torch.linspace(0, 1, 12))[..., :7].float() / 2
+    x = x.view(-1, x.size(-1))
+    return torch.nn.functional.cross_entropy(x, **{"target": torch.arange(10) % 5} | options), x
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(options) or "mean")
+def test_torchs_cross_entropy_of_them_is_fused(options):
+    pair = Pair(recording=True)
+    (found, logits), (expected, _) = (_loss(x, options) for x in pair.both())
+    assert computed(logits) != {"size_average", "target"}.isdisjoint(options)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward(), expected.sum().backward()
+    pair.assert_same_gradients()
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.logsumexp(-1), lambda x: torch.logsumexp(torch.tanh(x[:, 1:] * 0.3), dim=2)]
+)
+def test_logsumexp_of_them_is_fused(function):
+    pair = Pair(recording=True)
+    found, expected = (function(x) for x in pair.both())
+    torch.testing.assert_close(found, expected)
+    assert not computed(pair.lazy)
+    found.square().mean().backward(), expected.square().mean().backward()
+    pair.assert_same_gradients()
+    whole = pair.lazy.logsumexp((1, 2), keepdim=True)
+    torch.testing.assert_close(whole, pair.real.logsumexp((1, 2), keepdim=True))
+
+
+def test_steps_that_the_ops_cannot_express():
+    for steps in (
+        lambda x: torch.tanh(x) * 2.0 * 2.0, lambda x: torch.tanh(torch.tanh(x)), lambda x: torch.tanh(x) * -1.0,
+    ):  # fmt: skip
+        pair = Pair(recording=True)
+        lazy, real = (steps(x).view(-1, 12) for x in pair.both())
+        assert scale_and_softcap(lazy.cell.record.steps) is None
+        found, expected = (torch.nn.functional.cross_entropy(x, torch.arange(10)) for x in (lazy, real))
+        torch.testing.assert_close(found, expected)
+        found.backward(), expected.backward()
+        pair.assert_same_gradients()
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(2.0), lambda x: x.__setitem__((Ellipsis, 3), -1.0), lambda x: x[:, 1:3].zero_(),
+        lambda x: x[0].add_(1.0), lambda x: x.view(-1, 12).mul_(0.5), lambda x: x.exp_(),
+        lambda x: x.masked_fill_(torch.eye(12, dtype=torch.bool)[0], 0.0), lambda x: x.div_(3),
+        lambda x: x[:, -1].div_(7),
+        lambda x: x.transpose(0, 1).mul_(2.0), lambda x: x.copy_(torch.ones(12)),
+        lambda x: x.__setitem__(x > 0, 0.0), lambda x: x.index_fill_(2, torch.tensor([1]), 5.0),
+    ],
+)  # fmt: skip
+def test_writing_reaches_the_values_and_the_gradient(write):
+    pair = Pair()
+    lazy, real = pair.both()
+    seen = [x.detach() for x in (lazy, real)]
+    for x in (lazy, real):
+        write(x)
+    assert torch.equal(lazy.clone(), real) and torch.equal(*seen) and lazy._version == real._version
+    (lazy * 3.0).square().sum().backward(), (real * 3.0).square().sum().backward()
+    pair.assert_same_gradients()
+
+
+def test_augmented_assignment():
+    pair = Pair()
+    lazy, real = pair.both()
+    lazy /= 2.0
+    real /= 2.0
+    lazy[:, 0] *= 3.0
+    real[:, 0] *= 3.0
+    assert torch.equal(lazy.clone(), real)
+    lazy.sum().backward(), real.sum().backward()
+    pair.assert_same_gradients()
+
+
+def test_within_the_model_a_write_beside_a_recorded_view_is_an_error():
+    lazy = Pair(recording=True).lazy
+    view = lazy[:, 1:]
+    for x in (lazy, view):
+        with pytest.raises(RuntimeError, match="skip_logits=False"):
+            x.mul_(2.0)
+    del view
+    gc.collect()
+    halves = Pair(recording=True)
+    half = [x / 2.0 for x in halves.both()]
+    for x in halves.both():
+        x.mul_(7.0)
+    assert torch.equal(*half) and torch.equal(halves.lazy.clone(), halves.real)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def _models(**flags):
+    plain, patched = tiny.pair("llama", num_hidden_layers=1)
+    return plain, patched, tiny.tokens()
+
+
+def _gradients_alike(plain, patched):
+    for (name, p), q in zip(plain.named_parameters(), patched.named_parameters()):
+        q = q[1]
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(
+                q.grad, p.grad, rtol=1e-3, atol=1e-6 + 1e-6 * p.grad.abs().max().item(), msg=name
+            )
+
+
+def _twice(p):
+    return 2 * p
+
+
+PROGRAMS = {
+    "backward": lambda out: out.loss.backward(),
+    "the logits first": lambda out: (out.logits.sum(), out.loss.backward()),
+    "a second loss": lambda out: (out.loss + out.logits.float().softmax(-1).square().sum()).backward(),
+    "only a second loss": lambda out: (out.logits.float() / 3).logsumexp(-1).sum().backward(),
+    "read under no_grad first": lambda out: (_without_grad(out), (out.logits**2).mean().backward()),
+    "a hook that scales": lambda out: (out.logits.register_hook(_twice), out.loss.backward()),
+    "a hook that looks": lambda out: (out.logits.register_hook(lambda g: None), out.loss.backward()),
+    "a hook that writes": lambda out: (out.logits.register_hook(lambda g: g.mul_(3.0)), out.loss.backward()),
+    "two hooks": lambda out: [out.logits.register_hook(_twice), out.logits.register_hook(_twice), out.loss.backward()],
+    "a hook of the node": lambda out: (
+        out.logits.grad_fn.register_prehook(lambda grads: tuple(2 * g for g in grads)), out.loss.backward(),
+    ),
+    "scaled loss": lambda out: (out.loss * 1024).backward(),
+    "two backwards": lambda out: (out.loss.backward(retain_graph=True), out.logits.sum().backward()),
+    "a function of the user's": lambda out: (Double.apply(out.logits).square().mean() + out.loss).backward(),
+    "checkpoint": lambda out: torch.utils.checkpoint.checkpoint(
+        lambda x: (x.softmax(-1) ** 2).sum(), out.logits, use_reentrant=False
+    ).backward(),
+    "reentrant checkpoint": lambda out: torch.utils.checkpoint.checkpoint(
+        lambda x: (x.softmax(-1) ** 2).sum(), out.logits, use_reentrant=True
+    ).backward(),
+    "in place": lambda out: (out.logits.div_(2.0), (out.logits**2).mean().backward()),
+    "in place and the loss": lambda out: (out.logits.mul_(2.0), out.loss.backward()),
+}  # fmt: skip
+
+
+def _without_grad(out):
+    with torch.no_grad():
+        return out.logits.sum()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_of_users(program):
+    plain, patched, inputs = _models()
+    results = []
+    for model in (plain, patched):
+        out = tiny.call(model, **inputs)
+        try:
+            PROGRAMS[program](out)
+            results.append(None)
+        except RuntimeError as error:
+            results.append(error)
+    assert (results[0] is None) == (results[1] is None), results
+    _gradients_alike(plain, patched)
+
+
+def test_gradients_of_the_logits():
+    plain, patched, inputs = _models()
+    outs = [tiny.call(model, **inputs) for model in (plain, patched)]
+    expected, found = (torch.autograd.grad(out.loss, out.logits, retain_graph=True)[0] for out in outs)
+    torch.testing.assert_close(found, expected)
+    for out in outs:
+        out.logits.retain_grad()
+        out.loss.backward()
+    torch.testing.assert_close(outs[1].logits.grad, outs[0].logits.grad)
+    _gradients_alike(plain, patched)
+
+
+def test_hooks_get_the_gradient_without_computing_it_unless_they_read():
+    _, patched, inputs = _models()
+    out, shapes = tiny.call(patched, **inputs), []
+    out.logits.register_hook(lambda g: shapes.append(g.shape))
+    out.loss.backward()
+    assert shapes == [out.logits.shape] and not computed(out.logits)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_grad(mode):
+    plain, patched, inputs = _models()
+    with mode():
+        expected, found = (tiny.call(model, **inputs) for model in (plain, patched))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert found.logits.requires_grad is False and torch.equal(found.logits.clone(), expected.logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    plain, patched, inputs = _models()
+    with torch.autocast("cpu", dtype):
+        expected, found = (tiny.call(model, **inputs) for model in (plain, patched))
+    assert found.logits.dtype == expected.logits.dtype and torch.equal(found.logits.clone(), expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0)
+    (found.logits.float() ** 2).mean().backward(), (expected.logits.float() ** 2).mean().backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=2e-2, atol=1e-4 + 1e-2 * p.grad.abs().max().item())
+
+
+# After the weights have changed ---------------------------------------------------------------------------------------
+
+CHANGES = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1).step(),
+    "fused adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True).step(),
+    "data.add_": lambda model: [p.data.add_(0.1) for p in model.parameters()],
+    "only the bias": lambda model: model.lm_head.bias.data.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "read", [lambda x: x.sum(), lambda x: x[:, -1], lambda x: x.float() / 2, lambda x: x.detach() + 1]
+)
+def test_logits_of_weights_that_changed_are_an_error(change, read):
+    _, patched = tiny.pair("phi", num_hidden_layers=1)  # its head has a bias
+    out = patched(**tiny.tokens())
+    out.loss.backward()
+    CHANGES[change](patched)
+    with pytest.raises(RuntimeError, match="skip_logits=False"):
+        read(out.logits).sum().item()
+
+
+@pytest.mark.parametrize("change", ["data", "functional_call"])
+def test_weights_that_were_exchanged_do_not_matter(change):
+    plain, patched, inputs = _models()
+    expected, found = (tiny.call(model, **inputs) for model in (plain, patched))
+    if change == "data":
+        for p in patched.parameters():
+            p.data = torch.zeros_like(p)
+    else:
+        other = {name: torch.zeros_like(p) for name, p in patched.named_parameters()}
+        torch.func.functional_call(patched, other, kwargs=inputs)
+        found = torch.func.functional_call(
+            patched, dict(patched.named_parameters()), kwargs=inputs | {"use_cache": False}
+        )
+    assert torch.equal(found.logits.clone(), expected.logits)
+
+
+@pytest.mark.parametrize("read", [lambda x: x / 2, lambda x: x[:, 1:], lambda x: x.softmax(-1), lambda x: x.clone()])
+def test_what_was_read_before_a_step_stays(read):
+    plain, patched, inputs = _models()
+    values = []
+    for model in (plain, patched):
+        out = tiny.call(model, **inputs)
+        value = read(out.logits)
+        out.loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        values.append(value.clone())
+    assert torch.equal(*values)
+
+
+# Arming ---------------------------------------------------------------------------------------------------------------
+
+
+def _forward_hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, out: out.mul_(2.0))
+
+
+def _full_backward_hook(model):
+    model.lm_head.register_full_backward_hook(lambda module, into, of: (2 * into[0],))
+
+
+def _pre_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def _spectral_norm(model):
+    torch.nn.utils.parametrizations.spectral_norm(model.lm_head)
+
+
+def _old_weight_norm(model):
+    torch.nn.utils.weight_norm(model.lm_head)
+
+
+def _instance_forward(model):
+    head = model.lm_head
+    head.forward = lambda x: 2 * torch.nn.functional.linear(x, head.weight)
+
+
+@pytest.mark.parametrize(
+    "change", [_forward_hook, _full_backward_hook, _pre_hook, _spectral_norm, _old_weight_norm, _instance_forward]
+)
+def test_a_head_that_something_looks_at_computes_its_logits(change):
+    plain, patched, inputs = _models()
+    torch.manual_seed(0)
+    change(plain)
+    torch.manual_seed(0)
+    change(patched)
+    expected, found = (tiny.call(model, **inputs) for model in (plain, patched))
+    assert not isinstance(found.logits, LazyLogits)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    expected.loss.backward(), found.loss.backward()
+    _gradients_alike(plain, patched)
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_a_teachers_pass_of_the_same_model_within_its_forward():
+    plain, patched, inputs = _models()
+    teachers = {}
+    for model in (plain, patched):
+
+        def teach(module, args, out, model=model):
+            if model not in teachers:
+                teachers[model] = None
+                with torch.no_grad():
+                    teachers[model] = model(input_ids=inputs["input_ids"]).logits
+
+        model.model.norm.register_forward_hook(teach)
+    expected, found = (tiny.call(model, **inputs) for model in (plain, patched))
+    assert tiny.is_lazy(found) and torch.equal(teachers[patched], teachers[plain])
+    assert not isinstance(teachers[patched], LazyLogits)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+
+
+def test_two_threads():
+    plain, patched, inputs = _models()
+    expected = tiny.call(plain, **inputs)
+    evaluated = plain(input_ids=inputs["input_ids"]).logits
+    failures = []
+
+    def train():
+        for _ in range(20):
+            out = patched(**inputs)
+            if not tiny.is_lazy(out) or abs(out.loss - expected.loss) > 1e-5:
+                failures.append("train")
+
+    def evaluate():
+        for _ in range(20):
+            with torch.no_grad():
+                out = patched(input_ids=inputs["input_ids"])
+            if isinstance(out.logits, LazyLogits) or not torch.equal(out.logits, evaluated):
+                failures.append("evaluate")
+
+    threads = [threading.Thread(target=run) for run in (train, evaluate, train, evaluate)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_alone_keeps_no_hidden_states():
+    head = torch.nn.Linear(8, 12)
+    hidden = torch.randn(10, 8, requires_grad=True)
+    rows = hidden * 2
+    logits = HeadFunction.apply(rows, head.weight, head.bias)
+    source = weakref.ref(logits.cell.source)
+    loss = torch.nn.functional.cross_entropy(logits, torch.arange(10))
+    del logits, rows
+    gc.collect()
+    assert source() is None
+    loss.backward()
+    assert hidden.grad is not None
+
+
+def test_saving(tmp_path):
+    plain, patched, inputs = _models()
+    outs = [tiny.call(model, **inputs) for model in (plain, patched)]
+    loaded = []
+    for out in outs:
+        buffer = io.BytesIO()
+        torch.save(out.logits.detach(), buffer)
+        buffer.seek(0)
+        loaded.append(torch.load(buffer))
+    assert type(loaded[1]) is torch.Tensor and torch.equal(*loaded)
+    assert liger_hw.unpatch(patched) is None
