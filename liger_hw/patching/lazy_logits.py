@@ -85,13 +85,15 @@ class Access:
 
     Attributes:
         kept: the Source, once a backward may need it: the logits were read, or something may look at their gradient.
+        gradient_stays: whether the gradient of the logits outlives the backward, so that it must have values.
     """
 
     def __init__(self, source):
-        self.kept, self._source = None, weakref.ref(source)
+        self.kept, self.gradient_stays, self._source = None, False, weakref.ref(source)
 
-    def keep(self):
+    def keep(self, gradient_stays=False):
         self.kept = self.kept or self._source()
+        self.gradient_stays |= gradient_stays
 
     def source(self):
         source = self.kept or self._source()
@@ -318,9 +320,10 @@ class Deferred(torch.Tensor):
         if func in ALIASES or func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
             return type(args[0])(args[0].cell)
         written = _written(func, args, kwargs)
-        for tensor in written:
-            tensor.cell.before_write()
-        args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.cell.read(), (args, kwargs))
+        with enable_reentrant_dispatch():  # below it autograd does not record, as the gradient of a loss needs
+            for tensor in written:
+                tensor.cell.before_write()
+            args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.cell.read(), (args, kwargs))
         result = func(*args, **kwargs)
         if not written:
             return result
@@ -363,7 +366,7 @@ class Cell:
         """Return the values; the first call computes them."""
         if self.values is None:
             self.source.access.keep()
-            with torch.no_grad():
+            with torch.inference_mode() if self.source.tensors[0].is_inference() else torch.no_grad():
                 if self.parent is not None and self.parent.values is not None:
                     self.values = apply_steps(self.parent.values, self.record.steps[-1:])
                 else:
@@ -396,11 +399,12 @@ class LazyLogits(Deferred):
             if derived is not None:
                 return derived
         if func in WATCHES:
-            tree_map_only(LazyLogits, lambda tensor: tensor.cell.source.access.keep(), (args, kwargs))
+            tree_map_only(LazyLogits, lambda tensor: tensor.cell.source.access.keep(func in KEEPS), (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
 
-WATCHES = {T.register_hook, T.retain_grad, T.grad_fn.__get__, torch.autograd.grad}  # may read the gradient of logits
+KEEPS = {T.retain_grad, torch.autograd.grad}  # hand out the gradient of logits
+WATCHES = {T.register_hook, T.grad_fn.__get__, *KEEPS}  # may read it
 
 
 def _derived(func, logits, args, kwargs):
@@ -430,6 +434,7 @@ class HeadFunction(Function):
     def forward(ctx, hidden, weight, bias):
         source = Source(hidden, weight, bias, ctx.needs_input_grad[:3])
         ctx.access = source.access
+        ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(source, record))
 
@@ -439,6 +444,7 @@ class HeadFunction(Function):
             if grad.cell.values is None:
                 return grad.cell.gradients_of_operands()
             grad = grad.cell.values
+        _ = ctx.saved_tensors  # torch's error, if the graph was freed
         source = ctx.access.source()
         source.check_unchanged()
         (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
@@ -519,12 +525,15 @@ class FusedFunction(Function):
         value, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.fused = value, leaves, source.access, steps, ordinary
         ctx.level = logits.shape, logits.dtype, logits.device
+        ctx.save_for_backward(source.tensors[0].new_empty(0))  # as in HeadFunction
         ctx.mark_non_differentiable(*(other for other in others if other is not None))
         return value.detach() if not others else (value.detach(), *others)
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return LossGradient(GradientCell(ctx.fused, grad, *ctx.level)), None, None
+        _ = ctx.saved_tensors  # torch's error, if the graph was freed
+        cell = GradientCell(ctx.fused, grad, *ctx.level)
+        return cell.read() if ctx.fused[2].gradient_stays else LossGradient(cell), None, None
 
 
 class GradientCell:
@@ -558,7 +567,7 @@ class GradientCell:
             _, _, access, steps, ordinary = self.fused
             with torch.no_grad():
                 leaf = access.source().logits(steps[: self.level])
-            with enable_reentrant_dispatch(), torch.enable_grad():  # autograd does not record within __torch_dispatch__
+            with torch.enable_grad():
                 leaf.requires_grad_()
                 value = ordinary(apply_steps(leaf, steps[self.level :]))
                 (self.values,) = torch.autograd.grad(value, leaf, self.incoming)

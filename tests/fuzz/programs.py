@@ -1,0 +1,383 @@
+"""Random programs on a plain and a patched tiny model, side by side: whatever is done, both must show the same.
+
+A program is a list of actions, each what a training script might do: forwards in any grad mode and under autocast,
+reads and writes of logits, hooks, losses of its own, optimizer steps, checkpointing, copies, saves, threads. After each
+action every observable is compared. The patched model may refuse with an error that says what to do; then the program
+ends, as the two have gone different ways.
+"""
+
+import contextlib
+import copy
+import io
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "transformers"))
+import tiny  # noqa: E402
+
+import liger_hw  # noqa: E402
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+SMALL |= {"num_key_value_heads": 1}
+FAMILIES = {
+    "llama": {"attention_dropout": 0.1},
+    "gemma2": {},
+    "phi": {},
+    "granite": {},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "llama tied": {"tie_word_embeddings": True},
+}
+REFUSALS = ("skip_logits=False", "a second", "use_backend('reference')", "in_place=False")
+LENIENT = (
+    "appears to not have been used in the graph",
+)  # of logits written under no_grad: the patched model's has one
+_templates = {}
+
+
+class Difference(AssertionError):
+    """The patched model showed another number, or another kind of outcome."""
+
+
+def _pair(family):
+    if family not in _templates:
+        _templates[family] = tiny.model(family.split()[0], **SMALL | FAMILIES[family])
+    plain = copy.deepcopy(_templates[family])
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    return plain, patched
+
+
+class Side:
+    """One of the two models, with what the program holds of it."""
+
+    def __init__(self, model):
+        self.model, self.out, self.value = model, None, None
+        self.optimizer, self.handles, self.seen = None, [], []
+        self.rounds = False  # whether anything ran in bf16
+
+    def observed(self):
+        """Everything that a program can see, by name."""
+        found = {f"grad of {name}": p.grad for name, p in self.model.named_parameters()}
+        found |= {f"parameter {name}": p.detach() for name, p in self.model.named_parameters()}
+        found["random state"] = torch.get_rng_state()
+        found["training"] = self.model.training
+        found["seen by hooks"] = tuple(self.seen)
+        if self.out is not None:
+            found["loss"] = self.out.loss
+        return found
+
+
+# Actions: (side, choice) -> None. `choice` is an integer that picks a variant. ---------------------------------------
+
+
+def _tokens(choice):
+    inputs = tiny.tokens(2, 5 + choice % 3, seed=choice % 5)
+    if choice % 7 == 0:
+        del inputs["labels"]
+    elif choice % 7 == 1:
+        inputs["labels"][:] = -100
+        inputs["labels"][0, 2] = 5
+    elif choice % 7 == 2:
+        inputs["num_items_in_batch"] = torch.tensor(9)
+    elif choice % 7 == 3:
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    return inputs
+
+
+GRAD_MODES = (
+    contextlib.nullcontext,
+    contextlib.nullcontext,
+    contextlib.nullcontext,
+    torch.no_grad,
+    torch.inference_mode,
+)
+AUTOCASTS = (None, None, None, torch.bfloat16)
+
+
+def forward(side, choice):
+    mode, dtype = GRAD_MODES[choice % len(GRAD_MODES)], AUTOCASTS[choice // 5 % len(AUTOCASTS)]
+    side.rounds |= dtype is not None
+    torch.manual_seed(choice)
+    with mode(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        side.out = side.model(**_tokens(choice), use_cache=False)
+
+
+READS = (
+    lambda x: x.sum(), lambda x: x[:, -1], lambda x: x.softmax(-1), lambda x: x.float() / 3, lambda x: x.argmax(-1),
+    lambda x: x.detach().clone(), lambda x: x[..., :7].logsumexp(-1), lambda x: x.view(-1, x.shape[-1])[1:],
+    lambda x: torch.tensor(x.tolist()), lambda x: x.mean().item() * torch.ones(()), lambda x: x.topk(2).values,
+    lambda x: torch.nn.functional.cross_entropy(x.reshape(-1, x.shape[-1]), torch.zeros(x.shape[:-1].numel()).long()),
+    lambda x: x.clone(), lambda x: x * 2.0, lambda x: torch.cat([x, x]), lambda x: x[x > 0],
+)  # fmt: skip
+
+
+def read(side, choice):
+    mode = GRAD_MODES[choice // 16 % 4]
+    if side.out is not None:
+        with mode():
+            side.value = READS[choice % len(READS)](side.out.logits)
+
+
+WRITES = (
+    lambda x: x.mul_(0.5), lambda x: x[:, 0].zero_(), lambda x: x.__setitem__((Ellipsis, 3), -5.0),
+    lambda x: x.div_(2.0), lambda x: x.masked_fill_(x > 1, 0.0), lambda x: x.view(-1).add_(1.0),
+)  # fmt: skip
+
+
+def write(side, choice):
+    with torch.no_grad() if choice // 6 % 3 == 0 else contextlib.nullcontext():
+        if side.out is not None:
+            WRITES[choice % len(WRITES)](side.out.logits)
+
+
+def backward(side, choice):
+    if side.out is None:
+        return
+    losses = []
+    if choice % 4 != 1 and side.out.loss is not None:
+        losses.append(side.out.loss.sum())
+    if choice % 4 in (1, 2):
+        losses.append((side.out.logits.float() ** 2).mean())
+    if choice % 4 == 3 and side.value is not None and side.value.requires_grad:
+        losses.append(side.value.sum())
+    if losses:
+        (sum(losses) * (64.0 if choice // 4 % 3 == 0 else 1.0)).backward(retain_graph=choice // 12 % 4 == 0)
+
+
+def gradient_of_logits(side, choice):
+    if side.out is not None and side.out.loss is not None:
+        side.value = torch.autograd.grad(side.out.loss, side.out.logits, retain_graph=True)[0]
+
+
+OPTIMIZERS = (
+    lambda p: torch.optim.SGD(p, 0.05), lambda p: torch.optim.AdamW(p, 1e-3),
+    lambda p: torch.optim.AdamW(p, 1e-3, fused=True), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, foreach=True),
+)  # fmt: skip
+
+
+def step(side, choice):
+    if side.optimizer is None:
+        side.optimizer = OPTIMIZERS[choice % len(OPTIMIZERS)](side.model.parameters())
+    if choice // 4 % 2:
+        torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
+    side.optimizer.step()
+
+
+def zero_grad(side, choice):
+    side.model.zero_grad(set_to_none=bool(choice % 2))
+
+
+def mode(side, choice):
+    side.model.train(bool(choice % 3))
+
+
+def _modules(model):
+    layer = model.model.layers[0]
+    return [
+        m for m in (model.lm_head, model.get_input_embeddings(), getattr(layer, "mlp", layer), layer.self_attn, layer)
+    ]
+
+
+def hook(side, choice):
+    module, seen = _modules(side.model)[choice % 5], side.seen
+
+    def first(output):
+        return output[0] if isinstance(output, tuple) else output
+
+    def look(module, args, output):
+        seen.append(("forward", type(first(output)).__name__ != "", tuple(first(output).shape)))
+
+    def look_back(module, into, of):
+        seen.append(("backward", tuple(None if g is None else tuple(g.shape) for g in of)))
+
+    def scale(module, args, output):
+        return tuple([first(output) * 0.5, *output[1:]]) if isinstance(output, tuple) else output * 0.5
+
+    kind = choice // 5 % 4
+    if kind == 0:
+        side.handles.append(module.register_forward_hook(look))
+    elif kind == 1:
+        side.handles.append(module.register_full_backward_hook(look_back))
+    elif kind == 2:
+        side.handles.append(module.register_forward_hook(scale))
+    else:
+        side.handles.append(module.register_forward_pre_hook(lambda module, args: None))
+
+
+def logits_hook(side, choice):
+    if side.out is None or not side.out.logits.requires_grad:
+        return
+    if choice % 3 == 0:
+        side.out.logits.retain_grad()
+    elif choice % 3 == 1:
+        side.out.logits.register_hook(lambda g: g * 2)
+    else:
+        seen = side.seen
+        side.out.logits.register_hook(lambda g: seen.append(("logits", tuple(g.shape))))
+
+
+def unhook(side, choice):
+    while side.handles:
+        side.handles.pop().remove()
+
+
+def checkpointing(side, choice):
+    if choice % 3 == 0:
+        side.model.gradient_checkpointing_disable()
+    else:
+        side.model.gradient_checkpointing_enable({"use_reentrant": choice % 3 == 1})
+
+
+def copied(side, choice):
+    side.model, side.out, side.value, side.optimizer = copy.deepcopy(side.model), None, None, None
+
+
+def saved(side, choice):
+    file = io.BytesIO()
+    torch.save(side.model.state_dict(), file)
+    file.seek(0)
+    with torch.no_grad():
+        for p in side.model.parameters():
+            p.add_(1.0)
+    side.model.load_state_dict(torch.load(file))
+
+
+def threaded(side, choice):
+    failures = []
+
+    def run():
+        try:
+            forward(side, choice)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+def freeze(side, choice):
+    parts = [side.model.lm_head, side.model.model, side.model.model.layers[0]]
+    parts[choice % 3].requires_grad_(bool(choice // 3 % 2))
+
+
+def change_weights(side, choice):
+    p = list(side.model.parameters())[choice % 3]
+    if choice // 3 % 2:
+        p.data = p.data + 0.1
+    else:
+        p.data.mul_(1.1)
+
+
+def repatch(side, choice):
+    if hasattr(type(side.model), "liger_match"):
+        liger_hw.unpatch(side.model)
+        liger_hw.patch(side.model)
+
+
+def own_loss(side, choice):
+    """As Trainer does with label smoothing or a loss function of the user's own: labels stay outside."""
+    torch.manual_seed(choice)
+    inputs = tiny.tokens(2, 6, seed=choice % 5)
+    labels = inputs.pop("labels")
+    side.out = side.model(**inputs, use_cache=False)
+    logits = side.out.logits[:, :-1].reshape(-1, tiny.VOCABULARY)
+    side.value = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), label_smoothing=0.1)
+
+
+def teacher(side, choice):
+    """A distillation loss on the model's own logits, taken from a forward with labels."""
+    side.out = side.model(**tiny.tokens(2, 6, seed=choice % 5), use_cache=False)
+    with torch.no_grad():
+        target = side.model(input_ids=tiny.tokens(2, 6, seed=choice % 5)["input_ids"], use_cache=False).logits
+    student = side.out.logits.float().log_softmax(-1)
+    side.value = torch.nn.functional.kl_div(student, target.float().softmax(-1), reduction="batchmean") + side.out.loss
+
+
+ACTIONS = (
+    forward, forward, forward, read, read, write, backward, backward, gradient_of_logits, step, zero_grad, mode, hook,
+    logits_hook, unhook, checkpointing, copied, saved, threaded, freeze, change_weights, repatch, own_loss, teacher,
+)  # fmt: skip
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def _attempt(action, side, choice):
+    try:
+        action(side, choice)
+        return None
+    except Exception as error:
+        return error
+
+
+def _alike(found, expected, tolerance, floor):
+    """Tell whether values are equal up to `tolerance` of the largest, or of `floor` where that is more."""
+    if isinstance(expected, torch.Tensor) != isinstance(found, torch.Tensor):
+        return False
+    if not isinstance(expected, torch.Tensor):
+        return found == expected
+    if found.shape != expected.shape or found.dtype != expected.dtype or found.requires_grad != expected.requires_grad:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    found, expected = found.detach().double(), expected.detach().double()
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return False
+    found, expected = found.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
+    if not expected.numel():
+        return True
+    return (found - expected).abs().max().item() <= tolerance * max(expected.abs().max().item(), floor)
+
+
+def run(family, program):
+    """Run `program`, (index of an action, choice) pairs, on both models of a family.
+
+    Returns:
+        None, or the error with which the patched model refused.
+
+    Raises:
+        Difference: the models differ in what they show.
+    """
+    state = torch.get_rng_state()
+    sides = [Side(model) for model in _pair(family)]
+    done = []
+    states = [state, state]
+    for index, choice in program:
+        action = ACTIONS[index % len(ACTIONS)]
+        done.append(f"{action.__name__}({choice})")
+        errors = []
+        for i, side in enumerate(sides):
+            torch.set_rng_state(states[i])
+            errors.append(_attempt(action, side, choice))
+            states[i] = torch.get_rng_state()
+        expected, found = errors
+        trace = f"{family}: {', '.join(done)}"
+        if found is not None and expected is None:
+            if any(text in str(found) for text in REFUSALS):
+                return found
+            raise Difference(f"{trace}: {type(found).__name__}: {found}") from found
+        if expected is not None:
+            if found is None and not any(text in str(expected) for text in LENIENT):
+                raise Difference(f"{trace}: plain raises {type(expected).__name__}: {expected}, patched does not")
+            return expected
+        seen = [side.observed() | {"value": side.value} for side in sides]
+        # fp32: another order of sums; bf16: a few roundings, which gradients that cancel are made of
+        gradients = [g for name, g in seen[0].items() if name.startswith("grad") and g is not None]
+        largest = max((g.abs().max().item() for g in gradients), default=0.0)
+        tolerance, floor = (5e-2, max(1e-3, 2e-2 * largest)) if sides[0].rounds else (2e-3, max(1e-3, 1e-4 * largest))
+        for name, value in seen[0].items():
+            try:
+                alike = _alike(seen[1].get(name), value, tolerance, floor)
+            except RuntimeError as error:
+                if any(text in str(error) for text in REFUSALS):
+                    return error
+                raise
+            if not alike:
+                raise Difference(f"{trace}: {name}: {seen[1].get(name)} instead of {value}")
+    return None

@@ -1,0 +1,22 @@
+"""Random programs of `programs.py`; LIGER_HW_FUZZ=10000 runs that many with new seeds, `make fuzz` does so."""
+
+import os
+
+import pytest
+
+pytest.importorskip("hypothesis")
+import programs  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+EXAMPLES = int(os.environ.get("LIGER_HW_FUZZ", "60"))
+ACTION = st.tuples(st.integers(0, len(programs.ACTIONS) - 1), st.integers(0, 63))
+
+
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 60, suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)  # fmt: skip
+@given(family=st.sampled_from(sorted(programs.FAMILIES)), program=st.lists(ACTION, min_size=3, max_size=14))
+def test_a_patched_model_is_the_plain_one_whatever_is_done(family, program):
+    programs.run(family, program)
