@@ -21,7 +21,8 @@ from liger_hw import backends
 from liger_hw._torch import dispatch_modes, is_plain, transforms_active
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KERNEL_DTYPES, explain, refuse_dtype
-from liger_hw.tuning import Refused, search
+from liger_hw.hooks import hooks
+from liger_hw.tuning import Refused
 
 OPS = {}  # name -> op, for the parity matrix and the docs
 
@@ -189,8 +190,8 @@ def raw(fake=None, mutates=()):
 
         @functools.wraps(function)
         def run(*args):
-            if search.observer is not None:
-                return search.observer(launches, args, not mutates)
+            if hooks.observer is not None:
+                return hooks.observer(launches, args, not mutates)
             return launches(*args)
 
         _library.impl(name, run, "CompositeExplicitAutograd")
@@ -201,7 +202,7 @@ def raw(fake=None, mutates=()):
         def call(x, *args):
             if is_compiling() or dispatch_modes() or not is_plain(x):
                 return opaque(x, *args)
-            if search.observer is not None:
+            if hooks.observer is not None:
                 return run(x, *args)
             try:
                 return function(x, *args)

@@ -1,62 +1,69 @@
-"""A kernel launch that costs little host time, on the device that holds the tensors."""
-
-import copy
+"""Kernel launches that cost little host time."""
 
 import torch
 
 from liger_hw import backends, tuning
 from liger_hw._triton import interpreting
+from liger_hw.hooks import hooks
+from liger_hw.shortcut import shortcut
 
 
 def launch(kernel, grid, config, *args):
-    """Launch `kernel` over `grid`, a 3-tuple, with its arguments in order and `config`'s meta-parameters last.
+    """Launch `kernel` over `grid`, a 3-tuple, on the device of its first argument, a tensor.
 
-    Triton's own look-up costs 11 us for two arguments and more for each further one (on an H200's host); this one
-    remembers the compiled kernel under the same facts that Triton specialises on: dtypes, 16-byte alignment, tensors
-    over 2 GiB, integers that are 1, multiples of 16 or wider than 32 bits, and constants.
+    Triton's own look-up costs 11 us for two arguments and more for each further one (an H200's host). This one
+    remembers compiled kernels under the facts that Triton specialises on: dtypes, 16-byte alignment, tensors over
+    2 GiB, integers that are 1, multiples of 16 or wider than 32 bits, and constants.
 
-    The first argument is a tensor. A grid with a zero in it launches nothing.
+    Args:
+        kernel: a Triton kernel whose pointers have names in capitals.
+        grid: nothing is launched if one of the three is 0.
+        config: its meta-parameters follow `args` as the kernel's last arguments.
+        *args: the kernel's other arguments in order.
 
     Raises:
         TypeError: an argument is a tensor subclass with its own dispatch, such as a DTensor, whose memory is elsewhere.
+        Refused: a winner of a table cannot be launched here.
     """
     if 0 in grid:
         return
+    if hooks.launch is not None:
+        hooks.launch(kernel, grid, config, *args)
+        return
     known = _kernels.get(id(kernel))  # not the kernel: its hash is computed from its source
     if known is None:
-        known = _kernels[id(kernel)] = _reader(kernel, len(args)), {}
-    read, launchers = known
+        known = _kernels[id(kernel)] = _key_reader(kernel, len(args)), {}
+    read_key, launchers = known
     index = args[0].get_device()
-    key, values = read(config, index, *args)
+    key, values = read_key(config, index, *args)
     launcher = launchers.get(key)
     if launcher is None:
-        _first_launch(launchers, key, kernel, grid, config, args)
+        _first_launch(launchers, key, values, kernel, grid, config, args)
         return
-    run, compiled, meta = launcher
-    if _triton.several_devices and index != torch.accelerator.current_device_index():
+    direct, by_triton = launcher
+    try:
+        hooked = _runtime.knobs.launch_enter_hook.calls or _runtime.knobs.launch_exit_hook.calls
+    except AttributeError:  # None, or a function in the place of Triton's chain of hooks
+        hooked = True
+    if _runtime.several_devices and index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
-            compiled[grid](*args, *meta)
-    elif getattr(_triton.knobs.launch_enter_hook, "calls", True):  # a profiler wants to be told
-        compiled[grid](*args, *meta)
+            launch(kernel, grid, config, *args)
+    elif hooked or direct is None:  # a profiler's hooks, for one, want to be told
+        by_triton(grid, args)
     else:
-        run(*grid, _triton.current_stream(index), values)
+        direct(*grid, _runtime.current_stream(index), values)
 
 
-def compiled_kernels() -> list:
-    """Triton's object of every kernel that this process has compiled for a device."""
-    return [launcher[1] for _, launchers in _kernels.values() for launcher in launchers.values()]
+_kernels = {}  # id(kernel) -> (its key reader, {key: (direct call or None, call by Triton)})
+_compiled = {}  # id -> Triton's compiled kernel, which unloads its code when nothing refers to it
 
 
-tuning.search.compiled_kernels = compiled_kernels
+def _key_reader(kernel, count):
+    """Make a function of (config, index, `count` arguments) that returns (key, values).
 
-_kernels = {}  # id(kernel) -> (its reader, {key: what a further launch needs})
-
-
-def _reader(kernel, count):
-    """(config, index, `count` arguments) -> what a compiled kernel depends on, and the arguments, tensors as addresses.
-
-    Generated: a loop takes twice as long. Given a tensor, Triton asks it for its address and the driver whether that is
-    a device's, which for three takes 0.9 us (an H200's host).
+    The key holds every fact that a compiled kernel depends on. The values are the arguments, tensors as addresses:
+    given a tensor, Triton asks it for its address and the driver whether that is a device's, 0.9 us for three (an
+    H200's host). The function is generated, as a loop takes twice as long.
     """
     if interpreting():
         return lambda *args: (None, None)
@@ -82,7 +89,8 @@ def _reader(kernel, count):
     return eval(f"lambda config, index, {names}: (({', '.join(facts)}), ({', '.join(values)},))")
 
 
-def _first_launch(launchers, key, kernel, grid, config, args):
+def _first_launch(launchers, key, values, kernel, grid, config, args):
+    """Check the arguments, compile and launch, and remember how to launch again."""
     for arg in args:
         # a subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another
         if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -90,75 +98,46 @@ def _first_launch(launchers, key, kernel, grid, config, args):
     device, meta = args[0].device, tuple(config.meta.values())
     if device.type == "meta":  # shapes without data, as `liger-hw info` and the tuner ask with: nothing to compute
         return
-    options = config.options(backends.detected(device))
+    here = backends.detected(device)
+    options = config.options(here)
+
+    def by_triton(grid, args):
+        return kernel[grid](*args, *meta, **options)
+
     if interpreting():
-        kernel[grid](*args, *meta, **options)
+        by_triton(grid, args)
         return
     with torch.accelerator.device_index(device.index):
-        if tuning.search.compiling_ahead:
-            kernel.warmup(*args, *meta, grid=grid, **options)
-            return
         try:
-            compiled = kernel[grid](*args, *meta, **options)
+            compiled = by_triton(grid, args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # each compiler and driver has its own; a heuristic's is a mistake of ours
             if config.source == tuning.HEURISTIC:
                 raise
             raise tuning.refuse(config, error) from error
-    launchers[key] = _runner(compiled, meta), compiled, meta
-    _triton.load()
+    if id(compiled) not in _compiled:
+        _compiled[id(compiled)] = compiled
+        hooks.add_kernel(compiled)
+    _runtime.load()
+    direct = None
+    if here.vendor in backends.VENDORS and backends.VENDORS[here.vendor].LAUNCHER_SHORTCUT:
+        direct = shortcut(compiled, meta, grid, _runtime.current_stream(device.index), values)
+    launchers[key] = direct, by_triton
 
 
-def _runner(compiled, meta):
-    """(x, y and z of a grid, stream, arguments) -> a launch of the compiled kernel, without hooks.
-
-    Triton's launcher asks at every launch what a kernel has once and for all, such as no scratch memory, and then calls
-    a function in C: 1.1 of 4.7 us (an H200's host). What it hands on is seen from marks given to a copy of it, and from
-    then on handed on without it. Where that cannot be seen, or a kernel needs scratch memory, the launcher is called.
-    """
-    launcher = compiled.run
-    always = compiled.function, compiled.packed_metadata, None, None, None
-
-    def by_triton(x, y, z, stream, values):
-        launcher(x, y, z, stream, *always, *values, *meta)
-
-    marks = {"x": object(), "y": object(), "z": object(), "stream": object(), "*values, *meta": object()}
-    *where, values = marks.values()
-    calls, words = [], []
-    try:
-        if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
-            return by_triton
-        recorder = copy.copy(launcher)
-        recorder.launch = lambda *arguments: calls.append(arguments)
-        recorder(*where, *always, values)
-        (arguments,) = calls
-        inner = launcher.launch
-    except Exception:  # another version's, which does something with its arguments, or another vendor's
-        return by_triton
-    known = {"launch": inner, "meta": meta}
-    for place, argument in enumerate(arguments):
-        word = next((word for word, mark in marks.items() if mark is argument), None)
-        if argument == (values,):
-            word = "(*values, *meta)"
-        if word is None:
-            word = f"constant_{place}"
-            known[word] = argument
-        words.append(word)
-    if len(words) - len(known) + 2 != len(marks):  # one of them went elsewhere
-        return by_triton
-    return eval(f"lambda x, y, z, stream, values: launch({', '.join(words)})", known)
-
-
-class _triton:
+class _Runtime:
     """What every launch asks of Triton's runtime, kept at hand from the first launch on."""
 
-    knobs = current_stream = several_devices = None
+    def __init__(self):
+        self.knobs = self.current_stream = self.several_devices = None
 
-    @classmethod
-    def load(cls):
+    def load(self):
         from triton import knobs
         from triton.runtime import driver
 
-        cls.knobs, cls.current_stream = knobs.runtime, driver.active.get_current_stream
-        cls.several_devices = torch.accelerator.device_count() > 1
+        self.knobs, self.current_stream = knobs.runtime, driver.active.get_current_stream
+        self.several_devices = torch.accelerator.device_count() > 1
+
+
+_runtime = _Runtime()

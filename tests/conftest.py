@@ -8,8 +8,8 @@ from poisoned import poisoned
 from liger_hw import backends
 from liger_hw._triton import interpreting
 from liger_hw.backends import VENDORS, detected
+from liger_hw.hooks import hooks
 from liger_hw.proof import compiled, evidence
-from liger_hw.testing import parity
 
 # The other 9 architectures are these but for the last stages of compilation, and would take minutes more of two cores;
 # `liger-hw matrix --compile`, in a job of its own, makes the code of all.
@@ -51,7 +51,8 @@ class _Evidence:
     def __init__(self, config):
         self.config, self.recorder, self.tests = config, evidence.Recorder(), {}
         self.level = evidence.INTERPRETED if interpreting() else evidence.EXECUTED
-        parity.observer = self.recorder.add
+        self.observing = hooks.observe_checks(self.recorder.add)
+        self.observing.__enter__()
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
@@ -63,7 +64,7 @@ class _Evidence:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self):
-        parity.observer = parity.no_observer
+        self.observing.__exit__(None, None, None)
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["evidence"] = self.recorder.dump()
             return

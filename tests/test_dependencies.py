@@ -20,11 +20,12 @@ FLOORS = [  # from the top: a room may import itself and what stands below it, s
     {"losses"},
     {"kernels"},
     {"launch"},
+    {"shortcut"},
     {"dispatch"},
     {"tuning"},
     {"checks"},
     {"backends"},
-    {"_triton", "_torch", "_lazy", "console"},
+    {"_triton", "_torch", "_lazy", "console", "hooks"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -9,7 +9,7 @@ from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
 from liger_hw.cli import common
 from liger_hw.proof import doctor, evidence
-from liger_hw.testing import parity, samples, shapes
+from liger_hw.testing import samples, shapes
 from liger_hw.tuning import Config, contribution
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="starts the interpreter by itself")
@@ -47,7 +47,6 @@ def wrong_swiglu():
 
 
 def test_what_is_wrong_is_found(monkeypatch, wrong_swiglu):
-    monkeypatch.setattr(parity, "observer", parity.observer)
     found = doctor._examine("swiglu", torch.device("cpu"))
     assert found["plain"].startswith("AssertionError: output 0 of swiglu on None: worst error")
     assert doctor._told(found).startswith("WRONG as plain torch")
@@ -160,7 +159,6 @@ def test_a_context_that_a_kernel_broke_ends_its_process(monkeypatch):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(doctor, "_cases", lambda *args: None)
-    monkeypatch.setattr(parity, "observer", parity.observer)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     monkeypatch.setattr("os._exit", ended.append)
     doctor._examine("rope", GPU)

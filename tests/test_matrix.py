@@ -13,6 +13,7 @@ import torch
 from liger_hw import backends, cli, dispatch
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
+from liger_hw.hooks import hooks
 from liger_hw.proof import evidence, page
 from liger_hw.proof.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
 from liger_hw.testing import parity
@@ -179,16 +180,16 @@ def double(monkeypatch):
 @needs_triton
 def test_what_a_check_speaks_for(double, monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(parity, "observer", recorder.add)
     monkeypatch.setattr(evidence, "interpreting", lambda: True)
     monkeypatch.setattr(backends, "interpreting", lambda: True)
     x = torch.randn(3, dtype=torch.float16)
-    parity.check(double.op, (x,), {}, "amd:gfx1100")
-    parity.check(double.op, (x,), {}, "intel")
-    parity.check(double.op, (x,), {}, None)  # plain torch on a CPU: of no GPU
-    double.factor = 3
-    with pytest.raises(AssertionError):
-        parity.check(double.op, (x,), {}, "intel:pvc")
+    with hooks.observe_checks(recorder.add):
+        parity.check(double.op, (x,), {}, "amd:gfx1100")
+        parity.check(double.op, (x,), {}, "intel")
+        parity.check(double.op, (x,), {}, None)  # plain torch on a CPU: of no GPU
+        double.factor = 3
+        with pytest.raises(AssertionError):
+            parity.check(double.op, (x,), {}, "intel:pvc")
     assert recorder.dump() == [
         ["double", "amd:gfx1100", "fp16", INTERPRETED, 1, 0, []],
         ["double", "intel:pvc", "fp16", INTERPRETED, 1, 1, [recorder.dump()[1][-1][0]]],

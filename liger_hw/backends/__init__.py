@@ -13,6 +13,7 @@ import torch
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
 from liger_hw.backends.device import Device
+from liger_hw.hooks import hooks
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def backends_for(device: torch.device) -> tuple[str, ...]:
         raise RuntimeError(
             f"backend {name!r} is forced and runs Triton kernels, but the package triton is not installed"
         )
-    if device.type == "cpu" and not interpreting():
+    if device.type == "cpu" and not interpreting() and hooks.launch is None:
         raise RuntimeError(
             f"backend {name!r} is forced and runs Triton kernels, but the tensors are on {device}: move them to a GPU, "
             f"set TRITON_INTERPRET=1 before importing liger_hw, or unset LIGER_HW_BACKEND"

@@ -5,6 +5,9 @@ import torch
 from liger_hw.backends.device import Device
 
 KiB, MiB = 1024, 1024 * 1024
+# Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
+# hardware is in benchmarks/evidence.
+LAUNCHER_SHORTCUT = False
 KNOBS = {"waves_per_eu": (1, 2, 4)}  # what the tuner varies beside the numbers of a Config
 
 

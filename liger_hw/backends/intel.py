@@ -5,6 +5,9 @@ import torch
 from liger_hw.backends.device import Device
 
 KiB, MiB = 1024, 1024 * 1024
+# Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
+# hardware is in benchmarks/evidence.
+LAUNCHER_SHORTCUT = False
 
 # What its Triton compiler takes. By default it builds a kernel that spills again with 256 registers a hardware thread,
 # at half the resident threads; it does not, and refuses "256" where asked, beyond 32 sub-groups of a work-group.

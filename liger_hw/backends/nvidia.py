@@ -5,6 +5,8 @@ import torch
 from liger_hw.backends.device import Device
 
 KiB, MiB = 1024, 1024 * 1024
+# Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: benchmarks/evidence.
+LAUNCHER_SHORTCUT = True
 KNOBS = {}  # what the tuner varies beside the numbers of a Config
 
 

@@ -10,18 +10,17 @@ import hashlib
 import importlib
 import json
 import re
-import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import torch
 
-from liger_hw import backends, launch
+from liger_hw import backends
 from liger_hw.backends import amd, nvidia
 from liger_hw.backends.device import Device
+from liger_hw.hooks import hooks
 from liger_hw.proof import assembly
 from liger_hw.proof.assembly import Access
 
@@ -125,42 +124,18 @@ class Resources:
 
 @contextmanager
 def launches_on(device: Device):
-    """Within, launches of tensors on the CPU or on "meta" are recorded for `device` and not run; yields their list, in
-    which those that differ in nothing the compiler sees are equal in `what`.
+    """Record launches for `device`, one of DEVICES, instead of running them; yield the list of them.
 
-    Outputs hold garbage, so values computed from them mean nothing.
+    For tensors on the CPU or on "meta". Launches that are the same code are equal in `what`. Outputs hold garbage, so
+    values computed from them mean nothing.
     """
-    found = []
+    launches = []
 
     def record(kernel, grid, config, *args):
-        if 0 not in grid:
-            found.append(_describe(kernel, config, args, device))
+        launches.append(_describe(kernel, config, args, device))
 
-    users = _modules_that_launch()
-    with mock.patch.multiple(backends, interpreting=lambda: True, device_of=lambda tensor: device):
-        with _patched(users, "launch", record), _patched(users, "device_of", lambda tensor: device):
-            with backends.use_backend(f"{device.vendor}:{device.arch}"):
-                yield found
-
-
-def _modules_that_launch():
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("liger_hw.") and getattr(module, "launch", None) is launch.launch
-    ]
-
-
-@contextmanager
-def _patched(modules, name, replacement):
-    before = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
-    for module, _ in before:
-        setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        for module, value in before:
-            setattr(module, name, value)
+    with hooks.replace_launches(record), backends.use_backend(f"{device.vendor}:{device.arch}"):
+        yield launches
 
 
 def _describe(kernel, config, args, device) -> Launch:

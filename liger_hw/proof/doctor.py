@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from liger_hw import backends, dispatch, launch
+from liger_hw import backends, dispatch
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.checks import check
+from liger_hw.hooks import hooks
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence
 from liger_hw.proof.occupancy import LIMITS, occupancy
@@ -132,27 +133,22 @@ def _crashed(op, device) -> dict:
 def _examine(op: str, device: torch.device) -> dict:
     """The parity cases of one op, in this process. On a CPU: of plain torch, and of every vendor's kernels in fp32."""
     load_all()
-    recorder = evidence.Recorder()
-    parity.observer = recorder.add
-    plain, before = None, {id(built) for built in launch.compiled_kernels()}
-    if device.type != "cpu":
-        for dtype in DTYPES:
-            _cases(op, dtype, device, backends.forced())
-        try:
-            torch.accelerator.synchronize(device)
-        except Exception:  # a kernel broke the context: whatever else this process runs would fail with it
-            os._exit(1)
-    else:
-        for dtype in DTYPES:
-            plain = plain or _cases(op, dtype, device, None)
-        if interpreting():
-            for backend in [backends.forced()] if backends.forced() else backends.VENDORS:
-                _cases(op, torch.float32, device, backend)
-    return {
-        "cells": recorder.dump(),
-        "plain": plain,
-        "kernels": [_about(op, built) for built in launch.compiled_kernels() if id(built) not in before],
-    }
+    recorder, plain = evidence.Recorder(), None
+    with hooks.observe_checks(recorder.add), hooks.collect_kernels() as kernels:
+        if device.type != "cpu":
+            for dtype in DTYPES:
+                _cases(op, dtype, device, backends.forced())
+            try:
+                torch.accelerator.synchronize(device)
+            except Exception:  # a kernel broke the context: whatever else this process runs would fail with it
+                os._exit(1)
+        else:
+            for dtype in DTYPES:
+                plain = plain or _cases(op, dtype, device, None)
+            if interpreting():
+                for backend in [backends.forced()] if backends.forced() else backends.VENDORS:
+                    _cases(op, torch.float32, device, backend)
+    return {"cells": recorder.dump(), "plain": plain, "kernels": [_about(op, kernel) for kernel in kernels]}
 
 
 def _cases(op, dtype, device, backend) -> str | None:

@@ -161,7 +161,7 @@ def missing(cells: Iterable[Cell], ops: Iterable[str]) -> list[str]:
 
 
 class Recorder:
-    """Counts what `parity.check` finds: set `parity.observer` to `add`."""
+    """Count passed and failed parity checks, within `hooks.observe_checks(recorder.add)`."""
 
     def __init__(self):
         self.found = {}  # (op, backend, dtype, level) -> [passed, failed, failures]

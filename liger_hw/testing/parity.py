@@ -8,6 +8,7 @@ chosen by hand.
 import torch
 
 from liger_hw import use_backend
+from liger_hw.hooks import hooks
 
 
 def run(function, inputs, options, seed=1):
@@ -36,17 +37,14 @@ def check(op, inputs, options, backend):
             found = run(op, inputs, options)
         compare(exact, plain, found, f"{op.__name__} on {backend}")
     except Exception as error:
-        observer(op, inputs, backend, error)
+        _tell_observer(op, inputs, backend, error)
         raise
-    observer(op, inputs, backend, None)
+    _tell_observer(op, inputs, backend, None)
 
 
-def no_observer(op, inputs, backend, error):
-    """Nobody keeps count."""
-
-
-# Called after every check, with the exception that it ends with or None.
-observer = no_observer
+def _tell_observer(op, inputs, backend, error):
+    if hooks.check_observer is not None:
+        hooks.check_observer(op, inputs, backend, error)
 
 
 def compare(exact, plain, found, what):

@@ -15,6 +15,7 @@ import torch
 
 from liger_hw import backends
 from liger_hw._triton import triton
+from liger_hw.hooks import hooks
 from liger_hw.tuning import choice, tables
 from liger_hw.tuning.config import LOCAL, Config
 
@@ -148,35 +149,31 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
     return report
 
 
-compiled_kernels = list  # all that are, which liger_hw.launch knows: it needs this module, so it tells it how to ask
-
-
-compiling_ahead = False  # liger_hw.launch compiles and does not launch
-
-
 def _compile_ahead(function, key, candidates) -> None:
-    """Compile what `function()` would launch with each candidate, on every core; `_seconds` meets what cannot be."""
-    global compiling_ahead
+    """Compile each candidate's launches in `function()`, on every core; `_seconds` meets those that fail."""
     from triton import AsyncCompileMode
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-        compiling_ahead = True
-        try:
+        with hooks.replace_launches(_compile):
             for candidate in candidates:
                 with suppress(Exception), choice.override(key, candidate):
                     function()
-        finally:
-            compiling_ahead = False
+
+
+def _compile(kernel, grid, config, *args) -> None:
+    """Compile a launch of `kernel` without launching it."""
+    device = args[0].device
+    if device.type != "meta":  # of which a launch computes nothing
+        with torch.accelerator.device_index(device.index):
+            kernel.warmup(*args, *config.meta.values(), grid=grid, **config.options(backends.detected(device)))
 
 
 def _seconds(function, key, candidate) -> float:
-    before = {id(kernel) for kernel in compiled_kernels()}
     try:
-        with choice.override(key, candidate):
+        with choice.override(key, candidate), hooks.collect_kernels() as kernels:
             seconds = bench(function)
         # one that spills may win at the shape that was measured, and is the first to lose where memory is busy
-        spills = any(kernel.n_spills for kernel in compiled_kernels() if id(kernel) not in before)
-        return math.inf if spills else seconds
+        return math.inf if any(kernel.n_spills for kernel in kernels) else seconds
     except Exception as error:  # compilers reject a candidate in many ways; none of them may end the search
         logger.debug("%s cannot run %s: %s", key, candidate, error)
         return math.inf
@@ -188,19 +185,15 @@ def _ms(seconds: float) -> float:
 
 def calls_within(function) -> list:
     """What `function()` launches, as one repeatable callable for each `raw` function it runs."""
-    global observer
-    calls, before = [], observer
+    calls = []
 
     def remember(launches, args, repeatable):
         calls.append(torch.no_grad()(functools.partial(launches, *args)))  # as within an autograd.Function
         return launches(*args)
 
-    observer = remember
-    try:
+    with hooks.observe(remember):
         function()
-        return calls
-    finally:
-        observer = before
+    return calls
 
 
 _tried = set()
@@ -230,11 +223,10 @@ def autotuning() -> bool:
 
 
 def _first_call(launches, args, repeatable: bool):
-    """The environment is read at the first launch, once, and not at import."""
-    global observer
+    """Read the environment at the first call of a `raw` function, once, and not at import."""
     observer = _call_and_tune if autotuning() else None
+    hooks.observe_always(observer)
     return launches(*args) if observer is None else observer(launches, args, repeatable)
 
 
-# Called as (function, its arguments, whether it may be repeated) in place of every `raw` function, unless it is None.
-observer = _first_call
+hooks.observe_always(_first_call)

@@ -10,6 +10,7 @@ from made_up import H200, KEY, NEEDS_TRITON, entry, made_up_config, ship
 
 from liger_hw import backends, dispatch, launch, tuning
 from liger_hw._triton import triton
+from liger_hw.hooks import hooks
 from liger_hw.kernels import glu
 from liger_hw.testing import shapes
 from liger_hw.tuning import HEURISTIC
@@ -39,7 +40,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(launch._triton, "load", lambda: None)
+    monkeypatch.setattr(launch._runtime, "load", lambda: None)
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(tuning.choice, "_refused", set())
     return Compiler()
@@ -55,13 +56,14 @@ def test_a_winner_that_cannot_be_launched_costs_one_warning(mutates, path, compi
 
     _launches.__name__ = f"launches_{path}_{len(mutates)}"
     by_call = dispatch.raw(lambda x: torch.empty_like(x), mutates)(_launches)
-    monkeypatch.setattr(tuning.search, "observer", (lambda f, args, again: f(*args)) if path == "observed" else None)
+    observer = (lambda f, args, again: f(*args)) if path == "observed" else None
     function = by_call.opaque if path == "registered" else by_call
     tuning.record(tuning.cache_file(H200), {KEY: entry()})
     ship({KEY: entry(num_warps=16)})
     assert made_up_config(1024, 2, H200).num_warps == 8
     x = torch.ones(3)
-    assert torch.equal(function(x), torch.full((3,), 2.0))
+    with hooks.observe(observer):
+        assert torch.equal(function(x), torch.full((3,), 2.0))
     assert compiler.asked == [8, 16, 4]  # this machine's, the shipped one, the heuristic
     assert made_up_config(1024, 2, H200).source == HEURISTIC
     tuning.forget()
@@ -91,9 +93,9 @@ def test_what_writes_to_its_arguments_launches_one_kernel(monkeypatch):
             counts.setdefault(launches.__wrapped__.__name__, set()).add(len(launched) - before)
         return result
 
-    monkeypatch.setattr(tuning.search, "observer", observer)
     for case in shapes.cases(further=True):
         op = dispatch.OPS[case.op]
         inputs = [x.clone() for x in case.make(meta, torch.bfloat16)]  # what is written over may not be a leaf
-        shapes.step(op.implementations[op.choose(meta)], inputs, case.options)
+        with hooks.observe(observer):
+            shapes.step(op.implementations[op.choose(meta)], inputs, case.options)
     assert len(counts) >= 4 and set.union(*counts.values()) <= {0, 1}, counts

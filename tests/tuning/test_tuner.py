@@ -9,6 +9,7 @@ from made_up import H200, KEY, NEEDS_TRITON, entry, made_up, made_up_config
 from liger_hw import backends, dispatch, tuning
 from liger_hw._triton import triton
 from liger_hw.backends import VENDORS, nvidia
+from liger_hw.hooks import hooks
 from liger_hw.testing import shapes
 from liger_hw.tuning import HEURISTIC, LOCAL, Config, power_of_2, row_warps
 
@@ -223,14 +224,14 @@ def test_whether_the_environment_asks_for_tuning(monkeypatch, value, asked):
 
 def test_no_other_word_in_the_environment_is_taken_for_an_answer(monkeypatch):
     monkeypatch.setenv("LIGER_HW_AUTOTUNE", "yes")
-    monkeypatch.setattr(tuning.search, "observer", tuning.search._first_call)
-    for _ in range(2):  # not at the first launch alone
-        with pytest.raises(ValueError, match="LIGER_HW_AUTOTUNE='yes': 1 searches"):
-            tuning.search.observer(lambda x: x, (torch.ones(3),), False)
+    with hooks.observe(tuning.search._first_call):
+        for _ in range(2):  # not at the first launch alone
+            with pytest.raises(ValueError, match="LIGER_HW_AUTOTUNE='yes': 1 searches"):
+                hooks.observer(lambda x: x, (torch.ones(3),), False)
 
 
 def test_the_observer_sees_every_launch(monkeypatch):
-    before = tuning.search.observer
+    before = hooks.observer
     made = []
 
     @dispatch.raw(lambda x: torch.empty_like(x))
@@ -239,7 +240,7 @@ def test_the_observer_sees_every_launch(monkeypatch):
         return x + 1
 
     calls = tuning.calls_within(lambda: _observed(torch.ones(3)))
-    assert len(calls) == 1 and len(made) == 1 and tuning.search.observer is before
+    assert len(calls) == 1 and len(made) == 1 and hooks.observer is before
     assert torch.equal(calls[0](), torch.full((3,), 2.0)) and len(made) == 2
 
 
