@@ -5,11 +5,12 @@ import functools
 import torch
 from torch._C import _are_functorch_transforms_active as transforms_active  # of torch.func: grad, vmap, jvp
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 __all__ = [
-    "PLAIN", "dispatch_modes", "grouped_mm", "has_wide_products", "is_plain", "saved_tensors_hooks", "traced",
-    "transforms_active",
+    "PLAIN", "dispatch_modes", "grouped_mm", "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks",
+    "traced", "transforms_active",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,6 +24,13 @@ def is_plain(*tensors) -> bool:
 def traced(*tensors) -> bool:
     """Tell whether a compiler, a dispatch mode or a tensor subclass has to see ordinary torch operations."""
     return is_compiling() or dispatch_modes() > 0 or not is_plain(*tensors)
+
+
+def has_tangents(arguments) -> bool:
+    """Tell whether one of `arguments` is a tensor with a tangent of forward-mode AD."""
+    return forward_ad._current_level >= 0 and any(  # -1 outside of every level: 0.05 us (an x86 CPU)
+        torch.is_tensor(x) and forward_ad.unpack_dual(x).tangent is not None for x in arguments
+    )
 
 
 def saved_tensors_hooks():

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import transforms_active
+from liger_hw._torch import has_tangents, transforms_active
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
 
@@ -60,7 +60,7 @@ def explain(error, function, args, kwargs) -> None:
     Raises:
         ValueError: for the first argument that is not what the signature says.
         TypeError: for arguments that are missing or unknown.
-        RuntimeError: within a transform of torch.func, of which the kernels know nothing.
+        RuntimeError: within a transform of torch.func, or with a tangent of forward-mode AD: kernels know neither.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     for name, value in bound.arguments.items():
@@ -69,11 +69,15 @@ def explain(error, function, args, kwargs) -> None:
         if None not in kinds and not isinstance(value, tuple(kind for kind, _ in kinds)):
             got = value if torch.is_tensor(value) else f"{reprlib.repr(value)}, a {type(value).__name__}"
             refuse(name, got, " or ".join(word for _, word in kinds))
-    if transforms_active() and backends.forced() != "reference":
+    if backends.forced() == "reference":
+        return
+    hint = "run under liger_hw.use_backend('reference')"
+    if transforms_active():
         raise RuntimeError(
-            f"{function.__name__} has no transforms of torch.func (grad, vmap, jvp, ...) but with plain torch, under "
-            f"liger_hw.use_backend('reference')"
+            f"{function.__name__} has no transforms of torch.func (grad, vmap, jvp, ...): {hint}"
         ) from error
+    if isinstance(error, RuntimeError) and has_tangents(bound.arguments.values()):
+        raise RuntimeError(f"{function.__name__} has no forward-mode derivatives: {hint}") from error
 
 
 def names_arguments(function):

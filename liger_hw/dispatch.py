@@ -18,7 +18,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import dispatch_modes, is_plain, transforms_active
+from liger_hw._torch import dispatch_modes, has_tangents, is_plain, transforms_active
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KERNEL_DTYPES, explain, refuse_dtype
 from liger_hw.hooks import hooks
@@ -120,7 +120,8 @@ class Function(torch.autograd.Function):
     one, and makes a graph node even where gradients are off: 1.6 us (an x86 CPU) and 5 us (an H200's host).
 
     Raises:
-        RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes.
+        RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes; an argument with a
+            tangent of forward-mode AD.
     """
 
     def __init_subclass__(cls):
@@ -142,6 +143,10 @@ class Function(torch.autograd.Function):
     def apply(cls, *args):
         if is_compiling() or transforms_active():
             return super().apply(*args)
+        if has_tangents(args):  # without a graph they would be lost, and a missing tangent counts as zero
+            raise RuntimeError(
+                f"{cls.__name__} has no forward-mode derivatives: run under liger_hw.use_backend('reference')"
+            )
         if not torch.is_grad_enabled():
             return cls.forward(_NoGraph(), *args)
         return cls._node(*args)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from liger_hw import backends, dispatch, use_backend
 from liger_hw._triton import AVAILABLE
@@ -151,6 +152,28 @@ def test_without_triton(double, monkeypatch):
     assert names(double) == "reference"
     with use_backend("nvidia"), pytest.raises(RuntimeError, match="the package triton is not installed"):
         double(torch.ones(1))
+
+
+class Doubled(dispatch.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        return x * by
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2, None
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])  # inference mode: torch itself drops them
+def test_tangents_are_refused_and_not_dropped(mode):
+    """A tangent that is missing counts as zero."""
+    x = torch.ones(3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(3))
+        with mode():
+            with pytest.raises(RuntimeError, match="Doubled has no forward-mode .*use_backend.'reference'"):
+                Doubled.apply(dual, 2)
+            assert torch.equal(Doubled.apply(x, 2), 2 * x)  # carries none
 
 
 def test_check_describes_tensors_only_when_it_fails():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -65,6 +66,33 @@ def test_second_order_is_refused(op, backend):
         leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
         with pytest.raises(RuntimeError, match="second-order"):
             torch.autograd.grad(out.sum(), leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_tangents_are_refused(op, mode, backend):
+    """A tangent that is missing counts as zero."""
+    inputs, options = case(op)
+
+    def tangent(position, backend):
+        duals = [x.detach() if torch.is_tensor(x) else x for x in inputs]
+        with use_backend(backend), forward_ad.dual_level(), mode():
+            duals[position] = forward_ad.make_dual(duals[position], torch.ones_like(duals[position]))
+            return forward_ad.unpack_dual(flat(OPS[op](*duals, **options))).tangent
+
+    refused = 0
+    for position, x in enumerate(inputs):
+        if not torch.is_tensor(x) or not x.is_floating_point():
+            continue
+        expected = tangent(position, "reference")
+        try:
+            found = tangent(position, backend)
+        except RuntimeError as error:
+            assert "no forward-mode" in str(error) and "use_backend('reference')" in str(error)
+            refused += 1
+        else:  # torch's own linear after the kernel; a target, which has no gradient
+            assert found is expected is None or torch.allclose(found, expected, atol=1e-5)
+    assert refused
 
 
 class Wrapped(torch.Tensor):
