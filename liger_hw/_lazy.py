@@ -1,4 +1,4 @@
-"""Names of a package that load their module on first use, so that importing the package runs nothing."""
+"""Names that load their module at first use, so that importing a package runs nothing."""
 
 import importlib
 
@@ -6,28 +6,31 @@ EXTRAS = {"transformers": "transformers"}  # a package that some names need -> t
 
 
 def lazy_names(package, modules):
-    """`__getattr__`, `__dir__` and `__all__` of `package`.
+    """Return `__getattr__`, `__dir__` and `__all__` for a package.
 
     Args:
-        package: its name.
-        modules: module, relative to the package or with its full name -> the names it provides.
+        package: the package's name.
+        modules: module -> the public names that it provides; a module of another package with its full name.
+
+    Raises:
+        ModuleNotFoundError: `__getattr__` needs a package that is not installed; the error names the extra to install.
     """
-    home = {
+    module_of = {
         name: module if module.startswith("liger_hw.") else f"{package}.{module}"
         for module, names in modules.items()
         for name in names
     }
 
     def __getattr__(name):
-        if name not in home:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(home[name]), name)
+            return getattr(importlib.import_module(module_of[name]), name)
         except ModuleNotFoundError as error:
             if error.name not in EXTRAS:
                 raise
             hint = f"{package}.{name} needs the package {error.name}: pip install 'liger_hw[{EXTRAS[error.name]}]'"
             raise ModuleNotFoundError(hint, name=error.name) from error
 
-    public = sorted(name for name in home if not name.startswith("_"))
+    public = sorted(name for name in module_of if not name.startswith("_"))
     return __getattr__, lambda: public, public

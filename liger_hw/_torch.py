@@ -1,4 +1,4 @@
-"""Every name of torch that is private, and the questions that only those can answer."""
+"""Every private name of torch that the package uses, and functions that need one."""
 
 import functools
 

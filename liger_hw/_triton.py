@@ -1,7 +1,6 @@
-"""Triton, or a stand-in where there is none.
+"""Triton, or a substitute where it is not installed (macOS, Windows, CPU-only installs).
 
-Where Triton is absent (macOS, Windows, CPU-only installs) kernel files still import: their decorators become no-ops and
-only the reference bodies can run.
+With the substitute, kernel files still import: their decorators do nothing, and only the references can run.
 """
 
 try:
@@ -23,7 +22,7 @@ else:
 
 
 def interpreting() -> bool:
-    """Whether kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
+    """Tell whether Triton's interpreter runs kernels on the CPU: TRITON_INTERPRET=1 was set before the import."""
     return AVAILABLE and not isinstance(_probe, triton.runtime.JITFunction)
 
 

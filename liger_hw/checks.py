@@ -26,21 +26,22 @@ def check(condition, argument: str, got, allowed) -> None:
 
 
 def refuse(argument: str, got, allowed) -> NoReturn:
-    """The error of `check`, for those whose text costs time to make: 0.5 us in every call (an x86 CPU)."""
+    """Raise the error of `check`, for callers whose text takes time to make: 0.5 us a call (an x86 CPU)."""
     raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
 
 
 def check_kernel_dtype(argument: str, x: torch.Tensor) -> None:
-    """Refuse an argument that the kernels would round. The first one's dtype was looked at when they were chosen."""
+    """Refuse an argument that kernels would round; dispatch has checked an op's first argument."""
     if x.dtype not in KERNEL_DTYPES:
         refuse_dtype(argument, x)
 
 
 def refuse_dtype(argument: str, got) -> NoReturn:
+    """Raise the error for a dtype that kernels would round."""
     refuse(argument, got, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
 
 
-KINDS = {  # what a signature says of an argument -> what may come, and how an error calls it; flags take anything
+KINDS = {  # annotation of an argument -> the types it accepts, and their name in an error; flags take anything
     torch.Tensor: (torch.Tensor, "a tensor"),
     float: (numbers.Real, "a number"),
     int: (numbers.Integral, "an integer"),
@@ -52,13 +53,13 @@ KINDS = {  # what a signature says of an argument -> what may come, and how an e
 
 
 def explain(error, function, args, kwargs) -> None:
-    """Raise what says more than the error of a call to `function`, if there is anything more to say.
+    """Raise a clearer error in place of `error`, which a call to `function` raised, if there is one.
 
-    What a string or a list lacks says nothing of the argument it came as; and to ask before every call would take host
-    time.
+    "'str' object has no attribute 'device'" names no argument. The signature is only read after an error, as that takes
+    host time.
 
     Raises:
-        ValueError: for the first argument that is not what the signature says.
+        ValueError: for the first argument of another type than the signature allows.
         TypeError: for arguments that are missing or unknown.
         RuntimeError: within a transform of torch.func, or with a tangent of forward-mode AD: kernels know neither.
     """
@@ -81,7 +82,7 @@ def explain(error, function, args, kwargs) -> None:
 
 
 def names_arguments(function):
-    """Make `function` answer an argument of another kind than its signature says with an error that names it."""
+    """Make `function` name, in its error, an argument of a type that its signature does not allow."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):

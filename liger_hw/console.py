@@ -1,23 +1,23 @@
-"""Tables, progress, and which packages are installed: what every command prints and asks."""
+"""Tables and progress for the terminal, and checks for installed packages."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 
 def table(header, rows) -> str:
-    """Columns as wide as their widest cell, two spaces apart: no terminal is so narrow that it cuts one."""
+    """Format rows as text: columns as wide as their widest cell, two spaces apart, and never cut."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
 
 
 def parameters(meta: dict) -> str:
-    """A configuration's meta-parameters in a cell of a table."""
+    """Format a configuration's meta-parameters for a cell of a table."""
     return ", ".join(f"{name} {value}" for name, value in meta.items())
 
 
 def progress(console=None):
-    """What happens now, how much of it is done, and a note beside it."""
+    """Make a progress bar of rich's: task, share done, count, time and a note."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -25,7 +25,7 @@ def progress(console=None):
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -33,7 +33,7 @@ def installed_version(package: str) -> str | None:
 
 
 def require(*packages: str) -> None:
-    """A ValueError that names those of `packages` that are not installed, unless all are."""
+    """Raise a ValueError that names the missing packages, unless all of `packages` are installed."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         source = "liger-kernel" if missing == ["liger_kernel"] else "'liger_hw[bench]'"

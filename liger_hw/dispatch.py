@@ -1,13 +1,13 @@
-"""Two decorators: `op` picks who computes, `raw` hides a launch from tracers.
+"""Two decorators: `op` chooses an implementation by device, `raw` shows launches to tracers as ops.
 
     @op
     def rms_norm(x, weight, eps=1e-6):          # signature, docs, CPU path and parity oracle
         return ...
 
     @rms_norm.register("triton")                # any GPU
-    @rms_norm.register("amd:gfx942")            # this one only, and it wins there
+    @rms_norm.register("amd:gfx942")            # this GPU only, and preferred there
 
-`op` is `functools.singledispatch`, keyed by where the first tensor lives, and by its dtype.
+`op` is like `functools.singledispatch`, keyed by the device and the dtype of the first tensor.
 """
 
 import functools
@@ -28,9 +28,10 @@ OPS = {}  # name -> op, for the parity matrix and the docs
 
 
 class Cost(NamedTuple):
-    """The fewest bytes an op must read from and write to memory, and the fewest operations it must do on them.
+    """The fewest bytes that an op can move, and the fewest operations it can do.
 
-    A multiplication, an addition, a comparison and an exponential are one operation each.
+    Bytes are read from and written to memory. A multiplication, an addition, a comparison and an exponential are one
+    operation each.
     """
 
     forward_bytes: int
@@ -40,19 +41,27 @@ class Cost(NamedTuple):
 
 
 def widen(x):
-    """At least fp32, for the arithmetic inside a reference; a float64 input stays float64 and makes it the oracle."""
+    """Return `x` in fp32 or wider, for the arithmetic of a reference: in float64 it is the oracle."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def op(reference):
-    """Make `reference` the default implementation, the documentation and the oracle of an op of its name."""
+    """Make an op of `reference`, its default implementation, documentation and oracle.
+
+    The op has the attributes `reference`, `implementations` (backend -> function), and `choose`, `register` and `cost`,
+    which are documented below; `cost_of`, the formula, where one was given.
+    """
     implementations, chosen, name = {"reference": reference}, {}, reference.__name__
     first = next(iter(inspect.signature(reference).parameters))
 
     def choose(device, dtype=torch.float32):
-        """The implementation that serves tensors on `device`: the first name of its chain that has one.
+        """Return the backend that serves tensors on `device`: the first of its chain with an implementation.
 
-        Plain torch serves a `dtype` that kernels would round; where they are forced, it is refused.
+        Plain torch serves a `dtype` that kernels would round.
+
+        Raises:
+            ValueError: kernels are forced and would round that `dtype`.
+            NotImplementedError: the backend that is forced has no implementation.
         """
         if dtype not in KERNEL_DTYPES and backends.forced() is None:
             names = backends.CPU.backends
@@ -87,7 +96,7 @@ def op(reference):
             raise
 
     def register(backend):
-        """Make a function of the same signature the implementation for `backend`, a name of `Device.backends`."""
+        """Make a function of the op's signature its implementation for `backend`, one of `Device.backends`."""
 
         def decorator(implementation):
             implementations[backend] = implementation
@@ -97,7 +106,7 @@ def op(reference):
         return decorator
 
     def cost(formula):
-        """Make a function of the op's arguments, which returns a `Cost`, what every measured time is held against."""
+        """Make a function of the op's arguments its `Cost`, to which measured times are compared."""
         call.cost_of = formula
         return formula
 
@@ -109,15 +118,15 @@ def op(reference):
 
 @torch._dynamo.assume_constant_result
 def _choice_while_tracing(name, device_type, index, dtype):
-    """Nothing of the choice is traced: the compiler sees the chosen function."""
+    """Choose without tracing: the compiler sees the chosen function alone."""
     return OPS[name].choose(torch.device(device_type, index), dtype)
 
 
 class Function(torch.autograd.Function):
-    """An autograd function of kernels: first-order, and cheaper to call than torch's.
+    """An autograd function of kernels: first-order, and cheaper to call than torch's own.
 
-    torch's own `apply` looks through every argument for the remains of a functorch transform, which matters only within
-    one, and makes a graph node even where gradients are off: 1.6 us (an x86 CPU) and 5 us (an H200's host).
+    torch's `apply` searches every argument for the wrappers of functorch, which only matters within a transform, and
+    makes a graph node even where gradients are off: 1.6 us (an x86 CPU) and 5 us (an H200's host).
 
     Raises:
         RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes; an argument with a
@@ -137,7 +146,7 @@ class Function(torch.autograd.Function):
             return backward(ctx, *grads)
 
         cls.backward = staticmethod(first_order)
-        cls._node = super(torch.autograd.Function, cls).apply  # torch's in C, without its look through the arguments
+        cls._node = super(torch.autograd.Function, cls).apply  # torch's in C, without that search
 
     @classmethod
     def apply(cls, *args):
@@ -153,9 +162,9 @@ class Function(torch.autograd.Function):
 
 
 class _NoGraph:
-    """The context of a forward that no backward follows."""
+    """The context of a forward without a backward, which keeps nothing."""
 
-    needs_input_grad = (False,) * 32  # more than any function has
+    needs_input_grad = (False,) * 32  # no function has more arguments
 
     def save_for_backward(self, *tensors):
         pass
@@ -167,16 +176,16 @@ _library = torch.library.Library("liger_hw", "DEF") if AVAILABLE else None
 
 
 def raw(fake=None, mutates=()):
-    """Make a function that launches kernels an op of `torch.ops.liger_hw`, and call it directly wherever that is safe.
+    """Register a function that launches kernels as an op of `torch.ops.liger_hw`.
 
-    Eager calls run the function itself: a registered op with autograd costs 36 us more a step. Under torch.compile, a
-    dispatch mode (FakeTensor, selective checkpointing, FLOP counting) or for a tensor subclass, the registered op is
-    called, which those can see, save, shard or refuse.
+    Eager calls run the function itself: a registered op with autograd costs 36 us more a step (an H200's host). Under
+    torch.compile or a dispatch mode (FakeTensor, selective checkpointing, FLOP counting) and for a tensor subclass, the
+    call goes to the registered op, which they can see, save, shard or refuse.
 
     Args:
         fake: a function of the same arguments that returns empty outputs of the right shapes and dtypes.
-        mutates: names of the tensor arguments written to. Such a function launches one kernel: if a table's winner for
-            it cannot be launched, nothing was written yet, and the function runs again with another.
+        mutates: names of the tensor arguments written to. Such a function launches one kernel, so nothing is written
+            yet if that launch is refused, and the function can run again with another configuration.
     """
 
     def decorate(function):
@@ -190,7 +199,7 @@ def raw(fake=None, mutates=()):
             while True:
                 try:
                     return function(*args)
-                except Refused:  # at a first launch; what serves instead is looked up anew
+                except Refused:  # by the compiler or the driver, at a first launch: look up another configuration
                     pass
 
         @functools.wraps(function)
@@ -221,4 +230,4 @@ def raw(fake=None, mutates=()):
 
 
 def _fakes_nothing(*args):
-    """For ops that only write to their arguments."""
+    """Return no output, for functions that only write to their arguments."""

@@ -4,8 +4,8 @@
     python -m liger_hw.run -m llamafactory.cli train config.yaml
     torchrun --nproc-per-node 8 -m liger_hw.run train.py
 
-Every Python that the program starts (launchers, workers, data loaders) gets the stand-in too. An installed liger_kernel
-is hidden only with `--replace` before the program.
+Every Python process that the program starts (launchers, workers, data loaders) gets the stand-in too. Where liger_kernel
+is installed, `--replace` before the program hides it; without `--replace` that is an error.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from liger_hw.integrations import install
 
 
 def main(argv=None):
-    """Run the program that `argv` (the process's own arguments by default) names, in this process."""
+    """Run the program that `argv` names, in this process; by default the process's own arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser("python -m liger_hw.run", usage="%(prog)s [--replace] (SCRIPT | -m MODULE) ...")
     parser.add_argument("--replace", action="store_true", help="hide the liger_kernel that is installed here")

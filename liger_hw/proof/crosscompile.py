@@ -1,8 +1,8 @@
-"""Compile launches for a GPU that is not here, and read what the compiler made of them.
+"""Compile launches for a GPU that is not here, and read the compiler's output.
 
-Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. `launches_on(device)` turns every
-launch in its body into a description of what would be compiled there, with exactly the configuration the launch would
-use; `compiled(launch)` compiles one and reads it.
+Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. Within `launches_on(device)`, launches
+are recorded and not run, each with exactly the configuration that it would use there; `compiled(launch)` compiles one
+and reads the output.
 """
 
 import functools
@@ -33,7 +33,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What the compiler sees of a launch, as plain data.
+    """All facts of a launch that the compiler sees, as plain data.
 
     Attributes:
         module, kernel: where the kernel is.
@@ -139,7 +139,7 @@ def launches_on(device: Device):
 
 
 def _describe(kernel, config, args, device) -> Launch:
-    """Types, constants and the facts about alignment that Triton would find in these arguments."""
+    """Describe a launch with the types, constants and alignments that Triton would find in its arguments."""
     values = [*args, *config.meta.values()]
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
@@ -168,7 +168,7 @@ def _describe(kernel, config, args, device) -> Launch:
 
 
 def _aligned(args, constants) -> bool:
-    """Whether every row begins at a multiple of 16 bytes; of a rotary embedding, every half of one."""
+    """Tell whether every row begins at a multiple of 16 bytes; of a rotary embedding, every half row."""
     for x in args:
         if torch.is_tensor(x) and x.is_floating_point() and x.ndim > 1:
             steps = [x.shape[-1], *(stride for stride in x.stride()[:-1])]

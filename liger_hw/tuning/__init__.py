@@ -1,4 +1,4 @@
-"""The other decorator. The body it wraps is the heuristic; measurements override it.
+"""The decorator `tuned` makes a function the heuristic of a launch configuration; measured winners override it.
 
     @tuned
     def rms_norm_forward_config(cols, itemsize, device) -> Config:      # pure: numbers and a Device in, Config out

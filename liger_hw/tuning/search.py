@@ -184,7 +184,7 @@ def _ms(seconds: float) -> float:
 
 
 def calls_within(function) -> list:
-    """What `function()` launches, as one repeatable callable for each `raw` function it runs."""
+    """Run `function()`; return each call of a `raw` function in it, as a function without arguments."""
     calls = []
 
     def remember(launches, args, repeatable):
@@ -196,30 +196,37 @@ def calls_within(function) -> list:
     return calls
 
 
-_tried = set()
+_tried = set()  # keys that `_call_and_tune` has tuned in this process
 
 
 def _call_and_tune(launches, args, repeatable: bool):
-    """`launches(*args)`; then tune what it looked up for its own device, unless a winner is known or was sought."""
+    """Call `launches(*args)`, then tune the configurations that it looked up for its own device.
+
+    A configuration is tuned once in a process, and not where this machine has a winner of it.
+    """
     if not repeatable or args[0].device.type in ("cpu", "meta") or choice.being_measured():
         return launches(*args)
-    with choice.asked() as wanted:
+    with choice.asked() as looked_up:
         result = launches(*args)
     here = backends.detected(args[0].device)
-    mine = {config.key(*shape): config(*shape, device) for config, shape, device in wanted if device is here}
-    new = {key for key, chosen in mine.items() if chosen.source != LOCAL} - _tried
-    if new:
-        _tried.update(new)
-        tune(functools.partial(launches, *args), only=new)
+    chosen = {config.key(*shape): config(*shape, device) for config, shape, device in looked_up if device is here}
+    untuned = {key for key, config in chosen.items() if config.source != LOCAL} - _tried
+    if untuned:
+        _tried.update(untuned)
+        tune(functools.partial(launches, *args), only=untuned)
     return result
 
 
 def autotuning() -> bool:
-    """Whether LIGER_HW_AUTOTUNE=1 asks for tuning at first use; a ValueError for what is neither 1, 0 nor empty."""
-    asked = os.environ.get("LIGER_HW_AUTOTUNE", "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"LIGER_HW_AUTOTUNE={asked!r}: 1 searches at each shape's first use; 0 or nothing does not")
-    return asked == "1"
+    """Tell whether LIGER_HW_AUTOTUNE=1 asks for tuning at first use.
+
+    Raises:
+        ValueError: the variable is neither 1, 0 nor empty.
+    """
+    value = os.environ.get("LIGER_HW_AUTOTUNE", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"LIGER_HW_AUTOTUNE={value!r}: 1 searches at each shape's first use; 0 or nothing does not")
+    return value == "1"
 
 
 def _first_call(launches, args, repeatable: bool):
