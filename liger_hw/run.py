@@ -4,8 +4,8 @@
     python -m liger_hw.run -m llamafactory.cli train config.yaml
     torchrun --nproc-per-node 8 -m liger_hw.run train.py
 
-Every Python process that the program starts (launchers, workers, data loaders) gets the stand-in too. Where liger_kernel
-is installed, `--replace` before the program hides it; without `--replace` that is an error.
+Every Python process that the program starts (launchers, workers, data loaders) gets the stand-in too. An installed
+liger_kernel is an error, unless `--replace` before the program hides it.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Compile launches for a GPU that is not here, and read the compiler's output.
 
-Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. Within `launches_on(device)`, launches
-are recorded and not run, each with exactly the configuration that it would use there; `compiled(launch)` compiles one
-and reads the output.
+Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. `launches_on(device)` records
+launches instead of running them, each with exactly the configuration that it would use there; `compiled(launch)`
+compiles one and reads the output.
 """
 
 import functools

@@ -1,0 +1,21 @@
+"""The error for an unknown name, with the nearest known one."""
+
+import difflib
+
+
+def check_known(kind: str, name, known, title: str = "") -> None:
+    """Raise a ValueError that suggests the nearest of the `known` names, unless `name` is one of them.
+
+    "unknown flag 'rms_nrom'; did you mean 'rms_norm'? Flags: rope, rms_norm, ..."
+
+    Args:
+        kind: what `name` should be, in the singular, such as "flag" or "loss_type".
+        known: names, in the order in which the error lists them.
+        title: of that list; by default the plural of `kind`.
+    """
+    if isinstance(name, str) and name in known:
+        return
+    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    title = title or f"{kind.replace('_', ' ').capitalize()}s"
+    raise ValueError(f"unknown {kind} {name!r}{suggestion} {title}: {', '.join(known) or 'none'}")
