@@ -15,7 +15,8 @@ def check_known(kind: str, name, known, title: str = "") -> None:
     """
     if isinstance(name, str) and name in known:
         return
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    # so that 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and 'relu' does not suggest 'silu', which is 0.5
+    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.52)
     suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
     title = title or f"{kind.replace('_', ' ').capitalize()}s"
     raise ValueError(f"unknown {kind} {name!r}{suggestion} {title}: {', '.join(known) or 'none'}")

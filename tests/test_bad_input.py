@@ -164,6 +164,27 @@ def test_transforms_are_plain_torchs(transform):
         transform(loss)(x)
 
 
+def test_unknown_names_suggest_the_nearest():
+    x, weight = torch.randn(2, 3, 8), torch.randn(31, 8)
+    text = {"x": x, "weight": weight, "labels": torch.zeros(2, 3, dtype=torch.int64)}
+    policy = {"x": x, "weight": weight, "tokens": text["labels"], "advantages": torch.ones(2)}
+    target = torch.zeros(3, dtype=torch.int64)
+    for call, words in (
+        (lambda: liger_hw.patch(torch.nn.Linear(2, 2), rms_nrom=True), "flag 'rms_nrom'; did you mean 'rms_norm'? Fl"),
+        (lambda: use_backend("gfx1100").__enter__(), "backend 'gfx1100'; did you mean 'amd:gfx1100'? LIGER_HW_BACKEND"),
+        (lambda: liger_hw.cross_entropy(x[0], target, reduction="maen"), "reduction 'maen'; did you mean 'mean'? Re"),
+        (lambda: liger_hw.geglu(x, x, approximate="tan"), "approximate 'tan'; did you mean 'tanh'? Approximations: "),
+        (lambda: liger_hw.preference_loss(**text, loss_type="simp"), "loss_type 'simp'; did you mean 'simpo'? Loss ty"),
+        (lambda: liger_hw.preference_loss(**text, gama=1), "option 'gama'. Options of sigmoid: none"),
+        (lambda: liger_hw.policy_loss(**policy, loss_type=["grpo"]), "loss_type ['grpo']; did you mean 'grpo'? Loss t"),
+        (lambda: liger_hw.policy_loss(**policy, epsilon=1), "option 'epsilon'; did you mean 'epsilon_low'? Options: "),
+        (lambda: liger_hw.PolicyLoss(epsilon_hig=1), "option 'epsilon_hig'; did you mean 'epsilon_high'? Options of"),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(f"unknown {words}")
+
+
 def test_nothing_at_all_to_compare():
     nothing = torch.zeros(0, 0)
     with use_backend("reference"):

@@ -170,10 +170,10 @@ def test_interrupted(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nonsense"], "got nonsense, allowed: rms_norm"),
+        (["nonsense"], "unknown op 'nonsense'. Ops: rms_norm"),
         (["--shapes", "nowhere"], "got nowhere"),
-        (["--modes", "sideways"], "got sideways, allowed: fwd, bwd, full, host"),
-        (["--against", "nobody"], "got nobody, allowed: liger"),
+        (["--modes", "sideways"], "unknown mode 'sideways'. Modes, with commas between: fwd, bwd, full, host"),
+        (["--against", "nobody"], "unknown peer 'nobody'. Peers: liger"),
         (["--against", "liger"], "accelerators alone"),
         (["--compare", "/nowhere/a.json", "/nowhere/b.json"], "--compare: got /nowhere/a.json"),
     ],
@@ -339,8 +339,8 @@ def test_training_that_fails_is_told(trained, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nobody"], "got nobody, allowed: llama-1b"),
-        (["tiny", "--against", "quack"], "got quack, allowed: eager, compile, liger"),
+        (["nobody"], "unknown model 'nobody'. Models: llama-1b"),
+        (["tiny", "--against", "quack"], "unknown peer 'quack'. Peers: eager, compile, liger"),
         (["tiny", "--longest"], "--longest: needs an accelerator"),
     ],
     ids=["model", "against", "longest"],

@@ -71,6 +71,7 @@ def test_imports_point_down(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_optional_packages_are_imported_late(path):
+    assert not any(name.startswith("unittest") for name in imports(path, everywhere=True)), "mocks are for tests"
     early = {name.split(".")[0] for name in imports(path, everywhere=False)}
     allowed = {"transformers"} if path.relative_to(ROOT).as_posix() in DERIVE_FROM_TRANSFORMERS else set()
     assert not (early & {"transformers", "tokenizers", "matplotlib", "rich", "triton"}) - allowed

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_found(monkeypatch, wrong_swiglu):
 
 def test_unknown_ops_and_forced_vendors_are_refused(monkeypatch, capsys):
     assert cli.main(["doctor", "nonsense"]) == 2
-    assert f"OPS: got nonsense, allowed: {', '.join(sorted(dispatch.OPS))}" in capsys.readouterr().err
+    assert f"unknown op 'nonsense'. Ops: {', '.join(sorted(dispatch.OPS))}" in capsys.readouterr().err
     monkeypatch.setattr(common, "accelerators", lambda: [GPU])
     with backends.use_backend("amd"):
         assert cli.main(["doctor"]) == 2

@@ -14,6 +14,7 @@ from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
 from liger_hw.backends.device import Device
 from liger_hw.hooks import hooks
+from liger_hw.spelling import check_known
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +95,10 @@ def knobs(device: Device) -> dict[str, tuple]:
 
 
 def check_name(name: str) -> str:
-    """`name` itself if it is a backend name; otherwise a ValueError that lists them."""
-    archs = {f"{vendor}:{arch}" for vendor, module in VENDORS.items() for arch in module.ARCHS}
-    if name in {"reference", "triton", *VENDORS, *archs}:
-        return name
-    known = ", ".join(f"{v} (or {v}:ARCH with ARCH one of {', '.join(m.ARCHS)})" for v, m in VENDORS.items())
-    raise ValueError(f"backend {name!r} is unknown; LIGER_HW_BACKEND and use_backend take reference, triton, {known}")
+    """Return `name` if it is a backend name; otherwise raise a ValueError that lists them."""
+    archs = [f"{vendor}:{arch}" for vendor, module in VENDORS.items() for arch in module.ARCHS]
+    check_known("backend", name, ["reference", "triton", *VENDORS, *archs], "LIGER_HW_BACKEND and use_backend take")
+    return name
 
 
 def forced() -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_hw import dispatch
+from liger_hw.spelling import check_known
 from liger_hw.testing.shapes import Case
 
 OURS, FLOOR = "liger_hw", "floor"
@@ -161,8 +162,7 @@ def choose(names, device: torch.device) -> list[str]:
     """
     on_cpu = device.type == "cpu"
     for name in names:
-        if name not in NAMES:
-            raise ValueError(f"--against: got {name}, allowed: {', '.join(NAMES)}")
+        check_known("peer", name, NAMES)
         if on_cpu and not PEERS[name].on_cpu:
             raise ValueError(f"--against: got {name}, which runs on accelerators alone, and there is none here")
         if not _installed(name):

@@ -24,6 +24,7 @@ from liger_hw.bench import demo, tables
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
 from liger_hw.bench.results import about, kept, write
+from liger_hw.spelling import check_known
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 PROVIDERS = (EAGER, COMPILE, LIGER, OURS)
@@ -99,10 +100,8 @@ def choose(names, device) -> list[str]:
     Raises:
         ValueError: one is unknown, not installed, or needs an accelerator that is not here.
     """
-    allowed = PROVIDERS[:-1]
     for name in names:
-        if name not in allowed:
-            raise ValueError(f"--against: got {name}, allowed: {', '.join(allowed)}")
+        check_known("peer", name, PROVIDERS[:-1])
         if name == LIGER and (device.type == "cpu" or find_spec("liger_kernel") is None):
             raise ValueError("--against: got liger, which needs an accelerator and pip install liger-kernel")
     if not names:
@@ -124,9 +123,8 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest) -
     Raises:
         ValueError: a model is unknown.
     """
-    unknown = [name for name in models if name not in SETTINGS]
-    if unknown:
-        raise ValueError(f"MODELS: got {', '.join(unknown)}, allowed: {', '.join(SETTINGS)}")
+    for name in models:
+        check_known("model", name, SETTINGS)
     runs = []
     for name in models:
         setting = SETTINGS[name]

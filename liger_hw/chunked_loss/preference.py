@@ -5,7 +5,6 @@ The arguments are those of the functions in `functional` and mean what they mean
 
 from torch import nn
 
-from liger_hw.checks import check
 from liger_hw.chunked_loss.functional import (
     liger_fused_linear_cpo,
     liger_fused_linear_dpo,
@@ -14,6 +13,7 @@ from liger_hw.chunked_loss.functional import (
     liger_fused_linear_simpo,
 )
 from liger_hw.losses.preference_formulas import PAIR_LOSSES
+from liger_hw.spelling import check_known
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -47,7 +47,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
         average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
     ):  # fmt: skip
         super().__init__()
-        check(loss_type in PAIR_LOSSES, "loss_type", repr(loss_type), ", ".join(PAIR_LOSSES))
+        check_known("loss_type", loss_type, PAIR_LOSSES)
         self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
         self.compute_nll_loss, self.compiled, self.use_ref_model = compute_nll_loss, compiled, use_ref_model
         self.average_log_prob, self.chunk_size, self.loss_type = average_log_prob, chunk_size, loss_type

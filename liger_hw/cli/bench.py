@@ -5,6 +5,7 @@ from pathlib import Path
 
 from liger_hw import console
 from liger_hw.cli import common
+from liger_hw.spelling import check_known
 
 
 def add(commands) -> None:
@@ -61,7 +62,9 @@ def bench(args) -> int | None:
     from liger_hw.bench import operations, page, peers
 
     device = common.here()
-    modes = _names("--modes", args.modes, operations.MODES)
+    modes = args.modes.split(",")
+    for mode in modes:
+        check_known("mode", mode, operations.MODES, "Modes, with commas between")
     providers = peers.choose([name for name in args.against.split(",") if name], device)
     cases = operations.select(args.ops, args.shapes, modes, device)
     dtype = common.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
@@ -111,14 +114,6 @@ def bench_train(args) -> int | None:
     print(f"{file}, {page.write_training(found, file.with_suffix('.html'))}\n")
     print(tables.show_training(found))
     return None if found["complete"] else 130
-
-
-def _names(option: str, text: str, allowed) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in allowed:
-            raise ValueError(f"{option}: got {name}, allowed: {', '.join(allowed)}, with commas between")
-    return names
 
 
 def _results(file: Path) -> dict:

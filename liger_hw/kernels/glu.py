@@ -26,6 +26,7 @@ from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels._math import activated, activated_with_slope, empty_rows, rows_of
 from liger_hw.launch import launch
+from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu_erf"}  # torch's names of the approximation -> the kernel's activation
@@ -43,7 +44,7 @@ def validate(gate, up, approximate="tanh", first="gate"):
     check(gate.is_floating_point() and gate.ndim > 0, first, gate, "floating point rows")
     like = up is None or up.is_floating_point() and up.shape == gate.shape and up.device == gate.device
     check(like, "up", up, gate)
-    check(approximate in GELU, "approximate", approximate, tuple(GELU))
+    check_known("approximate", approximate, GELU, "Approximations")
 
 
 @op
@@ -106,7 +107,7 @@ def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool =
             has no unit stride.
     """
     validate(x, None, first="x")
-    check(activation in ACTIVATIONS, "activation", activation, ", ".join(ACTIVATIONS))
+    check_known("activation", activation, ACTIVATIONS)
     return ACTIVATIONS[activation](x)
 
 
@@ -390,5 +391,5 @@ def _(gate, up, approximate="tanh", in_place=False):
 @activate.register("triton")
 def _(x, activation="relu_squared", in_place=False):
     validate(x, None, first="x")
-    check(activation in ACTIVATIONS, "activation", activation, ", ".join(ACTIVATIONS))
+    check_known("activation", activation, ACTIVATIONS)
     return gated(x, None, activation, in_place)

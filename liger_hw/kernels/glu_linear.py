@@ -34,12 +34,13 @@ from liger_hw.kernels.glu import (
     swiglu,
     validate,
 )
+from liger_hw.spelling import check_known
 
 
 def _validate(gate, up, weight, bias, activation):
     """Refuse what does not fit; returns the dtype that F.linear computes in, which autocast may set."""
     validate(gate, up)
-    check(activation in ACTIVATIONS, "activation", activation, ", ".join(ACTIVATIONS))
+    check_known("activation", activation, ACTIVATIONS)
     dtype, cast = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype), False
     if gate.device.type != "meta" and torch.is_autocast_enabled(gate.device.type) and dtype != torch.float64:
         dtype, cast = torch.get_autocast_dtype(gate.device.type), True

@@ -19,6 +19,7 @@ from liger_hw.checks import check, check_kernel_dtype, refuse
 from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels._math import in_row, rounded
 from liger_hw.launch import launch
+from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 # layout -> whether x1 and x2 are neighbours (or else halves), in the input and in the output
@@ -27,7 +28,7 @@ LAYOUTS = {"half": (False, False), "interleaved": (True, True), "interleaved_to_
 
 def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     check(unsqueeze_dim in (1, 2), "unsqueeze_dim", unsqueeze_dim, (1, 2))
-    check(layout in LAYOUTS, "layout", layout, tuple(LAYOUTS))
+    check_known("layout", layout, LAYOUTS)
     check(q.ndim == 4 and q.is_floating_point(), "q", q, "four dimensions, floating point")
     (batch, one, two, head_dim), device = q.shape, q.device
     tokens = two if unsqueeze_dim == 1 else one

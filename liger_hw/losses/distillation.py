@@ -18,6 +18,7 @@ from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks
 from liger_hw.kernels.linear_chunks import prepare_linear
 from liger_hw.losses.arguments import check_labels, check_numbers
 from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, serving
+from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
 IGNORED = -100
@@ -74,8 +75,7 @@ def distillation_loss(
         for t in prepare_linear(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
-    known = isinstance(soft_loss, str) and soft_loss in SOFT_LOSSES
-    check(known, "soft_loss", repr(soft_loss), ", ".join(SOFT_LOSSES))
+    check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
     check_numbers("a positive number", above=0, temperature=temperature)
     check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)

@@ -4,11 +4,11 @@ import inspect
 
 from torch import nn
 
-from liger_hw.checks import check
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
 from liger_hw.losses.policy import OPTION_NAMES, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
+from liger_hw.spelling import check_known
 
 
 class _Loss(nn.Module):
@@ -25,8 +25,8 @@ class _Loss(nn.Module):
         super().__init__()
         named = inspect.signature(self.function).parameters.values()
         names = [p.name for p in named if p.default is not p.empty] + list(self.further)
-        for name, value in options.items():
-            check(name in names, name, value, f"an option of {self.function.__name__}: {', '.join(names)}")
+        for name in options:
+            check_known("option", name, names, f"Options of {self.function.__name__}")
         self.options = options
 
     def forward(self, *tensors, **more):

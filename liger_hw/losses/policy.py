@@ -20,6 +20,7 @@ from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 from liger_hw.losses.sequences import sequence_loss
+from liger_hw.spelling import check_known
 
 IGNORED = -100  # the token of a masked position
 
@@ -65,12 +66,11 @@ class PolicyOptions:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self):
-        known = isinstance(self.loss_type, str) and self.loss_type in OBJECTIVES
-        check(known, "loss_type", repr(self.loss_type), ", ".join(OBJECTIVES))
+        check_known("loss_type", self.loss_type, OBJECTIVES)
         levels = ("token", "sequence") if OBJECTIVES[self.loss_type] is clipped else ("token",)
-        level = self.importance_sampling_level
-        check(level in levels, "importance_sampling_level", repr(level), f"{', '.join(levels)} for {self.loss_type}")
-        check(self.kl_estimator in KL, "kl_estimator", repr(self.kl_estimator), ", ".join(KL))
+        name = "importance_sampling_level"
+        check_known(name, self.importance_sampling_level, levels, f"Importance sampling levels of {self.loss_type}")
+        check_known("kl_estimator", self.kl_estimator, KL)
         for name in ("delta", "max_completion_length"):
             if getattr(self, name) is not None:
                 check_numbers("None or a positive number", above=0, **{name: getattr(self, name)})
@@ -86,8 +86,8 @@ class PolicyOptions:
     @classmethod
     def of(cls, options):
         """From a caller's keywords; raises ValueError for those that are no options, or out of range."""
-        for name, value in options.items():
-            check(name in OPTION_NAMES, name, repr(value), f"an option: {', '.join(OPTION_NAMES)}")
+        for name in options:
+            check_known("option", name, OPTION_NAMES)
         return cls(**options)
 
 

@@ -17,6 +17,7 @@ from liger_hw.losses.arguments import check_head, check_labels, check_numbers, p
 from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
 from liger_hw.losses.preference_formulas import MEAN_REWARD, PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
 from liger_hw.losses.sequences import sequence_loss
+from liger_hw.spelling import check_known
 
 
 class PreferenceOutput(NamedTuple):
@@ -236,8 +237,8 @@ def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, p
 
 
 def _formula(losses, loss_type, beta, loss_options):
-    known = callable(loss_type) or isinstance(loss_type, str) and loss_type in losses
-    check(known, "loss_type", repr(loss_type), ", ".join(losses) + ", or a function as those are")
+    if not callable(loss_type):
+        check_known("loss_type", loss_type, losses, "Loss types, or a function of that form")
     check_numbers("a positive number", above=0, beta=beta)
     if callable(loss_type):
         return functools.partial(loss_type, **loss_options)
@@ -245,7 +246,7 @@ def _formula(losses, loss_type, beta, loss_options):
     code = function.__code__
     takes = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
     for name, value in loss_options.items():
-        check(name in takes, name, value, f"an option of {loss_type}: {', '.join(takes) or 'it has none'}")
+        check_known("option", name, takes, f"Options of {loss_type}")
         of_one = torch.is_tensor(value) and value.numel() == 1 and name in ("kl", "delta")
         if not of_one and not (value is None and name == "delta"):
             check_numbers("a number, or for kl and delta a tensor of one", **{name: value})

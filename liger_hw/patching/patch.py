@@ -16,6 +16,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.patching import loss, recognition, swapping
 from liger_hw.patching.probing import Match
+from liger_hw.spelling import check_known
 
 logger = logging.getLogger("liger_hw")
 
@@ -64,7 +65,7 @@ def check_flags(flags):
         ValueError: a flag is unknown or of another kind, or both losses are asked for.
     """
     for name in flags:
-        check(name in FLAGS, name, "a flag of this name", ", ".join(FLAGS))
+        check_known("flag", name, FLAGS)
     for name, value in flags.items():  # None is what Axolotl gives for what its user left out
         check(value is None or isinstance(value, bool), name, repr(value), "True, False, or None for False")
     flags = FLAGS | flags

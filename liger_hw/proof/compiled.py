@@ -25,6 +25,7 @@ from liger_hw.proof import crosscompile, results
 from liger_hw.proof.assembly import width_wanted
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 from liger_hw.proof.occupancy import occupancy
+from liger_hw.spelling import check_known
 from liger_hw.testing import shapes
 
 ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101",
@@ -230,8 +231,11 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
         ValueError: as in `run`.
     """
     console.require("rich", "triton")
-    archs = [_known("--archs", arch.replace("sm_", "sm"), DEVICES) for arch in archs] or list(ARCHS)
-    ops = [_known("--ops", op, OPS) for op in ops]
+    archs = [arch.replace("sm_", "sm") for arch in archs] or list(ARCHS)
+    for arch in archs:
+        check_known("architecture", arch, DEVICES)
+    for op in ops:
+        check_known("op", op, OPS)
     cache, found = results.Cache(), []
     with results.processes(jobs) as pool, console.progress() as progress:
         try:
@@ -286,12 +290,6 @@ def _write_lines(rows: list[dict], file: Path) -> Path:
     part = file.with_suffix(".part")
     part.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     return part.replace(file)
-
-
-def _known(option: str, name: str, allowed) -> str:
-    if name not in allowed:
-        raise ValueError(f"{option}: got {name}, allowed: {', '.join(allowed)}")
-    return name
 
 
 def cells(rows: list[dict], run_id: str) -> list:

@@ -18,11 +18,11 @@ import torch
 
 from liger_hw import backends, dispatch
 from liger_hw._triton import AVAILABLE, interpreting
-from liger_hw.checks import check
 from liger_hw.hooks import hooks
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence
 from liger_hw.proof.occupancy import LIMITS, occupancy
+from liger_hw.spelling import check_known
 from liger_hw.testing import parity, shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -283,6 +283,7 @@ def ops_here(names: list[str]) -> list[str]:
     Raises:
         ValueError: one is unknown.
     """
-    unknown = [name for name in names if name not in dispatch.OPS]
-    check(not unknown, "OPS", ", ".join(unknown), ", ".join(sorted(dispatch.OPS)))
-    return names or sorted(dispatch.OPS)
+    every = sorted(dispatch.OPS)
+    for name in names:
+        check_known("op", name, every)
+    return names or every

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from liger_hw.spelling import check_known
+
 TOKENS = 8192  # rows of a training step on one GPU: 8 sequences of 1024, or 2 of 4096
 MiB = 2**20
 
@@ -204,9 +206,8 @@ def cases(ops=(), further=False) -> list[Case]:
     every = [*_every_case(), *(_further_cases() if further else ())]
     found = {(case.op, case.label): case for case in every}
     known = list(dict.fromkeys(op for op, _ in found))
-    unknown = [op for op in ops if op not in known]
-    if unknown:
-        raise ValueError(f"OPS: got {', '.join(unknown)}, allowed: {', '.join(known)}")
+    for op in ops:
+        check_known("op", op, known)
     wanted = [case for case in found.values() if case.op in (ops or known)]
     return sorted(wanted, key=lambda case: known.index(case.op))
 

@@ -19,6 +19,7 @@ from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
 from liger_hw.losses.chunked import CHUNK_MEMORY, chunked_loss
 from liger_hw.losses.distillation import distillation_loss
+from liger_hw.spelling import check_known
 from liger_hw.transformers import plain
 
 __all__ = [
@@ -189,7 +190,7 @@ def liger_fused_linear_kl_div(
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     fits = shift_labels is None or shift_labels.dtype in TARGET_DTYPES and shift_labels.shape == target.shape[:1]
     check(fits, "shift_labels", shift_labels, f"None, or int64 or int32 of shape ({target.shape[0]},)")
-    check(reduction in ("batchmean", "mean", "sum"), "reduction", repr(reduction), "batchmean, mean, sum")
+    check_known("reduction", reduction, ("batchmean", "mean", "sum"))
     check(temperature > 0, "temperature", temperature, "more than 0")
     keep = torch.ones(target.shape[:1], device=target.device, dtype=torch.float32)
     keep = keep if shift_labels is None else (shift_labels != ignore_index).float()

@@ -13,6 +13,7 @@ from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entro
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.patching.mlp import project_down
+from liger_hw.spelling import check_known
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 
 __all__ = [
@@ -30,7 +31,7 @@ INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 
 def initial_weight(init_fn, size):
-    check(init_fn in INITIALISERS, "init_fn", repr(init_fn), ", ".join(INITIALISERS))
+    check_known("init_fn", init_fn, INITIALISERS, "Initialisers")
     return nn.Parameter(INITIALISERS[init_fn](size))
 
 
@@ -222,5 +223,5 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 def _check_loss(label_smoothing, reduction, softcap):
     check(0 <= label_smoothing <= 1, "label_smoothing", label_smoothing, "0 to 1")
-    check(reduction in ("none", "sum", "mean"), "reduction", repr(reduction), "none, sum, mean")
+    check_known("reduction", reduction, ("none", "sum", "mean"))
     check(softcap is None or softcap > 0, "softcap", softcap, "None or more than 0")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from liger_hw.checks import check
+from liger_hw.spelling import check_known
 
 FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which leaves the target out
 MODES = ("global", "partition")  # the smoothed mean over all columns, or over those of the rank
@@ -72,6 +73,6 @@ def vocab_parallel_cross_entropy(
     check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
     check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")
     check(0 <= label_smoothing < 1, "label_smoothing", label_smoothing, "0 to 1")
-    check(formula in FORMULAS, "label_smoothing_formula", repr(formula), ", ".join(FORMULAS))
-    check(mode in MODES, "label_smoothing_mode", repr(mode), ", ".join(MODES))
+    check_known("label_smoothing_formula", formula, FORMULAS)
+    check_known("label_smoothing_mode", mode, MODES)
     return _VocabParallelCrossEntropy.apply(logits, target, group, ignore_index, label_smoothing, formula, mode)

@@ -83,7 +83,7 @@ def test_bad_inputs(which, backend, device):
     with use_backend(which or backend):
         with pytest.raises(ValueError, match="^x: got torch.int64"):
             activate(x.long())
-        with pytest.raises(ValueError, match="^activation: got relu, allowed: .*relu_squared"):
+        with pytest.raises(ValueError, match="^unknown activation 'relu'. Activations: .*relu_squared"):
             activate(x, "relu")
 
 

@@ -142,7 +142,7 @@ def test_bad_inputs(which, backend, device):
             swiglu(x.long(), x)
         with pytest.raises(ValueError, match=r"up: got .*\(4, 3\).* allowed: .*\(4, 6\)"):
             geglu(x, x[:, :3])
-        with pytest.raises(ValueError, match="approximate: got erf, allowed: .*tanh.*none"):
+        with pytest.raises(ValueError, match="unknown approximate 'erf'. Approximations: .*tanh.*none"):
             geglu(x, x, approximate="erf")
 
 

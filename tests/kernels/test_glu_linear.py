@@ -183,7 +183,7 @@ def test_bad_inputs(which, backend, device):
             glu_linear(gate, up, weight.half())
         with pytest.raises(ValueError, match=r"bias: got .*\(23,\).*allowed: .*\(24,\)"):
             glu_linear(gate, up, weight, bias[:23])
-        with pytest.raises(ValueError, match="activation: got relu, allowed: .*silu.*gelu_tanh.*gelu_erf"):
+        with pytest.raises(ValueError, match="unknown activation 'relu'. Activations: .*silu.*gelu_tanh.*gelu_erf"):
             glu_linear(gate, up, weight, activation="relu")
 
 

@@ -130,7 +130,7 @@ def test_only_the_student_gets_gradients_and_once(engine, device):
         ("teacher_weight", {"teacher_weight": torch.zeros(37, 11)}),
         ("bias", {"bias": torch.zeros(36)}),
         ("labels", {"labels": torch.zeros(8, dtype=torch.int64)}),
-        ("soft_loss", {"soft_loss": "mse"}),
+        ("unknown soft_loss", {"soft_loss": "mse"}),
         ("beta", {"beta": 1.5}),
         ("temperature", {"temperature": 0.0}),
         ("chunk_memory", {"chunk_memory": 0}),

@@ -7,6 +7,7 @@ import torch
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import widen
 from liger_hw.kernels.cross_entropy.totals import divisors
+from liger_hw.spelling import check_known
 
 REDUCTIONS = ("none", "sum", "mean")
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -71,7 +72,7 @@ def validate(names, rows, vocabulary, like, target, weight, reduction, num_items
     if weight is not None:
         fits = weight.shape == (vocabulary,) and weight.is_floating_point() and weight.device == like.device
         check(fits, names[1], weight, f"floating point of shape ({vocabulary},) on {like.device}")
-    check(reduction in REDUCTIONS, "reduction", reduction, REDUCTIONS)
+    check_known("reduction", reduction, REDUCTIONS)
     if num_items is not None:
         check(reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
         fits = not torch.is_tensor(num_items) or num_items.numel() == 1

@@ -21,6 +21,7 @@ from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.cross_entropy.kernels import scale_rows
 from liger_hw.launch import launch
+from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 KINDS = ("kl", "reverse_kl", "even_jsd", "jsd", "tvd")
@@ -115,7 +116,7 @@ def kl_div(
         RuntimeError: a second backward, with the kernels.
     """
     _check_pair(("log_q", "target"), log_q, target)
-    check(reduction in ("none", "sum", "mean", "batchmean"), "reduction", reduction, "none, sum, mean, batchmean")
+    check_known("reduction", reduction, ("none", "sum", "mean", "batchmean"))
     p = widen(target).detach()
     values = elements(widen(log_q), p, "kl", 0) if log_target else p * (p.clamp(min=eps).log() - widen(log_q))
     return values if reduction == "none" else values.sum() / _denominator(log_q, reduction, None, None)
@@ -142,7 +143,7 @@ def tvd(
         RuntimeError: a second backward, with the kernels.
     """
     _check_pair(("q", "p"), q, p, labels)
-    check(reduction in ("none", "sum", "mean", "batchmean"), "reduction", reduction, "none, sum, mean, batchmean")
+    check_known("reduction", reduction, ("none", "sum", "mean", "batchmean"))
     values = _kept((widen(q) - widen(p).detach()).abs() / 2, labels, ignore_index)
     return values if reduction == "none" else values.sum() / _denominator(q, reduction, labels, ignore_index)
 

@@ -21,6 +21,7 @@ from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
 from liger_hw.kernels.rms_norm.kernels import backward_rows, forward_rows
 from liger_hw.kernels.rms_norm.wide import wide_backward_rows
+from liger_hw.spelling import check_known
 
 __all__ = ["CASTING_MODES", "fused_add_rms_norm", "rms_norm"]
 
@@ -29,7 +30,7 @@ CASTING_MODES = ("llama", "gemma", "none")
 
 def _validate(x, weight, casting_mode, residual=None):
     check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
-    check(casting_mode in CASTING_MODES, "casting_mode", casting_mode, CASTING_MODES)
+    check_known("casting_mode", casting_mode, CASTING_MODES)
     if weight is not None:
         fits = weight.shape == x.shape[-1:] and weight.device == x.device
         check(fits, "weight", weight, "one value for each column of x, on its device")
