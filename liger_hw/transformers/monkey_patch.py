@@ -4,6 +4,7 @@ import inspect
 
 from liger_hw.checks import check
 from liger_hw.patching.patch import patch
+from liger_hw.spelling import check_known
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 
 
@@ -20,8 +21,9 @@ def _make(family, defaults, is_open=False):
         check(len(args) <= len(defaults), "arguments", f"{len(args)} positional ones", f"at most {len(defaults)}")
         given = dict(zip(defaults, args))
         for name in kwargs:
-            new = name not in given and (is_open or name in defaults)
-            check(new, name, "an argument of this name", f"each of {', '.join(defaults)} once")
+            if not is_open:
+                check_known("argument", name, defaults)
+            check(name not in given, name, "two arguments of this name", "one")
         given |= kwargs
         model = given.pop("model", None)
         return patch(_class_of(family) if model is None else model, **_flags(defaults, given))

@@ -132,12 +132,13 @@ def test_bad_inputs(which, backend, device):
         "k": (q, k[:, :, :2], cos, sin),
         "cos": (q, k, cos[..., :7], sin[..., :7]),
         "sin": (q, k, cos, sin[..., :6]),
-        "layout": (q, k, cos, sin, 1, "quarters"),
     }
     with use_backend(which or backend):
         for argument, inputs in bad.items():
             with pytest.raises(ValueError, match=f"^{argument}: got"):
                 rope(*inputs)
+        with pytest.raises(ValueError, match="^unknown layout 'quarters'. Layouts: half, interleaved"):
+            rope(q, k, cos, sin, 1, "quarters")
         with pytest.raises(ValueError, match="^cos: got .* rotary_dim / 2"):
             rope(q, k, cos, sin, shared=True)
         with pytest.raises(ValueError, match="^cos: got a tensor that requires grad"):
