@@ -5,9 +5,9 @@ import pytest
 import torch
 from poisoned import poisoned
 
-from liger_hw import backends
+from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.backends import VENDORS, detected
+from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
 from liger_hw.proof import compiled, evidence
 
@@ -82,7 +82,7 @@ def _backends(config):
     if forced:
         return [forced]
     if interpreting() and config.getoption("--every-arch"):
-        return [f"{name}:{arch}" for name, vendor in VENDORS.items() for arch in vendor.ARCHS]
+        return list(ARCHITECTURES)
     if interpreting():
         return list(VENDORS)
     if torch.accelerator.is_available():
@@ -115,9 +115,10 @@ def device():
 
 
 @pytest.fixture(autouse=True)
-def nothing_forced(monkeypatch):
+def nothing_forced():
     """LIGER_HW_BACKEND is for the tests that ask for a backend; the others test what is there without it."""
-    monkeypatch.setattr(backends, "_forced", None)
+    with use_backend(None):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,10 @@
 import contextlib
+import functools
 import logging
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +21,10 @@ EVERY = [device for vendor in VENDORS.values() for device in vendor.ARCHS.values
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
+    """As in a fresh process: no device was described and LIGER_HW_BACKEND was not read."""
     monkeypatch.setattr(backends, "_devices", {})
     monkeypatch.setattr(backends, "_forced", backends._UNREAD)
+    monkeypatch.setattr(backends, "_variable", functools.cache(backends._variable.__wrapped__))
     monkeypatch.delenv("LIGER_HW_BACKEND", raising=False)
 
 
@@ -247,7 +252,6 @@ def test_unknown_names_list_the_known(monkeypatch, name):
     with pytest.raises(ValueError) as by_call, use_backend(name):
         pass
     monkeypatch.setenv("LIGER_HW_BACKEND", name)
-    monkeypatch.setattr(backends, "_forced", backends._UNREAD)
     with pytest.raises(ValueError) as by_variable:
         backends.forced()
     for error in (by_call, by_variable):
@@ -264,6 +268,27 @@ def test_use_backend_nests_and_restores():
             assert backends.forced() == "amd"
             1 / 0  # noqa: B018
         assert backends.forced() == "triton"
+    assert backends.forced() is None
+
+
+def test_use_backend_in_two_threads_that_leave_in_the_order_they_entered():
+    """The innermost block that is still open rules; at the end nothing is forced."""
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first():
+        with use_backend("amd"):
+            first_is_in.set()
+            assert second_is_in.wait(10)
+        first_is_out.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(first)
+        assert first_is_in.wait(10) and backends.forced() == "amd"
+        with use_backend("intel"):
+            second_is_in.set()
+            assert first_is_out.wait(10)
+            assert backends.forced() == "intel"
+        thread.result()
     assert backends.forced() is None
 
 

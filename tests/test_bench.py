@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch
+from liger_hw import cli, dispatch
 from liger_hw._triton import interpreting
 from liger_hw.bench import measure, operations, page, peers, tables, training
 from liger_hw.bench.results import about
@@ -26,7 +26,6 @@ OPS = sorted(dispatch.OPS)
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(backends, "_forced", None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
     monkeypatch.setattr(measure, "FEWEST", 3)
     monkeypatch.setattr(measure, "HOST_ROUNDS", 3)

@@ -20,8 +20,7 @@ needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the packag
 
 
 @pytest.fixture(autouse=True)
-def nothing_forced(monkeypatch, tmp_path):
-    monkeypatch.setattr(backends, "_forced", None)
+def an_empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
     tuning.forget()
 

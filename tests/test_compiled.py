@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from liger_hw.proof import assembly, compiled, crosscompile, occupancy, resources, results
+from liger_hw.proof import assembly, compiled, crosscompile, resources, results
 from liger_hw.proof.assembly import Access
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 
@@ -235,13 +235,13 @@ def test_the_usage_of_a_cubin():
     ("gfx1102", 96, 0, 8, 5, "registers"),
 ])  # fmt: skip
 def test_occupancy(arch, registers, shared, warps, programs, limit):
-    found = occupancy.occupancy(DEVICES[arch], registers, shared, warps)
+    found = DEVICES[arch].core.occupancy(registers, shared, warps)
     assert (found.programs, found.limit) == (programs, limit)
     assert 0 < found.share <= 1
 
 
-def test_every_architecture_has_limits():
-    assert set(compiled.ARCHS) <= set(occupancy.LIMITS) and set(compiled.ARCHS) <= set(DEVICES)
+def test_every_architecture_of_the_matrix_has_a_compiler_and_limits():
+    assert set(compiled.ARCHS) <= set(DEVICES) and all(device.core for device in DEVICES.values())
 
 
 def test_results_are_kept(tmp_path):

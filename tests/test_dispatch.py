@@ -28,7 +28,6 @@ def double():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """CPU tensors are taken to be on an H200."""
-    monkeypatch.setattr(backends, "_forced", None)
     monkeypatch.setitem(backends._devices, torch.device("cpu"), nvidia.ARCHS["sm90"])
     monkeypatch.setattr(backends, "AVAILABLE", True)
     monkeypatch.setattr(backends, "interpreting", lambda: True)
@@ -120,7 +119,6 @@ def test_a_vendor_whose_device_is_absent(double, on_gpu):
 
 
 def test_cpu_tensors_cannot_run_kernels(double, monkeypatch):
-    monkeypatch.setattr(backends, "_forced", None)
     monkeypatch.setattr(backends, "interpreting", lambda: False)
     monkeypatch.setattr(backends, "AVAILABLE", True)
     register(double, "triton")
@@ -146,7 +144,6 @@ def test_meta_tensors_launch_nothing(name):
 
 
 def test_without_triton(double, monkeypatch):
-    monkeypatch.setattr(backends, "_forced", None)
     monkeypatch.setattr(backends, "AVAILABLE", False)
     register(double, "triton")
     assert names(double) == "reference"

@@ -1,15 +1,19 @@
 """Machines that differ choose differently, each for the reason that it differs."""
 
+import itertools
+
 import pytest
 
 from liger_hw import tuning
+from liger_hw.backends import amd, nvidia
 from liger_hw.kernels import load_all
 from liger_hw.proof.crosscompile import DEVICES
-from liger_hw.proof.occupancy import LIMITS
 
 load_all()
-CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1102", "gfx1151", "gfx1201")
-DATA_CENTRE, CONSUMER = ("sm80", "sm90", "sm100"), ("sm86", "sm89", "sm120")
+CDNA = [arch for arch, device in amd.ARCHS.items() if device.warp_size == 64]
+RDNA = [arch for arch, device in amd.ARCHS.items() if device.warp_size == 32]
+DATA_CENTRE = [arch for arch, device in nvidia.ARCHS.items() if device.core.shared > 128 * 1024]
+CONSUMER = [arch for arch, device in nvidia.ARCHS.items() if device.core.shared <= 128 * 1024]
 
 
 def chosen(kernel, *shape, arch):
@@ -20,7 +24,7 @@ def chosen(kernel, *shape, arch):
 @pytest.mark.parametrize("cols", [1024, 4096, 8192])
 def test_a_wave_of_64_lanes_needs_half_the_warps(kernel, cols):
     """The same values a lane, and so the same 16-byte accesses, of a row that is one block."""
-    for wide, narrow in zip(CDNA, RDNA):
+    for wide, narrow in itertools.product(CDNA, RDNA):
         of_64, of_32 = (chosen(kernel, cols, 2, arch=arch) for arch in (wide, narrow))
         assert of_64.meta == of_32.meta and 2 * of_64.num_warps == of_32.num_warps
 
@@ -61,7 +65,7 @@ def test_programs_of_a_norms_backward_are_no_more_than_shared_memory_holds():
             for itemsize in (2, 4):
                 few = chosen("rms_norm_backward", cols, itemsize, 3, arch=arch)
                 staged = (few["STAGES"] - 1) * 3 * few["ROWS"] * few["COLS"] * itemsize
-                assert few.programs * (staged + 1024 + 128) <= LIMITS[arch].shared
+                assert few.programs * (staged + 1024 + 128) <= DEVICES[arch].core.shared
 
 
 def test_two_programs_of_8_warps_on_a_core_of_48_and_99_KiB():

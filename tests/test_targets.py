@@ -14,7 +14,6 @@ import pytest
 from liger_hw.dispatch import OPS
 from liger_hw.proof import compiled, crosscompile, results
 from liger_hw.proof.crosscompile import DEVICES
-from liger_hw.proof.occupancy import LIMITS, waves_by_registers
 from liger_hw.testing.samples import SAMPLES
 from liger_hw.testing.wide import REAL
 
@@ -41,7 +40,7 @@ def test_passes_every_gate(op, compiled_arch, cache):
         result = cache.known[key]
         assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
         # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8
-        modelled = waves_by_registers(LIMITS[compiled_arch], result.registers)
+        modelled = DEVICES[compiled_arch].core.warps_by_registers(result.registers)
         assert result.waves in (None, modelled, modelled - 1), "not what LLVM counts"
 
 

@@ -25,7 +25,7 @@ def markdown(header, rows) -> str:
 def tables(runs: dict, cells: list) -> dict[str | None, str]:
     """The text for each kind of marker: a vendor's name, "runs", "levels", or None for all GPUs."""
     rows = page.rows(cells)
-    names = {page.NAMES[vendor]: vendor for vendor in VENDORS}
+    names = {module.NAME: vendor for vendor, module in VENDORS.items()}
     found = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].split()[0]] == vendor])
              for vendor in VENDORS}  # fmt: skip
     found["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])

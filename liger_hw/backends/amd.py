@@ -1,65 +1,89 @@
 """AMD GPUs, through ROCm, which PyTorch also calls "cuda"."""
 
+from functools import partial
+
 import torch
 
-from liger_hw.backends.device import Device
+from liger_hw.backends.core import Core
+from liger_hw.backends.device import Architecture, Device
 
-KiB, MiB = 1024, 1024 * 1024
+NAME = "AMD"
+KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies beside the numbers of a Config
 # Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in benchmarks/evidence.
 LAUNCHER_SHORTCUT = False
-KNOBS = {"waves_per_eu": (1, 2, 4)}  # what the tuner varies beside the numbers of a Config
+
+KiB, MiB = 1024, 1024 * 1024
 
 
-def _cdna(arch, num_cores, shared_kib, l2_mib, bandwidth):
-    # wave64, 512 registers a lane shared by the 4 SIMDs' waves: a block of 1024 threads is 4 waves a SIMD, 128 each
-    return Device(
-        "amd", arch, 64, num_cores, shared_kib * KiB,
-        registers=128, max_threads=1024, core_threads=2048, l2=l2_mib * MiB, bandwidth=bandwidth,
-    )  # fmt: skip
+def _row(arch, cards, device, core, **same_code):
+    device = Device("amd", arch, max_threads=1024, core=core, **device)
+    return Architecture(device, cards, in_matrix=True, same_code={"ttir": "amd"} | same_code)
 
 
-def _rdna(arch, num_cores, registers, l2_mib, bandwidth):
-    # wave32; a block may span the two CUs of a work-group processor and its 128 KiB, but holds 64 KiB at most
-    return Device(
-        "amd", arch, 32, num_cores, 64 * KiB,
-        registers=registers, max_threads=1024, core_threads=1024, l2=l2_mib * MiB, bandwidth=bandwidth,
-    )  # fmt: skip
+def _cdna(arch, cards, num_cores, shared_kib, l2_mib, bandwidth):
+    """wave64, 512 registers a lane shared by a SIMD's waves: a block of 1024 threads is 4 waves a SIMD, 128 each."""
+    device = {"warp_size": 64, "num_cores": num_cores, "shared_memory": shared_kib * KiB, "registers": 128,
+              "core_threads": 2048, "l2": l2_mib * MiB, "bandwidth": bandwidth}  # fmt: skip
+    core = Core(schedulers=4, registers=512, granule=8, warps=8, programs=16, shared=shared_kib * KiB)
+    return _row(arch, cards, device, core, ttgir="cdna")
 
 
-# From ROCm's table of GPU specifications; registers from LLVM's occupancy model (1536 a SIMD lane over 8 waves, or 1024
-# on the parts with the small file). The first is the one a bare "amd" stands for when none is present.
-ARCHS = {
-    device.arch: device
-    for device in (
-        _cdna("gfx942", 304, 64, 32, 5300),  # MI300X
-        _cdna("gfx90a", 104, 64, 8, 1638),  # MI210, one die of an MI250X
-        _cdna("gfx950", 256, 160, 32, 8000),  # MI355X
-        _rdna("gfx1100", 96, 192, 6, 960),  # RX 7900 XTX
-        _rdna("gfx1101", 60, 192, 4, 624),  # RX 7800 XT
-        _rdna("gfx1102", 32, 128, 2, 288),  # RX 7600
-        _rdna("gfx1150", 16, 128, 2, 120),  # Strix Point
-        _rdna("gfx1151", 40, 192, 2, 256),  # Strix Halo
-        _rdna("gfx1200", 32, 192, 4, 320),  # RX 9060 XT
-        _rdna("gfx1201", 64, 192, 8, 640),  # RX 9070 XT
-    )
-}
+def _rdna(arch, cards, num_cores, registers, l2_mib, bandwidth, **same_code):
+    """wave32; a program may span the two CUs of a work-group processor and its 128 KiB, but holds 64 KiB at most.
+
+    `registers` a SIMD lane, over the 8 waves of a full block: 1536, or 1024 on the parts with the small file.
+    """
+    device = {"warp_size": 32, "num_cores": num_cores, "shared_memory": 64 * KiB, "registers": registers // 8,
+              "core_threads": 1024, "l2": l2_mib * MiB, "bandwidth": bandwidth}  # fmt: skip
+    core = Core(schedulers=4, registers=registers, granule=registers // 64, warps=16, programs=32, shared=128 * KiB,
+                compute_units=2)  # fmt: skip
+    return _row(arch, cards, device, core, ttgir="rdna", **same_code)
+
+
+_rdna3 = partial(_rdna, llir="rdna3")
+_rdna4 = partial(_rdna, amdgcn="rdna4")  # LLVM knows nothing that sets them apart
+
+# From ROCm's table of GPU specifications; registers from LLVM's occupancy model; cards from AMD's product pages, as
+# LLVM's list of targets names them. Cores, L2 and bandwidth of the part in the comment. The first row serves the bare
+# name "amd" where no AMD GPU is present.
+# fmt: off
+ROWS = (
+    #      arch      cards                      cores  shared  L2  GB/s
+    #                                                     KiB MiB
+    _cdna("gfx942", "MI300X, MI300A, MI325X",     304,    64,  32, 5300),  # MI300X
+    _cdna("gfx90a", "MI210, MI250, MI250X",       104,    64,   8, 1638),  # MI210, one die of an MI250X
+    _cdna("gfx950", "MI350X, MI355X",             256,   160,  32, 8000),  # MI355X
+    #       arch      cards                            cores  registers  L2  GB/s
+    #                                                                   MiB
+    _rdna3("gfx1100", "RX 7900, PRO W7900, W7800",        96,      1536,  6, 960),  # RX 7900 XTX
+    _rdna3("gfx1101", "RX 7800 XT, 7700 XT, PRO W7700",   60,      1536,  4, 624),  # RX 7800 XT
+    _rdna3("gfx1102", "RX 7600",                          32,      1024,  2, 288),  # RX 7600
+    _rdna3("gfx1150", "Ryzen AI 300 (Strix Point)",       16,      1024,  2, 120),  # Strix Point
+    _rdna3("gfx1151", "Ryzen AI Max (Strix Halo)",        40,      1536,  2, 256),  # Strix Halo
+    _rdna4("gfx1200", "RX 9060 XT",                       32,      1536,  4, 320),  # RX 9060 XT
+    _rdna4("gfx1201", "RX 9070, 9070 XT",                 64,      1536,  8, 640),  # RX 9070 XT
+)
+# fmt: on
+ARCHS = {row.device.arch: row.device for row in ROWS}
 
 
 def owns(device: torch.device) -> bool:
+    """Whether `device` is a GPU of this vendor."""
     return device.type == "cuda" and torch.version.hip is not None
 
 
 def nearest(arch: str) -> Device:
     """The known architecture that `arch` most likely resembles: same generation, then the longest common name."""
 
-    def likeness(known: str) -> int:
+    def common_letters(known: str) -> int:
         return next((i for i, (a, b) in enumerate(zip(known, arch)) if a != b), min(len(known), len(arch)))
 
-    return max(ARCHS.values(), key=lambda known: (len(known.arch) == len(arch), likeness(known.arch)))
+    return max(ARCHS.values(), key=lambda known: (len(known.arch) == len(arch), common_letters(known.arch)))
 
 
 def describe(device: torch.device) -> Device:
+    """The facts of `device`: its architecture's, with the numbers that the driver reports."""
     p = torch.cuda.get_device_properties(device)
     arch = p.gcnArchName.split(":")[0]  # "gfx942:sramecc+:xnack-" -> "gfx942"
     return nearest(arch).with_facts(
@@ -68,5 +92,5 @@ def describe(device: torch.device) -> Device:
 
 
 def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """Nothing beyond the threads of a block, which are every vendor's limit."""
+    """None: this compiler has no limit of its own. (The threads of a program are limited on every vendor's.)"""
     return None

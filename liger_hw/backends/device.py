@@ -1,6 +1,8 @@
-"""What a launch may know about the hardware it runs on: plain data, so a test can build one by hand."""
+"""Facts about hardware as plain data: `Device`, which a launch may know, and `Architecture`, a row of facts."""
 
 from dataclasses import dataclass, field, replace
+
+from liger_hw.backends.core import Core
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: one value per torch device, hashed on every launch
@@ -18,10 +20,11 @@ class Device:
         core_threads: lanes resident on one core at most.
         l2: bytes of last-level cache.
         async_copy: loads of a pipelined loop go to shared memory without passing through registers.
-        bandwidth: memory bandwidth in GB/s, from the data sheet; 0 where nobody wrote it down.
+        bandwidth: memory bandwidth in GB/s, from the data sheet; 0 if unknown.
         launch_options: options every launch on this vendor passes to its compiler.
         warp_sizes: sizes of a warp that its compiler can be asked for; empty where there is no choice.
         name: what the driver calls it; empty for a description that no driver gave.
+        core: limits of one core, from which occupancy is computed; None if unknown (Intel, CPU).
     """
 
     vendor: str
@@ -38,6 +41,7 @@ class Device:
     launch_options: dict = field(default_factory=dict)
     warp_sizes: tuple = ()
     name: str = ""
+    core: Core | None = None
 
     @property
     def max_warps(self) -> int:
@@ -46,8 +50,10 @@ class Device:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that a core must have asked memory for, to use its share of the bandwidth where an answer takes 800 ns
-        (a planning number: that of busy memory); 0 where the bandwidth is unknown."""
+        """Bytes that a core must have requested to use its share of the bandwidth; 0 if the bandwidth is unknown.
+
+        For a latency of 800 ns: a planning number, that of busy memory.
+        """
         return self.bandwidth * 800 // self.num_cores
 
     @property
@@ -64,5 +70,27 @@ class Device:
         return (f"{self.vendor}:{self.arch}", self.vendor, "triton", "reference")
 
     def with_facts(self, **facts) -> "Device":
-        """A copy with what a driver reported; a fact that it did not (None or 0) stays as it is."""
+        """Copy this device with facts that a driver reported; None and 0 mean that it did not."""
         return replace(self, **{name: value for name, value in facts.items() if value})
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of a vendor's file: everything that is written down about an architecture.
+
+    Attributes:
+        device: the facts that a launch may know; those of one product, which the row's comment names.
+        cards: products of this architecture, as the tables of docs/hardware.md show them.
+        in_matrix: whether `liger-hw matrix --compile` compiles for it where no --archs names it. Triton's wheel must
+            have its compiler.
+        same_code: compiler stage ("ttir", "ttgir", "llir", "ptx", "amdgcn") -> group of architectures for which that
+            stage writes the same text but for their names. The compile matrix runs such a stage once for a group. A
+            stage that is not named runs for this architecture alone, which is slower and always right.
+        versions: (major, minor) numbers by which the driver names it, if it gives numbers (Intel).
+    """
+
+    device: Device
+    cards: str
+    in_matrix: bool = False
+    same_code: dict = field(default_factory=dict)
+    versions: tuple = ()

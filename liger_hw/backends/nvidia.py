@@ -2,40 +2,52 @@
 
 import torch
 
-from liger_hw.backends.device import Device
+from liger_hw.backends.core import Core
+from liger_hw.backends.device import Architecture, Device
 
-KiB, MiB = 1024, 1024 * 1024
+NAME = "NVIDIA"
+KNOBS = {}  # compiler options that the tuner varies beside the numbers of a Config
 # Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: benchmarks/evidence.
 LAUNCHER_SHORTCUT = True
-KNOBS = {}  # what the tuner varies beside the numbers of a Config
+
+KiB, MiB = 1024, 1024 * 1024
 
 
-def _arch(arch, num_cores, shared_kib, core_threads, l2_mib, bandwidth):
-    return Device(
-        "nvidia", arch, 32, num_cores, shared_kib * KiB,
-        registers=64, max_threads=1024, core_threads=core_threads, l2=l2_mib * MiB, bandwidth=bandwidth,
-        async_copy=True,
+def _row(arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, bandwidth, in_matrix=True, **same_code):
+    core = Core(
+        # 65,536 registers a core: 16,384 a scheduler, 512 a lane of its warps; dealt out 256 a warp, 8 a lane
+        schedulers=4, registers=512, granule=8, warps=core_threads // 32 // 4, programs=programs,
+        # every program takes 1 KiB beside its own, so a core has 1 KiB more than one program may use
+        shared=(shared_kib + 1) * KiB, reserved=KiB, shared_granule=128,
     )  # fmt: skip
+    device = Device(
+        "nvidia", arch, 32, num_cores, shared_kib * KiB, registers=64, max_threads=1024, core_threads=core_threads,
+        l2=l2_mib * MiB, bandwidth=bandwidth, async_copy=True, core=core,
+    )  # fmt: skip
+    return Architecture(device, cards, in_matrix, {"ttir": "nvidia"} | same_code)
 
 
-# Limits from CUDA's arch_traits.h; cores, L2 and bandwidth of the part named. The first is the one a bare
-# "nvidia" stands for when none is present.
-ARCHS = {
-    device.arch: device
-    for device in (
-        _arch("sm90", 132, 227, 2048, 50, 4800),  # H200 (H100 SXM: 3350)
-        _arch("sm80", 108, 163, 2048, 40, 2039),  # A100 80 GB
-        _arch("sm86", 84, 99, 1536, 6, 768),  # RTX A6000
-        _arch("sm89", 128, 99, 1536, 72, 1008),  # RTX 4090
-        _arch("sm100", 148, 227, 2048, 126, 8000),  # B200
-        _arch("sm103", 148, 227, 2048, 126, 8000),  # B300
-        _arch("sm120", 170, 99, 1536, 96, 1792),  # RTX 5090
-        _arch("sm121", 48, 99, 1536, 24, 273),  # GB10
-    )
-}
+# Limits from CUDA's arch_traits.h and occupancy calculator, cards from NVIDIA's product pages; cores, L2 and bandwidth
+# of the part in the comment. The first row serves the bare name "nvidia" where no NVIDIA GPU is present.
+# fmt: off
+ROWS = (
+    #    arch    cards                   cores shared threads programs   L2  GB/s  same code as, by stage
+    #                                             KiB  a core   a core  MiB
+    _row("sm90", "H100, H200, GH200",      132,  227,   2048,      32,  50, 4800, ttgir="sm80"),  # H200 (H100: 3350)
+    _row("sm80", "A100, A30",              108,  163,   2048,      32,  40, 2039, ttgir="sm80"),  # A100 80 GB
+    _row("sm86", "RTX 30, A6000, A40, A10", 84,   99,   1536,      16,   6,  768, ttgir="sm80", ptx="sm86"),  # A6000
+    _row("sm89", "RTX 40, L40S, L4",       128,   99,   1536,      24,  72, 1008, ttgir="sm80", ptx="sm86"),  # RTX 4090
+    _row("sm100", "B200, GB200",           148,  227,   2048,      32, 126, 8000, ttgir="sm100"),  # B200
+    _row("sm103", "B300, GB300",           148,  227,   2048,      32, 126, 8000, in_matrix=False),  # B300
+    _row("sm120", "RTX 50, RTX PRO 6000",  170,   99,   1536,      24,  96, 1792, ttgir="sm100"),  # RTX 5090
+    _row("sm121", "GB10 (DGX Spark)",       48,   99,   1536,      24,  24,  273, in_matrix=False),  # GB10
+)
+# fmt: on
+ARCHS = {row.device.arch: row.device for row in ROWS}
 
 
 def owns(device: torch.device) -> bool:
+    """Whether `device` is a GPU of this vendor."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -47,6 +59,7 @@ def nearest(arch: str) -> Device:
 
 
 def describe(device: torch.device) -> Device:
+    """The facts of `device`: its architecture's, with the numbers that the driver reports."""
     p = torch.cuda.get_device_properties(device)
     arch = f"sm{p.major}{p.minor}"
     return nearest(arch).with_facts(
@@ -61,5 +74,5 @@ def describe(device: torch.device) -> Device:
 
 
 def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """Nothing beyond the threads of a block, which are every vendor's limit."""
+    """None: this compiler has no limit of its own. (The threads of a program are limited on every vendor's.)"""
     return None

@@ -1,8 +1,9 @@
 """`liger-hw matrix`: what was proven for which GPU, and how."""
 
+import json
 from pathlib import Path
 
-from liger_hw import dispatch
+from liger_hw import backends, dispatch
 from liger_hw.cli import common
 from liger_hw.console import table
 
@@ -16,6 +17,7 @@ def add(commands) -> None:
     command.add_argument("--complete", action="store_true", help="fail if an op lacks what another has")
     command.add_argument("--compile", action="store_true", help="compile every kernel for every architecture instead")
     command.add_argument("--search", action="store_true", help="compile what is near each choice too, and compare")
+    command.add_argument("--backends", action="store_true", help="list every architecture as JSON instead")
     command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="to compile for: only these (all)")
     command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="to compile: only these (all)")
     command.add_argument("--jobs", type=common.positive, metavar="N", help="processes that compile (all cores)")
@@ -27,6 +29,9 @@ def matrix(args) -> int | None:
 
     Ends with 1 where a case failed.
     """
+    if args.backends:
+        print(json.dumps(list(backends.ARCHITECTURES)))
+        return None
     if args.compile:
         from liger_hw.proof import compiled
 

@@ -19,17 +19,16 @@ from pathlib import Path
 import torch
 
 from liger_hw import console
+from liger_hw.backends import ARCHITECTURES
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
 from liger_hw.proof import crosscompile, results
 from liger_hw.proof.assembly import width_wanted
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
-from liger_hw.proof.occupancy import occupancy
 from liger_hw.spelling import check_known
 from liger_hw.testing import shapes
 
-ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101",
-         "gfx1102", "gfx1150", "gfx1151", "gfx1200", "gfx1201")  # fmt: skip
+ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
 
@@ -209,7 +208,7 @@ def record(use: Use, found: Resources | str) -> dict:
     if isinstance(found, str):
         return row
     warps = launch.options["num_warps"]
-    full = occupancy(device, found.registers, found.shared, warps) if warps <= device.max_warps else None
+    full = device.core.occupancy(found.registers, found.shared, warps) if warps <= device.max_warps else None
     resources = found.to_json()
     accesses = [access | {"widths": {str(width): n for width, n in access["widths"].items()}}
                 for access in resources.pop("accesses")]  # fmt: skip
@@ -259,7 +258,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     kernels.json (every `record`) and compiled.html.
 
     Args:
-        archs: of ARCHS, "sm_90" or "sm90"; none means all.
+        archs: of DEVICES, "sm_90" or "sm90"; none means ARCHS.
         ops: of `dispatch.OPS`; none means all.
         jobs: processes; None means one for each core.
         report: the folder to write to.

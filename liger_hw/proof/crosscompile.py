@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from liger_hw import backends
-from liger_hw.backends import amd, nvidia
+from liger_hw.backends import ARCHITECTURES, amd, nvidia
 from liger_hw.backends.device import Device
 from liger_hw.hooks import hooks
 from liger_hw.proof import assembly
@@ -188,19 +188,12 @@ def compiled(job: Launch) -> Resources:
     return read(*built(job))
 
 
-# The stages that write the same for each of some architectures, but for their names: of a kernel, what one of them was
-# given is read for the others, and what comes after is each one's own. In ms, on one core of an EPYC: the front end 20,
-# "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn" 30; to read Triton's own IR 2.
-_RDNA3 = ("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151")
-_RDNA4 = ("gfx1200", "gfx1201")  # LLVM knows nothing that sets them apart
-ALIKE = {
-    "ttir": (tuple(nvidia.ARCHS), tuple(amd.ARCHS)),
-    "ttgir": (("sm80", "sm86", "sm89", "sm90"), ("sm100", "sm120"), ("gfx90a", "gfx942", "gfx950"), _RDNA3 + _RDNA4),
-    "llir": (_RDNA3,),
-    "ptx": (("sm86", "sm89"),),
-    "amdgcn": (_RDNA4,),
-}
-_made = {}  # of the kernel compiled last: its `what`, and (stage, architectures) -> one of them, its texts, its memory
+# Stages that write the same text for several architectures, but for their names (`Architecture.same_code`): of a
+# kernel, the text that such a stage wrote for one of them is read for the others, and the stages after it run for each.
+# In ms, on one core of an EPYC: the front end 20, "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn"
+# 30; to read Triton's own IR 2.
+_SAME_CODE = {row.device.arch: row.same_code for row in ARCHITECTURES.values()}
+_made = {}  # of the last kernel: its `what`, and (stage, group) -> one architecture of it, its texts, its memory
 
 
 def built(job: Launch) -> tuple[dict, int]:
@@ -238,14 +231,10 @@ def built(job: Launch) -> tuple[dict, int]:
     for name in list(stages)[len(text) :]:
         module = stages[name](module, metadata)
         text[name] = module if isinstance(module, bytes) else str(module)
-        alike = _alike(name, job.arch)
-        if alike:
-            _made[name, alike] = job.arch, dict(text), metadata["shared"]
+        group = _SAME_CODE[job.arch].get(name)
+        if group:
+            _made[name, group] = job.arch, dict(text), metadata["shared"]
     return text, metadata["shared"]
-
-
-def _alike(stage: str, arch: str) -> tuple:
-    return next((archs for archs in ALIKE.get(stage, ()) if arch in archs), ())
 
 
 def _of_relative(job: Launch, stages) -> tuple[dict, int | None]:
@@ -255,7 +244,7 @@ def _of_relative(job: Launch, stages) -> tuple[dict, int | None]:
         _made.clear()
         _made["what"] = job.what
     for name in reversed(stages):
-        made = _made.get((name, _alike(name, job.arch)))
+        made = _made.get((name, _SAME_CODE[job.arch].get(name)))
         if made:
             arch, texts, shared = made
             return {stage: _renamed(text, arch, job.arch) for stage, text in texts.items()}, shared

@@ -21,7 +21,6 @@ from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.hooks import hooks
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence
-from liger_hw.proof.occupancy import LIMITS, occupancy
 from liger_hw.spelling import check_known
 from liger_hw.testing import parity, shapes
 
@@ -57,9 +56,9 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict
     found |= {"runs": {run: facts}, "cells": recorder.cells(run)}
     if not on_cpu:
         here = backends.detected(device)
-        for kernel in found["kernels"] if here.arch in LIMITS else ():
+        for kernel in found["kernels"] if here.core else ():
             taken = kernel["registers"], kernel["shared"], kernel["num_warps"]
-            kernel["occupancy"] = round(occupancy(here, *taken).share, 3)
+            kernel["occupancy"] = round(here.core.occupancy(*taken).share, 3)
         found["checks"] = [*_facts(device), *_spills(found["kernels"])]
         say("timing")
         _time(ops, device, found)

@@ -4,34 +4,15 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
-from liger_hw.backends import VENDORS
+from liger_hw.backends import ARCHITECTURES, VENDORS
 from liger_hw.bench.report import STYLE
 from liger_hw.proof.evidence import DTYPES, LEVELS, SAYS, Cell, total
 
-NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel"}
-# What is sold of an architecture: makers' product pages, as LLVM's and CUDA's lists of targets name them.
-CARDS = {
-    "sm80": "A100, A30", "sm86": "RTX 30, A6000, A40, A10", "sm89": "RTX 40, L40S, L4", "sm90": "H100, H200, GH200",
-    "sm100": "B200, GB200", "sm103": "B300, GB300", "sm120": "RTX 50, RTX PRO 6000", "sm121": "GB10 (DGX Spark)",
-    "gfx90a": "MI210, MI250, MI250X", "gfx942": "MI300X, MI300A, MI325X", "gfx950": "MI350X, MI355X",
-    "gfx1100": "RX 7900, PRO W7900, W7800", "gfx1101": "RX 7800 XT, 7700 XT, PRO W7700",
-    "gfx1102": "RX 7600", "gfx1150": "Ryzen AI 300 (Strix Point)", "gfx1151": "Ryzen AI Max (Strix Halo)",
-    "gfx1200": "RX 9060 XT", "gfx1201": "RX 9070, 9070 XT",
-    "pvc": "Data Center GPU Max 1100, 1550", "dg2": "Arc A770, A750, A380", "bmg": "Arc B580, B570, Pro B60",
-    "lnl": "Core Ultra 200V (Lunar Lake)",
-}  # fmt: skip
-
 
 def backends_of(cells: Iterable[Cell]) -> list[str]:
-    """Backends that have evidence: vendors and architectures in the order this package knows them, then others."""
+    """Backends that have evidence: those of `ARCHITECTURES` in its order, then others."""
     seen = {cell.backend for cell in cells}
-    known = [f"{name}:{arch}" for name, vendor in VENDORS.items() for arch in sorted(vendor.ARCHS, key=_by_number)]
-    return [name for name in known if name in seen] + sorted(seen - set(known))
-
-
-def _by_number(arch: str) -> tuple:
-    digits = "".join(c for c in arch if c.isdigit())
-    return len(digits), arch
+    return [name for name in ARCHITECTURES if name in seen] + sorted(seen - set(ARCHITECTURES))
 
 
 HEADER = ["GPU", "cards", *LEVELS]
@@ -46,7 +27,9 @@ def rows(cells: list[Cell]) -> list[list[str]]:
         vendor, _, arch = backend.partition(":")
         levels = (_cell([c for key, c in found.items() if key[1] == backend and key[3] == level], every)
                   for level in LEVELS)  # fmt: skip
-        lines.append([f"{NAMES.get(vendor, vendor)} {arch}", CARDS.get(arch, ""), *levels])
+        name = VENDORS[vendor].NAME if vendor in VENDORS else vendor
+        cards = ARCHITECTURES[backend].cards if backend in ARCHITECTURES else ""
+        lines.append([f"{name} {arch}", cards, *levels])
     return lines
 
 
@@ -142,7 +125,7 @@ def _grid(vendor: str, found: dict, cells: list[Cell]) -> str:
             squares = "".join(f'<td class="cell">{"".join(four)}</td>' for four in marks)
             lines.append(f"<tr><td>{html.escape(op)} {dtype}</td>{squares}</tr>")
     key = ", ".join(LEVELS)
-    return f"""<h2>{NAMES[vendor]}</h2><p class="lead">Squares, from the left: {key}. Green: passed. Red: failed.
+    return f"""<h2>{VENDORS[vendor].NAME}</h2><p class="lead">Squares, from the left: {key}. Green: passed. Red: failed.
 Grey: not seen. The number of cases is under the pointer.</p>
 <div class="scroll"><table class="grid"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>"""
 

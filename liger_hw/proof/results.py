@@ -96,7 +96,7 @@ def compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dic
 
 
 def _front(launch: Launch) -> tuple:
-    """What is the same of launches that share stages of a compilation, see `crosscompile.ALIKE`."""
+    """What launches have in common that share stages of a compilation, see `Architecture.same_code`."""
     return DEVICES[launch.arch].vendor, launch.what
 
 

@@ -30,7 +30,6 @@ from liger_hw import console, tuning
 from liger_hw.proof import compiled
 from liger_hw.proof.compiled import Use
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
-from liger_hw.proof.occupancy import LIMITS, occupancy, warps_per_scheduler
 from liger_hw.tuning import Config
 
 # Warps among which a scheduler finds one that can go on: with two RMSNorm's backward moves 94% of an H200's copy rate.
@@ -92,15 +91,16 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     if compiled.judge(launch, found).keys() - {"widths"}:
         return NOTHING
     device = DEVICES[launch.arch]
-    full = occupancy(device, found.registers, found.shared, launch.options["num_warps"])
+    core = device.core
+    full = core.occupancy(found.registers, found.shared, launch.options["num_warps"])
     widths = [width / wanted for _, width, wanted in compiled.widths(launch, found)]
     programs = full.programs
     if _strides(launch):  # over the rows, with a fixed number of programs
-        programs = min(programs, launch.config["programs"] * _cus(device))
+        programs = min(programs, launch.config["programs"] * core.compute_units)
     warps = programs * launch.options["num_warps"]
     asked = programs * _loaded(found) * _ahead(launch, device)
-    needed = device.bytes_in_flight * _cus(device)
-    waves = warps_per_scheduler(device, replace(full, warps=warps))
+    needed = device.bytes_in_flight * core.compute_units
+    waves = warps / core.schedulers  # among which one scheduler has to choose
     tiles = _tiles(found)
     ahead = device.async_copy and launch.config["meta"].get("STAGES", 1) >= AHEAD
     times = Counter()
@@ -112,11 +112,6 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     return Rating(
         1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, times.total()
     )
-
-
-def _cus(device) -> int:
-    """Of `Device.num_cores`, how many make a core of the occupancy model."""
-    return 2 if device.vendor == "amd" and LIMITS[device.arch].warps == 16 else 1
 
 
 def _strides(launch: Launch) -> bool:

@@ -81,7 +81,6 @@ def test_what_writes_to_its_arguments_launches_one_kernel(monkeypatch):
     """So that it may run again after a launch that was refused."""
     meta = torch.device("meta")
     monkeypatch.setitem(backends._devices, meta, H200)
-    monkeypatch.setattr(backends, "_forced", None)
     launched, counts = [], {}
     monkeypatch.setattr(launch, "_first_launch", lambda *args: launched.append(1))
     monkeypatch.setattr(glu, "_disjoint", lambda a, b: True)  # all tensors without data are at address 0

@@ -50,7 +50,6 @@ def test_no_heuristic_is_refused(device, monkeypatch):
     """At every shape of a model, on every GPU: its compiler knows every option, and takes every value."""
     meta = torch.device("meta")
     monkeypatch.setitem(backends._devices, meta, device)
-    monkeypatch.setattr(backends, "_forced", None)
     seen = {}
     for case in shapes.cases():
         op = dispatch.OPS[case.op]

@@ -1,0 +1,86 @@
+"""An architecture is one row of its vendor's file, and a vendor is one file and its name in VENDORS.
+
+Each test changes a copy of the package in just that way and looks at what a fresh process makes of it.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "liger_hw"
+# What a process finds of the architecture ARCH of the vendor VENDOR.
+LOOK = """
+import json, sys
+import torch
+from liger_hw import backends, cli
+from liger_hw.proof import compiled, crosscompile, page
+from liger_hw.proof.evidence import COMPILED, Cell
+
+vendor, arch = sys.argv[1:]
+name = f"{vendor}:{arch}"
+with backends.use_backend(name):
+    device = backends.device_of(torch.empty(0))
+row = backends.ARCHITECTURES[name]
+full = device.core.occupancy(64, 0, 8)
+print(json.dumps({
+    "matrix": [arch for arch in compiled.ARCHS if crosscompile.DEVICES[arch].vendor == vendor],
+    "table": page.rows([Cell("rope", name, "bf16", COMPILED, 1, 0)])[0],
+    "programs": full.programs,
+    "nearest": backends.VENDORS[vendor].nearest(arch + "0").arch,
+    "bare name": backends.target(vendor, torch.device("cpu")).arch,
+}))
+cli.main(["matrix", "--backends"])
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "liger_hw", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "liger_hw"
+
+
+def insert(file, before, line):
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, line + before))
+
+
+def look(package, vendor, arch):
+    command = [sys.executable, "-c", LOOK, vendor, arch]
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    done = subprocess.run(command, cwd=package.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return map(json.loads, done.stdout.splitlines())
+
+
+def test_an_architecture_is_one_row(package):
+    """The example of CONTRIBUTING.md."""
+    (row,) = re.findall(r"^    _row\(.*\n", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.M)
+    insert(package / "backends/nvidia.py", '    _row("sm80"', row)
+    found, names = look(package, "nvidia", "sm130")
+    assert found == {
+        "matrix": ["sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm130"],
+        "table": ["NVIDIA sm130", "RTX 70", "-", "-", "-", "1 of 1 ops, 1 cases, bf16"],
+        "programs": 4,
+        "nearest": "sm130",
+        "bare name": "sm90",
+    }
+    assert names.index("nvidia:sm130") == names.index("nvidia:sm121") + 1
+
+
+def test_a_vendor_is_one_file_and_its_name(package):
+    text = (package / "backends/nvidia.py").read_text()
+    text = text.replace('"nvidia"', '"maker"').replace("NVIDIA", "Maker").replace('"sm', '"mk')
+    text = text.replace('device.type == "cuda"', 'device.type == "mk"').replace("in_matrix=True", "in_matrix=False")
+    (package / "backends/maker.py").write_text(text)
+    insert(package / "backends/__init__.py", ', "intel": intel}', ', "maker": maker')
+    insert(package / "backends/__init__.py", ", nvidia\n", ", maker")
+    found, names = look(package, "maker", "mk100")
+    assert found["matrix"] == [] and found["table"][:2] == ["Maker mk100", "B200, GB200"]
+    assert found["bare name"] == "mk90" and {"maker:mk80", "maker:mk121", "nvidia:sm90"} <= set(names)
