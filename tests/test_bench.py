@@ -13,7 +13,7 @@ from liger_hw._triton import interpreting
 from liger_hw.bench import measure, operations, page, peers, tables, training
 from liger_hw.bench.results import about
 from liger_hw.kernels import load_all
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import CASES, model_cases
 
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package)
@@ -44,7 +44,7 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("case", shapes.cases(further=True), ids=lambda case: f"{case.op} {case.label}")
+@pytest.mark.parametrize("case", model_cases(further=True), ids=lambda case: f"{case.op} {case.label}")
 def test_every_op_has_a_cost(case):
     cost = operations.cost(case)
     inputs = case.make("meta", torch.bfloat16)
@@ -134,9 +134,7 @@ def test_a_wrong_op_has_no_time(monkeypatch, tmp_path, capsys):
 
 
 def test_an_op_without_parity_cases_has_no_time(monkeypatch):
-    from liger_hw.testing import samples
-
-    monkeypatch.delitem(samples.SAMPLES, "rope")
+    monkeypatch.delitem(CASES, "rope")
     assert "no parity cases" in operations.check_parity("rope", torch.float32, torch.device("cpu"))["error"]
 
 
@@ -211,7 +209,7 @@ def test_no_peer_is_imported():
 @pytest.mark.parametrize("op", [op for op in COSTS if op != "rope"])
 def test_peers_of_torch_agree(op):
     """What stands beside ours computes the same."""
-    case = min((case for case in shapes.cases([op], further=True)), key=operations._bytes)
+    case = min((case for case in model_cases([op], further=True)), key=operations._bytes)
     inputs = case.make("cpu", torch.float32)
     expected = dispatch.OPS[op].reference(*inputs, **case.options)
     for name in ("torch", "eager"):

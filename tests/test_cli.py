@@ -13,7 +13,7 @@ from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import nvidia
 from liger_hw.cli import common
 from liger_hw.kernels import load_all
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import CASES, model_cases, step
 
 load_all()
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
@@ -103,13 +103,13 @@ def test_the_command_and_the_variable(tmp_path):
 
 
 def test_every_op_has_shapes():
-    assert {case.op for case in shapes.cases()} == set(dispatch.OPS)
+    assert {case.op for case in model_cases()} == set(dispatch.OPS)
 
 
-@pytest.mark.parametrize("case", shapes.cases(), ids=lambda case: f"{case.op} {case.label}")
+@pytest.mark.parametrize("case", model_cases(), ids=lambda case: f"{case.op} {case.label}")
 def test_references_take_every_shape(case):
     inputs = case.make("meta", torch.bfloat16)
-    shapes.step(dispatch.OPS[case.op].reference, inputs, case.options)
+    step(dispatch.OPS[case.op].reference, inputs, case.options)
     assert all(x.grad is not None for x in inputs if x.requires_grad)
 
 
@@ -179,7 +179,10 @@ def test_tune_is_for_this_machine(h200, capsys):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["nonsense"], "unknown op 'nonsense'. Ops: rms_norm"), (["rms_norm", "--shapes", "nowhere"], "got nowhere")],
+    [
+        (["nonsense"], f"unknown op 'nonsense'. Ops: {', '.join(CASES)}"),
+        (["rms_norm", "--shapes", "nowhere"], "got nowhere"),
+    ],
     ids=["op", "shape"],
 )
 def test_tune_refuses(arguments, message, capsys):

@@ -15,8 +15,9 @@ from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
+from liger_hw.testing.cases import CASES, small_cases
+from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import run
-from liger_hw.testing.samples import SAMPLES, flat
 
 pytestmark = pytest.mark.skipif(
     interpreting() or not torch.accelerator.is_available(), reason="no accelerator here, or the interpreter is on"
@@ -26,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def cases(op, dtype, device):
     """The op's samples that have rows and want a gradient."""
-    for inputs, options in SAMPLES[op](dtype, device):
+    for inputs, options in small_cases(op, dtype, device):
         tensors = [x for x in inputs if torch.is_tensor(x)]
         if all(x.numel() for x in tensors) and any(x.requires_grad for x in tensors):
             yield inputs, options
@@ -40,7 +41,7 @@ def step(op, inputs, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_same_bits_every_run(op, dtype, device):
     torch.manual_seed(0)
     for inputs, options in cases(op, dtype, device):
@@ -50,7 +51,7 @@ def test_same_bits_every_run(op, dtype, device):
                 assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_graph_capture(op, device):
     """Forward and backward captured once, replayed on other data, give what eager gives."""
     if device != "cuda":
@@ -82,7 +83,7 @@ def _other(x):
     return x.detach().flip(0).clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_compiles_without_a_break(op, device):
     torch.manual_seed(0)
     for inputs, options in list(cases(op, torch.bfloat16, device))[:4]:

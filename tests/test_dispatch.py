@@ -9,7 +9,8 @@ from liger_hw.checks import check
 from liger_hw.dispatch import OPS, op
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.losses.chunked import token_loss
-from liger_hw.testing.samples import SAMPLES, flat
+from liger_hw.testing.cases import CASES, small_cases
+from liger_hw.testing.inputs import flat
 
 
 @pytest.fixture
@@ -78,11 +79,11 @@ def test_what_kernels_would_round_is_plain_torchs(double, on_gpu):
         double(torch.ones(2).double())
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLES if name in OPS])
+@pytest.mark.parametrize("name", CASES)
 def test_float64_is_float64_everywhere(name, on_gpu):
     """On a GPU too, where kernels compute in fp32: this GPU could not launch any."""
     torch.manual_seed(0)
-    inputs, options = next(iter(SAMPLES[name](torch.float64)))
+    inputs, options = next(iter(small_cases(name, torch.float64)))
     found, expected = (flat(op(*inputs, **options)) for op in (OPS[name], OPS[name].reference))
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

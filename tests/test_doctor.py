@@ -9,7 +9,8 @@ from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
 from liger_hw.cli import common
 from liger_hw.proof import doctor, evidence
-from liger_hw.testing import samples, shapes
+from liger_hw.testing.case import Case
+from liger_hw.testing.cases import small_cases
 from liger_hw.tuning import Config, contribution
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="starts the interpreter by itself")
@@ -28,7 +29,7 @@ def test_on_a_cpu_it_says_what_it_can_check_and_does(monkeypatch, tmp_path, caps
     for words in ("swiglu: ", "no accelerator is here", "Triton's interpreter", "matrix --compile", "doctor.json"):
         assert words in shown
     runs, cells = evidence.read([tmp_path])
-    cases = len(list(samples.SAMPLES["swiglu"](torch.float32)))
+    cases = len(list(small_cases("swiglu", torch.float32)))
     assert {(cell.backend, cell.dtype, cell.level, cell.passed, cell.failed) for cell in cells} == {
         (name, "fp32", "interpreted", cases, 0) for name in ("nvidia:sm90", "amd:gfx942", "intel:pvc")
     }
@@ -92,8 +93,8 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
     monkeypatch.setattr(doctor, "_each", each)
     monkeypatch.setattr("liger_hw.bench.measure.Clock", Clock)
     monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)
-    case = shapes.Case("swiglu", "64x64", lambda device, dtype: (torch.randn(64, 64, requires_grad=True),) * 2)
-    monkeypatch.setattr(shapes, "cases", lambda ops: [case])
+    case = Case("swiglu", "64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2)
+    monkeypatch.setattr(doctor, "model_cases", lambda ops: [case])
     monkeypatch.setattr(common, "here", lambda: GPU)
     monkeypatch.setattr("liger_hw.cli.info.gather", lambda: {})
     return sum(dispatch.OPS["swiglu"].cost_of(*case.make("meta", torch.bfloat16))[:2])

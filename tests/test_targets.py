@@ -14,8 +14,7 @@ import pytest
 from liger_hw.dispatch import OPS
 from liger_hw.proof import compiled, crosscompile, results
 from liger_hw.proof.crosscompile import DEVICES
-from liger_hw.testing.samples import SAMPLES
-from liger_hw.testing.wide import REAL
+from liger_hw.testing.cases import CASES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -25,11 +24,11 @@ def cache():
     return results.Cache()
 
 
-def test_every_op_has_real_shapes():
-    assert set(REAL) == set(SAMPLES) == set(OPS)
+def test_every_op_has_cases():
+    assert set(CASES) == set(OPS)
 
 
-@pytest.mark.parametrize("op", sorted(REAL))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_passes_every_gate(op, compiled_arch, cache):
     found = compiled.uses(compiled_arch, [op], ["bf16"], [compiled.WIDE])
     assert {use.backward for use in found} == {False, True}

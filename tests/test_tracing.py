@@ -7,7 +7,8 @@ from torch.autograd import forward_ad
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
-from liger_hw.testing.samples import SAMPLES, flat
+from liger_hw.testing.cases import CASES, small_cases
+from liger_hw.testing.inputs import flat
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="traces kernels of CPU tensors: needs TRITON_INTERPRET=1")
 
@@ -17,7 +18,7 @@ def case(op):
     torch.manual_seed(0)
     return next(
         (inputs, options)
-        for inputs, options in SAMPLES[op](torch.float32)
+        for inputs, options in small_cases(op, torch.float32)
         if all(x.numel() for x in inputs if torch.is_tensor(x))
         and any(x.requires_grad for x in inputs if torch.is_tensor(x))
     )
@@ -28,7 +29,7 @@ def gradients(outputs, inputs):
     return torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_compiles_without_a_break(op, backend):
     torch._dynamo.reset()
     inputs, options = case(op)
@@ -44,7 +45,7 @@ def test_compiles_without_a_break(op, backend):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_fake_tensors_have_the_real_shapes(op, backend):
     inputs, options = case(op)
     with use_backend(backend):
@@ -58,7 +59,7 @@ def test_fake_tensors_have_the_real_shapes(op, backend):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_second_order_is_refused(op, backend):
     inputs, options = case(op)
     with use_backend(backend):
@@ -68,7 +69,7 @@ def test_second_order_is_refused(op, backend):
             torch.autograd.grad(out.sum(), leaves, create_graph=True)
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_tangents_are_refused(op, mode, backend):
     """A tangent that is missing counts as zero."""
@@ -103,7 +104,7 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError(f"no rule for {function}")
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize("op", sorted(CASES))
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_subclass_with_its_own_dispatch_is_refused(op, position, backend):
     inputs, options = case(op)

@@ -1,4 +1,4 @@
-"""Every op of the registry at the shapes of `shapes.cases`, beside its peers, in one run."""
+"""Every op of the registry at the shapes of `model_cases`, beside its peers, in one run."""
 
 import contextlib
 import gc
@@ -15,7 +15,9 @@ from liger_hw.bench.measure import Clock
 from liger_hw.bench.peers import FLOOR, OURS, PEERS
 from liger_hw.bench.results import about, asked, kept, skip, write
 from liger_hw.kernels import load_all
-from liger_hw.testing import parity, shapes
+from liger_hw.testing import parity
+from liger_hw.testing.case import Case
+from liger_hw.testing.cases import CASES, model_cases, small_cases
 
 MODES = ("fwd", "bwd", "full", "host")
 SECONDS = 0.4  # what the rounds of one mode at one shape may take
@@ -24,7 +26,7 @@ HOST_BELOW = 2**21  # bytes: above it a device may be slower than the host
 CPU_BYTES, CPU_FLOPS = 2**25, 10**10  # the largest shape that a CPU is asked to run unless it is named
 
 
-def select(ops, texts, modes, device) -> list[shapes.Case]:
+def select(ops, texts, modes, device) -> list[Case]:
     """The cases that are measured on `device`.
 
     Args:
@@ -36,7 +38,7 @@ def select(ops, texts, modes, device) -> list[shapes.Case]:
     Raises:
         ValueError: an op is unknown, or nothing is left.
     """
-    found = [case for case in shapes.cases(ops, further=True) if case.op in dispatch.OPS]
+    found = model_cases(ops, further=True)
     if texts:
         sizes = {case.label.split()[0] for case in found}
         found = [
@@ -97,11 +99,9 @@ def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
 
 def check_parity(op: str, dtype, device) -> dict:
     """The parity cases of an op, here: how many there are, and the first failure."""
-    from liger_hw.testing.samples import SAMPLES
-
     torch.manual_seed(0)
-    number, error = 0, None if op in SAMPLES else "it has no parity cases"
-    for inputs, options in SAMPLES[op](dtype, device) if op in SAMPLES else ():
+    number, error = 0, None if op in CASES else "it has no parity cases"
+    for inputs, options in small_cases(op, dtype, device) if op in CASES else ():
         number += 1
         try:
             parity.check(dispatch.OPS[op], inputs, options, backends.forced())
@@ -150,7 +150,7 @@ def _start_worker() -> None:
 
 
 def _warm(key, providers, dtype, device) -> None:
-    (case,) = (case for case in shapes.cases([key[0]], further=True) if case.label == key[1])
+    (case,) = (case for case in model_cases([key[0]], further=True) if case.label == key[1])
     for name in providers:
         with contextlib.suppress(Exception):  # the measurement itself meets it again, and tells
             if subject := _subject(name, case, None, dtype, device):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from liger_hw import dispatch
 from liger_hw.spelling import check_known
-from liger_hw.testing.shapes import Case
+from liger_hw.testing.case import Case
 
 OURS, FLOOR = "liger_hw", "floor"
 

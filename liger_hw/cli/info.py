@@ -9,7 +9,7 @@ import torch
 from liger_hw import __version__, backends, console, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.cli import common
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import model_cases, step
 
 
 def add(commands) -> None:
@@ -69,14 +69,14 @@ def _configurations(device) -> list[dict]:
         if backends.device_of(torch.empty(0, device=common.META)).vendor == "cpu":
             return []
         for name, op in sorted(dispatch.OPS.items()):
-            cases = shapes.cases([name])
+            cases = model_cases([name])
             for case in (cases[0], cases[len(cases) // 2], cases[-1]):
                 try:
                     serving = op.implementations[op.choose(common.META)]
                 except RuntimeError:
                     continue
                 inputs = case.make(common.META, torch.bfloat16)
-                run = lambda: shapes.step(serving, inputs, case.options)  # noqa: B023, E731 - called at once
+                run = lambda: step(serving, inputs, case.options)  # noqa: B023, E731 - called at once
                 for config, shape, target in tuning.configurations_of(run):
                     chosen = config(*shape, target)
                     entry = {"op": name, "shape": case.label, "key": config.key(*shape), **chosen.to_json()}

@@ -6,7 +6,7 @@ import torch
 
 from liger_hw import backends, console, dispatch, tuning
 from liger_hw.cli import common
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import contribution
 
 
@@ -29,8 +29,7 @@ def tune(args) -> int | None:
     if args.check is not None:
         return _check(args.check or contribution.shipped())
     console.require("rich")
-    cases = [c for c in shapes.cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
-    cases = [case for case in cases if case.op in dispatch.OPS]
+    cases = [c for c in model_cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
     if not cases:
         raise ValueError(f"--shapes: got {', '.join(args.shapes)}, which no label of these ops contains")
     devices = common.accelerators()
@@ -87,7 +86,7 @@ def _tune_case(case, device, args, report, note, terminal) -> None:
 
     try:
         inputs = case.make(device, common.DTYPES[args.dtype])
-        for call in tuning.calls_within(lambda: shapes.step(serving, inputs, case.options)):
+        for call in tuning.calls_within(lambda: step(serving, inputs, case.options)):
             keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
             report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:

@@ -1,11 +1,12 @@
 """Every kernel, compiled for every architecture with the configuration a launch there would choose, and judged.
 
 `run` is `liger-hw matrix --compile`. What is compiled: each op's forward and backward, in fp32, bf16 and fp16, at
-- the shapes of real models (`shapes.cases`) and the wide and odd ones of `wide.REAL`,
-- every shape class of `samples.SAMPLES`: of samples that launch the same kernel with the same tensors, dtypes and
-  flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no other class.
-fp16, whose code differs from bf16's in conversions alone, at the shapes of models only. Samples of one
-block in bf16 only: what fp32 is held to shows where tiles are large.
+- the shapes of real models and the wide and odd ones (`model_cases` and `wide_cases` of `liger_hw.testing.cases`),
+- every shape class of `small_cases`, here called samples: of those that launch the same kernel with the same tensors,
+  dtypes and flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no
+  other class.
+fp16, whose code differs from bf16's in conversions alone, at the shapes of models only. Samples of one block in bf16
+only: what fp32 is held to shows where tiles are large.
 Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
 not, the same whole vectors) are the same code but for a constant, and compiled once.
 """
@@ -26,7 +27,7 @@ from liger_hw.proof import crosscompile, results
 from liger_hw.proof.assembly import width_wanted
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 from liger_hw.spelling import check_known
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import model_cases, small_cases, wide_cases
 
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -82,15 +83,12 @@ def uses(
 
 
 def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
-    from liger_hw.testing import samples, wide
-
     if origin == MODEL:
-        for case in shapes.cases(ops):
+        for case in model_cases(ops):
             yield case.op, case.label, case.make("meta", dtype), case.options
         return
     for op in ops:
-        made = wide.REAL[op](dtype) if origin == WIDE else samples.SAMPLES[op](dtype, "meta")
-        for inputs, options in made:
+        for inputs, options in wide_cases(op, dtype) if origin == WIDE else small_cases(op, dtype, "meta"):
             yield op, _label(inputs, options), inputs, options
 
 

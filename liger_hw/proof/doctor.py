@@ -22,7 +22,8 @@ from liger_hw.hooks import hooks
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence
 from liger_hw.spelling import check_known
-from liger_hw.testing import parity, shapes
+from liger_hw.testing import parity
+from liger_hw.testing.cases import model_cases, small_cases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COPY = 0.6  # of the data sheet's bandwidth; an H200 copies at 0.88 of its
@@ -152,11 +153,9 @@ def _examine(op: str, device: torch.device) -> dict:
 
 def _cases(op, dtype, device, backend) -> str | None:
     """Check every parity case; the first failure in words. The observer counts them."""
-    from liger_hw.testing.samples import SAMPLES
-
     torch.manual_seed(0)
     first = None
-    for inputs, options in SAMPLES[op](dtype, device):
+    for inputs, options in small_cases(op, dtype, device):
         try:
             parity.check(dispatch.OPS[op], inputs, options, backend)
         except Exception as error:  # whatever goes wrong is what the doctor is asked for
@@ -216,8 +215,8 @@ def _time(ops, device, found) -> None:
     if sheet:
         found["checks"].append(_check("copy rate", wanted, f"{copy:.0f} GB/s", copy >= COPY * sheet))
     for op in ops:
-        case = min((case for case in shapes.cases([op]) if moved(case) >= LEAST), key=moved, default=None)
-        case = case or max(shapes.cases([op]), key=moved)
+        cases = model_cases([op])
+        case = min((case for case in cases if moved(case) >= LEAST), key=moved, default=None) or max(cases, key=moved)
         needs, here = operations.cost(case), {"op": op, "shape": case.label}
         try:
             seconds = _seconds(case, device, clock)

@@ -7,8 +7,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.glu import ACTIVATIONS, activate
 from liger_hw.kernels.glu_linear import glu_linear
+from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -17,7 +17,7 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["activate"](dtype, device):
+    for inputs, options in small_cases("activate", dtype, device):
         check(activate, inputs, options, backend)
 
 

@@ -4,8 +4,10 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.clamped_glu import clamped_swiglu
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.cases.clamped_glu import CLAMPS
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import CLAMPS, SAMPLES, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -13,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["clamped_swiglu"](dtype, device):
+    for inputs, options in small_cases("clamped_swiglu", dtype, device):
         check(clamped_swiglu, inputs, options, backend)
 
 

@@ -4,8 +4,9 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -18,7 +19,7 @@ def case(rows=6, classes=61, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["cross_entropy"](dtype, device):
+    for inputs, options in small_cases("cross_entropy", dtype, device):
         check(cross_entropy, inputs, options, backend)
 
 

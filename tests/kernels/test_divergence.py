@@ -4,8 +4,9 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import log_probs, targets
 from liger_hw.testing.parity import check
-from liger_hw.testing.samples import SAMPLES, log_probs, targets
 
 OPS = [jsd, kl_div, tvd]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,7 +28,7 @@ def pair(rows=6, classes=130, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(op, dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES[op.__name__](dtype, device):
+    for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)
 
 

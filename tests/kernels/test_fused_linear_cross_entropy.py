@@ -8,8 +8,9 @@ from liger_hw.backends import CPU, nvidia
 from liger_hw.kernels import fused_linear_cross_entropy as module
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.fused_linear_cross_entropy import MiB, chunk_rows, fused_linear_cross_entropy
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 H200 = nvidia.ARCHS["sm90"]
@@ -31,7 +32,7 @@ def case(rows=12, features=16, classes=61, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["fused_linear_cross_entropy"](dtype, device):
+    for inputs, options in small_cases("fused_linear_cross_entropy", dtype, device):
         check(fused_linear_cross_entropy, inputs, options, backend)
 
 
@@ -40,7 +41,7 @@ def test_parity_of_plain_torch(dtype):
     torch.manual_seed(0)
     with use_backend(None):
         assert fused_linear_cross_entropy.choose(torch.device("cpu")) == "cpu"
-    for inputs, options in SAMPLES["fused_linear_cross_entropy"](dtype):
+    for inputs, options in small_cases("fused_linear_cross_entropy", dtype):
         check(fused_linear_cross_entropy, inputs, options, None)
 
 

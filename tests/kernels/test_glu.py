@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [(swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"})]
@@ -31,7 +31,7 @@ def transposed(x):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(op, dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES[op.__name__](dtype, device):
+    for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)
 
 

@@ -8,8 +8,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.glu_linear import glu_linear
+from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, run
-from liger_hw.testing.samples import SAMPLES
 
 F = torch.nn.functional
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -44,7 +44,7 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["glu_linear"](dtype, device):
+    for inputs, options in small_cases("glu_linear", dtype, device):
         # the interpreter truncates to bf16, always towards zero, which a sum in fp32 of many such products shows
         if not (interpreting() and dtype == torch.bfloat16 != inputs[2].dtype):
             check(glu_linear, inputs, options, backend)

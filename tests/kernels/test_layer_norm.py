@@ -4,8 +4,9 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.layer_norm import layer_norm, layer_norm_backward_config, layer_norm_forward_config
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES, randn
 from liger_hw.tuning import Config, override
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -14,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["layer_norm"](dtype, device):
+    for inputs, options in small_cases("layer_norm", dtype, device):
         check(layer_norm, inputs, options, backend)
 
 

@@ -4,8 +4,9 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.rope import rope
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import angles, randn
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES, angles, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,7 +32,7 @@ LAYOUTS = [tokens_first, of_a_fused_projection, spread]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES["rope"](dtype, device):
+    for inputs, options in small_cases("rope", dtype, device):
         check(rope, inputs, options, backend)
 
 

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from liger_hw import use_backend
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.testing.samples import SAMPLES, randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,7 +29,7 @@ def case(rows=12, features=16, classes=61, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity(op, dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in SAMPLES[op.__name__](dtype, device):
+    for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)
 
 
@@ -37,7 +38,7 @@ def test_parity_of_plain_torch(dtype):
     torch.manual_seed(0)
     with use_backend(None):
         assert fused_linear_selective_log_softmax.choose(torch.device("cpu")) == "cpu"
-    for inputs, options in SAMPLES["fused_linear_selective_log_softmax"](dtype):
+    for inputs, options in small_cases("fused_linear_selective_log_softmax", dtype):
         check(fused_linear_selective_log_softmax, inputs, options, None)
 
 

@@ -5,7 +5,7 @@ from naive import hold, token_log_probs
 
 from liger_hw import use_backend
 from liger_hw.losses.chunked import chunked_loss, token_loss
-from liger_hw.testing.samples import randn, targets
+from liger_hw.testing.inputs import randn, targets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -13,7 +13,7 @@ from test_preference import case as answers_case
 import liger_hw.chunked_loss as modules
 from liger_hw.chunked_loss import functional
 from liger_hw.losses.policy import OBJECTIVES
-from liger_hw.testing.samples import log_probs, randn
+from liger_hw.testing.inputs import log_probs, randn
 from liger_hw.transformers import LigerFusedLinearJSD, LigerJSD, LigerKLDIVLoss, LigerTVDLoss, triton_grpo_loss
 
 # constructor arguments with their defaults, and those of forward

@@ -8,7 +8,7 @@ from naive import hold, leaves, token_log_probs
 from liger_hw import use_backend
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
-from liger_hw.testing.samples import randn
+from liger_hw.testing.inputs import randn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

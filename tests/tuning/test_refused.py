@@ -12,7 +12,7 @@ from liger_hw import backends, dispatch, launch, tuning
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
 from liger_hw.kernels import glu
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import HEURISTIC
 
 pytestmark = NEEDS_TRITON
@@ -92,9 +92,9 @@ def test_what_writes_to_its_arguments_launches_one_kernel(monkeypatch):
             counts.setdefault(launches.__wrapped__.__name__, set()).add(len(launched) - before)
         return result
 
-    for case in shapes.cases(further=True):
+    for case in model_cases(further=True):
         op = dispatch.OPS[case.op]
         inputs = [x.clone() for x in case.make(meta, torch.bfloat16)]  # what is written over may not be a leaf
         with hooks.observe(observer):
-            shapes.step(op.implementations[op.choose(meta)], inputs, case.options)
+            step(op.implementations[op.choose(meta)], inputs, case.options)
     assert len(counts) >= 4 and set.union(*counts.values()) <= {0, 1}, counts

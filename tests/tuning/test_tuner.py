@@ -10,7 +10,7 @@ from liger_hw import backends, dispatch, tuning
 from liger_hw._triton import triton
 from liger_hw.backends import VENDORS, nvidia
 from liger_hw.hooks import hooks
-from liger_hw.testing import shapes
+from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import HEURISTIC, LOCAL, Config, power_of_2, row_warps
 
 pytestmark = NEEDS_TRITON
@@ -51,11 +51,11 @@ def test_no_heuristic_is_refused(device, monkeypatch):
     meta = torch.device("meta")
     monkeypatch.setitem(backends._devices, meta, device)
     seen = {}
-    for case in shapes.cases():
+    for case in model_cases():
         op = dispatch.OPS[case.op]
         inputs = case.make(meta, torch.bfloat16)
         serving = op.implementations[op.choose(meta)]
-        for config, shape, where in tuning.configurations_of(lambda: shapes.step(serving, inputs, case.options)):  # noqa: B023
+        for config, shape, where in tuning.configurations_of(lambda: step(serving, inputs, case.options)):  # noqa: B023
             seen[config.key(*shape)] = config.heuristic(*shape, where)
     known = {"num_warps", "num_stages", "enable_fp_fusion", *backends.knobs(device)}
     assert len(seen) > 30

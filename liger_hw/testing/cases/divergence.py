@@ -1,0 +1,73 @@
+"""Divergences between the distributions of a student and a teacher."""
+
+import torch
+
+from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.models import SMALL_AND_MEDIUM, TOKENS
+
+SMALL = ((12, 130), (5, 517), (0, 8), (20, 9))
+REDUCTIONS = ("sum", "mean", "batchmean", "none")
+
+
+def jsds(new):
+    for rows, vocabulary in SMALL:
+        q, p = new.log_probs(rows, vocabulary), new.log_probs(rows, vocabulary, grad=False)
+        for beta in (0.0, 0.1, 0.5, 1.0):
+            yield (q, p), {"beta": beta}
+        yield (q, p), {"labels": new.targets(rows, vocabulary)}
+    yield (new.log_probs(2, 20000), new.log_probs(2, 20000, grad=False)), {}
+    yield (q, p), {"labels": torch.full((20,), -100, device=new.device)}
+
+
+def kl_divs(new):
+    for rows, vocabulary in SMALL:
+        q, p = new.log_probs(rows, vocabulary), new.log_probs(rows, vocabulary, grad=False)
+        for reduction in REDUCTIONS:
+            yield (q, p.exp()), {"reduction": reduction}
+        yield (q, p), {"log_target": True, "reduction": "batchmean"}
+    yield (new.log_probs(2, 20000), new.log_probs(2, 20000, grad=False)), {"log_target": True}
+
+
+def tvds(new):
+    for rows, vocabulary in SMALL:
+        q, p = (new.log_probs(rows, vocabulary, grad=False).exp() for _ in range(2))
+        q.requires_grad_()
+        for reduction in REDUCTIONS:
+            yield (q, p), {"reduction": reduction}
+        yield (q, p), {"labels": new.targets(rows, vocabulary)}
+
+
+def wide(*options):
+    """Of any two rows, since compiled code is not run."""
+
+    def cases(new):
+        for vocabulary in (128256, 50257):
+            for option in options:
+                yield (new.randn(2, vocabulary), new.randn(2, vocabulary, grad=False)), option
+
+    return cases
+
+
+def wide_jsds(new):
+    return wide(*({"beta": beta, "labels": new.targets(2, 9)} for beta in (0.0, 0.5, 1.0)))(new)
+
+
+def shapes(student_probabilities, teacher_probabilities):
+    """Of an op that takes probabilities, or their logarithms."""
+
+    def shape(rows, vocabulary):
+        def tensors(new):
+            student, teacher = (new.large(rows, vocabulary, grad=False).log_softmax(-1) for _ in range(2))
+            student = student.exp() if student_probabilities else student
+            return student.requires_grad_(), teacher.exp() if teacher_probabilities else teacher
+
+        return Shape(f"{rows}x{vocabulary}", tensors)
+
+    return [shape(TOKENS // 2, model.vocabulary) for model in SMALL_AND_MEDIUM]
+
+
+CASES = {
+    "jsd": OpCases(jsds, wide_jsds, shapes(False, False)),
+    "kl_div": OpCases(kl_divs, wide({}, {"log_target": True}), shapes(False, True)),
+    "tvd": OpCases(tvds, wide({}), shapes(True, True)),
+}
