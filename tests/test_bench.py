@@ -167,7 +167,7 @@ def test_interrupted(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nonsense"], "unknown op 'nonsense'. Ops: rms_norm"),
+        (["nonsense"], f"unknown op 'nonsense'. Ops: {', '.join(CASES)}"),
         (["--shapes", "nowhere"], "got nowhere"),
         (["--modes", "sideways"], "unknown mode 'sideways'. Modes, with commas between: fwd, bwd, full, host"),
         (["--against", "nobody"], "unknown peer 'nobody'. Peers: liger"),

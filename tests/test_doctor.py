@@ -93,7 +93,7 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
     monkeypatch.setattr(doctor, "_each", each)
     monkeypatch.setattr("liger_hw.bench.measure.Clock", Clock)
     monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)
-    case = Case("swiglu", "64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2)
+    case = Case("64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2, op="swiglu")
     monkeypatch.setattr(doctor, "model_cases", lambda ops: [case])
     monkeypatch.setattr(common, "here", lambda: GPU)
     monkeypatch.setattr("liger_hw.cli.info.gather", lambda: {})

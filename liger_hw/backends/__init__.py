@@ -22,7 +22,7 @@ from liger_hw.spelling import check_known
 logger = logging.getLogger(__name__)
 
 VENDORS = {"nvidia": nvidia, "amd": amd, "intel": intel}
-# The facts are a plain GPU's: the Triton interpreter on a CPU runs whatever configuration they give.
+# The facts are a plain GPU's: the Triton interpreter on a CPU runs any configuration that they give.
 CPU = Device("cpu", "cpu", warp_size=32, num_cores=4, shared_memory=64 * 1024)
 
 
@@ -149,9 +149,8 @@ def forced() -> str | None:
 def use_backend(name: str | None):
     """Run with one named backend, or with `None` for the automatic choice, whatever LIGER_HW_BACKEND says.
 
-    The choice holds in all threads, and not in a context of its own (a ContextVar): it is made in forward, and autograd
-    runs backward on threads that inherit no context. Of blocks that are open at a time, in whatever threads, the one
-    entered last rules.
+    The choice holds in every thread, because autograd runs backward on threads that inherit no context: a ContextVar
+    would not reach them. Of several open blocks, in one thread or in many, the one entered last rules.
 
     Args:
         name: "reference", "triton", "nvidia", "amd", "intel", or a vendor with an architecture: "amd:gfx942".

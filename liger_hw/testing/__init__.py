@@ -1,1 +1,1 @@
-"""What is right, and inputs to tell by: the parity rule and the cases of every op."""
+"""The parity rule, and the cases of every op that it is checked on."""

@@ -1,15 +1,15 @@
-"""What a case of an op is, and everything that one op is shown."""
+"""What a case of an op is, and all the cases of one op."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from liger_hw.testing.inputs import Inputs
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """One shape of an op.
 
     Attributes:
@@ -20,7 +20,18 @@ class Shape(NamedTuple):
 
     label: str
     tensors: Callable[[Inputs], tuple]
-    options: dict = {}
+    options: dict = field(default_factory=dict)
+
+    def make(self, device: torch.device | str, dtype: torch.dtype) -> tuple:
+        """Make the op's tensors. On "meta" they take no memory."""
+        return self.tensors(Inputs(dtype, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Shape):
+    """A `Shape` with `op`, the op's name in `dispatch.OPS`."""
+
+    op: str
 
 
 @dataclass(frozen=True)
@@ -42,22 +53,3 @@ class OpCases:
     wide: Callable[[Inputs], Iterable[tuple[tuple, dict]]]
     models: Sequence[Shape]
     further: Sequence[Shape] = ()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op at one `Shape`.
-
-    Attributes:
-        op: the op's name in `dispatch.OPS`.
-        label, tensors, options: as in `Shape`.
-    """
-
-    op: str
-    label: str
-    tensors: Callable[[Inputs], tuple]
-    options: dict = field(default_factory=dict)
-
-    def make(self, device: torch.device | str, dtype: torch.dtype) -> tuple:
-        """The op's tensors. On "meta" they take no memory."""
-        return self.tensors(Inputs(dtype, device))

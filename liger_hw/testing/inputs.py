@@ -41,7 +41,7 @@ def flat(outputs):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Make inputs of one dtype on one device; the functions above, and what is as large as a model's tensors.
+    """Make inputs of one dtype on one device: by the functions above, and as large as a model's tensors.
 
     On "meta" they have shapes and take no memory.
     """

@@ -50,7 +50,7 @@ def model_cases(ops: Iterable[str] = (), further: bool = False) -> list[Case]:
         if op in (ops or CASES)
         for shape in (*cases.models, *(cases.further if further else ()))
     }
-    return [Case(op, *shape) for (op, _), shape in shapes.items()]
+    return [Case(**vars(shape), op=op) for (op, _), shape in shapes.items()]
 
 
 def step(op, inputs, options) -> None:
