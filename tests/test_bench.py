@@ -134,7 +134,7 @@ def test_a_wrong_op_has_no_time(monkeypatch, tmp_path, capsys):
 
 
 def test_an_op_without_parity_cases_has_no_time(monkeypatch):
-    monkeypatch.delitem(CASES, "rope")
+    monkeypatch.setattr(operations, "CASES", {})
     assert "no parity cases" in operations.check_parity("rope", torch.float32, torch.device("cpu"))["error"]
 
 
