@@ -182,6 +182,9 @@ def raw(fake=None, mutates=()):
     torch.compile or a dispatch mode (FakeTensor, selective checkpointing, FLOP counting) and for a tensor subclass, the
     call goes to the registered op, which they can see, save, shard or refuse.
 
+    A parameter annotated with a NamedTuple is one argument of the function and of its fake. The registered op has one
+    for each field, named after both.
+
     Args:
         fake: a function of the same arguments that returns empty outputs of the right shapes and dtypes.
         mutates: names of the tensor arguments written to. Such a function launches one kernel, so nothing is written
@@ -192,7 +195,8 @@ def raw(fake=None, mutates=()):
         name = function.__name__.strip("_")
         if _library is None:
             return function
-        _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
+        prototype, flatten, rebuild = _flat(function)
+        _library.define(name + torch.library.infer_schema(prototype, mutates_args=mutates))
 
         @functools.wraps(function)
         def launches(*args):
@@ -208,14 +212,15 @@ def raw(fake=None, mutates=()):
                 return hooks.observer(launches, args, not mutates)
             return launches(*args)
 
-        _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"liger_hw::{name}", fake or _fakes_nothing, lib=_library)
+        _library.impl(name, lambda *flat: run(*rebuild(flat)), "CompositeExplicitAutograd")
+        shapes = fake or _fakes_nothing
+        torch.library.register_fake(f"liger_hw::{name}", lambda *flat: shapes(*rebuild(flat)), lib=_library)
         opaque = getattr(torch.ops.liger_hw, name).default
 
         @functools.wraps(function)
         def call(x, *args):
             if is_compiling() or dispatch_modes() or not is_plain(x):
-                return opaque(x, *args)
+                return opaque(x, *flatten(args))
             if hooks.observer is not None:
                 return run(x, *args)
             try:
@@ -231,3 +236,31 @@ def raw(fake=None, mutates=()):
 
 def _fakes_nothing(*args):
     """Return no output, for functions that only write to their arguments."""
+
+
+def _flat(function):
+    """Spread the NamedTuples among a function's parameters into their fields, as a schema of torch needs it.
+
+    Returns:
+        (a prototype of that signature, the arguments after the first -> flat ones, all flat ones -> the arguments).
+    """
+    signature = inspect.signature(function)
+    kinds = [p.annotation if hasattr(p.annotation, "_fields") else None for p in signature.parameters.values()]
+    spread = []
+    for p, kind in zip(signature.parameters.values(), kinds):
+        fields = kind.__annotations__.items() if kind else ()
+        spread += [p.replace(name=f"{p.name}_{name}", annotation=of_field) for name, of_field in fields] or [p]
+
+    def prototype():
+        """Tell `infer_schema` its signature; nothing calls it."""
+
+    prototype.__signature__ = signature.replace(parameters=spread)
+
+    def flatten(args):
+        return [value for arg, kind in zip(args, kinds[1:]) for value in (arg if kind else (arg,))]
+
+    def rebuild(flat):
+        values = iter(flat)
+        return [kind(*(next(values) for _ in kind._fields)) if kind else next(values) for kind in kinds]
+
+    return prototype, flatten, rebuild

@@ -1,3 +1,6 @@
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -178,3 +181,32 @@ def test_check_describes_tensors_only_when_it_fails():
     check(True, "x", object(), "anything")
     with pytest.raises(ValueError, match=r"^x: got torch.float32 of shape \(2,\) on cpu, allowed: integers$"):
         check(False, "x", torch.ones(2), "integers")
+
+
+class Numbers(NamedTuple):
+    factor: int
+    limit: float | None
+
+
+class Rows(NamedTuple):
+    values: torch.Tensor
+    weights: torch.Tensor | None
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="ops are registered beside kernels, which need the package triton")
+def test_named_tuples_are_one_argument_here_and_fields_of_the_registered_op():
+    @dispatch.raw(lambda x, rows, numbers, flags: torch.empty_like(x))
+    def sums_for_test_dispatch(
+        x: torch.Tensor, rows: Rows, numbers: Numbers, flags: Sequence[bool]
+    ) -> torch.Tensor:  # fmt: skip
+        assert isinstance(rows, Rows) and isinstance(numbers, Numbers)
+        return (x + rows.values) * numbers.factor
+
+    def call(x):
+        return sums_for_test_dispatch(x, Rows(x * 2, None), Numbers(3, None), (True, False))
+
+    names = [argument.name for argument in sums_for_test_dispatch.opaque._schema.arguments]
+    assert names == ["x", "rows_values", "rows_weights", "numbers_factor", "numbers_limit", "flags"]
+    x = torch.arange(3.0)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(x), 9 * x) and torch.equal(compiled(x), 9 * x)
