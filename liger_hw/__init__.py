@@ -21,12 +21,11 @@ _NAMES = {
     "kernels.selective_log_softmax": ("SelectedLogProbs", "selective_log_softmax"),
     "kernels.fused_linear_selective_log_softmax": ("fused_linear_selective_log_softmax",),
     "kernels.divergence": ("jsd", "kl_div", "tvd"),
-    "losses.chunked": ("token_loss",),
     "losses.preference": ("preference_loss", "unpaired_preference_loss"),
     "losses.policy": ("policy_loss", "policy_loss_of_logits"),
     "losses.distillation": ("distillation_loss",),
     "losses.multi_token": ("multi_token_loss",),
-    "losses.sequences": ("sequence_loss",),
+    "losses.sequences": ("sequence_loss", "token_loss"),
     "losses.modules": (
         "DistillationLoss", "MultiTokenLoss", "PolicyLoss", "PreferenceLoss", "UnpairedPreferenceLoss",
     ),

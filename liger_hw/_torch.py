@@ -1,6 +1,7 @@
 """Every private name of torch that the package uses, and functions that need one."""
 
 import functools
+from contextlib import contextmanager
 
 import torch
 from torch._C import _are_functorch_transforms_active as transforms_active  # of torch.func: grad, vmap, jvp
@@ -9,8 +10,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 __all__ = [
-    "PLAIN", "dispatch_modes", "grouped_mm", "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks",
-    "traced", "transforms_active",
+    "PLAIN", "autograd_records", "dispatch_modes", "grouped_mm", "has_tangents", "has_wide_products", "is_plain",
+    "saved_tensors_hooks", "traced", "transforms_active",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -31,6 +32,15 @@ def has_tangents(arguments) -> bool:
     return forward_ad._current_level >= 0 and any(  # -1 outside of every level: 0.05 us (an x86 CPU)
         torch.is_tensor(x) and forward_ad.unpack_dual(x).tangent is not None for x in arguments
     )
+
+
+@contextmanager
+def autograd_records(recording: bool = True):
+    """Let autograd record or not, also within a registered op, where the dispatcher has autograd's keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.set_grad_enabled(recording):
+        yield
 
 
 def saved_tensors_hooks():

@@ -12,6 +12,7 @@
 
 import functools
 import inspect
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,10 @@ def op(reference):
     which are documented below; `cost_of`, the formula, where one was given.
     """
     implementations, chosen, name = {"reference": reference}, {}, reference.__name__
-    first = next(iter(inspect.signature(reference).parameters))
+    parameters = inspect.signature(reference).parameters
+    first = next(iter(parameters))
+    defaults = [p.default for p in parameters.values() if p.default is not p.empty]
+    arguments = namedtuple(f"{name}_arguments", parameters, defaults=defaults)
 
     def choose(device, dtype=torch.float32):
         """Return the backend that serves tensors on `device`: the first of its chain with an implementation.
@@ -95,11 +99,18 @@ def op(reference):
             explain(error, reference, args, kwargs)
             raise
 
-    def register(backend):
-        """Make a function of the op's signature its implementation for `backend`, one of `Device.backends`."""
+    def register(backend, bound=False):
+        """Make a function of the op's signature its implementation for `backend`, one of `Device.backends`.
+
+        Args:
+            bound: the function takes one argument instead, the op's `arguments`: a named tuple of all of them.
+        """
 
         def decorator(implementation):
-            implementations[backend] = implementation
+            def bind(*args, **kwargs):
+                return implementation(arguments(*args, **kwargs))
+
+            implementations[backend] = bind if bound else implementation
             chosen.clear()
             return implementation
 
@@ -111,7 +122,7 @@ def op(reference):
         return formula
 
     call.reference, call.register, call.implementations, call.choose = reference, register, implementations, choose
-    call.cost = cost
+    call.cost, call.arguments = cost, arguments
     OPS[name] = call
     return call
 
@@ -134,18 +145,19 @@ class Function(torch.autograd.Function):
     """
 
     def __init_subclass__(cls):
-        backward = cls.backward
+        if "backward" in vars(cls):  # not where a base has wrapped it
+            backward = cls.backward
 
-        @functools.wraps(backward)
-        def first_order(ctx, *grads):
-            if torch.is_grad_enabled() and not is_compiling():
-                raise RuntimeError(
-                    f"{cls.__name__} has no second-order gradients: call backward without create_graph=True, or run "
-                    f"under liger_hw.use_backend('reference')"
-                )
-            return backward(ctx, *grads)
+            @functools.wraps(backward)
+            def first_order(ctx, *grads):
+                if torch.is_grad_enabled() and not is_compiling():
+                    raise RuntimeError(
+                        f"{type(ctx).__name__.removesuffix('Backward')} has no second-order gradients: call backward "
+                        f"without create_graph=True, or run under liger_hw.use_backend('reference')"
+                    )
+                return backward(ctx, *grads)
 
-        cls.backward = staticmethod(first_order)
+            cls.backward = staticmethod(first_order)
         cls._node = super(torch.autograd.Function, cls).apply  # torch's in C, without that search
 
     @classmethod

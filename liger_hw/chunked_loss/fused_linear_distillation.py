@@ -4,14 +4,14 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw.checks import check
-from liger_hw.losses.chunked import chunked_loss
+from liger_hw.losses.engine import logits_loss
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
     """Derive from it, define `distillation_loss_fn`, and let `forward` call `super().forward(cls, ctx, ...)`.
 
-    The student's logits and their gradient exist for one chunk of rows at a time. `chunked_loss` of
-    `liger_hw.losses.chunked` does the same for any torch function, without a class.
+    The student's logits and their gradient exist for one chunk of rows at a time. `logits_loss` of
+    `liger_hw.losses.engine` does the same for any torch function, without a class.
     """
 
     @staticmethod
@@ -61,7 +61,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             if leaf is not None:
                 leaf.requires_grad_(want)
         with torch.enable_grad():
-            loss = chunked_loss(both, *leaves, (target, teacher_input)) / count
+            loss = logits_loss(both, *leaves, (target, teacher_input)) / count
             asked = [leaf for leaf, want in zip(leaves, wanted) if leaf is not None and want]
             gradients = iter(torch.autograd.grad(loss, asked) if asked else ())
         kept = [next(gradients) if leaf is not None and want else None for leaf, want in zip(leaves, wanted)]
@@ -69,7 +69,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         if not return_soft_hard_loss:
             return loss.detach()
         plain = [None if x is None else x.detach() for x in leaves]
-        parts = [chunked_loss(part, *plain, (target, teacher_input)) / count for part in (soft, hard)]
+        parts = [logits_loss(part, *plain, (target, teacher_input)) / count for part in (soft, hard)]
         ctx.mark_non_differentiable(*parts)
         return loss.detach(), *parts
 

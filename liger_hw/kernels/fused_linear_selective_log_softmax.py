@@ -9,38 +9,24 @@ depend on all rows at once. Letters: N rows of H features, V columns. Operations
 logits, dx and dW in the backward. Memory beside the gradients: one chunk of logits.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from liger_hw.backends import device_of
 from liger_hw.dispatch import Cost, Function, op, raw
-from liger_hw.kernels.linear_chunks import (
-    Gradients,
+from liger_hw.kernels.chunked_head import (
+    ChunkedHead,
     MiB,
-    chunk_rows,
+    Plan,
     empty_gradients,
-    logits_in_chunks,
-    prepare_linear,
+    needed_gradients,
+    prepare_head,
     wide_dtype,
 )
-from liger_hw.kernels.selective_log_softmax import (
-    Scaling,
-    check_tokens,
-    empty_outputs,
-    kernels,
-    outcome,
-    plain,
-    selected_rows,
-)
-
-
-class Plan(NamedTuple):
-    """How to go through the rows, in the order in which raw functions take it."""
-
-    chunk_memory: int
-    with_kernels: bool
+from liger_hw.kernels.selective_log_softmax import formula as by_autograd
+from liger_hw.kernels.selective_log_softmax import kernels
+from liger_hw.kernels.selective_log_softmax.formula import Scaling, check_tokens, empty_rows, output_of, selected_rows
 
 
 @op
@@ -67,12 +53,16 @@ def fused_linear_selective_log_softmax(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
     """
-    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
-    check_tokens(tokens, x.shape[:-1], x)
-    scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
-    logits = torch.nn.functional.linear(x, weight, bias).reshape(-1, weight.shape[0])
-    rows = (row.reshape(tokens.shape) for row in selected_rows(logits, tokens.reshape(-1), scaling))
-    return outcome(*rows, return_entropy, return_lse)
+    call = fused_linear_selective_log_softmax.arguments(**locals())
+    x, weight, bias, tokens, scaling = _prepare(call)
+    return output_of(call, *selected_rows(torch.nn.functional.linear(x, weight, bias), tokens, scaling))
+
+
+def _prepare(call):
+    x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory)
+    check_tokens(call.tokens, x.shape[:-1], x)
+    scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
+    return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
 
 
 @fused_linear_selective_log_softmax.cost
@@ -82,111 +72,75 @@ def _(x, weight, *options, **named):
 
 
 def row_functions(plan):
-    """The module whose `forward_rows` and `backward_rows` work on a chunk's logits."""
-    return kernels if plan.with_kernels else plain
+    """Return the module whose `forward_rows` and `backward_rows` work on a chunk's logits."""
+    return kernels if plan.with_kernels else by_autograd
 
 
-def linear_chunks(x, weight, bias, chunk_memory, buffers=1, whole=False):
-    """How many chunks there are, and an iterator over their slices of rows and logits, all in one buffer.
-
-    A row of logits begins at a 16-byte boundary whatever the vocabulary. `buffers` is how many times the logits of a
-    chunk take memory; `whole` makes one chunk, as part of another's.
-    """
-    size, stride = chunk_layout(x, weight, chunk_memory, buffers)
-    size = x.shape[0] if whole else size
-    return -(-x.shape[0] // size), logits_in_chunks(x, weight, bias, size, stride)
-
-
-def chunk_layout(x, weight, chunk_memory, buffers=1):
-    """Rows of a chunk, and elements from one row of its logits to the next."""
-    vector = 16 // x.element_size()
-    stride = -(-weight.shape[0] // vector) * vector
-    return chunk_rows(x.shape[0], int(buffers * stride * x.element_size()), chunk_memory, device_of(x)), stride
-
-
-def _fake_forward(x, weight, bias, tokens, *options):
-    return empty_outputs(x, x.shape[0], options[-1], wide_dtype(x))
+def _fake_forward(x, weight, bias, tokens, scaling, plan, entropy_needed):
+    return empty_rows(x, entropy_needed, wide_dtype(x))
 
 
 @raw(_fake_forward)
 def _fused_linear_selective_log_softmax(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, ignore_index: int,
-    softcap: float | None, logit_scale: float, temperature: float, chunk_memory: int, with_kernels: bool,
-    entropy_wanted: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scaling: Scaling,
+    plan: Plan, entropy_needed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    outputs = log_probs, entropy, lse, partition = empty_outputs(x, x.shape[0], entropy_wanted, wide_dtype(x))
-    scaling, plan = Scaling(ignore_index, softcap, logit_scale, temperature), Plan(chunk_memory, with_kernels)
-    for part, logits in linear_chunks(x, weight, bias, chunk_memory)[1]:
-        found = log_probs[part], entropy[part] if entropy_wanted else None, lse[part], partition[part]
-        row_functions(plan).forward_rows(logits, tokens[part], scaling, *found)
+    outputs = log_probs, entropy, lse, partition = empty_rows(x, entropy_needed, wide_dtype(x))
+
+    def step(part, logits):
+        of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
+        row_functions(plan).forward_rows(logits, tokens[part], scaling, *of_part)
+
+    ChunkedHead(x, weight, bias, plan).run(step)
     return outputs
 
 
-def _fake_backward(x, weight, bias, *options):
-    return empty_gradients(x, weight, bias, options[-1])
+def _fake_backward(x, weight, bias, *others):
+    return empty_gradients(x, weight, bias, others[-1])
 
 
 @raw(_fake_backward)
 def _fused_linear_selective_log_softmax_backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, entropy: torch.Tensor,
     partition: torch.Tensor, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
-    ignore_index: int, softcap: float | None, logit_scale: float, temperature: float, chunk_memory: int,
-    with_kernels: bool, wanted: Sequence[bool],
+    scaling: Scaling, plan: Plan, needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    scaling, plan = Scaling(ignore_index, softcap, logit_scale, temperature), Plan(chunk_memory, with_kernels)
-    count, chunks = linear_chunks(x, weight, bias, chunk_memory)
-    gradients = Gradients(x, weight, bias, wanted, count, False)
-    for part, logits in chunks:
-        incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
+    def step(part, logits):
         of_rows = entropy[part] if dentropy is not None else None, partition[part]
+        incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
         row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)
-        gradients.add(part, logits)
-    return gradients.finished()
+
+    return ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
 
 
 class FusedLinearSelectiveLogSoftmaxFunction(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, tokens, scaling, plan, outputs_wanted, wanted):
+    def forward(ctx, x, weight, bias, tokens, scaling, plan, return_entropy, return_lse, needs_grad):
         log_probs, entropy, lse, partition = _fused_linear_selective_log_softmax(
-            x, weight, bias, tokens, *scaling, *plan, outputs_wanted[0]
+            x, weight, bias, tokens, scaling, plan, return_entropy
         )
         ctx.save_for_backward(x, weight, bias, tokens, entropy, partition)
-        ctx.options = scaling, plan, outputs_wanted, wanted
+        ctx.options = scaling, plan, return_entropy, return_lse, needs_grad
         return log_probs, entropy, lse
 
     @staticmethod
     def backward(ctx, dlog_probs, dentropy, dlse):
-        scaling, plan, (entropy_wanted, lse_wanted), wanted = ctx.options
-        incoming = dlog_probs, dentropy if entropy_wanted else None, dlse if lse_wanted else None
-        gradients = _fused_linear_selective_log_softmax_backward(*ctx.saved_tensors, *incoming, *scaling, *plan, wanted)
-        return *(g if w else None for g, w in zip(gradients, wanted)), *[None] * 5
-
-
-def wanted_gradients(*tensors):
-    """Of which tensors somebody wants a gradient; `needs_input_grad` knows nothing of no_grad."""
-    return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
-
-
-def _chunked(with_kernels):
-    """The op, chunk by chunk: with Triton kernels, or in plain torch."""
-
-    def implementation(
-        x, weight, tokens, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100,
-        chunk_memory=512 * MiB, return_entropy=False, return_lse=False,
-    ):  # fmt: skip
-        x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
-        check_tokens(tokens, x.shape[:-1], x)
-        scaling, shape = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
-        x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1).contiguous()
-        plan = Plan(int(chunk_memory), with_kernels)
-        rows = FusedLinearSelectiveLogSoftmaxFunction.apply(
-            x, weight, bias, tokens, scaling, plan, (return_entropy, return_lse), wanted_gradients(x, weight, bias)
+        scaling, plan, return_entropy, return_lse, needs_grad = ctx.options
+        incoming = dlog_probs, dentropy if return_entropy else None, dlse if return_lse else None
+        gradients = _fused_linear_selective_log_softmax_backward(
+            *ctx.saved_tensors, *incoming, scaling, plan, needs_grad
         )
-        rows = (row.reshape(shape) if row.numel() == tokens.numel() else row for row in rows)
-        return outcome(*rows, return_entropy, return_lse)
-
-    return implementation
+        return *(gradient if needed else None for gradient, needed in zip(gradients, needs_grad)), *[None] * 6
 
 
-fused_linear_selective_log_softmax.register("triton")(_chunked(with_kernels=True))
-fused_linear_selective_log_softmax.register("cpu")(_chunked(with_kernels=False))
+def _by_chunks(with_kernels, call):
+    x, weight, bias, tokens, scaling = _prepare(call)
+    rows = FusedLinearSelectiveLogSoftmaxFunction.apply(
+        x, weight, bias, tokens, scaling, Plan(int(call.chunk_memory), with_kernels), call.return_entropy,
+        call.return_lse, needed_gradients(x, weight, bias),
+    )  # fmt: skip
+    return output_of(call, *rows)
+
+
+fused_linear_selective_log_softmax.register("triton", bound=True)(functools.partial(_by_chunks, True))
+fused_linear_selective_log_softmax.register("cpu", bound=True)(functools.partial(_by_chunks, False))

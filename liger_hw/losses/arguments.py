@@ -6,7 +6,7 @@ import sys
 from liger_hw._torch import traced
 from liger_hw.checks import check
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
-from liger_hw.kernels.linear_chunks import prepare_linear
+from liger_hw.kernels.chunked_head import prepare_head
 
 LARGEST = sys.float_info.max
 
@@ -47,6 +47,6 @@ def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, c
     check(ref_weight is not None, "ref_weight", None, "a tensor, beside ref_x")
     check(ref_x.shape[:-1] == tokens.shape, "ref_x", ref_x, f"shape ({', '.join(map(str, tokens.shape))}, H)")
     names = "ref_x", "ref_weight", "ref_bias"
-    prepared = prepare_linear(ref_x, ref_weight, ref_bias, chunk_memory, names=names)
+    prepared = prepare_head(ref_x, ref_weight, ref_bias, chunk_memory, names=names)
     check_labels(name, tokens, len(ref_weight), ignore_index)
     return prepared

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy, linear
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
+from liger_hw.kernels._autograd import rows_by_autograd
+from liger_hw.kernels.chunked_head import ChunkedHead, prepare_head, wide_dtype
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import kind_of
 from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
-from liger_hw.kernels.fused_linear_selective_log_softmax import linear_chunks
-from liger_hw.kernels.linear_chunks import prepare_linear
 from liger_hw.losses.arguments import check_labels, check_numbers
-from liger_hw.losses.chunked import CHUNK_MEMORY, run_chunks, serving
+from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
@@ -68,11 +68,11 @@ def distillation_loss(
             hard loss outside the student's vocabulary, which elsewhere makes the loss NaN.
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory, flat=True)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
     names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (
         t if t is None else t.detach()
-        for t in prepare_linear(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
+        for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
     check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
@@ -86,11 +86,11 @@ def distillation_loss(
     check(fits, "labels", labels, f"int64 or int32 of shape ({len(x)},), one for each row of x")
     if hard_weight:
         check_labels("labels", labels, len(weight), ignore_index)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide)
     factors = torch.stack([soft_weight / count, hard_weight / count])
 
-    def rows(logits, teacher_logits, labels):
+    def by_row(logits, teacher_logits, labels):
         keep = labels != ignore_index
         logits = logits.masked_fill(~keep[:, None], 0)
         soft = soft_rows(logits, teacher_logits.masked_fill(~keep[:, None], 0), kind, beta, temperature)
@@ -99,35 +99,30 @@ def distillation_loss(
             hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
         return soft, hard
 
-    with_kernels = serving(x, weight, bias, teacher_x, teacher_weight, teacher_bias)
-    if with_kernels is None:
-        soft, hard = rows(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
+    plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias)
+    if plan is None:
+        soft, hard = by_row(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
-    # the student's logits and the teacher's; autograd keeps a dozen of a row's values besides, in fp32
-    width = 1 + teacher_weight.shape[0] / weight.shape[0]
-    buffers = width if with_kernels else width + 12 * widen(x[:0]).element_size() / x.element_size()
     labels = labels.contiguous()
 
     def step(part, logits, differentiate):
-        ((_, teacher_logits),) = linear_chunks(teacher_x[part], teacher_weight, teacher_bias, chunk_memory, whole=True)[
-            1
-        ]
-        if with_kernels:
-            soft, hard = logits.new_empty(2, len(logits), dtype=wide)
+        teacher = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
+        teacher_logits = teacher.logits(slice(0, len(logits)))
+        soft, hard = logits.new_zeros(2, len(logits), dtype=wide)
+        if plan.with_kernels:
             divergence_rows(
                 logits, teacher_logits, labels[part], factors, soft, hard if hard_weight else None, kind, float(beta),
                 float(temperature), ignore_index, differentiate,
             )  # fmt: skip
-            hard = hard if hard_weight else torch.zeros_like(soft)
-            return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
-        leaf = logits.detach().requires_grad_(differentiate)
-        with torch.set_grad_enabled(differentiate):
-            soft, hard = rows(leaf, teacher_logits, labels[part])
-            value = (soft * factors[0] + hard * factors[1]).sum()
-        if differentiate:
-            logits.copy_(torch.autograd.grad(value, leaf)[0])
-        return value.detach(), soft.detach(), hard.detach()
+        else:
+            incoming = [factors[0].expand(len(logits)), factors[1].expand(len(logits)) if hard_weight else None]
+            rows_by_autograd(
+                lambda logits, rows: by_row(logits, teacher_logits[rows], labels[part][rows]), logits,
+                (soft, hard), incoming if differentiate else None,
+            )  # fmt: skip
+        return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
 
-    loss, soft, hard = run_chunks(step, x, weight, bias, chunk_memory, buffers, with_kernels)
+    widths = 1 + teacher_weight.shape[0] / weight.shape[0]  # the teacher's logits are there beside the student's
+    loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)

@@ -7,7 +7,8 @@ import torch
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers
-from liger_hw.losses.chunked import CHUNK_MEMORY, token_loss
+from liger_hw.losses.engine import CHUNK_MEMORY
+from liger_hw.losses.sequences import token_loss
 
 IGNORED = -100
 

@@ -1,42 +1,68 @@
-"""Losses that couple the tokens of a sequence or of several: a preference between two answers, a ratio of sequences.
+"""Losses of the log-probabilities of given tokens, whose way from the logits and back is a kernel.
 
-A group of sequences is the least that such a loss can be computed of: a chosen answer and its rejected one, or a single
-answer. The logits of as many groups as fit `chunk_memory` are kept until the loss has told their log-probabilities'
-gradient, and become their gradient in their place. Of a group that does not fit as a whole what fits is kept, and the
-rest is made once more.
+`token_loss` takes a formula of single tokens, `sequence_loss` one that couples the tokens of a sequence or of several:
+a preference between two answers, a ratio of sequences. Both go through groups of rows, the fewest of which such a
+formula can be computed: a token, an answer, or a chosen answer with its rejected one. The logits of as many groups as
+fit `chunk_memory` are kept until the formula has given the gradient of their log-probabilities, and become their
+gradient in their place. Of a group that does not fit as a whole a part is kept, and the logits of the rest are computed
+twice.
 
 Operations: 2NVH for each of logits, dx and dW, and 2NVH (M - K) / M for groups of M tokens in memory for K < M. Memory
 beside the gradients: `chunk_memory`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels.fused_linear_selective_log_softmax import (
-    Plan,
-    chunk_layout,
-    fused_linear_selective_log_softmax,
-    row_functions,
-)
-from liger_hw.kernels.linear_chunks import Gradients, logits_buffer, prepare_linear, wide_dtype, write_logits
-from liger_hw.kernels.selective_log_softmax import Scaling, check_tokens, empty_outputs
-from liger_hw.losses.chunked import CHUNK_MEMORY, serving, with_gradients
+from liger_hw.kernels.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax, row_functions
+from liger_hw.kernels.selective_log_softmax.formula import Scaling, check_tokens, empty_rows
+from liger_hw.losses.engine import CHUNK_MEMORY, detached, plan_of, taken, with_gradients
 
 
-class _Fill(NamedTuple):
-    """What the buffer is filled with at once.
+@names_arguments
+def token_loss(
+    formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
+    rows: Sequence = (), temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
+):  # fmt: skip
+    """Sum `formula(log_probs, entropy, *rows)` over all rows, and return what else it returns by row.
 
-    Attributes:
-        groups: slice of the groups.
-        dropped, kept: slices of rows whose logits are made again, and of those whose logits stay.
+    Args:
+        formula: (log-probabilities (M,) in fp32, entropy (M,) or None, the same M rows of each of `rows`) ->
+            (values (M,) to be summed, *others (M,) to be kept without a gradient). An ordinary torch function whose
+            rows depend on nothing but themselves.
+        x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
+        tokens: (N,) int64 or int32. At `ignore_index` log-probability and entropy are 0 and have no gradient.
+        rows: tensors of N rows, or None, as constants.
+        temperature, softcap, logit_scale: as in `selective_log_softmax`.
+        with_entropy: whether `formula` takes the entropy.
+        chunk_memory: bytes that a chunk of logits may take.
+
+    Returns:
+        (sum (), *others (N,)).
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: a second backward.
     """
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    check_tokens(tokens, x.shape[:1], x)
+    rows = detached(rows)
 
-    groups: slice
-    dropped: list
-    kept: list
+    def of_group(log_probs, entropy, part):
+        of_tokens = (row if row is None else row.reshape(-1) for row in (log_probs, entropy))
+        values, *others = formula(*of_tokens, *taken(rows, part))
+        return values.sum(), *others
+
+    scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
+    value, _, _, *others = _by_groups(
+        "token_loss", of_group, x, weight, bias, tokens, (1, len(x), 1), scaling, with_entropy, chunk_memory
+    )
+    return value, *others
 
 
 @names_arguments
@@ -45,7 +71,7 @@ def sequence_loss(
     parts: int = 1, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
-    """Sum of `formula(log_probs, entropy, groups)` over groups of sequences, with the memory of one chunk of logits.
+    """Sum `formula(log_probs, entropy, groups)` over groups of sequences, with the memory of one chunk of logits.
 
     Args:
         formula: (log-probabilities (parts, k, T) in fp32, entropy (parts, k, T) or None, slice of k of the G groups) ->
@@ -55,7 +81,7 @@ def sequence_loss(
         tokens: (parts G, T) int64 or int32. At `ignore_index` log-probability and entropy are 0 and have no gradient.
         parts: sequences of a group.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
-        with_entropy: whether `formula` wants the entropy.
+        with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
 
     Returns:
@@ -65,85 +91,114 @@ def sequence_loss(
         ValueError: shapes, dtypes or devices do not fit.
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_linear(x, weight, bias, chunk_memory)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory)
     check(x.ndim == 3, "x", x, "floats (sequences, T, H)")
     check_tokens(tokens, x.shape[:-1], x)
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
-    groups, length = tokens.shape[0] // parts, tokens.shape[1]
-    with_kernels = serving(x, weight, bias)
-    if with_kernels is None:
+    scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
+    value, *by_token = _by_groups(
+        "sequence_loss", lambda *of_groups: (formula(*of_groups),), x.reshape(count * length, x.shape[-1]), weight,
+        bias, tokens.reshape(-1), (parts, count // parts, length), scaling, with_entropy, chunk_memory,
+    )  # fmt: skip
+    return value, *(row if row is None else row.reshape(tokens.shape) for row in by_token)
+
+
+class _Fill(NamedTuple):
+    """The groups whose logits are in the buffer at once.
+
+    Attributes:
+        groups: slice of the groups.
+        dropped, kept: slices of rows whose logits are computed twice, and of those whose logits stay.
+    """
+
+    groups: slice
+    dropped: list
+    kept: list
+
+
+def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entropy, chunk_memory):
+    """Sum a formula over groups of rows.
+
+    Args:
+        op: what was called, for errors.
+        formula: (log-probabilities (parts, k, length), entropy alike or None, slice of k groups) -> (sum (),
+            *others (k,)).
+        x: (parts groups length, H). tokens: (parts groups length,).
+        shape: (parts, groups, length).
+
+    Returns:
+        (sum (), log-probabilities by row, entropy by row or None, *others (groups,)), all but the sum without a
+        gradient.
+    """
+    tokens, (parts, groups, length) = tokens.contiguous(), shape
+    plan = plan_of(chunk_memory, x, weight, bias)
+
+    def of_groups(rows, part):
+        return [row if row is None else row.reshape(shape)[:, part] for row in rows]
+
+    if plan is None:
+        ignore_index, softcap, logit_scale, temperature = scaling
         log_probs, entropy, _ = fused_linear_selective_log_softmax(
             x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True
         )
-        grouped = [row if row is None else row.reshape(parts, groups, length) for row in (log_probs, entropy)]
-        value = formula(*grouped, slice(0, groups))
-        return value, *(row if row is None else row.detach() for row in (log_probs, entropy))
-    functions = row_functions(Plan(chunk_memory, with_kernels))
-    scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
-    shape, x, tokens = tokens.shape, x.reshape(-1, x.shape[-1]), tokens.reshape(-1).contiguous()
+        every = slice(0, groups)
+        value, *others = formula(*of_groups((log_probs, entropy), every), every)
+        return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
+    functions = row_functions(plan)
 
-    def compute(wanted):
-        size, stride = chunk_layout(x, weight, chunk_memory)
-        if parts * length * stride * x.element_size() <= chunk_memory:  # a CPU's chunks are smaller than allowed
-            size = max(size, parts * length)
-        fills = _plan(parts, groups, length, size)
-        buffer = logits_buffer(x, weight.shape[0], size, stride)[:, : weight.shape[0]]
-        count = sum(len(fill.dropped) + len(fill.kept) for fill in fills)
-        gradients = Gradients(x, weight, bias, wanted, count, False)
-        log_probs, entropy, lse, partition = empty_outputs(x, len(x), with_entropy, wide_dtype(x))
+    def compute(needs_grad):
+        head = ChunkedHead(x, weight, bias, plan, group=parts * length)
+        fills = _plan(parts, groups, length, head.rows)
+        gradients = Gradients(head, needs_grad, sum(len(fill.dropped) + len(fill.kept) for fill in fills))
+        log_probs, entropy, lse, partition = empty_rows(x, with_entropy, wide_dtype(x))
         entropy = entropy if with_entropy else None
-        values = []
-
-        def logits_of(part, at):
-            logits = buffer[at : at + part.stop - part.start]
-            write_logits(x[part], weight, bias, logits)
-            return logits
+        incoming = [row if row is None else torch.empty_like(row) for row in (log_probs, entropy)]
+        outputs = []
 
         def forward(part, logits):
-            found = (row if row is None else row[part] for row in (log_probs, entropy, lse, partition))
-            functions.forward_rows(logits, tokens[part], scaling, *found)
+            functions.forward_rows(logits, tokens[part], scaling, *taken((log_probs, entropy, lse, partition), part))
+
+        def backward(part, logits):
+            of_part = taken((entropy, partition, *incoming), part)
+            functions.backward_rows(logits, tokens[part], scaling, *of_part)
+            gradients.add(part, logits)
 
         for fill in fills:
             for part in fill.dropped:
-                forward(part, logits_of(part, 0))
+                forward(part, head.logits(part))
             at, kept = 0, []
             for part in fill.kept:
-                kept.append(logits_of(part, at))
+                kept.append(head.logits(part, at))
                 forward(part, kept[-1])
                 at += part.stop - part.start
+            differentiate = any(needs_grad)
             leaves = [
-                row.reshape(parts, groups, length)[:, fill.groups].detach().requires_grad_(any(wanted))
-                for row in (log_probs, entropy) if row is not None
-            ]  # fmt: skip
-            with torch.set_grad_enabled(any(wanted)):
-                value = formula(*leaves, *[None] * (2 - len(leaves)), fill.groups)
-            values.append(value.detach())
-            if not any(wanted):
+                row if row is None else row.detach().requires_grad_(differentiate)
+                for row in of_groups((log_probs, entropy), fill.groups)
+            ]
+            with torch.set_grad_enabled(differentiate):
+                value, *others = formula(*leaves, fill.groups)
+            outputs.append([output.detach() for output in (value, *others)])
+            if not differentiate:
                 continue
-            incoming = []
-            for row in torch.autograd.grad(value, leaves, materialize_grads=True):
-                whole = torch.empty_like(log_probs)
-                whole.reshape(parts, groups, length)[:, fill.groups] = row
-                incoming.append(whole)
-
-            def backward(part, logits, incoming=incoming):
-                of_rows = entropy if entropy is None else entropy[part], partition[part]
-                functions.backward_rows(logits, tokens[part], scaling, *of_rows, *(row[part] for row in incoming))
-                gradients.add(part, logits)
-
+            grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
+            for row, grad in zip(of_groups(incoming, fill.groups), grads):
+                row.copy_(grad)
             for part, logits in zip(fill.kept, kept):
                 backward(part, logits)
             for part in fill.dropped:
-                backward(part, logits_of(part, 0))
-        logged = (row.reshape(shape) for row in (log_probs, entropy) if row is not None)
+                backward(part, head.logits(part))
+        values, *others = zip(*outputs)
+        logged = [row for row in (log_probs, entropy) if row is not None]
+        logged += [torch.cat(rows) for rows in others]
         return (torch.stack(values).sum(), *logged), gradients.finished()
 
-    value, *logged = with_gradients(compute, x, weight, bias, with_kernels)
-    return value, *logged, *[None] * (2 - len(logged))
+    value, log_probs, *logged = with_gradients(op, compute, x, weight, bias, plan)
+    return value, log_probs, *(logged if with_entropy else (None, *logged))
 
 
 def _plan(parts, groups, length, size) -> list[_Fill]:
-    """Fills of a buffer for `size` rows of logits: as many whole groups as fit, or else a part of one."""
+    """Plan the fills of a buffer for `size` rows of logits: as many whole groups as fit, or else a part of one."""
     at_once = max(size // (parts * length), 1)
     fills = []
     for start in range(0, groups, at_once):

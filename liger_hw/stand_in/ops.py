@@ -10,7 +10,7 @@ from liger_hw.chunked_loss import functional as chunked
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.chunked import CHUNK_MEMORY
+from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.transformers import functional, loss_utils, plain, rotary_names
 from liger_hw.transformers.grpo_loss import triton_grpo_loss
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy

@@ -17,7 +17,7 @@ from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
-from liger_hw.losses.chunked import CHUNK_MEMORY, chunked_loss
+from liger_hw.losses.engine import CHUNK_MEMORY, logits_loss
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.spelling import check_known
 from liger_hw.transformers import plain
@@ -199,7 +199,7 @@ def liger_fused_linear_kl_div(
         log_q, p = (widen(logits) / temperature).log_softmax(-1), widen(target)
         return (keep * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)).sum()
 
-    total = chunked_loss(sum_of_rows, student_input, student_weight, None, (target, keep))
+    total = logits_loss(sum_of_rows, student_input, student_weight, None, (target, keep))
     if reduction == "sum":
         return total
     return total / (keep.sum().clamp(min=1) * (target.shape[-1] if reduction == "mean" else 1))

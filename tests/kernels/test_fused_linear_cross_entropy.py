@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import CPU, nvidia
-from liger_hw.kernels import fused_linear_cross_entropy as module
+from liger_hw.kernels import chunked_head
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput
-from liger_hw.kernels.fused_linear_cross_entropy import MiB, chunk_rows, fused_linear_cross_entropy
+from liger_hw.kernels.chunked_head import MiB, chunk_rows
+from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
@@ -69,7 +70,7 @@ def test_is_torchs(reduction, engine, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunks_change_only_roundings(dtype, accum_dtype, engine, device, monkeypatch):
     """From one chunk to one of each row, and up to the number of chunks that is added up in 16 bits."""
-    monkeypatch.setattr(module, "chunk_rows", lambda rows, row_bytes, chunk_memory, device: chunk_memory)
+    monkeypatch.setattr(chunked_head, "chunk_rows", lambda rows, row_bytes, chunk_memory, device: chunk_memory)
     x, w, y = case(24, dtype=dtype, device=device)
     exact = run(
         fused_linear_cross_entropy.reference,

@@ -2,6 +2,7 @@ import pytest
 import torch
 from naive import hold, token_log_probs
 
+from liger_hw.kernels.chunked_head import ChunkedHead
 from liger_hw.losses import sequences
 from liger_hw.losses.sequences import sequence_loss
 from liger_hw.testing.inputs import randn
@@ -48,12 +49,16 @@ def test_any_memory_gives_the_same(parts, rows, with_entropy, engine, device):
 def test_logits_that_fit_are_made_once(parts, rows, monkeypatch):
     """The number of rows that are multiplied is what the module says: all, and once more those that do not fit."""
     (x, w, b), tokens = case()
-    made = []
-    write = sequences.write_logits
-    monkeypatch.setattr(sequences, "write_logits", lambda x, *rest: (made.append(len(x)), write(x, *rest)))
+    multiplied, logits = [], ChunkedHead.logits
+
+    def counted(head, part, at=0):
+        multiplied.append(part.stop - part.start)
+        return logits(head, part, at)
+
+    monkeypatch.setattr(ChunkedHead, "logits", counted)
     sequence_loss(formula, x, w, tokens, b, parts, chunk_memory=rows * 160)
     group = 5 * parts
-    assert sum(made) == 30 + 30 // group * max(group - rows, 0)
+    assert sum(multiplied) == 30 + 30 // group * max(group - rows, 0)
 
 
 def test_a_split_covers_every_row_once():

@@ -15,19 +15,19 @@ the first because those are the likeliest to be in L2 still, and writes the grad
 read. Exponentials are powers of two, with log2(e) folded into the scale of the logits.
 """
 
-from collections.abc import Sequence
-
 import torch
 
+from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
     Formula,
-    outcome,
+    Targets,
+    check_call,
+    output_of,
     row_losses,
-    terms,
-    validate_logits,
-)  # fmt: skip
+)
 from liger_hw.kernels.cross_entropy.kernels import backward_rows, forward_rows, scale_rows
 from liger_hw.kernels.cross_entropy.totals import launch_totals, total
 
@@ -70,11 +70,16 @@ def cross_entropy(
         ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
         RuntimeError: a second backward through an `in_place` loss.
     """
-    validate_logits(logits, target, weight, reduction, num_items)
-    formula = Formula.of(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    rows = row_losses(logits, terms(target, weight, reduction, num_items, ignore_index), formula)
-    wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
-    return outcome(*rows, target, reduction, ignore_index, wanted)
+    call = cross_entropy.arguments(**locals())
+    formula = _formula_of(call)
+    return output_of(call, *row_losses(logits, Targets.of(call, weight, reduction), formula))
+
+
+def _formula_of(call):
+    logits = call.logits
+    check(logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] > 0, "logits", logits, "floats (N, V)")
+    check_call(call, "logits", "weight", logits.shape[1])
+    return Formula.of(call)
 
 
 @cross_entropy.cost
@@ -86,67 +91,66 @@ def _(logits, *options, in_place=False, **named):
     return Cost(read, read + written, done, done)
 
 
-def _empty_rows(logits, z_wanted, predicted_wanted):
-    """Loss, z-loss and predicted token of each row; None for what is not wanted."""
+def _empty_rows(logits, z_loss, predict):
+    """Loss, z-loss and predicted token of each row; None for those that are not asked for."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    z_loss = torch.empty_like(loss) if z_wanted else None
-    return loss, z_loss, torch.empty_like(loss, dtype=torch.int64) if predicted_wanted else None
+    return (
+        loss,
+        torch.empty_like(loss) if z_loss else None,
+        torch.empty_like(loss, dtype=torch.int64) if predict else None,
+    )
 
 
-def _there(*tensors):
+def _present(*tensors):
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _fake_forward(logits, terms, *options):
-    z_wanted, predicted_wanted, reduction, kept = options[-4:]
-    loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
-    partition = loss.new_empty(2 * loss.shape[0]) if kept else None
-    denominator = loss.new_empty(()) if kept and reduction == "mean" else None
+def _fake_forward(logits, targets, formula, with_z_loss, predict, reduction, for_backward):
+    loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
+    partition = loss.new_empty(2 * loss.shape[0]) if for_backward else None
+    denominator = loss.new_empty(()) if for_backward and reduction == "mean" else None
     if reduction != "none":
-        loss, z_loss = loss.new_empty(()), loss.new_empty(()) if z_wanted else None
-    return _there(loss, z_loss, predicted, denominator, partition)
+        loss, z_loss = loss.new_empty(()), loss.new_empty(()) if with_z_loss else None
+    return _present(loss, z_loss, predicted, denominator, partition)
 
 
 @raw(_fake_forward)
 def _cross_entropy_forward(
-    logits: torch.Tensor, terms: Sequence[torch.Tensor | None], ignore_index: int, label_smoothing: float,
-    lse_square_scale: float, softcap: float | None, logit_scale: float, z_wanted: bool, predicted_wanted: bool,
-    reduction: str, kept: bool,
+    logits: torch.Tensor, targets: Targets, formula: Formula, with_z_loss: bool, predict: bool, reduction: str,
+    for_backward: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Loss, z-loss and predicted tokens, those that are wanted; if `kept`, what the backward needs.
+    """Loss, then z-loss and predicted tokens if asked for, then the denominator and partition that a backward needs.
 
-    Under "sum" and "mean" the losses are those of all rows. "mean" is for terms that say not what to divide by: that is
-    found beside the losses' sum, and returned before what is kept.
+    Under "sum" and "mean" the losses are those of all rows. "mean" is for targets without a denominator: it is counted
+    in the kernel that adds up the losses.
     """
-    formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
-    partition = loss.new_empty(2 * loss.shape[0]) if kept else None
-    forward_rows(logits, terms, formula, loss, z_loss, partition, predicted)
+    loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
+    partition = loss.new_empty(2 * loss.shape[0]) if for_backward else None
+    forward_rows(logits, targets, formula, loss, z_loss, partition, predicted)
     if reduction == "none":
-        return _there(loss, z_loss, predicted, partition)
-    total_loss = loss.new_empty(())
-    sums = total_loss, torch.empty_like(total_loss) if z_wanted else None
-    denominator = torch.empty_like(total_loss) if kept and reduction == "mean" else None
-    launch_totals(terms[0], None, loss, z_loss, (*sums, denominator, None), ignore_index, reduction == "mean")
-    return _there(*sums, predicted, denominator, partition)
+        return _present(loss, z_loss, predicted, partition)
+    loss_sum = loss.new_empty(())
+    z_loss_sum = torch.empty_like(loss_sum) if with_z_loss else None
+    denominator = torch.empty_like(loss_sum) if for_backward and reduction == "mean" else None
+    sums = loss_sum, z_loss_sum, denominator, None
+    launch_totals(targets.target, None, loss, z_loss, sums, formula.ignore_index, reduction == "mean")
+    return _present(loss_sum, z_loss_sum, predicted, denominator, partition)
 
 
-def _fake_forward_in_place(logits, terms, *options):
-    return _there(*_empty_rows(logits, *options[-2:]))
+def _fake_forward_in_place(logits, targets, formula, with_z_loss, predict):
+    return _present(*_empty_rows(logits, with_z_loss, predict))
 
 
 @raw(_fake_forward_in_place, mutates=["logits"])
 def _cross_entropy_forward_in_place(
-    logits: torch.Tensor, terms: Sequence[torch.Tensor | None], ignore_index: int, label_smoothing: float,
-    lse_square_scale: float, softcap: float | None, logit_scale: float, z_wanted: bool, predicted_wanted: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    loss, z_loss, predicted = _empty_rows(logits, z_wanted, predicted_wanted)
-    forward_rows(logits, terms, formula, loss, z_loss, None, predicted, True)
-    return _there(loss, z_loss, predicted)
+    logits: torch.Tensor, targets: Targets, formula: Formula, with_z_loss: bool, predict: bool
+) -> list[torch.Tensor]:
+    loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
+    forward_rows(logits, targets, formula, loss, z_loss, None, predicted, True)
+    return _present(loss, z_loss, predicted)
 
 
-def _empty_gradient(logits, *options):
+def _empty_gradient(logits, *others):
     """With padded rows where the logits have them, so that both are read and written in whole vectors."""
     (rows, cols), vector = logits.shape, 16 // logits.element_size()
     if cols % vector == 0 or logits.stride(0) % vector:
@@ -156,12 +160,10 @@ def _empty_gradient(logits, *options):
 
 @raw(_empty_gradient)
 def _cross_entropy_backward(
-    logits: torch.Tensor, terms: Sequence[torch.Tensor | None], partition: torch.Tensor, dloss: torch.Tensor,
-    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, logit_scale: float,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor, targets: Targets, partition: torch.Tensor, dloss: torch.Tensor, formula: Formula
+) -> torch.Tensor:
     dx = _empty_gradient(logits)
-    formula = Formula(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
-    backward_rows(logits, terms, formula, partition, dloss, dx)
+    backward_rows(logits, targets, formula, partition, dloss, dx)
     return dx
 
 
@@ -174,75 +176,55 @@ class CrossEntropyFunction(Function):
     """The losses of the rows or, by one small kernel more, their sum or mean."""
 
     @staticmethod
-    def forward(ctx, logits, target, weight, weight_sum, denominator, count, options):
-        terms = target, weight, weight_sum, denominator, count
-        kept = ctx.needs_input_grad[0]
-        outputs = _cross_entropy_forward(logits, terms, *options, kept)
-        if kept:  # the compiler traces no list.pop
+    def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
+        for_backward = ctx.needs_input_grad[0]
+        outputs = _cross_entropy_forward(logits, targets, formula, with_z_loss, predict, reduction, for_backward)
+        if for_backward:  # the compiler traces no list.pop
             *outputs, partition = outputs
-            if options[-1] == "mean":
+            if reduction == "mean":
                 *outputs, denominator = outputs
-                terms = target, None, None, denominator, None
-            ctx.save_for_backward(logits, partition, *terms)
-            ctx.numbers = options[:-3]
+                targets = targets.target, None, None, denominator, None
+            ctx.save_for_backward(logits, partition, *targets)
+            ctx.formula = formula
             ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        logits, partition, *terms = ctx.saved_tensors
-        dx = _cross_entropy_backward(logits, terms, partition, dloss, *ctx.numbers)
-        return dx, None, None, None, None, None, None
+        logits, partition, *targets = ctx.saved_tensors
+        return _cross_entropy_backward(logits, Targets(*targets), partition, dloss, ctx.formula), *[None] * 5
 
 
-class CrossEntropyInPlaceFunction(Function):
+class CrossEntropyInPlaceFunction(GradientsInForward):
     """As above, with the gradient made in the forward, in the place of the logits."""
 
     @staticmethod
-    def forward(ctx, logits, target, weight, weight_sum, denominator, count, options):
-        terms = target, weight, weight_sum, denominator, count
-        loss, *others = _cross_entropy_forward_in_place(logits, terms, *options[:-1])
-        torch.autograd.graph.increment_version(logits)  # whoever saved the logits for a backward must hear of it
-        ctx.dx = logits.detach()
-        loss = loss if options[-1] == "none" else total(loss)
+    def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
+        loss, *others = _cross_entropy_forward_in_place(logits, targets, formula, with_z_loss, predict)
+        torch.autograd.graph.increment_version(logits)  # a backward that saved the logits must hear of it
+        CrossEntropyInPlaceFunction.keep(
+            ctx, (logits.detach(),), "cross_entropy(in_place=True)", scale=_cross_entropy_scale,
+            again="pass in_place=False",
+        )  # fmt: skip
         ctx.mark_non_differentiable(*others)
-        return loss, *others
-
-    @staticmethod
-    def backward(ctx, dloss, *_):
-        if ctx.dx is None:
-            raise RuntimeError(
-                "cross_entropy(in_place=True) keeps its gradient in the place of the logits, and a first backward has "
-                "taken it: a second one, and a gradient of the gradient, need in_place=False"
-            )
-        dx, ctx.dx = ctx.dx, None
-        _cross_entropy_scale(dx, dloss)
-        return dx, None, None, None, None, None, None
+        return loss if reduction == "none" else total(loss), *others
 
 
-@cross_entropy.register("triton")
-def _(
-    logits, target, weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None,
-    logit_scale=1.0, reduction="mean", num_items=None, return_z_loss=False, return_token_accuracy=False,
-    return_predicted_tokens=False, in_place=False,
-):  # fmt: skip
-    validate_logits(logits, target, weight, reduction, num_items)
-    formula = Formula.of(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale)
+@cross_entropy.register("triton", bound=True)
+def _(call):
+    formula, logits, weight = _formula_of(call), call.logits, call.weight
     rows, cols = logits.shape
     row_stride, stride = logits.stride()
     if (cols > 1 and stride != 1) or (rows > 1 and row_stride < cols):
         logits = logits.contiguous()
-    in_place = in_place and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    in_place = call.in_place and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     # a gradient made in the forward must know what it is divided by; otherwise that is found with the losses' sum
-    divided_last = reduction == "mean" and weight is None and num_items is None and not in_place
-    row_terms = terms(target.contiguous(), weight, "sum" if divided_last else reduction, num_items, ignore_index, True)
-    summed = "sum" if reduction == "mean" and not divided_last else reduction
-    predicted_wanted = return_predicted_tokens or return_token_accuracy
-    options = *formula[:-1], return_z_loss, predicted_wanted, summed
+    count_last = call.reduction == "mean" and weight is None and call.num_items is None and not in_place
+    targets = Targets.of(call, weight, "sum" if count_last else call.reduction, True)
+    reduction = "sum" if call.reduction == "mean" and not count_last else call.reduction
+    predict = call.return_predicted_tokens or call.return_token_accuracy
     function = CrossEntropyInPlaceFunction if in_place else CrossEntropyFunction
-    loss, *others = function.apply(logits, *row_terms, options)
+    loss, *others = function.apply(logits, targets, formula, call.return_z_loss, predict, reduction)
     if not others:
         return loss
-    z_loss, predicted = others[0], others[-1]  # what is not wanted is not looked at
-    wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
-    return outcome(loss, z_loss, predicted, target, reduction, ignore_index, wanted)
+    return output_of(call, loss, others[0], others[-1])  # those that were not asked for are not looked at

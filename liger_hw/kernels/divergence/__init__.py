@@ -10,21 +10,38 @@ is written (3NV), and no loss by element exists. The backward multiplies it by t
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, op, raw, widen
+from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge_columns, in_body, split
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
-from liger_hw.kernels.cross_entropy.kernels import scale_rows
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 KINDS = ("kl", "reverse_kl", "even_jsd", "jsd", "tvd")
+
+
+class Divergence(NamedTuple):
+    """Which divergence of which values, for the kernel.
+
+    Attributes:
+        kind: one of KINDS. logarithms: the inputs are log-probabilities, else the teacher's ("kl") or both
+            ("tvd") are probabilities.
+        beta: of "jsd". eps: the least probability whose logarithm is taken. ignore_index: of labels.
+    """
+
+    kind: str
+    logarithms: bool
+    beta: float = 0.0
+    eps: float = 0.0
+    ignore_index: int = -100
 
 
 def elements(log_q, log_p, kind, beta):
@@ -283,75 +300,54 @@ def _alike(x, other):
     return same and (other.stride(0) - x.stride(0)) * x.element_size() % 16 == 0
 
 
-def _fake_divergence(x, *options):
-    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape if options[-1] else 0)
+def _fake_divergence(x, y, labels, denominator, divergence, needs_grad):
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape if needs_grad else 0)
 
 
 @raw(_fake_divergence)
 def _divergence(
-    x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, denominator: torch.Tensor, beta: float, eps: float,
-    ignore_index: int, kind: str, logarithms: bool, gradient_wanted: bool,
+    x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, denominator: torch.Tensor, divergence: Divergence,
+    needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rows, cols = x.shape
-    loss = x.new_empty(rows, dtype=torch.float32)
-    dx = x.new_empty(x.shape if gradient_wanted else 0)
+    loss, dx = _fake_divergence(x, y, labels, denominator, divergence, needs_grad)
+    kind, logarithms, beta, eps, ignore_index = divergence
     config = divergence_forward_config(cols, x.element_size(), device_of(x))
     misaligned, aligned = alignment(x)
     launch(
         divergence_forward, (rows, 1, 1), config,
-        x, y, labels, denominator, loss, dx if gradient_wanted else None, x.stride(0), y.stride(0), cols, misaligned,
-        beta, eps, ignore_index, kind, logarithms, aligned, _alike(x, y), gradient_wanted and _alike(x, dx), cols,
+        x, y, labels, denominator, loss, dx if needs_grad else None, x.stride(0), y.stride(0), cols, misaligned,
+        beta, eps, ignore_index, kind, logarithms, aligned, _alike(x, y), needs_grad and _alike(x, dx), cols,
     )  # fmt: skip
     return loss, dx
 
 
-@raw(mutates=["dx"])
-def _divergence_scale(dx: torch.Tensor, dloss: torch.Tensor) -> None:
-    scale_rows(dx, dloss)
-
-
-class DivergenceFunction(Function):
+class DivergenceFunction(GradientsInForward):
     @staticmethod
-    def forward(ctx, x, y, labels, denominator, options, gradient_wanted):
-        loss, dx = _divergence(x, y, labels, denominator, *options, gradient_wanted)
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(dx)
-        else:
-            ctx.dx = dx
+    def forward(ctx, x, y, labels, denominator, divergence, op_name, needs_grad):
+        loss, dx = _divergence(x, y, labels, denominator, divergence, needs_grad)
+        DivergenceFunction.keep(
+            ctx, (dx,), op_name, again="call it again, or run under liger_hw.use_backend('reference')"
+        )
         return loss.sum()
 
-    @staticmethod
-    def backward(ctx, dloss):
-        if torch.compiler.is_compiling():
-            (dx,) = ctx.saved_tensors
-            return dx * dloss.to(dx.dtype), *[None] * 5
-        if ctx.dx is None:
-            raise RuntimeError(
-                "a divergence makes its gradient in the forward, and a first backward has handed it out: for a second "
-                "one call it again, or run under liger_hw.use_backend('reference')"
-            )
-        dx, ctx.dx = ctx.dx, None
-        if dx.shape[0]:
-            _divergence_scale(dx, dloss.expand(dx.shape[0]))
-        return dx, *[None] * 5
 
-
-def _with_kernels(y_name, x, y, labels, denominator, beta, eps, ignore_index, kind, logarithms):
+def _with_kernels(op_name, y_name, x, y, labels, denominator, divergence):
     check_kernel_dtype(y_name, y)
-    wanted = torch.is_grad_enabled() and x.requires_grad
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
     x, y = (t if t.stride(-1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous() for t in (x, y.detach()))
     if not torch.is_tensor(denominator):
         denominator = torch.full((), denominator, dtype=torch.float32, device=x.device)
     labels = None if labels is None else labels.contiguous()
-    options = float(beta), float(eps), int(ignore_index), kind, logarithms
-    return DivergenceFunction.apply(x, y, labels, denominator, options, wanted)
+    return DivergenceFunction.apply(x, y, labels, denominator, divergence, op_name, needs_grad)
 
 
 @jsd.register("triton")
 def _(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
     _check_pair(("log_q", "log_p"), log_q, log_p, labels)
-    denominator, kind = _denominator(log_q, "batchmean", labels, ignore_index), kind_of(beta)
-    return _with_kernels("log_p", log_q, log_p, labels, denominator, beta, 0.0, ignore_index, kind, True)
+    divergence = Divergence(kind_of(beta), True, float(beta), ignore_index=int(ignore_index))
+    denominator = _denominator(log_q, "batchmean", labels, ignore_index)
+    return _with_kernels("jsd", "log_p", log_q, log_p, labels, denominator, divergence)
 
 
 @kl_div.register("triton")
@@ -360,7 +356,8 @@ def _(log_q, target, reduction="mean", log_target=False, eps=1e-10):
     if reduction not in ("sum", "mean", "batchmean"):  # by element there is nothing to reduce in a kernel
         return kl_div.reference(log_q, target, reduction, log_target, eps)
     denominator = _denominator(log_q, reduction, None, None)
-    return _with_kernels("target", log_q, target, None, denominator, 0.0, eps, -100, "kl", log_target)
+    divergence = Divergence("kl", bool(log_target), eps=float(eps))
+    return _with_kernels("kl_div", "target", log_q, target, None, denominator, divergence)
 
 
 @tvd.register("triton")
@@ -369,4 +366,5 @@ def _(q, p, reduction="batchmean", labels=None, ignore_index=-100):
     if reduction not in ("sum", "mean", "batchmean"):
         return tvd.reference(q, p, reduction, labels, ignore_index)
     denominator = _denominator(q, reduction, labels, ignore_index)
-    return _with_kernels("p", q, p, labels, denominator, 0.0, 0.0, ignore_index, "tvd", False)
+    divergence = Divergence("tvd", False, ignore_index=int(ignore_index))
+    return _with_kernels("tvd", "p", q, p, labels, denominator, divergence)

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from naive import hold, token_log_probs
 
 from liger_hw import use_backend
-from liger_hw.losses.chunked import chunked_loss, token_loss
+from liger_hw.losses.engine import logits_loss
+from liger_hw.losses.sequences import token_loss
 from liger_hw.testing.inputs import randn, targets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -42,7 +43,7 @@ def test_chunks_change_nothing(dtype, memory, with_bias, engine, device):
     b, scale = b if with_bias else None, torch.rand(13, device=device)
 
     def chunked(x, w, b):
-        return (chunked_loss(loss, x, w, b, (y, scale), memory),)
+        return (logits_loss(loss, x, w, b, (y, scale), memory),)
 
     hold(lambda x, w, b: (loss(F.linear(x, w, b), y, scale),), chunked, (x, w, b), dtype)
 
@@ -61,7 +62,7 @@ def test_only_what_asks_gets_a_gradient(learns, engine, device):
     x, w, b, y = case(device=device)
     expected = torch.autograd.grad(loss(F.linear(x, w, b), y, 1.0), (x, w, b))
     inputs = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, w, b), learns)]
-    value = chunked_loss(lambda logits, y: loss(logits, y, 1.0), *inputs, (y,), 1500)
+    value = logits_loss(lambda logits, y: loss(logits, y, 1.0), *inputs, (y,), 1500)
     assert value.requires_grad == any(learns)
     if any(learns):
         value.backward()
@@ -70,7 +71,7 @@ def test_only_what_asks_gets_a_gradient(learns, engine, device):
         if wanted:
             torch.testing.assert_close(t.grad, grad)
     with torch.no_grad():
-        assert not chunked_loss(lambda logits, y: loss(logits, y, 1.0), x, w, b, (y,), 1500).requires_grad
+        assert not logits_loss(lambda logits, y: loss(logits, y, 1.0), x, w, b, (y,), 1500).requires_grad
 
 
 def test_incoming_gradient_and_second_backward(engine, device):
@@ -85,7 +86,7 @@ def test_incoming_gradient_and_second_backward(engine, device):
 def test_no_rows(engine, device):
     x, w, b, y = case(0, device=device)
     value, logged = token_loss(lambda p, h: (p, p), x, w, y, b)
-    (value + chunked_loss(lambda logits: logits.sum(), x, w, b)).backward()
+    (value + logits_loss(lambda logits: logits.sum(), x, w, b)).backward()
     assert value == 0 and logged.shape == (0,) and w.grad.abs().sum() == 0
 
 
@@ -93,7 +94,7 @@ def test_compiles(device):
     x, w, b, y = case(device=device)
 
     def value(x, w):
-        return token_loss(lambda p, h: (p.square(),), x * 1, w, y, b)[0] + chunked_loss(
+        return token_loss(lambda p, h: (p.square(),), x * 1, w, y, b)[0] + logits_loss(
             lambda logits, y: loss(logits, y, 1.0), x * 1, w, b, (y,)
         )
 
@@ -105,9 +106,9 @@ def test_compiles(device):
 def test_bad_input():
     x, w, b, y = case()
     with pytest.raises(ValueError, match="weight"):
-        chunked_loss(loss, x, w[:, :3], None, (y, None))
+        logits_loss(loss, x, w[:, :3], None, (y, None))
     with pytest.raises(ValueError, match="rows"):
-        chunked_loss(loss, x, w, None, (y[:3], None))
+        logits_loss(loss, x, w, None, (y[:3], None))
     with pytest.raises(ValueError, match="tokens"):
         token_loss(formula, x, w, y[:3])
     with pytest.raises(ValueError, match="x: "):

@@ -1,0 +1,128 @@
+"""The engine under every loss of an output layer: logits exist for one chunk of rows at a time, never for all.
+
+    for each chunk of rows:  logits = x W^T + b;  value += loss(logits, rows);  gradients += those of the chunk
+
+The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them.
+`logits_loss` takes any torch function of logits. Losses of the log-probabilities of given tokens, by row or by group of
+sequences, are in `sequences`; what couples the whole batch is ordinary torch over `fused_linear_selective_log_softmax`.
+
+Operations: 2NVH for each of logits, dx and dW. Memory beside the gradients: `chunk_memory`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from liger_hw._torch import traced
+from liger_hw.checks import check, names_arguments
+from liger_hw.kernels._in_forward import GradientsInForward
+from liger_hw.kernels.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
+from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+
+CHUNK_MEMORY = 512 * MiB
+
+
+def plan_of(chunk_memory, x, *tensors):
+    """Return how to go through the rows of `x`, or None where ordinary operations of torch have to serve.
+
+    They serve where they are forced, where there are no rows, and where a compiler, a mode or a subclass must see them.
+    """
+    if traced(x, *tensors) or x.numel() == 0:
+        return None
+    backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
+    return None if backend == "reference" else Plan(chunk_memory, backend != "cpu")
+
+
+class LossInForward(GradientsInForward):
+    """The outputs of `compute`, the first of them with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
+        (value, *logged), gradients = compute(needs_grad)
+        LossInForward.keep(ctx, gradients, op, with_kernels)
+        ctx.mark_non_differentiable(*logged)
+        return value, *logged
+
+
+def with_gradients(op, compute, x, weight, bias, plan):
+    """Return the outputs of `compute`, (value (), *logged), of which the value has a gradient.
+
+    Args:
+        op: what was called, for errors.
+        compute: (which of x, weight and bias need a gradient) -> ((value, *logged), the gradients of the value), all
+            without a graph.
+    """
+    return LossInForward.apply(x, weight, bias, op, compute, needed_gradients(x, weight, bias), plan.with_kernels)
+
+
+def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
+    """Return (value, *logged) of all rows, of which the value has a gradient.
+
+    Args:
+        op: what was called, for errors.
+        step: (slice of rows, logits (M, V), whether a gradient is needed) -> (value (), *logged (M,)), all without a
+            graph; where one is needed it leaves the value's gradient in the place of the logits.
+        x: (N, H), N > 0. weight: (V, H). bias: (V,) or None.
+        buffers: how many times the memory of a chunk's logits `step` takes, with the logits.
+    """
+
+    def compute(needs_grad):
+        outputs = []
+        gradients = ChunkedHead(x, weight, bias, plan, buffers).run(
+            lambda part, logits: outputs.append(step(part, logits, any(needs_grad))), needs_grad
+        )
+        values, *logged = zip(*outputs)
+        return (torch.stack(values).sum(), *(torch.cat(rows) for rows in logged)), gradients
+
+    return with_gradients(op, compute, x, weight, bias, plan)
+
+
+def detached(rows):
+    return [row.detach() if torch.is_tensor(row) else row for row in rows]
+
+
+def taken(rows, part):
+    """Return the same rows of each tensor; None stays None."""
+    return [row if row is None else row[part] for row in rows]
+
+
+@names_arguments
+def logits_loss(
+    loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
+    chunk_memory: float = CHUNK_MEMORY, buffers: float = 4,
+):  # fmt: skip
+    """Sum `loss(logits, *rows)` over all rows of `x`, with the memory of one chunk of logits.
+
+    Args:
+        loss: (logits (M, V) in the dtype of `x`, the same M rows of each of `rows`) -> their sum, a scalar. An ordinary
+            torch function, differentiated by autograd, whose rows depend on nothing but themselves.
+        x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
+        rows: tensors of N rows, or None, that `loss` takes besides, as constants.
+        chunk_memory: bytes that a chunk may take.
+        buffers: how many times the memory of a chunk's logits `loss` and its backward take, the logits included.
+
+    Returns:
+        the sum, a scalar in the dtype that `loss` returns.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        RuntimeError: a second backward.
+    """
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    check(buffers >= 1, "buffers", buffers, "at least 1")
+    rows = detached(rows)
+    for row in rows:
+        check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
+    plan = plan_of(chunk_memory, x, weight, bias)
+    if plan is None:
+        return loss(torch.nn.functional.linear(x, weight, bias), *rows)
+
+    def step(part, logits, differentiate):
+        leaf = logits.detach().requires_grad_(differentiate)
+        with torch.set_grad_enabled(differentiate):
+            value = loss(leaf, *taken(rows, part))
+        if differentiate:
+            logits.copy_(torch.autograd.grad(value, leaf)[0])
+        return (value.detach(),)
+
+    return sum_over_chunks("logits_loss", step, x, weight, bias, plan, buffers)[0]
