@@ -5,8 +5,8 @@ import sys
 
 from liger_hw._torch import traced
 from liger_hw.checks import check
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.chunked_head import prepare_head
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 
 LARGEST = sys.float_info.max
 
