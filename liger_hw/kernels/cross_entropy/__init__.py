@@ -91,14 +91,11 @@ def _(logits, *options, in_place=False, **named):
     return Cost(read, read + written, done, done)
 
 
-def _empty_rows(logits, z_loss, predict):
+def _empty_rows(logits, with_z_loss, predict):
     """Loss, z-loss and predicted token of each row; None for those that are not asked for."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    return (
-        loss,
-        torch.empty_like(loss) if z_loss else None,
-        torch.empty_like(loss, dtype=torch.int64) if predict else None,
-    )
+    z_loss = torch.empty_like(loss) if with_z_loss else None
+    return loss, z_loss, torch.empty_like(loss, dtype=torch.int64) if predict else None
 
 
 def _present(*tensors):

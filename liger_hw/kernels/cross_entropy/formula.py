@@ -132,28 +132,31 @@ def output_of(call, loss, z_loss, predicted):
     )
 
 
-def row_losses(logits, targets, formula):
-    """The definition: loss and z-loss of every row, divided by the denominators, and the predicted tokens."""
+def row_losses(logits, targets, formula, predict=True):
+    """The definition: loss and z-loss of every row, divided by the denominators, and the predicted tokens or None."""
     target, class_weight, _, denominator, count = targets
     vocabulary, e = logits.shape[1], formula.label_smoothing
     ignored = target == formula.ignore_index
     outside = ~ignored & ((target < 0) | (target >= vocabulary))
     y = torch.where(ignored | outside, 0, target).long()
-    scaled = widen(logits).masked_fill(ignored[:, None], 0) * formula.logit_scale
+    scaled = widen(logits).masked_fill(ignored[:, None], 0)
+    scaled = scaled if formula.logit_scale == 1 else scaled * formula.logit_scale
     z = scaled if formula.softcap is None else formula.softcap * torch.tanh(scaled / formula.softcap)
     log_p = torch.log_softmax(z, -1)
     log_p_y = log_p.gather(1, y[:, None])[:, 0]
     loss = -(1 - e) * log_p_y if class_weight is None else -(1 - e) * widen(class_weight)[y] * log_p_y
     if e:
         loss = loss - e / vocabulary * (log_p if class_weight is None else log_p * widen(class_weight)).sum(-1)
-    z_loss = formula.lse_square_scale * torch.logsumexp(z, -1).square()
+    z_loss = torch.zeros_like(loss)
+    if formula.lse_square_scale:
+        z_loss = formula.lse_square_scale * torch.logsumexp(z, -1).square()
     if denominator is not None:
         loss, z_loss = loss / denominator, z_loss / (denominator if count is None else count)
     if formula.token_scaling:
         p_y = log_p_y.detach().exp()
         loss, z_loss = loss * p_y, z_loss * p_y
     loss = torch.where(ignored, 0, (loss + z_loss) * torch.where(outside, float("nan"), 1.0).to(loss.dtype))
-    predicted = torch.where(ignored, -1, scaled.argmax(-1))
+    predicted = torch.where(ignored, -1, scaled.argmax(-1)) if predict else None
     return loss, torch.where(ignored, 0, z_loss).detach(), predicted
 
 
@@ -161,7 +164,7 @@ def forward_rows(logits, targets, formula, loss, z_loss, partition, predicted=No
     """Do without Triton what `kernels.forward_rows` does. The backward needs no partition."""
 
     def rows(logits, part):
-        return row_losses(logits, targets._replace(target=targets.target[part]), formula)
+        return row_losses(logits, targets._replace(target=targets.target[part]), formula, predicted is not None)
 
     rows_by_autograd(rows, logits, (loss, z_loss, predicted), (torch.ones_like(loss),) if gradient else None)
 
@@ -170,6 +173,6 @@ def backward_rows(logits, targets, formula, partition, dloss):
     """Do without Triton what `kernels.backward_rows` does, over the logits."""
 
     def rows(logits, part):
-        return row_losses(logits, targets._replace(target=targets.target[part]), formula)
+        return row_losses(logits, targets._replace(target=targets.target[part]), formula, False)
 
     rows_by_autograd(rows, logits, (), (dloss,))
