@@ -1,5 +1,7 @@
 """What kernels over rows of logits share: how a row of any width and alignment is walked, and its scores."""
 
+from typing import Any, NamedTuple
+
 from liger_hw._triton import tl, triton
 from liger_hw.kernels._math import in_row
 from liger_hw.tuning import Config, power_of_2, row_warps
@@ -19,49 +21,64 @@ def row_gradient_config(cols, itemsize, device):
     return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
 
 
-@triton.jit
-def split(row, stride, misaligned, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """A row is `head` columns to its first 16-byte boundary, `body` columns in whole vectors, and less than one more.
+class Row(NamedTuple):
+    """Where a row of logits lies, so that its accesses keep 16 bytes whatever its width and alignment.
 
-    The body needs a mask by vectors at most, which keeps its accesses at 16 bytes whatever the width.
+    A row is `head` columns to its first 16-byte boundary, `body` columns in whole vectors, and less than one vector
+    more. Head and rest are its edges; the body needs a mask by vectors at most.
+
+    Attributes:
+        first, middle: pointers to the row's first column and to its body.
     """
+
+    first: Any
+    middle: Any
+    head: Any
+    body: Any
+
+
+@triton.jit
+def row_at(X, index, stride, misaligned, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """The row of an index, as a Row. ALIGNED: every row begins at a boundary."""
     if ALIGNED:
-        return 0, cols // VECTOR * VECTOR
+        head, body = 0, cols // VECTOR * VECTOR
     else:
-        before = row * stride
+        before = index * stride
         if misaligned is not None:
             before += misaligned
         head = tl.minimum((VECTOR - before % VECTOR) % VECTOR, cols).to(tl.int32)
-        return head, (cols - head) // VECTOR * VECTOR
+        body = (cols - head) // VECTOR * VECTOR
+    return Row(X + index * stride, body_pointer(X, index, stride, head, misaligned, VECTOR, ALIGNED), head, body)
 
 
 @triton.jit
-def edge_columns(head, body, cols: tl.constexpr, VECTOR: tl.constexpr):
-    """The columns before and after the body, and which lanes have one."""
-    lane = tl.arange(0, 2 * VECTOR)
-    col = tl.where(lane < VECTOR, lane, head + body + lane - VECTOR)
-    return col, tl.where(lane < VECTOR, lane < head, col < cols)
+def body_pointer(X, index, stride, head, misaligned, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the body of a row begins, with what the compiler must be told: that it is a 16-byte boundary."""
+    if ALIGNED:
+        return X + tl.multiple_of(index * stride, VECTOR)
+    elif misaligned is None:
+        return X + tl.multiple_of(index * stride + head, VECTOR)
+    else:  # not every compiler hears it in this form
+        return tl.multiple_of(X + (index * stride + head), 16)
 
 
 @triton.jit
-def in_body(at, body, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
+def body_mask(row, at, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
+    """Mask of the columns of the body among `at`."""
     if ALIGNED and cols < VECTOR:  # no body, of which any COLS would be a divisor
         return at < 0
     elif ALIGNED:
         return in_row(at, cols // VECTOR * VECTOR, COLS)
     else:
-        return at < tl.multiple_of(body, VECTOR)
+        return at < tl.multiple_of(row.body, VECTOR)
 
 
 @triton.jit
-def body_pointer(X, row, stride, head, misaligned, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a row's body begins, with what the compiler must be told: that it is a 16-byte boundary."""
-    if ALIGNED:
-        return X + tl.multiple_of(row * stride, VECTOR)
-    elif misaligned is None:
-        return X + tl.multiple_of(row * stride + head, VECTOR)
-    else:  # not every compiler hears it in this form
-        return tl.multiple_of(X + (row * stride + head), 16)
+def edge_columns(row, cols: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns before and after the body, and which lanes have one."""
+    lane = tl.arange(0, 2 * VECTOR)
+    col = tl.where(lane < VECTOR, lane, row.head + row.body + lane - VECTOR)
+    return col, tl.where(lane < VECTOR, lane < row.head, col < cols)
 
 
 @triton.jit

@@ -6,12 +6,12 @@ from liger_hw.kernels._logits import (
     LN_2,
     LOWEST,
     alignment,
+    body_mask,
     body_pointer,
     edge_columns,
-    in_body,
+    row_at,
     row_gradient_config,
     score,
-    split,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -151,68 +151,109 @@ def _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_target, logit_sc
     return dx
 
 
+@triton.jit
+def _write_zeros(row, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
+    if not ALIGNED or cols % VECTOR != 0:
+        edge, edge_mask = edge_columns(row, cols, VECTOR)
+        tl.store(row.first + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
+    for start in range(0, row.body, COLS):
+        at = start + tl.arange(0, COLS)
+        tl.store(row.middle + at, tl.zeros((COLS,), tl.float32), body_mask(row, at, cols, VECTOR, ALIGNED, COLS))
+
+
+@triton.jit
+def _statistics(
+    row, WEIGHT, logit_scale, softcap, SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr,
+    VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walk a row: its maximum z, sum of powers, weighted sum of z and largest logit's place."""
+    LANES: tl.constexpr = COLS // VECTOR
+    lane = tl.arange(0, COLS)
+    peak = tl.full((LANES,), LOWEST, tl.float32)
+    best = tl.full((LANES,), float("-inf"), tl.float32)
+    best_col = tl.full((LANES,), cols - 1, tl.int32)
+    total = tl.zeros((LANES,), tl.float32)
+    smoothed = tl.zeros((LANES,), tl.float32)
+    for start in tl.range(0, row.body, COLS, num_stages=STAGES):
+        at = start + lane
+        mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+        peak, total, smoothed, best, best_col = _online(
+            tl.load(row.middle + at, mask, other=0.0), row.head + at, mask, WEIGHT, logit_scale, softcap, peak, total,
+            smoothed, best, best_col, SMOOTH, PREDICT, cols, VECTOR,
+        )  # fmt: skip
+    peak, row_total, smoothed, best, best_col = _over_lanes(peak, total, smoothed, best, best_col, cols)
+    if not ALIGNED or cols % VECTOR != 0:
+        edge, edge_mask = edge_columns(row, cols, VECTOR)
+        zeros = tl.zeros((2,), tl.float32)
+        lanes = _online(
+            tl.load(row.first + edge, edge_mask, other=0.0), edge, edge_mask, WEIGHT, logit_scale, softcap,
+            zeros + peak, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols,
+            VECTOR,
+        )  # fmt: skip
+        higher, edge_total, edge_smoothed, best, best_col = _over_lanes(*lanes, cols)
+        row_total = row_total * tl.exp2(peak - higher) + edge_total
+        peak, smoothed = higher, smoothed + edge_smoothed
+    return peak, row_total, smoothed, best_col
+
+
+@triton.jit
+def _write_gradient(
+    row, x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr,
+    cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walk a row from its last block to its first and write the gradient over it."""
+    lane = tl.arange(0, COLS)
+    tl.debug_barrier()  # the whole row and its target's logit have been read by every lane
+    for start in tl.range(0, row.body, COLS, num_stages=STAGES):
+        at = (row.body - 1) // COLS * COLS - start + lane
+        mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+        x, col = tl.load(row.middle + at, mask, other=0.0), row.head + at
+        dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
+        tl.store(row.middle + at, dx, mask)
+    if not ALIGNED or cols % VECTOR != 0:
+        edge, edge_mask = edge_columns(row, cols, VECTOR)
+        x = tl.load(row.first + edge, edge_mask, other=0.0)
+        dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
+        tl.store(row.first + edge, dx, edge_mask)
+    # the target's column once more, with its own term, rather than a comparison in every column: that takes registers
+    # of which a core then has room for half as many programs (H200: 120 against 54 a lane)
+    dx = _gradient(x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
+    tl.debug_barrier()
+    tl.store(row.first + y, dx, inside)
+
+
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def cross_entropy_forward(
     LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, LOSS, Z_LOSS, PARTITION, PREDICTED, stride, misaligned,
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
-    EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     SMOOTH: tl.constexpr = label_smoothing is not None
     PREDICT: tl.constexpr = PREDICTED is not None
-    lane = tl.arange(0, COLS)
-    head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
-    X = LOGITS + row * stride
-    BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
-    y = tl.load(TARGET + row)
+    row = row_at(LOGITS, index, stride, misaligned, cols, VECTOR, ALIGNED)
+    y = tl.load(TARGET + index)
     if y == ignore_index:
         if GRADIENT:
-            if EDGES:
-                edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-                tl.store(X + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
-            for start in range(0, body, COLS):
-                at = start + lane
-                tl.store(BODY + at, tl.zeros((COLS,), tl.float32), in_body(at, body, cols, VECTOR, ALIGNED, COLS))
-        tl.store(LOSS + row, 0.0)
+            _write_zeros(row, cols, VECTOR, ALIGNED, COLS)
+        tl.store(LOSS + index, 0.0)
         if Z_LOSS is not None:
-            tl.store(Z_LOSS + row, 0.0)
+            tl.store(Z_LOSS + index, 0.0)
         if PARTITION is not None:
-            tl.store(PARTITION + 2 * row, 0.0)
-            tl.store(PARTITION + 2 * row + 1, 1.0)
+            tl.store(PARTITION + 2 * index, 0.0)
+            tl.store(PARTITION + 2 * index + 1, 1.0)
         if PREDICT:
-            tl.store(PREDICTED + row, -1)
+            tl.store(PREDICTED + index, -1)
     else:
         inside = (y >= 0) & (y < cols)
-        x_y = tl.load(X + y, inside, other=0.0)
+        x_y = tl.load(row.first + y, inside, other=0.0)
         z_y, _ = score(x_y, logit_scale, softcap)
-        LANES: tl.constexpr = COLS // VECTOR
-        peak = tl.full((LANES,), LOWEST, tl.float32)
-        best = tl.full((LANES,), float("-inf"), tl.float32)
-        best_col = tl.full((LANES,), cols - 1, tl.int32)
-        total = tl.zeros((LANES,), tl.float32)
-        smoothed = tl.zeros((LANES,), tl.float32)
-        for start in tl.range(0, body, COLS, num_stages=STAGES):
-            at = start + lane
-            mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-            peak, total, smoothed, best, best_col = _online(
-                tl.load(BODY + at, mask, other=0.0), head + at, mask, WEIGHT, logit_scale, softcap, peak, total,
-                smoothed, best, best_col, SMOOTH, PREDICT, cols, VECTOR,
-            )  # fmt: skip
-        peak, row_total, smoothed, best, best_col = _over_lanes(peak, total, smoothed, best, best_col, cols)
-        if EDGES:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-            zeros = tl.zeros((2,), tl.float32)
-            lanes = _online(
-                tl.load(X + edge, edge_mask, other=0.0), edge, edge_mask, WEIGHT, logit_scale, softcap, zeros + peak,
-                zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols, VECTOR,
-            )  # fmt: skip
-            higher, edge_total, edge_smoothed, best, best_col = _over_lanes(*lanes, cols)
-            row_total = row_total * tl.exp2(peak - higher) + edge_total
-            peak, smoothed = higher, smoothed + edge_smoothed
-        lse = peak + tl.log2(row_total)
-        distance = (peak - z_y) + tl.log2(row_total)  # the difference first: it is exact near the peak
+        peak, total, smoothed, best_col = _statistics(
+            row, WEIGHT, logit_scale, softcap, SMOOTH, PREDICT, cols, VECTOR, ALIGNED, COLS, STAGES
+        )
+        lse = peak + tl.log2(total)
+        distance = (peak - z_y) + tl.log2(total)  # the difference first: it is exact near the peak
         of_target, of_each, of_all, of_square = _factors(
             y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, inside, cols,
             TOKEN_SCALING,
@@ -221,34 +262,20 @@ def cross_entropy_forward(
         loss = of_target * (distance * LN_2) + z_loss
         if SMOOTH:
             loss += (of_all * lse - of_each * smoothed) * LN_2
-        tl.store(LOSS + row, loss)
+        tl.store(LOSS + index, loss)
         if Z_LOSS is not None:
-            tl.store(Z_LOSS + row, z_loss)
+            tl.store(Z_LOSS + index, z_loss)
         if PARTITION is not None:
-            tl.store(PARTITION + 2 * row, peak)
-            tl.store(PARTITION + 2 * row + 1, row_total)
+            tl.store(PARTITION + 2 * index, peak)
+            tl.store(PARTITION + 2 * index + 1, total)
         if PREDICT:
-            tl.store(PREDICTED + row, best_col)
+            tl.store(PREDICTED + index, best_col)
         if GRADIENT:
-            of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * logit_scale / row_total
-            of_target, of_each = of_target * logit_scale, of_each * logit_scale
-            tl.debug_barrier()  # the whole row and its target's logit have been read by every lane
-            for start in tl.range(0, body, COLS, num_stages=STAGES):
-                at = (body - 1) // COLS * COLS - start + lane
-                mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-                x, col = tl.load(BODY + at, mask, other=0.0), head + at
-                dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
-                tl.store(BODY + at, dx, mask)
-            if EDGES:
-                edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-                x = tl.load(X + edge, edge_mask, other=0.0)
-                dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
-                tl.store(X + edge, dx, edge_mask)
-            # the target's column once more, with its own term, rather than a comparison in every column: that takes
-            # registers of which a core then has room for half as many programs (H200: 120 against 54 a lane)
-            dx = _gradient(x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
-            tl.debug_barrier()
-            tl.store(X + y, dx, inside)
+            of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * logit_scale / total
+            _write_gradient(
+                row, x_y, y, inside, peak, WEIGHT, of_power, of_each * logit_scale, of_target * logit_scale,
+                logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, COLS, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
@@ -257,47 +284,45 @@ def cross_entropy_backward(
     misaligned, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
     ALIGNED: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
     EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     SMOOTH: tl.constexpr = label_smoothing is not None
-    head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
-    X, D = LOGITS + row * stride, DX + row * dx_stride
-    D_BODY = D + head
+    row = row_at(LOGITS, index, stride, misaligned, cols, VECTOR, ALIGNED)
+    D = DX + index * dx_stride
+    D_BODY = D + row.head
     if SAME_ALIGNMENT:
-        D_BODY = body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
+        D_BODY = body_pointer(DX, index, dx_stride, row.head, misaligned, VECTOR, ALIGNED)
     at = part * COLS + tl.arange(0, COLS)
-    mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-    y = tl.load(TARGET + row)
+    mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+    y = tl.load(TARGET + index)
     if y == ignore_index:
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(row, cols, VECTOR)
             tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
     else:
         inside = (y >= 0) & (y < cols)
-        peak, total = tl.load(PARTITION + 2 * row), tl.load(PARTITION + 2 * row + 1)
+        peak, total = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
         lse = peak + tl.log2(total)
         distance = lse
         if TOKEN_SCALING:
-            z_y, _ = score(tl.load(X + y, inside, other=0.0), logit_scale, softcap)
+            z_y, _ = score(tl.load(row.first + y, inside, other=0.0), logit_scale, softcap)
             distance = (peak - z_y) + tl.log2(total)
         of_target, of_each, of_all, of_square = _factors(
             y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, inside, cols,
             TOKEN_SCALING,
         )  # fmt: skip
-        of_loss = tl.load(DLOSS + row * dloss_stride).to(tl.float32) * logit_scale
+        of_loss = tl.load(DLOSS + index * dloss_stride).to(tl.float32) * logit_scale
         of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss / total
         of_target, of_each = of_target * of_loss, of_each * of_loss
-        BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
-        x = tl.load(BODY + at, mask, other=0.0)
-        col = head + at
+        x, col = tl.load(row.middle + at, mask, other=0.0), row.head + at
         of_y = tl.where(col == y, of_target, 0.0)
         dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_y, logit_scale, softcap, SMOOTH)
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-            edge_x = tl.load(X + edge, edge_mask, other=0.0)
+            edge, edge_mask = edge_columns(row, cols, VECTOR)
+            edge_x = tl.load(row.first + edge, edge_mask, other=0.0)
             edge_of_y = tl.where(edge == y, of_target, 0.0)
             edge_dx = _gradient(
                 edge_x, edge, edge_mask, peak, WEIGHT, of_power, of_each, edge_of_y, logit_scale, softcap, SMOOTH
@@ -309,19 +334,18 @@ def cross_entropy_backward(
 def cross_entropy_scale(
     DX, DLOSS, stride, dloss_stride, misaligned, ALIGNED: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // DX.dtype.element_ty.primitive_bitwidth
-    dloss = tl.load(DLOSS + row * dloss_stride).to(tl.float32)
+    dloss = tl.load(DLOSS + index * dloss_stride).to(tl.float32)
     if dloss != 1.0:
-        head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
-        BODY = body_pointer(DX, row, stride, head, misaligned, VECTOR, ALIGNED)
-        for start in range(0, body, COLS):
+        row = row_at(DX, index, stride, misaligned, cols, VECTOR, ALIGNED)
+        for start in range(0, row.body, COLS):
             at = start + tl.arange(0, COLS)
-            mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-            tl.store(BODY + at, tl.load(BODY + at, mask, other=0.0).to(tl.float32) * dloss, mask)
+            mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+            tl.store(row.middle + at, tl.load(row.middle + at, mask, other=0.0).to(tl.float32) * dloss, mask)
         if not ALIGNED or cols % VECTOR != 0:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-            EDGE = DX + row * stride + edge
+            edge, edge_mask = edge_columns(row, cols, VECTOR)
+            EDGE = row.first + edge
             tl.store(EDGE, tl.load(EDGE, edge_mask, other=0.0).to(tl.float32) * dloss, edge_mask)
 
 

@@ -19,7 +19,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._in_forward import GradientsInForward
-from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_pointer, edge_columns, in_body, split
+from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_mask, body_pointer, edge_columns, row_at
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
@@ -249,49 +249,46 @@ def divergence_forward(
     cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # Y_ALIKE, DX_ALIKE: those rows reach a 16-byte boundary where the rows of X do
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
-    EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     factor = 1.0 / tl.load(DENOMINATOR).to(tl.float32)
     if LABELS is not None:  # a row that does not count reads as zeros, whose divergence is 0
-        counts = tl.load(LABELS + row) != ignore_index
+        counts = tl.load(LABELS + index) != ignore_index
         factor = tl.where(counts, factor, 0.0)
         readable = tl.multiple_of(tl.where(counts, cols // VECTOR * VECTOR + VECTOR, 0), VECTOR)
-    head, body = split(row, x_stride, misaligned, cols, VECTOR, ALIGNED)
-    X_BODY = body_pointer(X, row, x_stride, head, misaligned, VECTOR, ALIGNED)
-    Y_BODY = Y + (row * y_stride + head)
+    row = row_at(X, index, x_stride, misaligned, cols, VECTOR, ALIGNED)
+    Y_BODY = Y + (index * y_stride + row.head)
     if Y_ALIKE:
-        Y_BODY = body_pointer(Y, row, y_stride, head, misaligned, VECTOR, ALIGNED)
-    D_BODY = X_BODY
+        Y_BODY = body_pointer(Y, index, y_stride, row.head, misaligned, VECTOR, ALIGNED)
+    D_BODY = row.middle
     if DX is not None:
-        D_BODY = DX + (row * dx_stride + head)
+        D_BODY = DX + (index * dx_stride + row.head)
         if DX_ALIKE:
-            D_BODY = body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
+            D_BODY = body_pointer(DX, index, dx_stride, row.head, misaligned, VECTOR, ALIGNED)
     total = tl.zeros((COLS,), tl.float32)
-    for start in range(0, body, COLS):
+    for start in range(0, row.body, COLS):
         at = start + tl.arange(0, COLS)
-        mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
+        mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         read = mask
         if LABELS is not None:
             read = mask & (at < readable)
-        x, y = tl.load(X_BODY + at, read, other=0.0), tl.load(Y_BODY + at, read, other=0.0)
+        x, y = tl.load(row.middle + at, read, other=0.0), tl.load(Y_BODY + at, read, other=0.0)
         value, dx = _element(x, y, beta, eps, KIND, LOGARITHMS)
         total += value
         if DX is not None:
             tl.store(D_BODY + at, dx * factor, mask)
     row_total = tl.sum(total, 0)
-    if EDGES:
-        edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+    if not ALIGNED or cols % VECTOR != 0:
+        edge, edge_mask = edge_columns(row, cols, VECTOR)
         read = edge_mask
         if LABELS is not None:
             read = edge_mask & (edge < readable)
-        edge_x = tl.load(X + row * x_stride + edge, read, other=0.0)
-        edge_y = tl.load(Y + row * y_stride + edge, read, other=0.0)
-        edge_value, edge_dx = _element(edge_x, edge_y, beta, eps, KIND, LOGARITHMS)
-        row_total += tl.sum(edge_value, 0)
+        x, y = tl.load(row.first + edge, read, other=0.0), tl.load(Y + index * y_stride + edge, read, other=0.0)
+        value, dx = _element(x, y, beta, eps, KIND, LOGARITHMS)
+        row_total += tl.sum(value, 0)
         if DX is not None:
-            tl.store(DX + row * dx_stride + edge, edge_dx * factor, edge_mask)
-    tl.store(LOSS + row, row_total * factor)
+            tl.store(DX + index * dx_stride + edge, dx * factor, edge_mask)
+    tl.store(LOSS + index, row_total * factor)
 
 
 def _alike(x, other):

@@ -6,12 +6,12 @@ from liger_hw.kernels._logits import (
     LN_2,
     LOWEST,
     alignment,
+    body_mask,
     body_pointer,
     edge_columns,
-    in_body,
+    row_at,
     row_gradient_config,
     score,
-    split,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -66,57 +66,65 @@ def _over_lanes(peak, total, moment, MOMENT: tl.constexpr):
     return top, tl.sum(total * rescale, 0), moment
 
 
+@triton.jit
+def _statistics(
+    row, softcap, logit_scale, temperature, MOMENT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr,
+    ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walk a row: its maximum z, sum of powers, and sum of powers times their exponents."""
+    LANES: tl.constexpr = COLS // VECTOR
+    lane = tl.arange(0, COLS)
+    peak = tl.full((LANES,), LOWEST, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    moment = tl.zeros((LANES,), tl.float32)
+    if not ALIGNED or cols % VECTOR != 0:
+        edge, edge_mask = edge_columns(row, cols, VECTOR)
+        edge_z = _scaled(tl.load(row.first + edge, edge_mask, other=0.0), softcap, logit_scale, temperature)
+        none = tl.zeros((2,), tl.float32)
+        of_edges = _powers(edge_z, edge_mask, none + LOWEST, none, none, MOMENT, VECTOR)
+        edge_peak, edge_total, edge_moment = _over_lanes(*of_edges, MOMENT)
+        first = tl.arange(0, LANES) == 0
+        peak = tl.where(first, edge_peak, peak)
+        total = tl.where(first, edge_total, total)
+        if MOMENT:
+            moment = tl.where(first, edge_moment, moment)
+    for start in tl.range(0, row.body, COLS, num_stages=STAGES):
+        at = start + lane
+        mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+        z = _scaled(tl.load(row.middle + at, mask, other=0.0), softcap, logit_scale, temperature)
+        peak, total, moment = _powers(z, mask, peak, total, moment, MOMENT, VECTOR)
+    return _over_lanes(peak, total, moment, MOMENT)
+
+
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def selective_log_softmax_forward(
     LOGITS, TOKENS, LOG_PROBS, ENTROPY, LSE, PARTITION, stride, misaligned, ignore_index, softcap, logit_scale,
     temperature, ALIGNED: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
-    EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
     MOMENT: tl.constexpr = ENTROPY is not None
-    y = tl.load(TOKENS + row)
+    y = tl.load(TOKENS + index)
     log_prob = tl.full((), 0.0, tl.float32)
-    entropy, lse, peak, row_total = log_prob, log_prob, log_prob, log_prob + 1.0
+    entropy, lse, peak, total = log_prob, log_prob, log_prob, log_prob + 1.0
     if y != ignore_index:
-        lane = tl.arange(0, COLS)
-        head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
-        X = LOGITS + row * stride
-        BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+        row = row_at(LOGITS, index, stride, misaligned, cols, VECTOR, ALIGNED)
         inside = (y >= 0) & (y < cols)
-        z_y = _scaled(tl.load(X + y, inside, other=0.0), softcap, logit_scale, temperature)
-        LANES: tl.constexpr = COLS // VECTOR
-        peaks = tl.full((LANES,), LOWEST, tl.float32)
-        totals = tl.zeros((LANES,), tl.float32)
-        moments = tl.zeros((LANES,), tl.float32)
-        if EDGES:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
-            edge_z = _scaled(tl.load(X + edge, edge_mask, other=0.0), softcap, logit_scale, temperature)
-            none = tl.zeros((2,), tl.float32)
-            found = _powers(edge_z, edge_mask, none + LOWEST, none, none, MOMENT, VECTOR)
-            edge_peak, edge_total, edge_moment = _over_lanes(*found, MOMENT)
-            first = tl.arange(0, LANES) == 0
-            peaks = tl.where(first, edge_peak, peaks)
-            totals = tl.where(first, edge_total, totals)
-            if MOMENT:
-                moments = tl.where(first, edge_moment, moments)
-        for start in tl.range(0, body, COLS, num_stages=STAGES):
-            at = start + lane
-            mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-            z = _scaled(tl.load(BODY + at, mask, other=0.0), softcap, logit_scale, temperature)
-            peaks, totals, moments = _powers(z, mask, peaks, totals, moments, MOMENT, VECTOR)
-        peak, row_total, moment = _over_lanes(peaks, totals, moments, MOMENT)
-        lse = (peak + tl.log2(row_total)) * LN_2
-        log_prob = ((z_y - peak) - tl.log2(row_total)) * LN_2  # the difference first: it is exact near the peak
+        z_y = _scaled(tl.load(row.first + y, inside, other=0.0), softcap, logit_scale, temperature)
+        peak, total, moment = _statistics(
+            row, softcap, logit_scale, temperature, MOMENT, cols, VECTOR, ALIGNED, COLS, STAGES
+        )
+        lse = (peak + tl.log2(total)) * LN_2
+        log_prob = ((z_y - peak) - tl.log2(total)) * LN_2  # the difference first: it is exact near the peak
         log_prob = tl.where(inside, log_prob, float("nan"))
         if MOMENT:
-            entropy = (tl.log2(row_total) - moment / row_total) * LN_2
-    tl.store(LOG_PROBS + row, log_prob)
-    tl.store(LSE + row, lse)
-    tl.store(PARTITION + 2 * row, peak)
-    tl.store(PARTITION + 2 * row + 1, row_total)
+            entropy = (tl.log2(total) - moment / total) * LN_2
+    tl.store(LOG_PROBS + index, log_prob)
+    tl.store(LSE + index, lse)
+    tl.store(PARTITION + 2 * index, peak)
+    tl.store(PARTITION + 2 * index + 1, total)
     if ENTROPY is not None:
-        tl.store(ENTROPY + row, entropy)
+        tl.store(ENTROPY + index, entropy)
 
 
 @triton.jit
@@ -140,46 +148,45 @@ def selective_log_softmax_backward(
     softcap, logit_scale, temperature, ALIGNED: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, cols: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
     EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
-    head, body = split(row, stride, misaligned, cols, VECTOR, ALIGNED)
-    X, D = LOGITS + row * stride, DX + row * dx_stride
-    D_BODY = D + head
+    row = row_at(LOGITS, index, stride, misaligned, cols, VECTOR, ALIGNED)
+    D = DX + index * dx_stride
+    D_BODY = D + row.head
     if SAME_ALIGNMENT:
-        D_BODY = body_pointer(DX, row, dx_stride, head, misaligned, VECTOR, ALIGNED)
+        D_BODY = body_pointer(DX, index, dx_stride, row.head, misaligned, VECTOR, ALIGNED)
     at = part * COLS + tl.arange(0, COLS)
-    mask = in_body(at, body, cols, VECTOR, ALIGNED, COLS)
-    y = tl.load(TOKENS + row)
+    mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+    y = tl.load(TOKENS + index)
     if y == ignore_index:
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(row, cols, VECTOR)
             tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
     else:
-        peak, total = tl.load(PARTITION + 2 * row), tl.load(PARTITION + 2 * row + 1)
+        peak, total = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
         scale = logit_scale / temperature
-        of_token = tl.load(D_LOG_PROBS + row).to(tl.float32) * scale
+        of_token = tl.load(D_LOG_PROBS + index).to(tl.float32) * scale
         of_token = tl.where((y >= 0) & (y < cols), of_token, float("nan"))
         of_power = -of_token / total
         if D_LSE is not None:
-            of_power += tl.load(D_LSE + row).to(tl.float32) * scale / total
+            of_power += tl.load(D_LSE + index).to(tl.float32) * scale / total
         log_total = tl.log2(total)
         entropy = None
         of_entropy = None
         if D_ENTROPY is not None:
-            entropy = tl.load(ENTROPY + row)
-            of_entropy = tl.load(D_ENTROPY + row).to(tl.float32) * scale / total
-        BODY = body_pointer(LOGITS, row, stride, head, misaligned, VECTOR, ALIGNED)
+            entropy = tl.load(ENTROPY + index)
+            of_entropy = tl.load(D_ENTROPY + index).to(tl.float32) * scale / total
         dx = _gradient(
-            tl.load(BODY + at, mask, other=0.0), head + at, y, peak, log_total, entropy, of_token, of_power, of_entropy,
-            softcap, logit_scale, temperature,
+            tl.load(row.middle + at, mask, other=0.0), row.head + at, y, peak, log_total, entropy, of_token, of_power,
+            of_entropy, softcap, logit_scale, temperature,
         )  # fmt: skip
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(head, body, cols, VECTOR)
+            edge, edge_mask = edge_columns(row, cols, VECTOR)
             edge_dx = _gradient(
-                tl.load(X + edge, edge_mask, other=0.0), edge, y, peak, log_total, entropy, of_token, of_power,
+                tl.load(row.first + edge, edge_mask, other=0.0), edge, y, peak, log_total, entropy, of_token, of_power,
                 of_entropy, softcap, logit_scale, temperature,
             )  # fmt: skip
             tl.store(D + edge, edge_dx, edge_mask)
