@@ -19,6 +19,7 @@ from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY, logits_loss
+from liger_hw.spelling import check_known
 from liger_hw.transformers import plain
 
 __all__ = [
