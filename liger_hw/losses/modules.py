@@ -8,7 +8,12 @@ from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
 from liger_hw.losses.policy import OPTION_NAMES, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
 from liger_hw.spelling import check_known
+
+
+def _options(losses):
+    return dict.fromkeys(name for loss in losses.values() for name in loss.options)
 
 
 class _Loss(nn.Module):
@@ -19,12 +24,12 @@ class _Loss(nn.Module):
     """
 
     function = None
-    further = ()  # options that the function takes by ** and passes on
+    further = staticmethod(lambda: ())  # names of the options that the function takes by ** and passes on
 
     def __init__(self, **options):
         super().__init__()
         named = inspect.signature(self.function).parameters.values()
-        names = [p.name for p in named if p.default is not p.empty] + list(self.further)
+        names = [p.name for p in named if p.default is not p.empty] + list(self.further())
         for name in options:
             check_known("option", name, names, f"Options of {self.function.__name__}")
         self.options = options
@@ -39,19 +44,19 @@ class _Loss(nn.Module):
 class PreferenceLoss(_Loss):
     __doc__ = f"Of pairs of answers.\n\n    {_Loss.__doc__}"
     function = staticmethod(preference_loss)
-    further = ("gamma", "tau", "delta")
+    further = staticmethod(lambda: _options(PAIR_LOSSES))
 
 
 class UnpairedPreferenceLoss(_Loss):
     __doc__ = f"Of single answers, wanted or not.\n\n    {_Loss.__doc__}"
     function = staticmethod(unpaired_preference_loss)
-    further = ("kl", "delta")
+    further = staticmethod(lambda: _options(UNPAIRED_LOSSES))
 
 
 class PolicyLoss(_Loss):
     __doc__ = f"Of sampled completions with advantages.\n\n    {_Loss.__doc__}"
     function = staticmethod(policy_loss)
-    further = OPTION_NAMES
+    further = staticmethod(lambda: OPTION_NAMES)
 
 
 class DistillationLoss(_Loss):

@@ -7,7 +7,7 @@ the whole batch the backward makes the logits again.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -15,7 +15,13 @@ from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
 from liger_hw.losses.engine import CHUNK_MEMORY
-from liger_hw.losses.preference_formulas import MEAN_REWARD, PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
+from liger_hw.losses.preference_formulas import (
+    PAIR_LOSSES,
+    UNPAIRED_LOSSES,
+    Answers,
+    Pairs,
+    needs_whole_batch,
+)
 from liger_hw.losses.sequences import sequence_loss, token_loss
 from liger_hw.spelling import check_known
 
@@ -114,9 +120,9 @@ def preference_loss(
         x: (2P, T, H) hidden states, the chosen answers first, then the rejected ones in the same order.
         weight: (V, H). bias: (V,) or None.
         labels: (2P, T), the token that each position predicts (already shifted), `ignore_index` outside the answer.
-        loss_type: a name of `PAIR_LOSSES`, or a function as those are, (`Pairs`, beta, label_smoothing) -> (P,), in
-            which pairs depend on nothing but themselves. "simpo" and "orpo" are meant for average_log_prob=True and no
-            reference.
+        loss_type: a name of `PAIR_LOSSES`, or a function as those are, (`Pairs`, beta, label_smoothing) -> (P,). Its
+            pairs depend on nothing but themselves unless its attribute `whole_batch` says so (see `@pair_loss`).
+            "simpo" and "orpo" are meant for average_log_prob=True and no reference.
         beta: weight of the log-ratio; more than 0.
         label_smoothing: probability that a pair is the wrong way round: 0 to 0.5, more than 0 for "exo_pair" and less
             than 0.5 for "robust". Used by these two, "sigmoid", "simpo", "aot" and "aot_pair".
@@ -126,7 +132,8 @@ def preference_loss(
         ref_log_probs: (2P,) instead of these, or neither for no reference: its log-probabilities count as 0.
         nll_labels: (2P, T) or (P, T) labels for the NLL where they differ from `labels` (ORPO's counts the prompt's).
         chunk_memory: bytes that a chunk of logits may take.
-        loss_options: `gamma` of "simpo", `tau` of "discopop", `delta` of "bco_pair".
+        loss_options: of the loss type, in `preference_formulas`: `gamma` of "simpo", `tau` of "discopop", `delta` of
+            "bco_pair".
 
     Returns:
         A `PreferenceOutput`.
@@ -134,14 +141,13 @@ def preference_loss(
     Raises:
         ValueError: an odd number of answers, shapes that do not fit, an unknown loss type or option out of range; on a
             CPU, a label outside the vocabulary, which elsewhere makes the loss NaN.
-        RuntimeError: a second backward, except for "aot", "aot_pair" and "bco_pair" without `delta`.
+        RuntimeError: a second backward, except for a loss of the whole batch: "aot", "aot_pair", and "bco_pair" without
+            `delta`.
     """
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
-    formula = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
-    allowed = "0 to 0.5, more than 0 for exo_pair, less than 0.5 for robust"
-    check_numbers(allowed, least=0, most=0.5, label_smoothing=label_smoothing)
-    check(label_smoothing != {"exo_pair": 0, "robust": 0.5}.get(loss_type), "label_smoothing", label_smoothing, allowed)
+    formula, whole_batch = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
+    check_numbers("0 to 0.5", least=0, most=0.5, label_smoothing=label_smoothing)
     check_numbers(alpha=alpha)
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
@@ -155,7 +161,7 @@ def preference_loss(
         value = losses.sum() / pairs
         return value - of_same_labels * log_probs[0].sum() / nll_items if of_same_labels else value
 
-    loss, token_log_probs = _loss_of_groups(of_pairs, loss_type, loss_options, x, weight, labels, bias, 2, options)
+    loss, token_log_probs = _loss_of_groups(of_pairs, whole_batch, x, weight, labels, bias, 2, options)
     nll = torch.zeros_like(loss.detach())
     if alpha and nll_labels is None:
         nll = -token_log_probs[:pairs].sum() / nll_items
@@ -204,7 +210,7 @@ def unpaired_preference_loss(
     fits = torch.is_tensor(preferred) and preferred.dtype == torch.bool and preferred.shape == labels.shape[:1]
     check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")
     check_numbers("0 or more", least=0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-    formula = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options)
+    formula, whole_batch = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options)
     options = {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     factors = torch.full_like(reference, undesirable_weight).masked_fill(preferred, desirable_weight) / len(x)
@@ -214,7 +220,7 @@ def unpaired_preference_loss(
         losses = formula(Answers(policy, reference[groups], preferred[groups]), beta)
         return (losses * factors[groups]).sum()
 
-    loss, token_log_probs = _loss_of_groups(of_answers, loss_type, loss_options, x, weight, labels, bias, 1, options)
+    loss, token_log_probs = _loss_of_groups(of_answers, whole_batch, x, weight, labels, bias, 1, options)
     policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
     rewards = beta * (policy - reference)
     logits = _logits_sums(x.detach(), weight.detach(), bias if bias is None else bias.detach(), preferred, ~preferred)
@@ -226,9 +232,8 @@ def _negative(log_probs, entropy):
     return (-log_probs,)
 
 
-def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, parts, options):
+def _loss_of_groups(formula, whole_batch, x, weight, labels, bias, parts, options):
     """(loss, log-probabilities of the tokens without a gradient): group by group, unless the batch must be known."""
-    whole_batch = loss_type in ("aot", "aot_pair") or (loss_type in MEAN_REWARD and loss_options.get("delta") is None)
     if not whole_batch:
         return sequence_loss(formula, x, weight, labels, bias, parts, **options)[:2]
     log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
@@ -237,18 +242,17 @@ def _loss_of_groups(formula, loss_type, loss_options, x, weight, labels, bias, p
 
 
 def _formula(losses, loss_type, beta, loss_options):
+    """(the loss with its options, whether it couples the batch); ValueError for what is unknown or out of range."""
     if not callable(loss_type):
         check_known("loss_type", loss_type, losses, "Loss types, or a function of that form")
     check_numbers("a positive number", above=0, beta=beta)
-    if callable(loss_type):
-        return functools.partial(loss_type, **loss_options)
-    function = losses[loss_type]
-    code = function.__code__
-    takes = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
-    for name, value in loss_options.items():
-        check_known("option", name, takes, f"Options of {loss_type}")
-        of_one = torch.is_tensor(value) and value.numel() == 1 and name in ("kl", "delta")
-        if not of_one and not (value is None and name == "delta"):
-            check_numbers("a number, or for kl and delta a tensor of one", **{name: value})
-    check_numbers("a positive number", above=0, tau=loss_options.get("tau", 1))
-    return functools.partial(function, **loss_options)
+    loss = loss_type
+    if not callable(loss_type):
+        loss, known = losses[loss_type], losses[loss_type].options
+        for name, value in loss_options.items():
+            check_known("option", name, known, f"Options of {loss_type}")
+            kinds = get_args(known[name].annotation)
+            of_one = torch.Tensor in kinds and torch.is_tensor(value) and value.numel() == 1
+            if not of_one and not (type(None) in kinds and value is None):
+                check_numbers("a number" + ", or a tensor of one" * (torch.Tensor in kinds), **{name: value})
+    return functools.partial(loss, **loss_options), needs_whole_batch(loss, loss_options)

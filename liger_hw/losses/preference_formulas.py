@@ -1,13 +1,48 @@
 """The losses of preferred and dispreferred answers: each is a line or a few over log-probabilities of whole answers.
 
-A function of `Pairs` or of `Answers`, `beta` and options of its own, entered by its name into the table below it.
+A loss type is one function, of `Pairs` under `@pair_loss` or of `Answers` under `@unpaired_loss`, and nothing else. Its
+parameters with a default are its options, of the types that they are annotated with.
 """
 
+import functools
+import inspect
 import math
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
+
+from liger_hw.checks import check
+
+PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
+
+
+def _registering(losses):
+    def decorator(function=None, *, whole_batch=False):
+        """Make a function a loss type of its name, with the attributes `whole_batch` and `options`, its parameters.
+
+        Args:
+            whole_batch: whether a pair's (or an answer's) loss depends on the others of the batch, which then keeps the
+                log-probabilities of all until the backward; or a function (options given) -> that.
+        """
+        if function is None:
+            return functools.partial(decorator, whole_batch=whole_batch)
+        parameters = inspect.signature(function).parameters
+        function.options = {name: p for name, p in parameters.items() if p.default is not p.empty}
+        function.whole_batch = whole_batch
+        losses[function.__name__] = function
+        return function
+
+    return decorator
+
+
+pair_loss, unpaired_loss = _registering(PAIR_LOSSES), _registering(UNPAIRED_LOSSES)
+
+
+def needs_whole_batch(loss, options) -> bool:
+    """Tell whether `loss` with these options couples the batch; a function that is no loss type here does not."""
+    whole_batch = getattr(loss, "whole_batch", False)
+    return whole_batch(options) if callable(whole_batch) else whole_batch
 
 
 class Pairs(NamedTuple):
@@ -32,80 +67,97 @@ def _smoothed(margin, smoothing):
     return -logsigmoid(margin) * (1 - smoothing) - logsigmoid(-margin) * smoothing
 
 
+@pair_loss
 def sigmoid(pairs, beta, smoothing):
     """DPO, arXiv:2305.18290 eq. 7; CPO, arXiv:2401.08417 eq. 3, where there is no reference."""
     return _smoothed(beta * (pairs.c - pairs.r), smoothing)
 
 
-def simpo(pairs, beta, smoothing, gamma=0.5):
+@pair_loss
+def simpo(pairs, beta, smoothing, gamma: float = 0.5):
     """SimPO, arXiv:2405.14734 eq. 6, of averaged log-probabilities and no reference."""
     return _smoothed(beta * (pairs.c - pairs.r) - gamma, smoothing)
 
 
+@pair_loss
 def robust(pairs, beta, smoothing):
     """Robust DPO, arXiv:2403.00409: unbiased where pairs are the wrong way round with probability `smoothing`."""
+    check(smoothing < 0.5, "label_smoothing", smoothing, "0 to 0.5, less than that for robust")
     margin = beta * (pairs.c - pairs.r)
     return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
 
 
+@pair_loss
 def hinge(pairs, beta, smoothing):
     """SLiC-HF's calibration, arXiv:2305.10425, with the margin of DPO."""
     return torch.relu(1 - beta * (pairs.c - pairs.r))
 
 
+@pair_loss
 def ipo(pairs, beta, smoothing):
     """IPO, arXiv:2310.12036 eq. 17."""
     return (pairs.c - pairs.r - 1 / (2 * beta)) ** 2
 
 
+@pair_loss
 def exo_pair(pairs, beta, smoothing):
     """EXO for pairs, arXiv:2402.00856 eq. 16: reverse KL from the smoothed labels."""
+    check(smoothing > 0, "label_smoothing", smoothing, "0 to 0.5, more than 0 for exo_pair")
     margin = beta * (pairs.c - pairs.r)
     right = torch.sigmoid(margin) * (logsigmoid(margin) - math.log(1 - smoothing))
     return right + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smoothing))
 
 
+@pair_loss
 def nca_pair(pairs, beta, smoothing):
     """NCA for pairs, arXiv:2402.05369."""
     c, r = beta * pairs.c, beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
-def bco_pair(pairs, beta, smoothing, delta=None):
+@pair_loss(whole_batch=lambda options: options.get("delta") is None)
+def bco_pair(pairs, beta, smoothing, delta: torch.Tensor | float | None = None):
     """BCO of pairs, arXiv:2404.04656; `delta` is the mean reward, of these pairs unless given."""
     c, r = beta * pairs.c, beta * pairs.r
     delta = torch.cat((c, r)).mean().detach() if delta is None else delta
     return -logsigmoid(c - delta) - logsigmoid(delta - r)
 
 
+@pair_loss
 def sppo_hard(pairs, beta, smoothing):
     """SPPO with the probability of winning rounded to 0 or 1, arXiv:2405.00675 eq. 4.7."""
     return (pairs.c - 0.5 / beta) ** 2 + (pairs.r + 0.5 / beta) ** 2
 
 
+@pair_loss
 def apo_zero(pairs, beta, smoothing):
     """APO-zero, arXiv:2408.06266 eq. 7: more of the chosen and less of the rejected."""
     return 1 - torch.sigmoid(beta * pairs.c) + torch.sigmoid(beta * pairs.r)
 
 
+@pair_loss
 def apo_down(pairs, beta, smoothing):
     """APO-down, arXiv:2408.06266 eq. 8: less of both, and more less of the rejected."""
     return torch.sigmoid(beta * pairs.c) + 1 - torch.sigmoid(beta * (pairs.c - pairs.r))
 
 
-def discopop(pairs, beta, smoothing, tau=0.05):
+@pair_loss
+def discopop(pairs, beta, smoothing, tau: float = 0.05):
     """DiscoPOP, arXiv:2406.08414 eq. 5: the log-ratio modulated loss that it discovered."""
+    check(tau > 0, "tau", tau, "a positive number")
     margin = beta * (pairs.c - pairs.r)
     mix = torch.sigmoid(margin / tau)
     return -logsigmoid(margin) * (1 - mix) + torch.exp(logsigmoid(margin / tau) - margin)  # the power alone overflows
 
 
+@pair_loss(whole_batch=True)
 def aot(pairs, beta, smoothing):
     """AOT paired, arXiv:2406.05882: margins of policy and reference, each sorted over the batch."""
     margin = (pairs.chosen - pairs.rejected).sort().values
     return _smoothed(beta * (margin - (pairs.ref_chosen - pairs.ref_rejected).sort().values), smoothing)
 
 
+@pair_loss(whole_batch=True)
 def aot_pair(pairs, beta, smoothing):
     """AOT unpaired, arXiv:2406.05882: log-ratios of chosen and rejected, each sorted over the batch."""
     return _smoothed(beta * (pairs.c.sort().values - pairs.r.sort().values), smoothing)
@@ -121,18 +173,10 @@ def log_odds_ratio(pairs):
     return log_odds(pairs.c) - log_odds(pairs.r)
 
 
+@pair_loss
 def orpo(pairs, beta, smoothing):
     """ORPO, arXiv:2403.07691 eq. 7 without the NLL, of averaged log-probabilities and no reference."""
     return -beta * logsigmoid(log_odds_ratio(pairs))
-
-
-PAIR_LOSSES = {
-    loss.__name__: loss
-    for loss in (
-        sigmoid, simpo, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, aot,
-        aot_pair, orpo,
-    )
-}  # fmt: skip
 
 
 class Answers(NamedTuple):
@@ -147,18 +191,16 @@ class Answers(NamedTuple):
         return self.log_probs - self.ref_log_probs
 
 
-def kto(answers, beta, kl=0.0):
+@unpaired_loss
+def kto(answers, beta, kl: torch.Tensor | float = 0.0):
     """KTO, arXiv:2402.01306 eq. 7; `kl` is the reference point z_0, an estimate of the policy's KL."""
     log_ratio = answers.log_ratio
     return 1 - torch.sigmoid(beta * torch.where(answers.preferred, log_ratio - kl, kl - log_ratio))
 
 
-def bco(answers, beta, delta=None):
+@unpaired_loss(whole_batch=lambda options: options.get("delta") is None)
+def bco(answers, beta, delta: torch.Tensor | float | None = None):
     """BCO, arXiv:2404.04656; `delta` is the mean reward, of these answers unless given."""
     reward = beta * answers.log_ratio
     delta = reward.mean().detach() if delta is None else delta
     return -logsigmoid(torch.where(answers.preferred, reward - delta, delta - reward))
-
-
-UNPAIRED_LOSSES = {"kto": kto, "bco": bco}
-MEAN_REWARD = ("bco_pair", "bco")  # whose `delta` is a mean over the batch unless given

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from naive import hold, leaves, token_log_probs
 
-from liger_hw import use_backend
+from liger_hw import PreferenceLoss, use_backend
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
-from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES, Pairs, needs_whole_batch, pair_loss
 from liger_hw.testing.inputs import randn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -280,11 +280,66 @@ def test_second_backward(loss_type, device):
     (x, w, b), _, labels = case(device=device)
     loss = preference_loss(x, w, labels, b, loss_type, average_log_prob=True, label_smoothing=0.1).loss
     (once,) = torch.autograd.grad(loss, x, retain_graph=True)
-    if loss_type in ("aot", "aot_pair", "bco_pair"):
+    if needs_whole_batch(PAIR_LOSSES[loss_type], {}):
         assert torch.equal(once, torch.autograd.grad(loss, x)[0])
     else:
         with pytest.raises(RuntimeError, match="second"):
             torch.autograd.grad(loss, x)
+
+
+@pytest.fixture
+def made_up():
+    """Pair losses of the test's own; forgotten again afterwards."""
+    known = set(PAIR_LOSSES)
+    yield pair_loss
+    for name in set(PAIR_LOSSES) - known:
+        del PAIR_LOSSES[name]
+
+
+def test_a_pair_loss_is_one_function(made_up, device):
+    """Nothing else in the package knows it by its name: chunks, options, errors and the module follow from it."""
+
+    @made_up
+    def cubic(pairs, beta, smoothing, shift: float = 0.0, point: torch.Tensor | None = None):
+        margin = beta * (pairs.c - pairs.r) - shift - (0 if point is None else point)
+        return (1 - margin) ** 3
+
+    @made_up(whole_batch=lambda options: options.get("scale") is None)
+    def relative(pairs, beta, smoothing, scale: float | None = None):
+        margin = pairs.c - pairs.r
+        return torch.relu(beta - margin / (margin.abs().mean().detach() if scale is None else scale))
+
+    (x, w, b), ref, labels = case(device=device)
+    reference = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
+    for name, options in [
+        ("cubic", {}), ("cubic", {"shift": 0.5, "point": torch.ones(1, device=device)}), ("relative", {}),
+        ("relative", {"scale": 2.0}),
+    ]:  # fmt: skip
+        losses = []
+        for memory in (700, 10**6):
+            module = PreferenceLoss(loss_type=name, beta=0.3, chunk_memory=memory, **options)
+            losses.append(module(x, w, labels, b, **reference).loss)
+        with torch.no_grad():
+            answers = [
+                answers_of(*tensors, average=False) for tensors in ((x, w, labels, b), (ref[0], ref[1], labels, ref[2]))
+            ]
+        pairs = Pairs(*(half for of_model in answers for half in of_model.chunk(2)))
+        expected = PAIR_LOSSES[name](pairs, 0.3, 0.0, **options).mean()
+        for loss in losses:
+            torch.testing.assert_close(loss.detach(), expected)
+        grads = [torch.autograd.grad(loss, (x, w), retain_graph=True) for loss in losses]
+        for a, b_ in zip(*grads):
+            torch.testing.assert_close(a, b_)
+        if name == "relative" and not options:
+            torch.autograd.grad(losses[0], x)  # of the whole batch: a second backward is right
+        else:
+            with pytest.raises(RuntimeError, match="second"):
+                torch.autograd.grad(losses[0], x)
+    for options in ({"shift": "a"}, {"shift": torch.ones(1)}, {"point": torch.ones(2)}, {"shift": None}):
+        with pytest.raises(ValueError, match="^" + next(iter(options))):
+            preference_loss(x, w, labels, b, "cubic", **options)
+    with pytest.raises(ValueError, match="^unknown option 'scale'"):
+        preference_loss(x, w, labels, b, "cubic", scale=1.0)
 
 
 def test_labels_of_the_nll(device):
