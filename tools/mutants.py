@@ -19,8 +19,8 @@ MUTANTS = {
     "rms_norm": [
         (
             "mean over the block, not the row",
-            "tl.sum(_square(x, dtype, CASTING), 1) / cols",
-            "tl.sum(_square(x, dtype, CASTING), 1) / COLS",
+            "tl.sum(square(x, dtype, CASTING), 1) / cols",
+            "tl.sum(square(x, dtype, CASTING), 1) / COLS",
         ),
         ("eps left out", "1.0 / tl.sqrt(mean + eps)", "1.0 / tl.sqrt(mean)"),
         (

@@ -18,7 +18,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
-from liger_hw.kernels.glu import tile_config
+from liger_hw.kernels.glu import own_tile, tile_config
 from liger_hw.launch import launch
 from liger_hw.tuning import power_of_2, tuned
 
@@ -98,15 +98,6 @@ def _activated(g, alpha, dtype: tl.constexpr, SILU: tl.constexpr):
 
 
 @triton.jit
-def _tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The rows of this program's tile, its first column, and whether all of it exists."""
-    blocks = tl.cdiv(cols, COLS)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
-    start = (tl.program_id(0) % blocks).to(tl.int64) * COLS
-    return (row + tl.arange(0, ROWS))[:, None], start, (row + ROWS <= rows) & (start + COLS <= cols)
-
-
-@triton.jit
 def _mask(row, rows, start, cols, whole: tl.constexpr, COLS: tl.constexpr):
     if whole:
         return tl.full((1, COLS), True, tl.int1)
@@ -153,7 +144,7 @@ def clamped_glu_forward(
     G, U, Y, rows, cols, g_stride, u_stride, y_stride, limit, alpha, offset,
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = _tile(rows, cols, ROWS, COLS)
+    row, start, whole = own_tile(rows, cols, ROWS, COLS)
     if whole:  # a mask at an odd width would make every access as wide as one value
         _forward_tile(
             G, U, Y, row, start, rows, cols, g_stride, u_stride, y_stride, limit, alpha, offset, True,
@@ -195,7 +186,7 @@ def clamped_glu_backward(
     G, U, DY, DG, DU, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = _tile(rows, cols, ROWS, COLS)
+    row, start, whole = own_tile(rows, cols, ROWS, COLS)
     if whole:
         _backward_tile(
             G, U, DY, DG, DU, row, start, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,

@@ -24,6 +24,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._in_place import goes_in_place, gradients, saved_inputs
 from liger_hw.kernels._math import activated, activated_with_slope, empty_rows, rows_of
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
@@ -164,13 +165,12 @@ def glu_backward_config(width, itemsize, read, device):
 
 
 @triton.jit
-def _own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The rows and columns of this program's tile, and whether all of them exist."""
+def own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The rows of this program's tile, its first column, and whether all of it exists."""
     blocks = tl.cdiv(cols, COLS)
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
-    col = (tl.program_id(0) % blocks).to(tl.int64) * COLS
-    whole = (row + ROWS <= rows) & (col + COLS <= cols)
-    return (row + tl.arange(0, ROWS))[:, None], (col + tl.arange(0, COLS))[None, :], whole
+    start = (tl.program_id(0) % blocks).to(tl.int64) * COLS
+    return (row + tl.arange(0, ROWS))[:, None], start, (row + ROWS <= rows) & (start + COLS <= cols)
 
 
 @triton.jit
@@ -194,7 +194,8 @@ def glu_forward(
     G, U, Y, rows, cols, g_stride, u_stride, y_stride,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, col, whole = _own_tile(rows, cols, ROWS, COLS)
+    row, start, whole = own_tile(rows, cols, ROWS, COLS)
+    col = (start + tl.arange(0, COLS))[None, :]
     if whole:  # a mask at an odd width would make every access as wide as one value
         _forward_tile(G, U, Y, row, col, None, g_stride, u_stride, y_stride, ACTIVATION)
     else:
@@ -227,7 +228,8 @@ def glu_backward(
 ):  # fmt: skip
     # An output may be an input's memory (DG over G, DU over U, Y over DY) where all are of one dtype: then a value is
     # read and written by the same thread.
-    row, col, whole = _own_tile(rows, cols, ROWS, COLS)
+    row, start, whole = own_tile(rows, cols, ROWS, COLS)
+    col = (start + tl.arange(0, COLS))[None, :]
     if whole:
         _backward_tile(
             G, U, DY, DG, DU, Y, row, col, None, g_stride, u_stride, dy_stride, dg_stride, du_stride, y_stride,
@@ -292,57 +294,6 @@ def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor | None, dy: torc
     launch_backward(gate, up, dy, gate, up, None, activation)
 
 
-def _check_in_place(gate, up):
-    """That gradients can be written over `gate` and `up` without touching anything else."""
-    named = {"x": gate} if up is None else {"gate": gate, "up": up}
-    for name, x in named.items():
-        check(not x.is_leaf, name, "a leaf that wants a gradient", "with in_place, an intermediate result")
-        rows, stride = rows_of(x)
-        own = rows.data_ptr() == x.data_ptr() and (x.numel() <= x.shape[-1] or stride >= x.shape[-1])
-        check(own, name, f"strides {x.stride()}", "with in_place, rows of unit stride that do not overlap")
-    check(up is None or _disjoint(gate, up), "up", "memory shared with gate", "with in_place, memory of its own")
-
-
-def _disjoint(a, b):
-    """Whether no value of `a` lies in `b`, both rows: apart, or side by side in rows of one stride, of one dtype."""
-    if a.numel() == 0:
-        return True
-    cols = a.shape[-1]
-    steps, distance = a.numel() // cols - 1, b.data_ptr() - a.data_ptr()
-    width, stride_a, stride_b = cols * a.element_size(), _row_bytes(a), _row_bytes(b)
-    reach_a, reach_b = steps * stride_a + width, steps * stride_b + cols * b.element_size()
-    if distance >= reach_a or -distance >= reach_b:
-        return True
-    return a.dtype == b.dtype and stride_a == stride_b and width <= distance % stride_a <= stride_a - width
-
-
-def _row_bytes(x):
-    return rows_of(x)[1] * x.element_size()
-
-
-def saved(ctx):
-    """The tensors that a forward saved, unless a backward has written over them."""
-    if ctx.overwritten:
-        raise RuntimeError(
-            "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote "
-            "the gradients over their inputs. Pass in_place=False to go backward twice"
-        )
-    return ctx.saved_tensors
-
-
-def gradients(ctx, gate, up, dy, backward, backward_in_place):
-    """The gradients of `gate` and `up`, by one of two raw functions: in memory of their own, or in place."""
-    gate_grad, up_grad = ctx.needs_input_grad[:2]
-    if ctx.in_place and gate_grad and (up is None or up_grad):
-        backward_in_place(gate, up, dy, ctx.activation)
-        ctx.overwritten = True
-        for x in (gate,) if up is None else (gate, up):
-            torch.autograd.graph.increment_version(x)  # whoever else saved it finds out
-        return gate.detach(), None if up is None else up.detach()
-    dgate, dup = backward(gate, up, dy, ctx.activation, gate_grad, up_grad)
-    return dgate if gate_grad else None, dup if up_grad else None
-
-
 class GLUFunction(Function):
     @staticmethod
     def forward(ctx, gate, up, activation, in_place):
@@ -352,21 +303,8 @@ class GLUFunction(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        gate, up = saved(ctx)
+        gate, up = saved_inputs(ctx)
         return *gradients(ctx, gate, up, dy, _glu_backward, _glu_backward_in_place), None, None
-
-
-def goes_in_place(gate, up, in_place):
-    """Whether the gradients of `gate` and `up` are to take their memory: asked for, and possible.
-
-    Raises:
-        ValueError: asked for where it would overwrite something else.
-    """
-    if not in_place or up is not None and gate.dtype != up.dtype or torch.compiler.is_compiling():
-        return False
-    if torch.is_grad_enabled() and gate.requires_grad and (up is None or up.requires_grad):
-        _check_in_place(gate, up)
-    return True
 
 
 def gated(gate, up, activation, in_place):

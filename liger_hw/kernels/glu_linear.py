@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from liger_hw._torch import saved_tensors_hooks
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._in_place import goes_in_place, gradients, saved_inputs
 from liger_hw.kernels.glu import (
     ACTIVATIONS,
     activate,
@@ -27,10 +28,7 @@ from liger_hw.kernels.glu import (
     gated,
     geglu,
     glu,
-    goes_in_place,
-    gradients,
     launch_backward,
-    saved,
     swiglu,
     validate,
 )
@@ -130,7 +128,7 @@ class GLULinearFunction(Function):
 
     @staticmethod
     def backward(ctx, dout):
-        gate, up, weight = saved(ctx)
+        gate, up, weight = saved_inputs(ctx)
         dout = dout.reshape(-1, weight.shape[0])
         y = torch.mm(dout, weight).to(gate.dtype)  # dy, until the next line; autocast around a backward casts it
         dgate, dup = gradients(ctx, gate, up, y.view(gate.shape), _glu_linear_backward, glu_linear_backward_in_place)

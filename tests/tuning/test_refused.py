@@ -11,7 +11,7 @@ from made_up import H200, KEY, NEEDS_TRITON, entry, made_up_config, ship
 from liger_hw import backends, dispatch, launch, tuning
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
-from liger_hw.kernels import glu
+from liger_hw.kernels import _in_place
 from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import HEURISTIC
 
@@ -83,7 +83,7 @@ def test_what_writes_to_its_arguments_launches_one_kernel(monkeypatch):
     monkeypatch.setitem(backends._devices, meta, H200)
     launched, counts = [], {}
     monkeypatch.setattr(launch, "_first_launch", lambda *args: launched.append(1))
-    monkeypatch.setattr(glu, "_disjoint", lambda a, b: True)  # all tensors without data are at address 0
+    monkeypatch.setattr(_in_place, "_disjoint", lambda a, b: True)  # all tensors without data are at address 0
 
     def observer(launches, args, repeatable):
         before = len(launched)

@@ -42,12 +42,12 @@ def _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols: tl
 
 
 @triton.jit
-def _square(x, dtype: tl.constexpr, CASTING: tl.constexpr):
+def square(x, dtype: tl.constexpr, CASTING: tl.constexpr):
     return rounded(x * x, dtype) if CASTING == "none" else x * x
 
 
 @triton.jit
-def _rstd(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
+def rstd_of(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
     if CASTING == "none":
         return rounded(1.0 / tl.sqrt(rounded(rounded(mean, dtype) + eps, dtype)), dtype)
     else:
@@ -82,7 +82,7 @@ def rms_norm_forward(
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
         x = _load_sum(X, RESIDUAL, S, row, col, mask, x_stride, residual_stride, cols, True)
-        rstd = _rstd(tl.sum(_square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
+        rstd = rstd_of(tl.sum(square(x, dtype, CASTING), 1) / cols, eps, dtype, CASTING)
         tl.store(
             Y + row[:, None] * cols + col,
             _scale(x, rstd, W, load_parameter(W, col, 1.0, cols, COLS), offset, dtype, CASTING),
@@ -94,8 +94,8 @@ def rms_norm_forward(
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
             x = _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols, False)
-            total += _square(x, dtype, CASTING)
-        rstd = _rstd(tl.sum(total, 1) / cols, eps, dtype, CASTING)
+            total += square(x, dtype, CASTING)
+        rstd = rstd_of(tl.sum(total, 1) / cols, eps, dtype, CASTING)
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
@@ -108,12 +108,12 @@ def rms_norm_forward(
 
 
 @triton.jit
-def _load(P, row, at, mask, stride):
+def load_rows(P, row, at, mask, stride):
     return tl.load(P + row[:, None] * stride + at, mask, other=0.0)
 
 
 @triton.jit
-def _before_weight(dy, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+def before_weight(dy, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
     """m, the gradient of what the weight multiplied."""
     if W is not None:
         return dy * _factor(w, offset, dtype, CASTING)
@@ -122,7 +122,7 @@ def _before_weight(dy, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr)
 
 
 @triton.jit
-def _store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, at, mask, ds_out_stride,
+def store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, at, mask, ds_out_stride,
               dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr):  # fmt: skip
     """Store ds, and return what the rows add to dw."""
     normed = s * rstd
@@ -155,15 +155,15 @@ def rms_norm_backward(
         squares, products = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         for i in tl.static_range(BLOCKS):
             mask = in_tile(row, i * COLS + col, rows, cols, ROWS, COLS)
-            s_blocks = s_blocks + (_load(S, row, i * COLS + col, mask, s_stride),)
-            dy_blocks = dy_blocks + (_load(DY, row, i * COLS + col, mask, dy_stride),)
+            s_blocks = s_blocks + (load_rows(S, row, i * COLS + col, mask, s_stride),)
+            dy_blocks = dy_blocks + (load_rows(DY, row, i * COLS + col, mask, dy_stride),)
             if BLOCKS > 1:
                 w = load_parameter(W, i * COLS + col, 1.0, cols, COLS)
             s = s_blocks[i].to(tl.float32)
-            m = _before_weight(dy_blocks[i].to(tl.float32), W, w, offset, dtype, CASTING)
-            squares += _square(s, dtype, CASTING)
+            m = before_weight(dy_blocks[i].to(tl.float32), W, w, offset, dtype, CASTING)
+            squares += square(s, dtype, CASTING)
             products += m * s
-        rstd = _rstd(tl.sum(squares, 1) / cols, eps, dtype, CASTING)[:, None]
+        rstd = rstd_of(tl.sum(squares, 1) / cols, eps, dtype, CASTING)[:, None]
         mean = rstd * tl.sum(products, 1)[:, None] / cols
         dw_before, dw = dw, ()
         for i in tl.static_range(BLOCKS):
@@ -171,8 +171,8 @@ def rms_norm_backward(
             if BLOCKS > 1:
                 w = load_parameter(W, i * COLS + col, 1.0, cols, COLS)
             s, dy = s_blocks[i].to(tl.float32), dy_blocks[i].to(tl.float32)
-            m = _before_weight(dy, W, w, offset, dtype, CASTING)
-            dw_rows = _store_ds(
+            m = before_weight(dy, W, w, offset, dtype, CASTING)
+            dw_rows = store_ds(
                 DS, DS_OUT, s, m, dy, rstd, mean, row, i * COLS + col, mask, ds_out_stride, dtype, CASTING, cols
             )
             dw = dw + (dw_before[i] + dw_rows,)

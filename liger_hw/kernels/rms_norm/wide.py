@@ -16,12 +16,12 @@ from liger_hw.kernels._math import (
     wide_grid,
 )
 from liger_hw.kernels.rms_norm.kernels import (
-    _before_weight,
-    _load,
-    _rstd,
-    _square,
-    _store_ds,
+    before_weight,
+    load_rows,
     rows_or_none,
+    rstd_of,
+    square,
+    store_ds,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
@@ -52,11 +52,11 @@ def rms_norm_wide_sums(
         at = start + tl.arange(0, COLS)[None, :]
         w = load_parameter(W, at, 1.0, cols, COLS)
         mask = in_row(at, cols, COLS)
-        s = _load(S, row, at, mask, s_stride).to(tl.float32)
-        dy = _load(DY, row, at, mask, dy_stride).to(tl.float32)
-        squares += _square(s, dtype, CASTING)
-        products += _before_weight(dy, W, w, offset, dtype, CASTING) * s
-    rstd = _rstd(tl.sum(squares, 1) / cols, eps, dtype, CASTING)
+        s = load_rows(S, row, at, mask, s_stride).to(tl.float32)
+        dy = load_rows(DY, row, at, mask, dy_stride).to(tl.float32)
+        squares += square(s, dtype, CASTING)
+        products += before_weight(dy, W, w, offset, dtype, CASTING) * s
+    rstd = rstd_of(tl.sum(squares, 1) / cols, eps, dtype, CASTING)
     tl.store(RSTD + row, rstd)
     tl.store(MEAN + row, rstd * tl.sum(products, 1) / cols)
 
@@ -76,10 +76,10 @@ def rms_norm_wide_backward(
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
         rstd = tl.load(RSTD + row, row < rows, other=0.0)[:, None]
         mean = tl.load(MEAN + row, row < rows, other=0.0)[:, None]
-        s = _load(S, row, col, mask, s_stride).to(tl.float32)
-        dy = _load(DY, row, col, mask, dy_stride).to(tl.float32)
-        m = _before_weight(dy, W, w, offset, dtype, CASTING)
-        dw += _store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, col, mask, ds_out_stride, dtype, CASTING, cols)
+        s = load_rows(S, row, col, mask, s_stride).to(tl.float32)
+        dy = load_rows(DY, row, col, mask, dy_stride).to(tl.float32)
+        m = before_weight(dy, W, w, offset, dtype, CASTING)
+        dw += store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, col, mask, ds_out_stride, dtype, CASTING, cols)
     if DW is not None:
         dw_at = DW + tl.program_id(1).to(tl.int64) * cols + col
         tl.store(dw_at, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))

@@ -1,0 +1,73 @@
+"""Gradients of gated linear units over the memory of their inputs: where that is safe, and what else must learn of it.
+
+An autograd function that uses this sets ctx.activation, ctx.in_place and ctx.overwritten in its forward.
+"""
+
+import torch
+
+from liger_hw.checks import check
+from liger_hw.kernels._math import rows_of
+
+
+def goes_in_place(gate, up, in_place):
+    """Tell whether the gradients of `gate` and `up` (or None) are to take their memory: asked for, and possible.
+
+    Raises:
+        ValueError: asked for where it would overwrite something else.
+    """
+    if not in_place or up is not None and gate.dtype != up.dtype or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and gate.requires_grad and (up is None or up.requires_grad):
+        _check_memory(gate, up)
+    return True
+
+
+def saved_inputs(ctx):
+    """Return the tensors that a forward saved, unless a backward has written over them."""
+    if ctx.overwritten:
+        raise RuntimeError(
+            "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote "
+            "the gradients over their inputs. Pass in_place=False to go backward twice"
+        )
+    return ctx.saved_tensors
+
+
+def gradients(ctx, gate, up, dy, backward, backward_in_place):
+    """Return the gradients of `gate` and `up`, by one of two raw functions: in memory of their own, or in place."""
+    for_gate, for_up = ctx.needs_input_grad[:2]
+    if ctx.in_place and for_gate and (up is None or for_up):
+        backward_in_place(gate, up, dy, ctx.activation)
+        ctx.overwritten = True
+        for x in (gate,) if up is None else (gate, up):
+            torch.autograd.graph.increment_version(x)  # another function that saved it must hear of it
+        return gate.detach(), None if up is None else up.detach()
+    dgate, dup = backward(gate, up, dy, ctx.activation, for_gate, for_up)
+    return dgate if for_gate else None, dup if for_up else None
+
+
+def _check_memory(gate, up):
+    """Refuse inputs over which gradients cannot be written without touching anything else."""
+    named = {"x": gate} if up is None else {"gate": gate, "up": up}
+    for name, x in named.items():
+        check(not x.is_leaf, name, "a leaf that wants a gradient", "with in_place, an intermediate result")
+        rows, stride = rows_of(x)
+        own = rows.data_ptr() == x.data_ptr() and (x.numel() <= x.shape[-1] or stride >= x.shape[-1])
+        check(own, name, f"strides {x.stride()}", "with in_place, rows of unit stride that do not overlap")
+    check(up is None or _disjoint(gate, up), "up", "memory shared with gate", "with in_place, memory of its own")
+
+
+def _disjoint(a, b):
+    """Tell whether no value of `a` lies in `b`, both rows: apart, or side by side in rows of one stride and dtype."""
+    if a.numel() == 0:
+        return True
+    cols = a.shape[-1]
+    steps, distance = a.numel() // cols - 1, b.data_ptr() - a.data_ptr()
+    width, stride_a, stride_b = cols * a.element_size(), _row_bytes(a), _row_bytes(b)
+    reach_a, reach_b = steps * stride_a + width, steps * stride_b + cols * b.element_size()
+    if distance >= reach_a or -distance >= reach_b:
+        return True
+    return a.dtype == b.dtype and stride_a == stride_b and width <= distance % stride_a <= stride_a - width
+
+
+def _row_bytes(x):
+    return rows_of(x)[1] * x.element_size()
