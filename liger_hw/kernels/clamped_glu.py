@@ -11,6 +11,8 @@ writes their gradients (5RC), computing f again. Both are bound by memory. Of a 
 they are, halves of its rows or alternating in them, and so are their gradients written.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from liger_hw._triton import tl, triton
@@ -199,8 +201,18 @@ def clamped_glu_backward(
         )  # fmt: skip
 
 
-def _launch(kernel, find_config, gate, up, dy, interleaved, outputs, numbers):
+class Clamp(NamedTuple):
+    """The options of a unit; alpha 0 is silu."""
+
+    limit: float
+    alpha: float
+    offset: float
+    interleaved: bool
+
+
+def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
     """Launch `kernel` over the rows of gate and up; over one long row, where their memory is one."""
+    limit, alpha, offset, interleaved = clamp
     cols = gate.shape[-1] // (2 if up is None else 1)
     count = gate.numel() // (2 if up is None else 1)
     y_stride, d_stride = cols, gate.shape[-1]
@@ -210,65 +222,59 @@ def _launch(kernel, find_config, gate, up, dy, interleaved, outputs, numbers):
         g, u = g.chunk(2, -1)
     elif all(x is None or x.is_contiguous() for x in (gate, up, dy)):
         cols, g_stride, u_stride, dy_stride, y_stride, d_stride = count, 0, 0, 0, 0, 0
-    itemsize = gate.element_size() * (2 if interleaved else 1)  # what is loaded of one column at once
+    itemsize = gate.element_size() * (2 if interleaved else 1)  # of what is loaded of one column at once
     config = find_config(min(power_of_2(cols), 4096), itemsize, device_of(gate))
     rows = count // cols if count else 0
     tiles = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
     tensors, strides = (g, u, *outputs), (g_stride, u_stride, y_stride)
     if dy is not None:
         tensors, strides = (g, u, dy, *outputs), (g_stride, u_stride, dy_stride, d_stride)
-    limit, alpha, offset = numbers
     launch(
         kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides,
         limit, alpha, offset, not alpha, interleaved,
     )  # fmt: skip
 
 
-def _fake_forward(gate, up, limit, alpha, offset, interleaved):
+def _empty_product(gate, up, clamp):
     return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 
-@raw(_fake_forward)
-def _clamped_glu_forward(
-    gate: torch.Tensor, up: torch.Tensor | None, limit: float, alpha: float, offset: float, interleaved: bool
-) -> torch.Tensor:
-    y = _fake_forward(gate, up, limit, alpha, offset, interleaved)
-    numbers = limit, alpha, offset
-    _launch(clamped_glu_forward, clamped_glu_forward_config, gate, up, None, interleaved, (y,), numbers)
+@raw(_empty_product)
+def _clamped_glu_forward(gate: torch.Tensor, up: torch.Tensor | None, clamp: Clamp) -> torch.Tensor:
+    y = _empty_product(gate, up, clamp)
+    _launch(clamped_glu_forward, clamped_glu_forward_config, gate, up, None, (y,), clamp)
     return y
 
 
-def _fake_backward(gate, up, dy, limit, alpha, offset, interleaved):
+def _empty_gradients(gate, up, dy, clamp):
     return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
 
 
-@raw(_fake_backward)
+@raw(_empty_gradients)
 def _clamped_glu_backward(
-    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor,
-    limit: float, alpha: float, offset: float, interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    dgate, dup = _fake_backward(gate, up, dy, limit, alpha, offset, interleaved)
-    parts = (dgate, dgate) if interleaved else _split(dgate, None if up is None else dup, False)
-    numbers = limit, alpha, offset
-    _launch(clamped_glu_backward, clamped_glu_backward_config, gate, up, dy, interleaved, parts, numbers)
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, clamp: Clamp
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dgate, dup = _empty_gradients(gate, up, dy, clamp)
+    outputs = (dgate, dgate) if clamp.interleaved else _split(dgate, None if up is None else dup, False)
+    _launch(clamped_glu_backward, clamped_glu_backward_config, gate, up, dy, outputs, clamp)
     return dgate, dup
 
 
 class ClampedGLUFunction(Function):
     @staticmethod
-    def forward(ctx, gate, up, *options):
+    def forward(ctx, gate, up, clamp):
         ctx.save_for_backward(gate, up)
-        ctx.options = options
-        return _clamped_glu_forward(gate, up, *options)
+        ctx.clamp = clamp
+        return _clamped_glu_forward(gate, up, clamp)
 
     @staticmethod
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        dgate, dup = _clamped_glu_backward(gate, up, dy, *ctx.options)
-        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, *(None,) * 4
+        dgate, dup = _clamped_glu_backward(gate, up, dy, ctx.clamp)
+        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
 
 
 @clamped_swiglu.register("triton")
 def _(gate, up=None, limit=7.0, alpha=None, offset=0.0, interleaved=False):
     _validate(gate, up, limit, interleaved)
-    return ClampedGLUFunction.apply(gate, up, float(limit), float(alpha or 0.0), float(offset), interleaved)
+    return ClampedGLUFunction.apply(gate, up, Clamp(float(limit), float(alpha or 0.0), float(offset), interleaved))
