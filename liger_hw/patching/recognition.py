@@ -186,7 +186,6 @@ def match_mlp(module):
         order = order | (extras or {}) | clamps
 
         def clone(children, values=values):
-            torch.manual_seed(0)
             return probing.clone(module, {}, module._modules | drops | children, training=True, **values)
 
         def original(x, children, clone=clone):

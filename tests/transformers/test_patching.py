@@ -109,13 +109,66 @@ def test_patching_touches_one_model_only():
     tiny.assert_learns_alike(second, first, **tiny.tokens())
 
 
-def test_probing_leaves_random_state_and_weights_alone():
-    model = tiny.model("gemma2")
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    liger_hw.patch(model)
-    assert torch.equal(torch.get_rng_state(), state)
+def never_seen(model):
+    """`model`, whose modules have classes that nothing is remembered of."""
+    for module in model.modules():
+        cls = type(module)
+        if not cls.__module__.startswith("torch."):
+            module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
+    return model
+
+
+@pytest.fixture
+def generators_refused(monkeypatch):
+    """Every function of torch that reads, seeds or sets a global generator raises."""
+    names = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "fork_rng", "get_rng_state",
+             "get_rng_state_all", "set_rng_state", "set_rng_state_all")  # fmt: skip
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a global generator was asked")
+
+    owners = torch, torch.random, torch.cuda, torch.cuda.random, torch.xpu, torch.xpu.random, torch.mps, torch.mtia
+    for owner in owners:
+        for name in names:
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, refuse)
+    return torch._C.default_generator.get_state
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral", "nemotron", "phi3"])
+def test_patching_and_a_first_forward_leave_random_state_and_weights_alone(family, generators_refused):
+    torch._C.default_generator.manual_seed(0)
+    model = never_seen(transformers.AutoModelForCausalLM.from_config(tiny_config(family)))
+    before, state = copy.deepcopy(model.state_dict()), generators_refused()
+    summary = liger_hw.patch(model)
+    assert any(name.endswith(("MLP", "Experts")) for name, _ in summary.replaced)
+    assert torch.equal(generators_refused(), state)
+    model.train()(**tiny.tokens()).loss.backward()
+    assert torch.equal(generators_refused(), state), "no dropout here, so no forward draws"
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def tiny_config(family):
+    chances = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    return transformers.AutoConfig.for_model(family, **tiny.TINY | dict.fromkeys(chances, 0.0))
+
+
+@pytest.mark.parametrize("p", [0.3, 0.0])
+def test_an_mlp_with_dropout_is_proved_without_a_global_generator(p, generators_refused):
+    class MLP(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+            self.dropout, self.inner_dropout = torch.nn.Dropout(p), p
+
+        def forward(self, x):
+            y = torch.nn.functional.dropout(torch.relu(self.up(x)).square(), self.inner_dropout, self.training)
+            return self.dropout(self.down(y))
+
+    module, state = MLP(), generators_refused()
+    assert liger_hw.patch(module).replaced
+    assert torch.equal(generators_refused(), state)
 
 
 def test_a_model_without_memory_can_be_patched():
@@ -290,6 +343,19 @@ class TestClassLevel:
         assert swapped(loaded) and torch.equal(logits(loaded), logits(plain))
         liger_hw.apply_liger_kernel_to_llama()
         assert "rope" in kinds(self.build())
+
+    def test_leaves_random_state_alone(self, generators_refused, monkeypatch):
+        module = transformers.models.llama.modeling_llama
+        for name in ("LlamaRMSNorm", "LlamaMLP", "LlamaAttention"):  # of which nothing is remembered
+            cls = getattr(module, name)
+            monkeypatch.setattr(module, name, type(name, (cls,), {"__module__": cls.__module__}))
+        states = []
+        for patch in (lambda: None, liger_hw.apply_liger_kernel_to_llama):
+            patch()
+            torch._C.default_generator.manual_seed(0)
+            model = self.build()
+            states.append(generators_refused())
+        assert "swiglu" in kinds(model) and torch.equal(*states)
 
     def test_unpatch_of_the_class_undoes_it(self):
         own = dict(vars(transformers.LlamaPreTrainedModel))
