@@ -7,6 +7,7 @@ There is no list of models: `recognition` proves which op computes what each mod
 module's class, `loss` replaces head and loss where the model has the common tail.
 """
 
+import functools
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from liger_hw.checks import check
-from liger_hw.patching import loss, recognition, swapping
+from liger_hw.patching import built_later, loss, recognition, swapping
 from liger_hw.patching.probing import Match
 from liger_hw.spelling import check_known
 
@@ -100,7 +101,7 @@ def patch(model, **flags):
     """
     flags = check_flags(flags)
     if isinstance(model, type):
-        return _patch_class(model, flags)
+        return built_later.call_when_built(model, functools.partial(patch, **flags))
     _check_model(model)
     unpatch(model)
     summary = Summary()
@@ -124,7 +125,7 @@ def patch(model, **flags):
 def unpatch(model):
     """Undo `patch`: every module gets its own class back. For a class of models, models built from now on are plain."""
     if isinstance(model, type):
-        return _unpatch_class(model)
+        return built_later.stop_calling(model)
     _check_model(model)
     for module in model.modules():
         if swapping.is_swapped(module):
@@ -234,36 +235,3 @@ def _find_loss(model, flags):
         return [], f"its head is a {type(head).__name__}: logits as they were"
     # a head may be patched already, by another model around or inside this one
     return [(m, Match("head")) for m in heads if type(m) is torch.nn.Linear] + [owner], None
-
-
-_built_from_now_on = {}  # base class of a family -> its own post_init, or None where it inherits it
-
-
-def _family(cls):
-    """The class that all models of `cls`'s family derive from: the one that derives from PreTrainedModel directly."""
-    from transformers import PreTrainedModel
-
-    check(issubclass(cls, PreTrainedModel), "model", cls.__name__, "a class of Hugging Face models")
-    return next(base for base in cls.__mro__ if PreTrainedModel in base.__bases__)
-
-
-def _patch_class(cls, flags):
-    family = _family(cls)
-    _unpatch_class(cls)
-    original = family.post_init
-
-    def post_init(self):
-        original(self)
-        patch(self, **flags)
-
-    _built_from_now_on[family] = vars(family).get("post_init")
-    family.post_init = post_init
-
-
-def _unpatch_class(cls):
-    family = _family(cls)
-    if family in _built_from_now_on:
-        own = _built_from_now_on.pop(family)
-        del family.post_init
-        if own is not None:
-            family.post_init = own

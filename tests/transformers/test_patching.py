@@ -1,6 +1,7 @@
 """What patching does to a model besides making it faster: nothing."""
 
 import copy
+import importlib
 import io
 import logging
 import pickle
@@ -356,6 +357,21 @@ class TestClassLevel:
             model = self.build()
             states.append(generators_refused())
         assert "swiglu" in kinds(model) and torch.equal(*states)
+
+    def test_a_reloaded_file_is_patched_again(self):
+        modeling_llama = transformers.models.llama.modeling_llama
+        config, before = transformers.LlamaConfig(**tiny.TINY), dict(vars(modeling_llama))
+        try:
+            liger_hw.apply_liger_kernel_to_llama()
+            importlib.reload(modeling_llama)
+            assert not swapped(modeling_llama.LlamaForCausalLM(config))
+            liger_hw.apply_liger_kernel_to_llama()
+            assert {"rms_norm", "swiglu", "rope", "head"} < kinds(modeling_llama.LlamaForCausalLM(config))
+            assert swapped(self.build())
+            liger_hw.unpatch(modeling_llama.LlamaForCausalLM)
+            assert not swapped(modeling_llama.LlamaForCausalLM(config)) and not swapped(self.build())
+        finally:
+            vars(modeling_llama).update(before)
 
     def test_unpatch_of_the_class_undoes_it(self):
         own = dict(vars(transformers.LlamaPreTrainedModel))

@@ -1,0 +1,58 @@
+"""Run a function on every model of a family that is built from now on."""
+
+import sys
+
+from liger_hw.checks import check
+
+_own_post_init = {}  # base class of a family -> the post_init that it defines, None where it inherits one
+
+
+def call_when_built(cls, function):
+    """Call `function(model)` whenever a model of `cls`'s family has been built, instead of an earlier function.
+
+    A family is what derives from the same child of `PreTrainedModel` as `cls`. After `importlib.reload` of the model's
+    file there are two classes of that name, and transformers' auto classes keep building the older: both are meant.
+
+    Raises:
+        ValueError: `cls` is no class of Hugging Face models.
+    """
+    stop_calling(cls)
+    current = getattr(sys.modules.get(cls.__module__), cls.__name__, cls)
+    for base in {_base_of_family(cls), _base_of_family(current)}:
+        _wrap_post_init(base, function)
+
+
+def stop_calling(cls):
+    """Undo `call_when_built` for `cls`'s family: models built from now on are not touched.
+
+    Raises:
+        ValueError: `cls` is no class of Hugging Face models.
+    """
+    family = _name(_base_of_family(cls))
+    for base in [base for base in _own_post_init if _name(base) == family]:
+        own = _own_post_init.pop(base)
+        del base.post_init
+        if own is not None:
+            base.post_init = own
+
+
+def _base_of_family(cls):
+    from transformers import PreTrainedModel
+
+    check(issubclass(cls, PreTrainedModel), "model", cls.__name__, "a class of Hugging Face models")
+    return next(base for base in cls.__mro__ if PreTrainedModel in base.__bases__)
+
+
+def _name(cls):
+    return cls.__module__, cls.__qualname__
+
+
+def _wrap_post_init(base, function):
+    original = base.post_init
+
+    def post_init(self):
+        original(self)
+        function(self)
+
+    _own_post_init[base] = vars(base).get("post_init")
+    base.post_init = post_init
