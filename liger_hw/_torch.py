@@ -8,12 +8,12 @@ from torch._C import _are_functorch_transforms_active as transforms_active  # of
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn.modules.module import _has_any_global_hook as has_global_module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "autograd_records", "dispatch_modes", "grouped_mm", "has_tangents",
-    "has_wide_products", "is_plain",
-    "saved_tensors_hooks", "traced", "transforms_active",
+    "PLAIN", "TorchDispatchMode", "autograd_records", "dispatch_modes", "grouped_mm", "has_global_module_hooks",
+    "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks", "traced", "transforms_active",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

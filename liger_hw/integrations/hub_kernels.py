@@ -16,8 +16,9 @@ import types
 import torch
 from torch import nn
 
-from liger_hw.patching import patch as patching
-from liger_hw.patching import recognition, rotary, swapping
+from liger_hw.patching.recognition import recognise
+from liger_hw.patching.rotary import match_rotation
+from liger_hw.patching.rotation import replacement
 
 DEVICES = ("cuda", "rocm", "xpu")
 _forwards = {}  # (class, whether it has a weight) -> what computes its forward, given the module and its inputs
@@ -88,15 +89,13 @@ def _prove(module):
     cls = type(module)
     if LAYERS.get(cls.kernel_layer_name) is Rotary:
         function = types.MethodType(cls.forward, module)
-        rotation = recognition.match_rotation(function)
+        rotation = match_rotation(function)
         if rotation is None:
             return cls.forward
-        computed = rotary.replacement(function, rotation)
+        computed = replacement(function, rotation)
         return lambda self, *args: computed(*args)
-    match = patching.recognised(
-        ("layer", *patching.facts(module)), lambda: recognition.match_norm(module) or recognition.match_mlp(module)
-    )
-    return cls.forward if match is None else swapping.MEMBERS[match.kind](cls, match)["forward"]
+    match, _ = recognise(module)
+    return match.members(cls)["forward"] if match is not None and match.kind in ("norm", "mlp") else cls.forward
 
 
 def _proving_first(kernelize):

@@ -5,7 +5,8 @@ try:
 except ModuleNotFoundError:  # the same under its older name
     from pytorch_lightning.callbacks import Callback
 
-from liger_hw.patching.patch import check_flags, patch
+from liger_hw.patching.flags import check_flags
+from liger_hw.patching.patch import patch
 
 
 class LigerHwLightningCallback(Callback):

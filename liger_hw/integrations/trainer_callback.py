@@ -2,7 +2,8 @@
 
 from transformers import TrainerCallback
 
-from liger_hw.patching.patch import check_flags, patch
+from liger_hw.patching.flags import check_flags
+from liger_hw.patching.patch import patch
 from liger_hw.patching.swapping import is_swapped
 
 

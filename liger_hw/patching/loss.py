@@ -1,13 +1,13 @@
 """The loss of a language model without its logits.
 
-`model.forward` arms the head; the armed head returns `LazyLogits`; the model's own code scales, caps and slices them;
-the model's loss function, replaced, hands them to `fused_linear_cross_entropy`, and torch's cross entropy, where the
-model calls that by itself, does too. The model's forward is not rewritten, so whatever else it does (labels of its own
-making, auxiliary losses, other outputs) stays as it is.
+`model.forward` arms the head (the output layer). The armed head returns `LazyLogits`. The model's own code scales, caps
+and slices them. Its loss function, replaced, hands them to `fused_linear_cross_entropy`; so does torch's cross entropy,
+where the model calls that itself. The model's forward is not rewritten, so whatever else it does (labels of its own,
+auxiliary losses, other outputs) stays as it is.
 
-Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep
-it until backward, which is next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself fails
-with an error about the weight's size: leave it to the unit around it.
+Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep it
+until the backward, which comes next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself
+fails with an error about the weight's size: leave it to the unit around it.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ import threading
 
 import torch
 
-from liger_hw._torch import is_plain
+from liger_hw._torch import has_global_module_hooks, is_plain
+from liger_hw.checks import refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.patching import swapping
 from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, fuse, scale_and_softcap
+from liger_hw.patching.match import Match
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
@@ -29,6 +30,24 @@ CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "r
 RENAMED = {"ce_weight": "weight"}  # of the linear op -> of the plain one
 LINEAR_CE_OPTIONS = (*CE_OPTIONS, "accum_dtype", "use_token_scaling", "ce_weight")
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
+REFUSED = {  # other keyword arguments that would change the loss -> the values with which they change nothing
+    **dict.fromkeys(("token_weights", "loss_weights", "weight", "softcap"), (None,)),
+    "return_z_loss": (False, None),
+    "reduction": ("mean", None),
+    "logit_scale": (1.0, None),
+}
+
+
+def refuse_unserved(options, refused=REFUSED):
+    """Refuse keyword arguments of a loss that would change it and that nothing serves.
+
+    Raises:
+        ValueError: one of `refused` (name -> values that change nothing) has another value.
+    """
+    for name, defaults in refused.items():
+        value = options.get(name)
+        if value is not None and (torch.is_tensor(value) or value not in defaults):
+            refuse(name, value, f"{' or '.join(map(repr, defaults))}: this loss has no such option")
 
 
 def causal_lm_loss(
@@ -45,12 +64,16 @@ def causal_lm_loss(
         ignore_index: label that does not count.
         original: the loss function that the model would have called; it gets what the ops cannot take.
         fused_ce: use the op `cross_entropy` for logits that have memory.
-        kwargs: `CE_OPTIONS` and the rest of `LINEAR_CE_OPTIONS`, which mean what they mean in the ops; anything else is
-            ignored, as `ForCausalLMLoss` does.
+        kwargs: `CE_OPTIONS` and the rest of `LINEAR_CE_OPTIONS`, which mean what they mean in the ops. Others are
+            ignored as `ForCausalLMLoss` ignores them, unless they ask for another loss (`REFUSED`).
 
     Returns:
         fp32 scalar. 0 where no label counts, which Hugging Face's mean makes NaN.
+
+    Raises:
+        ValueError: weights of tokens or another option that nothing serves.
     """
+    refuse_unserved(kwargs)
     targets = shift_labels
     if targets is None:
         targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -161,7 +184,7 @@ def _only_multiplies(head):
         "forward" not in head.__dict__
         and not hasattr(head, "parametrizations")
         and all(_is_of_fsdp2(hook) for hook in hooks)
-        and not torch.nn.modules.module._has_any_global_hook()
+        and not has_global_module_hooks()
     )
 
 
@@ -169,68 +192,78 @@ def _is_of_fsdp2(hook):
     return getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
-def _head(original, match):
-    def forward(self, *args, **kwargs):
-        sources = self.__dict__.get("liger_armed", {}).get(_thread())
-        if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
-            return original.forward(self, *args, **kwargs)
-        hidden, weight = args[0], self.weight
-        computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-        if not computes_alike or not is_plain(hidden, weight, self.bias) or hidden.numel() == 0:
-            return original.forward(self, hidden)
-        if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
-            self.set_reshard_after_forward(False, recurse=False)
-        if torch.compiler.is_compiling():
-            return TracedLogits.of(self, hidden)
-        logits = HeadFunction.apply(hidden, weight, self.bias)
-        sources.append(logits.cell.source)
-        return logits
+class HeadMatch(Match):
+    """The match of a linear output layer, whose logits may stay uncomputed."""
 
-    return {"forward": forward, "liger_is_head": True}
+    kind = "head"
+
+    def members(self, original):
+        def forward(self, *args, **kwargs):
+            sources = self.__dict__.get("liger_armed", {}).get(_thread())
+            if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
+                return original.forward(self, *args, **kwargs)
+            hidden, weight = args[0], self.weight
+            computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+            if not computes_alike or not is_plain(hidden, weight, self.bias) or hidden.numel() == 0:
+                return original.forward(self, hidden)
+            if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
+                self.set_reshard_after_forward(False, recurse=False)
+            if torch.compiler.is_compiling():
+                return TracedLogits.of(self, hidden)
+            logits = HeadFunction.apply(hidden, weight, self.bias)
+            sources.append(logits.cell.source)
+            return logits
+
+        return {"forward": forward, "liger_is_head": True}
 
 
-def _causal_lm(original, match):
-    options = dict(match.options)
-    linear, fused_ce = options["fused_linear_cross_entropy"], options["cross_entropy"]
-    original_forward = original.forward
-    places = {name: i for i, name in enumerate(list(inspect.signature(original_forward).parameters)[1:])}
+class CausalLMMatch(Match):
+    """The match of a model that owns a loss: `options` say which op computes it."""
 
-    def argument(name, args, kwargs):
-        if name in kwargs:
-            return kwargs[name]
-        return args[places[name]] if places.get(name, len(args)) < len(args) else None
+    kind = "causal_lm"
 
-    @functools.wraps(original_forward)
-    def forward(self, *args, skip_logits=None, **kwargs):
-        labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
-        if skip_logits and not labelled:
-            raise ValueError(
-                "skip_logits: got True without labels, allowed: True with labels or shift_labels, False, None"
-            )
-        lazily = linear and (self.training and labelled if skip_logits is None else skip_logits)
-        heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
-        sources = [] if lazily else None
-        with _armed(heads, sources):
-            outputs = original_forward(self, *args, **kwargs)
-        if not lazily:
-            return outputs
-        for source in sources:
-            source.recording = False
-        # nn.DataParallel gathers its replicas' outputs, and would gather logits
-        return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
+    def members(self, original):
+        options = dict(self.options)
+        linear, fused_ce = options["fused_linear_cross_entropy"], options["cross_entropy"]
+        original_forward = original.forward
+        places = {name: i for i, name in enumerate(list(inspect.signature(original_forward).parameters)[1:])}
 
-    original_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
+        def argument(name, args, kwargs):
+            if name in kwargs:
+                return kwargs[name]
+            return args[places[name]] if places.get(name, len(args)) < len(args) else None
 
-    def loss_function(self):
-        chosen = original_loss_function(self)
-        known = _is_causal_lm_loss(chosen)
-        return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
+        @functools.wraps(original_forward)
+        def forward(self, *args, skip_logits=None, **kwargs):
+            labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
+            if skip_logits and not labelled:
+                raise ValueError(
+                    "skip_logits: got True without labels, allowed: True with labels or shift_labels, False, None"
+                )
+            lazily = linear and (self.training and labelled if skip_logits is None else skip_logits)
+            heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
+            sources = [] if lazily else None
+            with _armed(heads, sources):
+                outputs = original_forward(self, *args, **kwargs)
+            if not lazily:
+                return outputs
+            for source in sources:
+                source.recording = False
+            # nn.DataParallel gathers its replicas' outputs, and would gather logits
+            return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
 
-    return {
-        "__name__": original.__name__,  # save_pretrained writes it into the configuration
-        "forward": forward,
-        "loss_function": property(loss_function, original.loss_function.fset),
-    }
+        original_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
+
+        def loss_function(self):
+            chosen = original_loss_function(self)
+            known = _is_causal_lm_loss(chosen)
+            return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
+
+        return {
+            "__name__": original.__name__,  # save_pretrained writes it into the configuration
+            "forward": forward,
+            "loss_function": property(loss_function, original.loss_function.fset),
+        }
 
 
 def _is_causal_lm_loss(loss_function):
@@ -278,20 +311,48 @@ def _with_by_products(outputs, extras):
     return with_by_products(type(outputs))(**dict(outputs), **extras)
 
 
+def has_a_head(module):
+    """Tell whether `module` is a Hugging Face model that owns an output layer."""
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError:
+        return False
+    return isinstance(module, PreTrainedModel) and head_of(module) is not None
+
+
+def match_loss(model, **losses):
+    """([(module, match)], reason why the loss is left alone or None) of a model that owns a head.
+
+    Args:
+        losses: the flags cross_entropy and fused_linear_cross_entropy.
+    """
+    if not any(losses.values()):
+        return [], None
+    if not computes_a_loss(model):
+        return [], "its forward computes no cross entropy"
+    owner = model, CausalLMMatch(options=tuple(sorted(losses.items())))
+    if losses["cross_entropy"]:
+        return [owner], None
+    head = head_of(model)
+    copies = getattr(head, "modules_to_save", {})  # PEFT's wrapper around a head that it trains
+    # a head may be patched already, by another model around or inside this one
+    heads = [m for m in (head, *copies.values()) if type(m) is torch.nn.Linear or getattr(m, "liger_is_head", False)]
+    if not heads:
+        return [], f"its head is a {type(head).__name__}, not a plain linear layer: logits are computed as before"
+    return [(m, HeadMatch()) for m in heads if type(m) is torch.nn.Linear] + [owner], None
+
+
 def head_of(model):
-    """The output layer of `model`, or where it has none that of the one model inside it that has one; or None."""
+    """The output layer of `model`, or of the one model inside it that has one; or None."""
     own = model.get_output_embeddings()
     if own is not None:
         return own
-    inner = [m.get_output_embeddings() for m in model.children() if hasattr(m, "get_output_embeddings")]
-    heads = [head for head in inner if head is not None]
+    of_children = [m.get_output_embeddings() for m in model.children() if hasattr(m, "get_output_embeddings")]
+    heads = [head for head in of_children if head is not None]
     return heads[0] if len(heads) == 1 and computes_a_loss(model) else None
 
 
 def computes_a_loss(model):
-    """Whether `model`'s own forward calls `self.loss_function` or torch's cross entropy, where the fused loss is."""
+    """Tell whether `model`'s own forward calls `self.loss_function` or torch's cross entropy."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return code is not None and not {"loss_function", "CrossEntropyLoss", "cross_entropy"}.isdisjoint(code.co_names)
-
-
-swapping.MEMBERS |= {"head": _head, "causal_lm": _causal_lm}

@@ -1,94 +1,221 @@
-"""MLPs by the roles of their attributes, and the end of every one, down(f(gate) * up) or down(f(x)), the input of its
-last projection not kept wherever nobody can tell.
+"""MLPs: down(f(gate(x)) * up(x)) or down(f(first(x))), recognised by the roles of their attributes.
 
-A dictionary of names says which attribute of a module is its "gate", "up" and "down", and, where it has such,
-"dropout_before" and "dropout_after" the last projection, "gate_scale", "down_scale", "limit" and "alpha". Without "up"
-gate and up are halves of one projection, in the order that "up_first" says. With "up" None nothing is multiplied, and
-"gate" is the first of two projections.
+`names` says which attribute of a module is its "gate", "up" and "down", and, where it has such, "dropout_before" and
+"dropout_after" the last projection, "gate_scale", "down_scale", "limit" and "alpha". Without "up", gate and up are
+halves of one projection, in the order that "up_first" says. With "up" None nothing is multiplied, and "gate" is the
+first of two projections.
 """
 
+import itertools
+from dataclasses import dataclass
+
 import torch
-from torch import nn
 
-from liger_hw._torch import is_plain
-from liger_hw.kernels.glu import unit
-from liger_hw.kernels.glu_linear import glu_linear
+from liger_hw.kernels.glu import activate, unit
+from liger_hw.patching import gates, probing
+from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.match import Match
+from liger_hw.patching.projection import is_projection, project_down
+from liger_hw.patching.swapping import own_class
+
+PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def compute(module, names, x, function, options):
-    """What `match_mlp` recognises, by the roles of `module`'s attributes; `function` is an op or its reference."""
-    gate, up = gate_and_up(module, names, x)
+@dataclass(frozen=True)
+class MLPMatch(Match):
+    """The match of an MLP.
+
+    Attributes:
+        pinned: attribute -> value, as pairs: the module computes the match while they have these values.
+        bypassed: child -> its class, as pairs: activations and dropouts that the replacement may not call.
+    """
+
+    kind = "mlp"
+    pinned: tuple = ()
+    bypassed: tuple = ()
+
+    def members(self, original):
+        names, options, pinned, bypassed = dict(self.names), dict(self.options), self.pinned, self.bypassed
+        clamped = gates.OPS[self.op] if self.op == "clamped_swiglu" else None
+        activation = None if clamped else gates.activation_name(self.op, options)
+        down_name, dropout_name = names["down"], names.get("dropout_before")
+
+        def is_as_proved(module):
+            return all(getattr(module, name) == value for name, value in pinned) and all(
+                own_class(module._modules[name]) is cls and not is_intercepted(module._modules[name])
+                for name, cls in bypassed
+            )
+
+        def forward(self, *args, **kwargs):
+            if len(args) != 1 or kwargs or not is_as_proved(self):
+                return original.forward(self, *args, **kwargs)
+            down = getattr(self, down_name)
+            if _has_another_dtype(down, args[0]):  # T5 keeps its last projection in fp32, and casts what it projects
+                return original.forward(self, *args)
+            if clamped:
+                return compute(self, names, args[0], clamped, options)
+            gate, up = _gate_and_up(self, names, args[0])
+            if dropout_name and _drops(self, dropout_name):
+                y = down(_dropped(self, dropout_name, unit(gate, up, activation, in_place=True)))
+            else:
+                y = project_down(down, gate, up, activation)
+            return _after_down(self, names, y)
+
+        return {"forward": forward}
+
+
+def compute(module, names, x, unit_or_reference, options):
+    """The MLP of `module`'s attributes by their roles, with an op or its reference between the projections."""
+    gate, up = _gate_and_up(module, names, x)
     if "activation" in options:
-        y = function(gate, **options)
+        y = unit_or_reference(gate, **options)
         y = y if up is None else y * up
     else:
-        y = function(gate, up, **options, **numbers(module, names))
-    y = dropped(module, names.get("dropout_before"), y)
-    return after_down(module, names, getattr(module, names["down"])(y))
+        y = unit_or_reference(gate, up, **options, **gates.numbers(module, names))
+    y = _dropped(module, names.get("dropout_before"), y)
+    return _after_down(module, names, getattr(module, names["down"])(y))
 
 
-def numbers(module, names):
-    """The numbers that a clamped unit takes from attributes of `module`."""
-    return {role: getattr(module, names[role]) for role in ("limit", "alpha") if role in names}
-
-
-def gate_and_up(module, names, x):
-    """The gate and up activations of `x`, from two projections or from the halves of one; up None without a gate."""
+def _gate_and_up(module, names, x):
+    """Gate and up of `x`, from two projections or from the halves of one; up None without a gate."""
     gate = getattr(module, names["gate"])(x)
     if "up" in names:
         up = names["up"] and getattr(module, names["up"])(x)
     else:
-        gate, up = gate.chunk(2, dim=-1)[:: -1 if names.get("up_first", False) else 1]
+        gate, up = gates.HALVES["up first" if names.get("up_first") else "gate first"](gate)
     scale = names.get("gate_scale")
     return gate if scale is None else gate * getattr(module, scale), up
 
 
-def after_down(module, names, y):
+def _after_down(module, names, y):
     scale = names.get("down_scale")
     y = y if scale is None else y * getattr(module, scale)
-    return dropped(module, names.get("dropout_after"), y)
+    return _dropped(module, names.get("dropout_after"), y)
 
 
-def dropped(module, name, x):
-    """`x` after the dropout, a child or a probability, that an attribute of `module` is."""
+def _dropped(module, name, x):
+    """`x` after the dropout, a child or a probability, under that name of `module`."""
     if name is None:
         return x
-    found = getattr(module, name)
-    if isinstance(found, torch.nn.Module):
-        return found(x)
-    return torch.nn.functional.dropout(x, found, module.training)
+    dropout = getattr(module, name)
+    if isinstance(dropout, torch.nn.Module):
+        return dropout(x)
+    return torch.nn.functional.dropout(x, dropout, module.training)
 
 
-def sorted_experts(x, first, second, function, options):
-    """Each expert's share (T / E, H) of x (T, H) through a gated MLP; first (E, H, 2I), second (E, I, H)."""
-    gate, up = torch.bmm(x.view(first.shape[0], -1, first.shape[1]), first).chunk(2, -1)
-    return torch.bmm(function(gate, up, **options), second).view(-1, second.shape[-1])
+def _drops(module, name):
+    dropout = getattr(module, name)
+    return module.training and getattr(dropout, "p", dropout) != 0
 
 
-def project_down(down, gate, up, activation):
-    """down(f(gate) * up), with the gradients of `gate` and `up` in their place: the caller owns both.
+def _has_another_dtype(projection, x):
+    """Whether the projection's weight is a float one of another dtype than `x`, and autocast is off."""
+    dtype = getattr(getattr(projection, "weight", None), "dtype", x.dtype)
+    return dtype != x.dtype and dtype in FLOATS and not torch.is_autocast_enabled(x.device.type)
 
-    Args:
-        down: the module that projects.
-        gate, up: (..., C), what the projections before it returned, and nobody else reads; up None: down(f(gate)).
-        activation: one of `glu.ACTIVATIONS`.
+
+def match_mlp(module):
+    """The `MLPMatch` of a module, or None.
+
+    Gate and up may be two projections or the halves of one, the gate and the result scaled by an attribute, the product
+    or the result dropped out. The projections may be quantised or carry adapters, and have any names.
     """
-    if is_linear_and_nothing_else(down) and is_plain(gate, up):
-        return glu_linear(gate, up, down.weight, down.bias, activation, in_place=True)
-    return down(unit(gate, up, activation, in_place=True))
+    projections = {name: child for name, child in module.named_children() if is_projection(child)}
+    others = {name: child for name, child in module.named_children() if name not in projections}
+    has_own_tensors = any(p is not None for p in module._parameters.values()) or module._buffers
+    if len(projections) not in (2, 3) or has_own_tensors:
+        return None
+    if any(next(child.parameters(), None) is not None for child in others.values()):
+        return None
+    dropouts = [name for name, child in others.items() if "dropout" in type(child).__name__.lower()]
+    floats = probing.float_attributes(module)
+    names = (*floats, *dropouts)
+    # all different: of the same value, one would pass for another
+    visible = {name: probing.VISIBLE + i / (2 * len(names)) for i, name in enumerate(names)}
+    probe_dropouts = {name: torch.nn.Dropout(visible.pop(name)) for name in dropouts}
+    bypassed = tuple((name, own_class(child)) for name, child in others.items())
+    for roles in _projection_roles(projections):
+        cases = _cases(projections, roles)
+        for values, candidates in _candidates(module, dropouts, floats, visible):
+
+            def probe(children, values=values):
+                return probing.copy_of(module, {}, module._modules | probe_dropouts | children, training=True, **values)
+
+            def original(x, children, probe=probe):
+                return type(module).forward(probe(children), x)
+
+            expected = probing.outputs(original, cases)
+            for op, options, more_roles in candidates if expected else ():
+                names = roles | more_roles
+
+                def replacement(x, children, probe=probe, names=names, op=op, options=options):
+                    return compute(probe(children), names, x, op.reference, options)
+
+                without_up = names.get("up", "") is None
+                if (op is activate or not without_up) and probing.reproduces(replacement, expected, cases):
+                    pinned = tuple(floats.items()) if values is floats else ()
+                    return MLPMatch.of(op, options, names, pinned=pinned, bypassed=bypassed)
+    return None
 
 
-def is_linear_and_nothing_else(module):
-    """Whether calling `module` is F.linear with its weight and bias, which are there, and has no other effect.
+def _candidates(module, dropouts, floats, visible):
+    """(float attributes of the probe, [(op, options, roles beside the projections')]) of what an MLP may compute.
 
-    No adapter, no quantised or sharded weight, no parametrisation, no forward replaced on the instance, and no hooks:
-    a hook may bring the weight (ZeRO-3, offloading), or look at the input.
+    Attributes are first set to `visible` values. Last they keep the values that they have now, and take no part.
     """
-    return (
-        type(module) is nn.Linear
-        and "forward" not in module.__dict__
-        and is_plain(module.weight, module.bias)
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and not nn.modules.module._has_any_global_hook()
-    )
+    plain = [(op, options) for op, options, attributes, _ in gates.candidates(module) if not attributes]
+    dropouts = [*dropouts, *(name for name in floats if "dropout" in name)]
+    yield visible, [(op, options, roles) for roles in _extra_roles(dropouts, floats) for op, options in plain]
+    for op, options, attributes, probe_numbers in gates.candidates(module):
+        if attributes:
+            values = visible | {attributes[role]: number for role, number in probe_numbers.items()}
+            yield values, [(op, options, attributes)]
+    if floats:
+        yield floats, [(op, options, {}) for op, options in plain]
+
+
+def _extra_roles(dropouts, floats):
+    """Roles that dropouts and scales of an MLP may have beside its projections."""
+    yield {}
+    for name in dropouts:
+        yield from ({"dropout_before": name}, {"dropout_after": name})
+    for before, after in itertools.product(dropouts, repeat=2):
+        yield {"dropout_before": before, "dropout_after": after}
+    for gate_scale, down_scale in itertools.permutations(floats, 2):
+        yield {"gate_scale": gate_scale, "down_scale": down_scale}
+
+
+def _projection_roles(projections):
+    """Every way to give the projections of an MLP their roles."""
+    if len(projections) == 3:
+        return [dict(zip(("gate", "up", "down"), order)) for order in itertools.permutations(projections)]
+    forms = {"up_first": False}, {"up_first": True}, {"up": None}
+    return [{"gate": gate, "down": down} | form for gate, down in itertools.permutations(projections) for form in forms]
+
+
+def _cases(projections, names):
+    random = probing.generator()
+    rows = 2, 5, PROBE_HIDDEN
+    return [
+        (3 * probing.random_rows(random, *rows, dtype=dtype), _probe_projections(random, projections, names, dtype))
+        for dtype in probing.DTYPES
+    ]
+
+
+def _probe_projections(random, projections, names, dtype):
+    """Small linear layers in place of an MLP's projections."""
+    widths = dict.fromkeys(("gate", "up"), (PROBE_INTERMEDIATE, PROBE_HIDDEN))
+    widths["down"] = PROBE_HIDDEN, PROBE_INTERMEDIATE
+    if "up" not in names:
+        widths["gate"] = 2 * PROBE_INTERMEDIATE, PROBE_HIDDEN
+    linears = {}
+    for role, (rows, cols) in widths.items():
+        if name := names.get(role):
+            linear = torch.nn.Linear(cols, rows, getattr(projections[name], "bias", None) is not None, device="meta")
+            for parameter, value in list(linear._parameters.items()):
+                if value is not None:
+                    rows_of_it = probing.random_rows(random, *value.shape, dtype=dtype) / 4
+                    linear._parameters[parameter] = torch.nn.Parameter(rows_of_it)
+            linears[name] = linear
+    return linears

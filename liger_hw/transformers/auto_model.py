@@ -2,7 +2,8 @@
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from liger_hw.patching.patch import FLAGS, patch
+from liger_hw.patching.flags import FLAGS
+from liger_hw.patching.patch import patch
 
 
 def _patched(make, args, kwargs):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
-from liger_hw.patching.mlp import project_down
+from liger_hw.patching.projection import project_down
 from liger_hw.transformers import plain
 from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
 

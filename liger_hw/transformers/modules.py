@@ -12,7 +12,7 @@ from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from liger_hw.patching.mlp import project_down
+from liger_hw.patching.projection import project_down
 from liger_hw.spelling import check_known
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 

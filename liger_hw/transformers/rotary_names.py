@@ -1,7 +1,8 @@
 """Rotary embeddings under the names that liger_kernel has for families whose tables differ."""
 
 from liger_hw.kernels.rope import rope
-from liger_hw.patching.patch import FLAGS, patch
+from liger_hw.patching.flags import FLAGS
+from liger_hw.patching.patch import patch
 from liger_hw.transformers.functional import liger_qwen2vl_mrope as liger_multimodal_rotary_pos_emb
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 

@@ -71,27 +71,42 @@ def test_gradient_checkpointing(family, backend, device):
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
 @pytest.mark.parametrize("family", MIXTURES_OF)
 def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
-    from liger_hw.patching import experts
+    from liger_hw.patching import mixture
 
     plain, patched = (m.to(device) for m in tiny.pair(family, **MIXTURES_OF[family], **MIXTURES))
     for model in (plain, patched):
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen or frozen not in name)
-    calls, mixture = [], experts.mixture
-    monkeypatch.setattr(experts, "mixture", lambda *args: calls.append(args) or mixture(*args))
+    calls, compute = [], mixture.mixture
+    monkeypatch.setattr(mixture, "mixture", lambda *args: calls.append(args) or compute(*args))
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **inputs)
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+def test_hooks_on_the_activation_of_patched_experts_fire(family, backend, device):
+    _, patched = tiny.pair(family, **MIXTURES_OF[family], **MIXTURES)
+    (experts,) = [m for m in patched.to(device).modules() if type(m).__name__.endswith("Experts")]
+    inputs, seen = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}, []
+    with liger_hw.use_backend(backend):
+        handle = experts.act_fn.register_forward_hook(lambda *_: seen.append(1))
+        tiny.call(patched, **inputs).loss.backward()
+        assert seen
+        handle.remove()
+        seen.clear()
+        tiny.call(patched, **inputs)
+    assert not seen
+
+
 def test_checkpointing_projects_no_experts_again(backend, device, monkeypatch):
-    from liger_hw.patching import experts
+    from liger_hw.patching import mixture
 
     _, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
     patched.to(device).gradient_checkpointing_enable({"use_reentrant": False})
-    calls, grouped = [], experts.grouped
-    monkeypatch.setattr(experts, "grouped", lambda *args: calls.append(args) or grouped(*args))
+    calls, grouped = [], mixture.grouped
+    monkeypatch.setattr(mixture, "grouped", lambda *args: calls.append(args) or grouped(*args))
     with liger_hw.use_backend(backend):
         loss = tiny.call(patched, **{name: x.to(device) for name, x in tiny.tokens(1, 7).items()}).loss
         assert len(calls) == 2

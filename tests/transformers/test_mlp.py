@@ -9,7 +9,7 @@ from saved import saved_bytes
 from torch import nn
 
 import liger_hw
-from liger_hw.patching.mlp import is_linear_and_nothing_else
+from liger_hw.patching.projection import is_plain_linear
 from liger_hw.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
 
 CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act="silu")
@@ -125,18 +125,18 @@ def _hooked(kind):
 ], ids=lambda f: f.__name__.strip("_"))  # fmt: skip
 def test_more_than_a_linear_layer_is_called(make):
     linear = nn.Linear(40, 16, bias=False)
-    assert is_linear_and_nothing_else(linear) and is_linear_and_nothing_else(nn.Linear(4, 4))
-    assert not is_linear_and_nothing_else(make(linear))
+    assert is_plain_linear(linear) and is_plain_linear(nn.Linear(4, 4))
+    assert not is_plain_linear(make(linear))
 
 
 def test_global_hooks_are_called():
     linear = nn.Linear(4, 4)
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert not is_linear_and_nothing_else(linear)
+        assert not is_plain_linear(linear)
     finally:
         hook.remove()
-    assert is_linear_and_nothing_else(linear)
+    assert is_plain_linear(linear)
 
 
 def test_frozen_projection(backend, device):
@@ -200,3 +200,79 @@ def test_an_adapter_on_the_projection_takes_part(backend, device):
         with adapted.disable_adapter():
             plain = adapted(x)
     assert not torch.equal(adapted(x), plain)
+
+
+def hooked(module, seen):
+    return module.register_forward_hook(lambda *_: seen.append(module))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "nemotron", "t5"])
+def test_hooks_on_the_activation_of_a_patched_mlp_fire(family, monkeypatch):
+    """Set before or after patching. Once they are gone the op computes again."""
+    import tiny
+
+    plain = mlp_of(tiny, family)
+    names = [name for name, child in plain.named_children() if not hasattr(child, "weight")]
+    x = torch.randn(3, plain_width(plain))
+    expected = plain.eval()(x)
+    for when in ("before", "after"):
+        module = mlp_of(tiny, family)
+        module.load_state_dict(plain.state_dict())
+        module.eval()
+        seen = []
+        if when == "before":
+            handles = [hooked(getattr(module, name), seen) for name in names]
+            summary = liger_hw.patch(module)
+            assert summary.replaced and not seen
+        else:
+            liger_hw.patch(module)
+            handles = [hooked(getattr(module, name), seen) for name in names]
+        torch.testing.assert_close(module(x), expected)
+        assert len(seen) == len(names) > 0
+        for handle in handles:
+            handle.remove()
+        with monkeypatch.context() as without:
+            without.setattr(type(plain), "forward", None)
+            torch.testing.assert_close(module(x), expected)
+        assert len(seen) == len(names)
+
+
+def mlp_of(tiny, family):
+    if family == "t5":
+        sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 1, "vocab_size": 64}
+        config = tiny.transformers.T5Config(**sizes, feed_forward_proj="gated-gelu")
+        model = tiny.transformers.T5EncoderModel(config)
+    else:
+        model = tiny.model(family)
+    return next(m for m in model.modules() if type(m).__name__.endswith(("MLP", "DenseGatedActDense")))
+
+
+def plain_width(module):
+    first = next(child for child in module.children() if hasattr(child, "weight"))
+    return getattr(first, "in_features", None) or first.weight.shape[0]
+
+
+def test_an_activation_that_was_exchanged_is_the_one_that_counts():
+    import tiny
+
+    plain, patched = (m.model.layers[0].mlp for m in tiny.pair("llama"))
+    x = torch.randn(3, 64)
+    for module in (plain, patched):
+        module.act_fn = nn.Tanh()
+    assert torch.equal(patched(x), plain(x))
+
+
+def test_hooks_on_the_activation_of_patched_experts_fire():
+    import tiny
+
+    model = tiny.model("mixtral", num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm")
+    if not hasattr(model, "set_experts_implementation"):
+        pytest.skip("this transformers has no experts interface")
+    liger_hw.patch(model)
+    experts, seen = model.model.layers[0].mlp.experts, []
+    assert "_apply_gate" in vars(type(experts))
+    handle = hooked(experts.act_fn, seen)
+    expected = tiny.call(model, **tiny.tokens()).loss
+    assert len(seen) == 1
+    handle.remove()
+    assert torch.equal(tiny.call(model, **tiny.tokens()).loss, expected) and len(seen) == 1

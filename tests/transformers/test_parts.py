@@ -7,7 +7,9 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.patching import probing, recognition, rotary, swapping
+from liger_hw.patching import probing, rotation, swapping
+from liger_hw.patching.rebinding import innermost
+from liger_hw.patching.rotary import match_rotation
 
 transformers = tiny.transformers
 
@@ -52,7 +54,7 @@ def with_other_parameters(q, k, cos, sin, sections):
     ids=lambda x: getattr(x, "__name__", str(x)),
 )  # fmt: skip
 def test_rotary_functions_are_proved(function, shown):
-    found = recognition.match_rotation(function)
+    found = match_rotation(function)
     assert found is None if shown is None else str(found) == shown
 
 
@@ -64,7 +66,7 @@ def complex_pairs(q, k, freqs_cis):
 def test_conjugated_rotations():
     q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
     freqs = torch.polar(torch.ones(2, 5, 8), torch.randn(2, 5, 8)).conj()
-    replaced = rotary.replacement(complex_pairs, recognition.match_rotation(complex_pairs))
+    replaced = rotation.replacement(complex_pairs, match_rotation(complex_pairs))
     for found, expected in zip(replaced(q, k, freqs), complex_pairs(q, k, freqs)):
         torch.testing.assert_close(found, expected)
 
@@ -78,10 +80,7 @@ def test_the_default_dtype_changes_no_proof(default):
 
     torch.set_default_dtype(default)
     try:
-        assert (
-            recognition.match_rotation.__wrapped__(complex_pairs) is not None
-            and recognition.match_rotation(half_again) is None
-        )
+        assert match_rotation.__wrapped__(complex_pairs) is not None and match_rotation(half_again) is None
         rows = probing.random_rows(torch.Generator().manual_seed(0), 64)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -97,7 +96,7 @@ def inputs(dtype, table_dtype, batch=2, tables=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_replacement_is_the_function(dtype, table_dtype):
-    ours = rotary.replacement(half, recognition.match_rotation(half))
+    ours = rotation.replacement(half, match_rotation(half))
     q, k, cos, sin = inputs(dtype, table_dtype)
     calls = [((q, k, cos, sin), {}), ((q, k), {"cos": cos, "sin": sin, "unsqueeze_dim": 1})]
     calls.append(((q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2), {}))
@@ -108,8 +107,8 @@ def test_the_replacement_is_the_function(dtype, table_dtype):
 
 
 def test_what_was_not_proved_goes_to_the_function(monkeypatch):
-    monkeypatch.setattr(rotary, "rope", None)
-    ours = rotary.replacement(half, recognition.match_rotation(half))
+    monkeypatch.setattr(rotation, "rope", None)
+    ours = rotation.replacement(half, match_rotation(half))
     q, k, cos, sin = inputs(torch.float32, torch.float32)
     learned = cos.clone().requires_grad_()
     for args in [(q, k, learned, sin), (q, k.double(), cos, sin), (q[0], k[0], cos[0], sin[0], 0)]:
@@ -123,17 +122,17 @@ def half_of_keys_or_none(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
 
 
 def test_queries_alone():
-    ours = rotary.replacement(half_of_keys_or_none, recognition.match_rotation(half_of_keys_or_none))
+    ours = rotation.replacement(half_of_keys_or_none, match_rotation(half_of_keys_or_none))
     q, k, cos, sin = inputs(torch.float32, torch.float32)
     assert torch.equal(ours(q, cos=cos, sin=sin), half_of_keys_or_none(q, cos=cos, sin=sin))
     assert torch.equal(ours(q, k, cos, sin)[1], half(q, k, cos, sin)[1])
 
 
 def test_flat_tokens_of_a_vision_tower():
-    rotation = recognition.match_rotation(flat_in_fp32)
+    proved = match_rotation(flat_in_fp32)
     q, k, cos, sin = (x[0].transpose(0, 1) if x.ndim == 4 else x[0] for x in inputs(torch.bfloat16, torch.bfloat16))
     args = q, k, cos, sin
-    for found, expected in zip(rotary.replacement(flat_in_fp32, rotation)(*args), flat_in_fp32(*args)):
+    for found, expected in zip(rotation.replacement(flat_in_fp32, proved)(*args), flat_in_fp32(*args)):
         assert torch.equal(found, expected)
 
 
@@ -158,7 +157,7 @@ class Attention(torch.nn.Module):
     module = namespace["Attention"]()
     summary = liger_hw.patch(module)
     assert summary.replaced["Attention", "rope"] == 1
-    assert rotary.innermost(type(module).forward).__globals__["apply_rotary_pos_emb"] is not half
+    assert innermost(type(module).forward).__globals__["apply_rotary_pos_emb"] is not half
     args = inputs(torch.float32, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(module(*args), half(*args)))
 
@@ -267,7 +266,7 @@ def mixtral(implementation):
 def test_experts_of_an_implementation_that_gates_by_itself_are_left():
     model = mixtral("eager")
     summary = liger_hw.patch(model)
-    assert summary.left["MixtralExperts", "experts implementation 'eager' does its gate by itself"] == 2
+    assert summary.left["MixtralExperts", "experts implementation 'eager' does not call the module's gate"] == 2
     assert not any(swapping.is_swapped(m) for m in model.modules() if type(m).__name__.endswith("Experts"))
 
 

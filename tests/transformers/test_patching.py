@@ -12,7 +12,7 @@ import torch
 
 import liger_hw
 from liger_hw.patching import swapping
-from liger_hw.patching.patch import FLAGS
+from liger_hw.patching.flags import FLAGS
 from liger_hw.transformers import monkey_patch
 
 transformers = tiny.transformers
@@ -44,8 +44,10 @@ def test_summary_says_what_was_done(caplog):
     assert summary.replaced["ApertusRMSNorm", "rms_norm(casting_mode='llama', offset=0.0)"] == 9
     assert summary.replaced["ApertusAttention", "rope"] == 2
     (why,) = [why for name, why in summary.left if name == "ApertusMLP"]
-    assert "not just an activation" in why and summary.left["ApertusMLP", why] == 2
-    assert "ApertusMLP" in str(summary) and "as it was" in str(summary)
+    assert why == "no supported activation between its two linear layers" and summary.left["ApertusMLP", why] == 2
+    replaced, left = str(summary).split("\n\n")
+    assert "replaced by" in replaced and "loss: computed without logits" in replaced and "ApertusRMSNorm" in replaced
+    assert "left alone because" in left and "ApertusMLP" in left
 
 
 def test_unpatch_restores_exactly():
@@ -287,6 +289,41 @@ def test_modules_of_no_model_are_patched_too():
     summary = liger_hw.patch(modules)
     assert summary.replaced["LayerNorm", "layer_norm"] == 1
     torch.testing.assert_close(modules(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_torchs_rms_norm_with_its_default_eps(affine, dtype):
+    plain = torch.nn.RMSNorm(16, elementwise_affine=affine).to(dtype)
+    patched = copy.deepcopy(plain)
+    assert plain.eps is None and not liger_hw.patch(patched).left and swapping.is_swapped(patched)
+    for size in (1.0, 3e-4):  # the second is near the root of eps
+        x = size * torch.randn(3, 16, dtype=dtype)
+        torch.testing.assert_close(patched(x), plain(x))
+    patched.eps = plain.eps = 0.1
+    torch.testing.assert_close(patched(x), plain(x))
+
+
+def test_unpatch_says_what_it_could_not_restore(caplog):
+    from torch.nn.utils import parametrize
+
+    class Double(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    _, model = tiny.pair()
+    norm = model.model.norm
+    parametrize.register_parametrization(norm, "weight", Double())
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        liger_hw.unpatch(model)
+    assert "ParametrizedLigerLlamaRMSNorm x1" in caplog.text and "remove_parametrizations" in caplog.text
+    assert [m for m in model.modules() if hasattr(type(m), "liger_original")] == [norm]
+    summary = liger_hw.patch(model)
+    assert sum(n for (name, _), n in summary.left.items() if name == "ParametrizedLigerLlamaRMSNorm") == 1
+    parametrize.remove_parametrizations(norm, "weight")
+    caplog.clear()
+    liger_hw.unpatch(model)
+    assert not caplog.records and type(norm).__name__ == "LlamaRMSNorm"
 
 
 class Remote(torch.nn.Module):

@@ -49,7 +49,8 @@ def test_quantised_weights(head_too):
     patched = copy.deepcopy(plain)
     summary = liger_hw.patch(patched)
     assert summary.replaced["LlamaMLP", "swiglu"] == 2
-    assert (("LlamaForCausalLM", "its head is a Quantised: logits as they were") in summary.left) == head_too
+    reason = "its head is a Quantised, not a plain linear layer: logits are computed as before"
+    assert (("LlamaForCausalLM", reason) in summary.left) == head_too
     tiny.assert_learns_alike(plain, patched, fused=not head_too, **tiny.tokens())
 
 
@@ -157,3 +158,40 @@ def test_accelerate(request):
         losses.append(loss)
         assert torch.isfinite(accelerator.unwrap_model(prepared)(**tiny.tokens()).loss)
     torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("first", ["patch", "accelerate"])
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_offloading_by_accelerate(how, first, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    plain = tiny.model()
+    patched = copy.deepcopy(plain)
+
+    def offload():
+        if how == "cpu_offload":
+            accelerate.cpu_offload(patched, execution_device="cpu")
+        elif how == "disk_offload":
+            accelerate.disk_offload(patched, tmp_path, execution_device="cpu")
+        else:
+            places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "lm_head": "disk", "model.norm": "cpu"}
+            places |= {"model.layers.1": "cpu", "model.rotary_emb": "cpu"}
+            accelerate.dispatch_model(patched, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+
+    steps = [lambda: liger_hw.patch(patched), offload]
+    for step in steps if first == "patch" else steps[::-1]:
+        step()
+    # the other way round, dispatch_model has set a forward on every module
+    assert (sum(map(swapping.is_swapped, patched.modules())) > 3) == ((how, first) != ("dispatch_model", "accelerate"))
+    for labelled in (True, False):
+        inputs = tiny.tokens() if labelled else {"input_ids": tiny.tokens()["input_ids"]}
+        with torch.no_grad():
+            expected, found = tiny.call(plain, **inputs), tiny.call(patched, **inputs)
+        torch.testing.assert_close(found.logits, expected.logits)
+        if labelled:
+            torch.testing.assert_close(found.loss, expected.loss)
+    liger_hw.unpatch(patched)
+    with torch.no_grad():
+        assert torch.equal(tiny.call(patched, **inputs).logits, expected.logits)
+    if first == "patch":
+        kept = [vars(m)["_old_forward"] for m in patched.modules() if "_old_forward" in vars(m)]
+        assert kept and all(f.__qualname__.split(".")[0] in {type(m).__name__ for m in plain.modules()} for f in kept)

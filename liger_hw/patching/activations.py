@@ -1,0 +1,43 @@
+"""Activations that a model writes out in operations, each of which would keep a tensor: one op."""
+
+from liger_hw.kernels.glu import activate
+from liger_hw.patching import probing
+from liger_hw.patching.match import Match
+
+WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # torch has the others as one operation
+PROBE_SHAPE = (7, 64)
+
+
+class ActivationMatch(Match):
+    """The match of a module that is an activation."""
+
+    kind = "activation"
+
+    def members(self, original):
+        activation = dict(self.options)["activation"]
+
+        def forward(self, *args, **kwargs):
+            if len(args) != 1 or kwargs or not args[0].is_floating_point() or args[0].ndim == 0:
+                return original.forward(self, *args, **kwargs)
+            return activate(args[0], activation)
+
+        return {"forward": forward}
+
+
+def match_activation(module):
+    """The `ActivationMatch` of an activation that is written out in operations, or None."""
+    has_parts = module._parameters or module._modules or module._buffers
+    if has_parts or type(module).__module__.startswith("torch.") or len(probing.positional_inputs(module)) != 1:
+        return None
+    cases = probing.rows_of_each_dtype(*PROBE_SHAPE)
+    for activation in WRITTEN_OUT:
+
+        def original(x):
+            return type(module).forward(probing.copy_of(module, {}, {}), x)
+
+        def replacement(x, activation=activation):
+            return activate.reference(x, activation)
+
+        if probing.agree(original, replacement, cases):
+            return ActivationMatch.of(activate, {"activation": activation}, {})
+    return None

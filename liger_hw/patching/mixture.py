@@ -1,0 +1,123 @@
+r"""Experts of a mixture as two grouped matrix products that keep little for the backward.
+
+For token t, its k experts e and their routing weights w:
+
+    out[t] = sum over k of w (f(x[t] G_e^T) * (x[t] U_e^T)) D_e^T
+
+in the operations, order and rounding of transformers' `grouped_mm_experts_forward`, so the result has its bits (but for
+products in fp32 that are added unrounded, which turn a rare tie of 16 bits). For every pair of a token and an expert,
+transformers keeps the gathered input, gate and up, their product and its projection: 2H + 3I values. Here gate and up
+alone stay (2I), and their gradients take their memory. The backward gathers x and dout again, recomputes the product in
+the pass that computes the gradients (`expert_glu`), and takes the routing weights' gradient before the down projection,
+where both gradients need the same matrix product:
+
+    dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
+
+The gradient of x is a sum over k of gathered rows (`gathered_sum`), where the backward of indexing would sort. Experts
+without a gate, f(x U^T) D^T, are the same without the product: I values stay instead of 2H + 2I or more.
+"""
+
+import torch
+
+from liger_hw._torch import grouped_mm
+from liger_hw.dispatch import Function
+from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
+from liger_hw.kernels.gathered_sum import sum_gathered
+from liger_hw.kernels.glu import glu
+
+
+def mixture(x, index, routing_weights, first, down, up_first, activation):
+    """The experts' output (T, H).
+
+    Args:
+        x: (T, H), tokens.
+        index, routing_weights: (T, k), each token's experts and their weights.
+        first: (E, 2I, H), gate and up of each expert; (E, I, H) without a gate.
+        down: (E, H, I).
+        up_first: whether up comes before gate in `first`; None without a gate.
+        activation: one of `glu.ACTIVATIONS`.
+    """
+    form, kept = (up_first, activation), []
+    placeholder = MixtureFunction.apply(x, first, down, index, routing_weights, form, kept)
+    return ProjectedFunction.apply(placeholder, (down, *kept), form, index.shape)
+
+
+def grouped(x, weights, offsets):
+    """(S, K) rows in groups that end at `offsets` times (E, K, N), or (K, S) times (S, N) group by group: (E, K, N)."""
+    return grouped_mm()(x, weights, offs=offsets)
+
+
+class MixtureFunction(Function):
+    """The first projection of every expert, and the whole backward.
+
+    Takes x (T, H), first, down, index, routing_weights, (up_first, activation) as in `mixture`, and a list, to which it
+    adds the tensors that `ProjectedFunction` needs. Returns a placeholder (T, H) of one value, for the graph alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x, first, down, index, routing_weights, form, kept):
+        experts, order = torch.sort(index.reshape(-1))
+        tokens = order // index.shape[1]
+        counts = experts.float() if x.device.type == "cpu" else experts.int()  # histc takes these dtypes there
+        counts = torch.histc(counts, bins=first.shape[0], min=0, max=first.shape[0] - 1)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        position = torch.empty_like(order)  # of each pair of a token and an expert among the sorted rows
+        position[order] = torch.arange(len(order), device=order.device)
+        halves = grouped(x[tokens], first.transpose(1, 2), offsets)
+        row_weights = routing_weights.reshape(-1)[order]
+        kept += halves, row_weights, position, offsets
+        ctx.save_for_backward(x, first, down, halves, row_weights, tokens, position, offsets)
+        ctx.form, ctx.shape, ctx.overwritten = form, index.shape, False
+        return x.new_empty_strided(x.shape, (0, 0))
+
+    @staticmethod
+    def backward(ctx, dout):
+        if ctx.overwritten:
+            raise RuntimeError(
+                "a second backward through patched experts: the first one wrote its gradients over gate and up. Call "
+                "the model again, or patch it with swiglu=False"
+            )
+        x, first, down, halves, row_weights, tokens, position, offsets = ctx.saved_tensors
+        up_first, activation = ctx.form
+        needs_x, needs_first, needs_down, _, needs_routing_weights, *_ = ctx.needs_input_grad
+        dx = dfirst = ddown = drouting_weights = None
+        dout = dout[tokens]
+        y = grouped(dout, down, offsets)  # dout D_e; the next call but one turns it into the product y
+        ctx.overwritten = True
+        drow_weights = expert_glu_backward_in_place(*_gate_and_up(halves, up_first), y, row_weights, activation)
+        if needs_routing_weights:
+            drouting_weights = drow_weights[position].view(ctx.shape)
+        if needs_down:
+            ddown = grouped(dout.mul_(row_weights[:, None]).t(), y, offsets)
+        del dout, y
+        if needs_first:
+            dfirst = grouped(halves.t(), x[tokens], offsets)
+        if needs_x:
+            dx = sum_gathered(grouped(halves, first, offsets), position.view(ctx.shape), None)
+        return dx, dfirst, ddown, None, drouting_weights, None, None
+
+
+class ProjectedFunction(Function):
+    """The experts' output in place of the placeholder; the gradient goes to `MixtureFunction` as it is.
+
+    It keeps nothing. Activation checkpointing recomputes up to the last tensor that is kept, so not this.
+    """
+
+    @staticmethod
+    def forward(ctx, placeholder, tensors, form, shape):  # in a tuple autograd does not see them
+        down, halves, row_weights, position, offsets = tensors
+        up_first, activation = form
+        gate, up = _gate_and_up(halves, up_first)
+        projected = grouped(glu(gate, up, activation), down.transpose(1, 2), offsets)
+        return sum_gathered(projected, position.view(shape), row_weights)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None, None, None
+
+
+def _gate_and_up(halves, up_first):
+    if up_first is None:
+        return halves, None
+    gate, up = halves.chunk(2, dim=-1)
+    return (up, gate) if up_first else (gate, up)

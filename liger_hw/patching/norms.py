@@ -1,0 +1,168 @@
+"""Norms: RMSNorm with any order of rounding, with `weight`, `1 + weight` or no weight; LayerNorm."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
+from liger_hw.patching import probing
+from liger_hw.patching.match import Match
+
+OPS = {op.__name__: op for op in (rms_norm, layer_norm)}
+PROBE_EPS = 0.05  # of a norm that keeps its eps in an attribute: large enough to show
+WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that have it in their code
+PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
+PROBE_ROWS = 7
+
+
+@dataclass(frozen=True)
+class NormMatch(Match):
+    """The match of a norm of rows.
+
+    Attributes:
+        narrow_input, wide_input: the op agrees, too, where x has a narrower, a wider dtype than the weight.
+    """
+
+    kind = "norm"
+    narrow_input: bool = False
+    wide_input: bool = False
+
+    def members(self, original):
+        op, options, names = OPS[self.op], dict(self.options), dict(self.names)
+        weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
+        written_eps = options.pop("eps", None)
+        # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
+        widens_under_autocast = original.__module__.startswith("torch.nn")
+        narrow_input, wide_input = self.narrow_input, self.wide_input
+        offset = options.pop("offset", None) if op is layer_norm else None
+        derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
+
+        def forward(self, *args, **kwargs):
+            if len(args) != 1 or kwargs or derived and torch.is_autocast_enabled(args[0].device.type):
+                return original.forward(self, *args, **kwargs)
+            x = args[0]
+            weight = getattr(self, weight_name) if weight_name else None
+            if weight is not None and weight.dtype != x.dtype:
+                if not (wide_input if torch.promote_types(x.dtype, weight.dtype) == x.dtype else narrow_input):
+                    return original.forward(self, x)
+            if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+                return original.forward(self, x)
+            eps = getattr(self, eps_name) if eps_name else written_eps
+            if eps is None:
+                eps = default_eps(x.dtype)
+            if bias_name:
+                weight = weight if offset is None else weight + offset
+                return op(x, weight, getattr(self, bias_name), eps, **options)
+            return op(x, weight, eps=eps, **options)
+
+        return {"forward": forward}
+
+
+def default_eps(dtype):
+    """What torch's RMSNorm adds where its eps is None: eps of the dtype that it computes in."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+def match_norm(module):
+    """The `NormMatch` of a module that scales rows to unit size, or None."""
+    if isinstance(module, torch.nn.LayerNorm):
+        return _match_layer_norm(module)
+    parameters = probing.own_parameters(module)
+    if module._modules or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
+        return None
+    if len(probing.positional_inputs(module)) != 1:  # a second may be a gate
+        return None
+    weight_name = next(iter(parameters), None)
+    modes = CASTING_MODES if weight_name else CASTING_MODES[:1]
+    offsets = (0.0, 1.0) if weight_name else (0.0,)
+    ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in itertools.product(modes, offsets)]
+    for (op, options), (eps_name, eps) in itertools.product([*ops, (layer_norm, {})], _ways_to_eps(module)):
+        match = _prove_norm(module, weight_name, op, options, eps_name, eps)
+        if match is not None:
+            return match
+    return None
+
+
+def _ways_to_eps(module):
+    """(attribute that holds it or None, its value in the probe) of every way in which the norm may have its eps."""
+    if names := probing.float_attributes(module):
+        return [(name, PROBE_EPS) for name in names]
+    if getattr(module, "eps", 0) is None:
+        return [("eps", None)]
+    return [(None, eps) for eps in WRITTEN_EPS]
+
+
+def _prove_norm(module, weight_name, op, options, eps_name, eps):
+    weight = module._parameters[weight_name] if weight_name else None
+    width = (weight.numel() if weight_name else _normalized_width(module)) or PROBE_WIDTH
+    absent = {name: p for name, p in module._parameters.items() if p is None}
+
+    def original(x, weight):
+        parameters = absent | ({weight_name: weight} if weight_name else {})
+        attributes = {eps_name: eps} if eps_name else {}
+        return type(module).forward(probing.copy_of(module, parameters, {}, _buffers={}, **attributes), x)
+
+    def replacement(x, weight):
+        number = default_eps(x.dtype) if eps is None else eps
+        return op.reference(x, weight if weight_name else None, eps=number, **options)
+
+    random = probing.generator()
+
+    def case(x_dtype, weight_dtype):
+        # of the size of an eps that cannot be made large
+        scale = 3 if eps == PROBE_EPS else (default_eps(x_dtype) if eps is None else eps) ** 0.5
+        x = scale * probing.random_rows(random, PROBE_ROWS, width, dtype=x_dtype)
+        return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))
+
+    exact = op is rms_norm and type(module) is not torch.nn.RMSNorm  # torch's own kernels add in another order
+    if not probing.agree(original, replacement, [case(dtype, dtype) for dtype in probing.DTYPES], exact):
+        return None
+    narrow, wide = (
+        probing.agree(original, replacement, [case(*pair)], exact) for pair in (probing.DTYPES[::-1], probing.DTYPES)
+    )
+    names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
+    if eps_name:
+        names["eps"] = eps_name
+    else:
+        options = options | {"eps": eps}
+    return NormMatch.of(op, options, names, narrow_input=narrow, wide_input=wide)
+
+
+def _normalized_width(module):
+    shape = getattr(module, "normalized_shape", ())
+    return shape[0] if isinstance(shape, (tuple, list, torch.Size)) and len(shape) == 1 else 0
+
+
+def _match_layer_norm(module):
+    """Of torch's own class, or of one that derives from it: with its weight, or with 1 + weight."""
+    names = {"weight": "weight", "bias": "bias", "eps": "eps"}
+    if len(module.normalized_shape) != 1:
+        return None
+    if type(module) is torch.nn.LayerNorm:
+        return NormMatch.of(layer_norm, {}, names)
+    if module.weight is None or module._modules:
+        return None
+    width = module.weight.numel() or PROBE_WIDTH
+    parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
+
+    def original(x, *parameters):
+        absent = dict.fromkeys(("weight", "bias"))
+        return type(module).forward(
+            probing.copy_of(module, absent | dict(zip(parts, parameters)), {}, eps=PROBE_EPS), x
+        )
+
+    def case(dtype):
+        random = probing.generator()
+        x = 3 * probing.random_rows(random, PROBE_ROWS, width, dtype=dtype)
+        return x, *(torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype)) for _ in parts)
+
+    for offset in (0.0, 1.0):
+
+        def replacement(x, weight, bias=None, offset=offset):
+            return layer_norm.reference(x, weight + offset, bias, PROBE_EPS)
+
+        if probing.agree(original, replacement, [case(dtype) for dtype in probing.DTYPES], exact=False):
+            return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
+    return None

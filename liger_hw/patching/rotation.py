@@ -1,0 +1,229 @@
+"""Rotary functions of models: prove what one computes by running it, and compute the same by the op `rope`.
+
+Models differ in which values make a pair, in how their tables of cosines and sines are laid out, in where they round,
+and in what their function is given: q and k, or one of them; cos and sin, or complex numbers.
+"""
+
+import functools
+import inspect
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+from liger_hw.kernels.rope import LAYOUTS, rope
+from liger_hw.patching.probing import DTYPES, generator, random_rows
+
+LEADING = {  # the form of a function -> names of its leading parameters, None for any
+    "q, k, cos, sin": (None, None, "cos", "sin"),
+    "x, cos, sin": (None, "cos", "sin"),
+    "x, sin, cos": (None, "sin", "cos"),
+    "q, k, freqs_cis": (None, None, "freqs_cis"),
+}
+OPTIONAL = {"position_ids", "unsqueeze_dim"}  # Hugging Face's functions do not use the first
+TABLES = ("full", "first_half", "shared")  # a value for each of the head's; that, its second half unused; for each pair
+SAME = [(dtype, dtype) for dtype in DTYPES]  # dtypes of heads and tables
+MIXED = (DTYPES[::-1], DTYPES)  # narrower heads than tables, and wider
+DIRECT, PROMOTED = "direct", "promoted"  # heads and tables of two dtypes go to the op as they are, or in the wider one
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How the op `rope` computes what a model's rotary function computes.
+
+    Attributes:
+        form: a key of `LEADING`.
+        layout, wide: options of the op.
+        tables: one of `TABLES`.
+        reverse: it rotates by the negative angle.
+        axis: the dimension of q and k that counts heads, where the function has no `unsqueeze_dim`.
+        partial: of heads that are wider than the tables it rotates the first part and returns the rest as it is.
+        flat: it also takes (tokens, heads, head_dim) with tables of (tokens, head_dim).
+        narrower, wider: `DIRECT`, `PROMOTED` or None (only the function itself computes it), for heads of a narrower
+            and of a wider dtype than the tables'.
+    """
+
+    form: str
+    layout: str = "half"
+    wide: bool = False
+    tables: str = "full"
+    reverse: bool = False
+    axis: int | None = None
+    partial: bool = False
+    flat: bool = False
+    narrower: str | None = None
+    wider: str | None = None
+
+    @property
+    def is_complex(self):
+        """Whether the table is one of complex numbers."""
+        return self.form.endswith("freqs_cis")
+
+    def __str__(self):
+        """The options that are not the usual ones."""
+        shown = {"layout": "half", "wide": False, "tables": "full", "reverse": False}
+        return ", ".join(f"{n}={getattr(self, n)!r}" for n, usual in shown.items() if getattr(self, n) != usual)
+
+
+def parameters(function):
+    """The parameters of a function, or of a module's forward."""
+    function = function.forward if isinstance(function, torch.nn.Module) else function
+    return inspect.signature(function).parameters
+
+
+def prove_rotation(function, agree):
+    """The `Rotation` that `function` computes, or None.
+
+    Args:
+        function: of a model.
+        agree: (function, replacement, cases) -> bool, whether both give the same bits of every case.
+    """
+    if not callable(function):
+        return None
+    names = list(parameters(function))
+    form = next((form for form, leading in LEADING.items() if _leads(names, leading)), None)
+    if form is None or set(names[len(LEADING[form]) :]) - OPTIONAL:
+        return None
+    axes = (None,) if "unsqueeze_dim" in names else (1, 2)
+    is_complex = form.endswith("freqs_cis")
+    tables = ("shared",) if is_complex else TABLES
+    for axis, table, layout, wide, reverse in itertools.product(axes, tables, LAYOUTS, (False, True), (False, True)):
+        if layout != "half" and reverse or is_complex and not wide:
+            continue
+        rotation = Rotation(form, layout, wide, table, reverse, axis)
+        if agree(function, _by_op(rotation), _cases(rotation, SAME)):
+            return _prove_special_cases(function, rotation, agree)
+    return None
+
+
+def _prove_special_cases(function, rotation, agree):
+    """`rotation` with the cases that it also holds for, or None where the op would rotate another part of a head."""
+    partial_cases = _cases(rotation, SAME, partial=True)
+    partial = agree(function, _by_op(rotation), partial_cases)
+    if not partial and _runs(function, partial_cases[0]):
+        return None
+    flat = rotation.axis == 2 and agree(function, _by_op(rotation), _cases(rotation, SAME, flat=True))
+    narrower = wider = DIRECT
+    if not rotation.is_complex:
+        narrower, wider = (_prove_mixed(function, rotation, agree, pair) for pair in MIXED)
+    return replace(rotation, partial=partial, flat=flat, narrower=narrower, wider=wider)
+
+
+def _prove_mixed(function, rotation, agree, dtypes):
+    """How the op must be called for heads and tables of such dtypes: `DIRECT`, `PROMOTED`, or None for not at all."""
+    cases = _cases(rotation, [dtypes])
+    for call in (DIRECT, PROMOTED):
+        if agree(function, _by_op(rotation, promoted=call == PROMOTED), cases):
+            return call
+    return None
+
+
+def _by_op(rotation, promoted=False):
+    return lambda *args: _rotate(rope.reference, rotation, args, rotation.axis or 1, promoted)
+
+
+def _runs(function, args):
+    try:
+        function(*args)
+    except Exception:  # of a model's own code, of any kind
+        return False
+    return True
+
+
+def _leads(names, leading):
+    return len(names) >= len(leading) and all(due in (None, name) for due, name in zip(leading, names))
+
+
+def _cases(rotation, dtypes, **kwargs):
+    return [_case(rotation, *pair, **kwargs) for pair in dtypes]
+
+
+def _case(rotation, dtype, table_dtype, partial=False, flat=False, batch=2, length=5, width=16):
+    """Arguments for a function, as a model would give them. The two halves of the tables differ, as no model's do."""
+    random = functools.partial(random_rows, generator())
+    axis = rotation.axis or 1
+    shapes = [(batch, heads, length, width) if axis == 1 else (batch, length, heads, width) for heads in (4, 2)]
+    q, k = (random(*(shape[1:] if flat else shape)).to(dtype) for shape in shapes)
+    rotary_dim = width - 4 if partial else width
+    angle = random(batch, length, rotary_dim // 2 if rotation.tables == "shared" else rotary_dim)
+    angle = angle[0] if flat else angle
+    cos, sin = angle.cos().to(table_dtype), angle.sin().to(table_dtype)
+    if rotation.is_complex:
+        return q, k, torch.complex(angle.cos(), angle.sin())
+    if rotation.form.startswith("q"):
+        return q, k, cos, sin
+    return (q, cos, sin) if rotation.form == "x, cos, sin" else (q, sin, cos)
+
+
+def _rotate(rope, rotation, args, axis, promoted=False):
+    """The op or its reference on the leading arguments of a function."""
+    q, k, cos, sin = _unpacked(rotation, args)
+    flat = q.ndim == 3
+    if flat:
+        q, k, cos, sin = (None if x is None else x.unsqueeze(0) for x in (q, k, cos, sin))
+    if promoted:
+        dtype = torch.promote_types(q.dtype, cos.dtype)
+        q, k = (None if x is None else x.to(dtype) for x in (q, k))
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    if rotation.tables == "first_half":
+        cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+    if rotation.reverse:
+        sin = -sin
+    shared = rotation.tables != "full"
+    q, k = rope(q, k, cos, sin, unsqueeze_dim=axis, layout=rotation.layout, shared=shared, wide=rotation.wide)
+    if flat:
+        q, k = (None if x is None else x.squeeze(0) for x in (q, k))
+    return q if rotation.form.startswith("x") else (q, k)
+
+
+def _unpacked(rotation, args):
+    """(q, k or None, cos, sin) of the leading arguments of a function."""
+    if rotation.is_complex:
+        cos, sin = torch.view_as_real(args[2].resolve_conj()).unbind(-1)
+        return args[0], args[1], cos, sin
+    if rotation.form.startswith("q"):
+        return args
+    x, first, second = args
+    return (x, None, first, second) if rotation.form == "x, cos, sin" else (x, None, second, first)
+
+
+def replacement(original, rotation):
+    """A function of the signature of a model's own `original`, computed by the op wherever it was proved to agree."""
+    signature = parameters(original)
+    names, count = list(signature), len(LEADING[rotation.form])
+    usual_axis = signature["unsqueeze_dim"].default if rotation.axis is None else rotation.axis
+
+    def apply_rotary_pos_emb(*args, **kwargs):
+        bound = dict(zip(names, args)) | kwargs
+        leading = tuple(bound.get(name) for name in names[:count])
+        axis = bound.get("unsqueeze_dim", usual_axis)
+        call = _proved_call(rotation, leading, axis)
+        if call is None:
+            return original(*args, **kwargs)
+        return _rotate(rope, rotation, leading, axis, call == PROMOTED)
+
+    return apply_rotary_pos_emb
+
+
+def _proved_call(rotation, leading, axis):
+    """`DIRECT` or `PROMOTED`, or None where the op was not proved to agree on these arguments."""
+    if any(x is None for x in leading):  # without k, some return q alone
+        return None
+    if rotation.is_complex and not leading[2].is_complex():
+        return None
+    q, k, cos, sin = _unpacked(rotation, leading)
+    if cos.dtype != sin.dtype or cos.requires_grad or k is not None and k.dtype != q.dtype:
+        return None
+    if (q.ndim, cos.ndim) != (4, 3):
+        if not (rotation.flat and (q.ndim, cos.ndim) == (3, 2)):
+            return None
+    elif cos.shape[0] not in (1, q.shape[0]):
+        return None
+    if axis not in (1, 2) or cos.shape[-2] != q.shape[q.ndim - 1 - axis]:
+        return None
+    rotary_dim = cos.shape[-1] * (2 if rotation.tables == "shared" else 1)
+    if rotary_dim != q.shape[-1] and not (rotation.partial and rotary_dim < q.shape[-1]):
+        return None
+    if rotation.is_complex or q.dtype == cos.dtype:
+        return DIRECT
+    return rotation.wider if torch.promote_types(q.dtype, cos.dtype) == q.dtype else rotation.narrower

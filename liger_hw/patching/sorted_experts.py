@@ -1,0 +1,69 @@
+"""Experts whose tokens come sorted, as many for each, as Llama 4's: two batched products and a gated unit."""
+
+import torch
+
+from liger_hw._torch import is_plain
+from liger_hw.patching import gates, probing
+from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.match import Match
+
+PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE = 2, 32, 48
+PROBE_TOKENS = 5 * PROBE_EXPERTS
+
+
+class SortedExpertsMatch(Match):
+    """The match of sorted experts: `names` has their weights, "first" (E, H, 2I) and "second" (E, I, H)."""
+
+    kind = "sorted_experts"
+
+    def members(self, original):
+        op, options, names = gates.OPS[self.op], {"in_place": True, **dict(self.options)}, dict(self.names)
+
+        def forward(self, *args, **kwargs):
+            weights = [getattr(self, names[role]) for role in ("first", "second")]
+            usual = len(args) == 1 and not kwargs and is_plain(*args, *weights)
+            if not usual or any(is_intercepted(child) for child in self.children()):
+                return original.forward(self, *args, **kwargs)
+            return _compute(args[0], *weights, op, options)
+
+        return {"forward": forward}
+
+
+def _compute(x, first, second, unit, options):
+    """Each expert's share (T / E, H) of x (T, H) through a gated MLP."""
+    gate, up = torch.bmm(x.view(first.shape[0], -1, first.shape[1]), first).chunk(2, -1)
+    return torch.bmm(unit(gate, up, **options), second).view(-1, second.shape[-1])
+
+
+def match_sorted_experts(module):
+    """The `SortedExpertsMatch` of a module, or None."""
+    parameters = probing.own_parameters(module)
+    if (
+        len(parameters) != 2
+        or any(p.ndim != 3 for p in parameters.values())
+        or len(probing.positional_inputs(module)) != 1
+    ):
+        return None
+    (first, (experts, hidden, _)), (second, (*_, intermediate, _)) = ((n, p.shape) for n, p in parameters.items())
+    small = {experts: PROBE_EXPERTS, hidden: PROBE_HIDDEN, intermediate: PROBE_INTERMEDIATE}
+    sizes = {name: small[value] for name, value in vars(module).items() if type(value) is int and value in small}
+    shapes = (
+        (PROBE_TOKENS, PROBE_HIDDEN),
+        (PROBE_EXPERTS, PROBE_HIDDEN, 2 * PROBE_INTERMEDIATE),
+        (PROBE_EXPERTS, PROBE_INTERMEDIATE, PROBE_HIDDEN),
+    )
+    random = probing.generator()
+    cases = [[probing.random_rows(random, *shape, dtype=dtype) for shape in shapes] for dtype in probing.DTYPES]
+
+    def original(x, *weights):
+        probe = probing.copy_of(module, dict(zip(parameters, weights)), dict(module._modules), **sizes)
+        return type(module).forward(probe, x)
+
+    for op, options in gates.WITHOUT_NUMBERS:
+
+        def replacement(x, *weights, op=op, options=options):
+            return _compute(x, *weights, op.reference, options)
+
+        if probing.agree(original, replacement, cases):
+            return SortedExpertsMatch.of(op, options, {"first": first, "second": second})
+    return None
