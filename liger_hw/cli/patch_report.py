@@ -1,6 +1,7 @@
 """`liger-hw patch-report`: what `liger_hw.patch` would replace in a model, and what it would leave and why."""
 
 import json
+import sys
 
 from liger_hw import console
 
@@ -15,27 +16,22 @@ def add(commands) -> None:
 
 def patch_report(args) -> None:
     """Build the model without its weights, patch it and print what was done."""
-    console.require("transformers", "rich")
+    _say("importing transformers")
+    console.require("transformers")
     from liger_hw.patching.report import patch_report as report
 
-    name, summary = report(args.model, args.trust_remote_code)
-    replaced = [{"class": cls, "modules": n, "op": op} for (cls, op), n in summary.replaced.items()]
-    left = [{"class": cls, "modules": n, "reason": why} for (cls, why), n in summary.left.items()]
+    name, summary = report(args.model, args.trust_remote_code, on_step=_say)
+    _say("")
     if args.json:
+        replaced = [{"class": cls, "modules": n, "op": op} for (cls, op), n in summary.replaced.items()]
+        left = [{"class": cls, "modules": n, "reason": why} for (cls, why), n in summary.left.items()]
         print(json.dumps({"model": name, "replaced": replaced, "left": left}, indent=1))
         return
-    from rich.console import Console
-    from rich.table import Table
+    print(f"{name}\n\n{summary}\n")
+    print(f"{summary.replaced.total()} modules replaced, {summary.left.total()} left alone")
 
-    table = Table(title=name, title_justify="left")
-    table.add_column("class", overflow="fold")
-    table.add_column("modules", justify="right")
-    table.add_column("now", overflow="fold")
-    for row in replaced:
-        table.add_row(row["class"], str(row["modules"]), row["op"])
-    for row in left:
-        table.add_row(row["class"], str(row["modules"]), f"as it was: {row['reason']}", style="dim")
-    Console().print(table)
-    print(
-        f"{sum(row['modules'] for row in replaced)} modules replaced, {sum(row['modules'] for row in left)} left alone"
-    )
+
+def _say(step: str) -> None:
+    """Show on a terminal what happens now, in place of the step before; an empty one clears the line."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{step and step + ' ...'}", end="", file=sys.stderr, flush=True)

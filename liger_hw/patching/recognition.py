@@ -21,7 +21,7 @@ NO_OP = "no op computes the same bits"
 OWN_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
 NO_ACTIVATION = "no supported activation between its two linear layers"
 
-_remembered = {}  # everything that a probe depends on -> its result
+remembered = {}  # everything that a probe depends on -> its result
 
 
 class Recognition(NamedTuple):
@@ -51,9 +51,9 @@ def _first_match(module):
 
 
 def _remember(key, find):
-    if key not in _remembered:
-        _remembered[key] = find()
-    return _remembered[key]
+    if key not in remembered:
+        remembered[key] = find()
+    return remembered[key]
 
 
 def _facts(module):

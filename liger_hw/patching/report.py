@@ -1,4 +1,4 @@
-"""What `patch` would do to a model, from its configuration alone: the model is built without memory for its weights."""
+"""Tell what `patch` would do to a model, from its configuration alone: it is built without memory for its weights."""
 
 import pathlib
 
@@ -10,12 +10,15 @@ from liger_hw.patching.patch import patch
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
 
 
-def patch_report(model, trust_remote_code=False, **flags):
-    """What `liger_hw.patch` replaces in a model and what it leaves. Nothing is downloaded and no weight is read.
+def patch_report(model, trust_remote_code=False, on_step=lambda step: None, **flags):
+    """Tell what `liger_hw.patch` replaces in a model and what it leaves, from its configuration.
+
+    Nothing is downloaded and no weight is read.
 
     Args:
         model: a model type of transformers, whose default configuration then counts, or a folder with a config.json.
         trust_remote_code: run the code of a model that keeps its own in that folder.
+        on_step: is called with a few words before each step.
         flags: of `liger_hw.patch`.
 
     Returns:
@@ -25,14 +28,17 @@ def patch_report(model, trust_remote_code=False, **flags):
         ValueError: there is no such model type or folder, or transformers has no class of models for the
             configuration or cannot build one from it.
     """
+    on_step("reading the configuration")
     config = _config(model, trust_remote_code)
+    on_step(f"building {config.model_type} without its weights")
     try:
         with torch.device("meta"):
             built = _build(config, trust_remote_code)
     except ValueError:
         raise
-    except Exception as error:  # of a model's own code, of any kind
+    except Exception as error:  # of the model's own code, of any kind
         raise ValueError(f"model: transformers cannot build {model} from this configuration: {error!r}") from error
+    on_step(f"probing the {sum(1 for _ in built.modules())} modules of {type(built).__name__}")
     return type(built).__name__, patch(built, **flags)
 
 

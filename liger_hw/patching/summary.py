@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from liger_hw import console
+
 WORDS = {  # how the table says the parts of a loss
     "head": "output layer: its logits are computed only if they are read",
     "causal_lm(cross_entropy=False, fused_linear_cross_entropy=True)": "loss: computed without logits",
@@ -22,19 +24,12 @@ class Summary:
     replaced: Counter = field(default_factory=Counter)
     left: Counter = field(default_factory=Counter)
 
-    def tables(self):
-        """(header, rows) of what was replaced and of what was left alone, all cells as text; empty ones left out."""
-        replaced = [(name, str(count), WORDS.get(op, op)) for (name, op), count in self.replaced.items()]
-        left = [(name, str(count), reason) for (name, reason), count in self.left.items()]
-        tables = (("module", "count", "replaced by"), replaced), (("module", "count", "left alone because"), left)
-        return [(header, rows) for header, rows in tables if rows]
-
     def __str__(self):
-        tables = self.tables()
-        cells = [row for header, rows in tables for row in (header, *rows)]
-        name_width, count_width = (max((len(row[i]) for row in cells), default=0) for i in (0, 1))
-        lines = [
-            [f"{name:{name_width}}  {count:>{count_width}}  {text}" for name, count, text in (header, *rows)]
-            for header, rows in tables
+        replaced = [(name, count, WORDS.get(op, op)) for (name, op), count in self.replaced.items()]
+        left = [(name, count, reason) for (name, reason), count in self.left.items()]
+        tables = [
+            console.table(("module", "count", header), rows)
+            for header, rows in (("replaced by", replaced), ("left alone because", left))
+            if rows
         ]
-        return "\n\n".join("\n".join(table) for table in lines) or "no module that an op could serve"
+        return "\n\n".join(tables) or "it has no module that an op could serve"

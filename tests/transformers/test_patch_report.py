@@ -7,6 +7,7 @@ import tiny
 import torch
 
 from liger_hw.cli import main
+from liger_hw.patching import probing, recognition
 from liger_hw.patching.report import patch_report
 
 transformers = tiny.transformers
@@ -45,13 +46,29 @@ def test_a_model_that_is_no_language_model_and_one_of_pictures(tmp_path, capsys)
     assert report(capsys, tmp_path)[0] == "BertForMaskedLM"
 
 
-def test_table(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "200")
+def test_table(tmp_path, capsys):
     tiny.model("llama").config.save_pretrained(tmp_path)
     assert main(["patch-report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "LlamaRMSNorm" in out and "rms_norm(casting_mode='llama', offset=0.0)" in out and "modules replaced" in out
+    assert "loss: computed without logits" in out
+
+
+def test_progress_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    tiny.model("llama").config.save_pretrained(tmp_path)
+    assert main(["patch-report", str(tmp_path)]) == 0
+    steps = capsys.readouterr().err
+    assert "building llama without its weights" in steps and "modules of LlamaForCausalLM" in steps
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_a_module_that_is_no_mlp_is_dismissed_after_a_few_runs(model, monkeypatch):
+    runs, generator = [], probing.OwnGenerator
+    monkeypatch.setattr(probing, "OwnGenerator", lambda: runs.append(1) or generator())
+    monkeypatch.setattr(recognition, "remembered", {})
+    patch_report(model)
+    assert len(runs) < 400
 
 
 REMOTE = """
