@@ -31,7 +31,7 @@ RENAMED = {"ce_weight": "weight"}  # of the linear op -> of the plain one
 LINEAR_CE_OPTIONS = (*CE_OPTIONS, "accum_dtype", "use_token_scaling", "ce_weight")
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
 REFUSED = {  # other keyword arguments that would change the loss -> the values with which they change nothing
-    **dict.fromkeys(("token_weights", "loss_weights", "weight", "softcap"), (None,)),
+    **dict.fromkeys(("token_weights", "loss_weights", "weight"), (None,)),
     "return_z_loss": (False, None),
     "reduction": ("mean", None),
     "logit_scale": (1.0, None),

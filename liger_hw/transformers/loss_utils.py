@@ -4,15 +4,13 @@ Patched models do not call these: their own loss function is handed lazy logits 
 forward of their own around them do.
 """
 
-import inspect
-
 import torch
 
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.patching.loss import refuse_unserved
 
-_OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}
-assert set(inspect.signature(fused_linear_cross_entropy.reference).parameters) >= _OPTIONS
+OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}
 
 
 def unpack_cross_entropy_result(result):
@@ -33,16 +31,21 @@ def fixed_fused_linear_cross_entropy(
         num_items_in_batch: what to divide the sum by instead of the number of targets that count.
         final_logit_softcapping: the softcap.
         kwargs: ce_weight, label_smoothing, lse_square_scale, use_token_scaling, bias and logit_scale, as in
-            `liger_hw.fused_linear_cross_entropy`; anything else that a trainer passes through is ignored.
+            `liger_hw.fused_linear_cross_entropy`. Others that a trainer passes through are ignored, unless they ask for
+            another loss.
 
     Returns:
         the loss, or a `CrossEntropyOutput` where a `return_*` is True.
+
+    Raises:
+        ValueError: weights of tokens, or another option of a loss that nothing serves.
     """
+    served = {name: kwargs[name] for name in kwargs.keys() & OPTIONS if kwargs[name] is not None}
+    refuse_unserved({name: value for name, value in kwargs.items() if name not in served})
     return fused_linear_cross_entropy(
         hidden_states, lm_head_weight, target, ignore_index=ignore_index, softcap=final_logit_softcapping,
         num_items=num_items_in_batch, accum_dtype=accum_dtype, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        **{name: value for name, value in kwargs.items() if name in _OPTIONS and value is not None},
+        return_predicted_tokens=return_predicted_tokens, **served,
     )  # fmt: skip
 
 

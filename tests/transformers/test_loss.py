@@ -124,6 +124,28 @@ def test_options_of_the_ops_pass_through_the_model(fused):
         assert found.predicted_tokens.shape == (34,)
 
 
+UNSERVED = {
+    "token_weights": torch.ones(2, 17), "loss_weights": [1.0, 2.0], "weight": torch.ones(128),
+    "reduction": "sum", "logit_scale": 0.5, "return_z_loss": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("skip_logits", [None, False])
+@pytest.mark.parametrize("option", UNSERVED)
+def test_options_of_a_loss_that_nothing_serves_are_refused(option, skip_logits):
+    _, patched = tiny.pair()
+    with pytest.raises(ValueError, match=f"^{option}: got"):
+        patched(**tiny.tokens(), **{option: UNSERVED[option]}, skip_logits=skip_logits)
+
+
+def test_keywords_that_are_none_of_the_loss_pass_as_in_the_unpatched_model():
+    plain, patched = tiny.pair()
+    harmless = {"token_weights": None, "reduction": "mean", "return_z_loss": False, "logit_scale": 1.0}
+    harmless |= {"max_length_q": 17, "unheard_of": torch.ones(2)}
+    expected, found = tiny.call(plain, **tiny.tokens(), **harmless), tiny.call(patched, **tiny.tokens(), **harmless)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("by", ["configuration", "argument"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_losses_of_routers(family, by):

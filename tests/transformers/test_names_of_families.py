@@ -140,6 +140,9 @@ def test_loss_of_hidden_states():
         expected = ForCausalLMLoss(hidden @ weight.T, labels, 31, **options)
         found = loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, cu_seq_lens_q=None, **options)
         torch.testing.assert_close(found, expected)
+    for name, value in {"token_weights": torch.ones(2, 7), "reduction": "sum"}.items():
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, **{name: value})
     result = loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, return_token_accuracy=True)
     loss, z_loss, accuracy, predicted = loss_utils.unpack_cross_entropy_result(result)
     assert torch.equal(loss, result.loss) and 0 <= accuracy <= 1 and z_loss is predicted is None
