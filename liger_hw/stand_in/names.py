@@ -38,8 +38,8 @@ MODULES = {
     },
     "transformers": ("transformers",),
     "transformers.auto_model": ("transformers.auto_model",),
-    "transformers.experimental": ("transformers.plain_modules",),
-    "transformers.experimental.embedding": ("transformers.plain_modules",),
+    "transformers.experimental": ("transformers.modules_without_kernels",),
+    "transformers.experimental.embedding": ("transformers.modules_without_kernels",),
     "transformers.fsdp": ("stand_in.fsdp",),
     "transformers.functional": ("transformers.functional",),
     "transformers.grpo_loss": ("transformers.grpo_loss",),
@@ -64,7 +64,7 @@ MODULES = {
         for name in ("llama4_rope", "qwen2vl_mrope", "rope")
     },
     **{
-        f"transformers.{name}": ("transformers.plain_modules",)
+        f"transformers.{name}": ("transformers.modules_without_kernels",)
         for name in ("dyt", "fused_neighborhood_attention", "group_norm", "mhc", "modulated_rms_norm",
                      "multi_token_attention", "poly_norm", "relu_squared", "softmax", "sparsemax",
                      "vocab_parallel_cross_entropy")

@@ -11,7 +11,7 @@ from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entro
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.losses.engine import CHUNK_MEMORY
-from liger_hw.transformers import functional, loss_utils, plain, rotary_names
+from liger_hw.transformers import functional, loss_utils, ops_without_kernels, rotary_names
 from liger_hw.transformers.grpo_loss import triton_grpo_loss
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -143,7 +143,7 @@ def _grpo(
 
 
 def _modulated_rms_norm(X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
-    return plain.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+    return ops_without_kernels.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
 def _silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
@@ -212,13 +212,13 @@ def _vocab_parallel(
 def _mhc_coefficients(
     x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
 ):
-    return plain.mhc_coefficients(
+    return ops_without_kernels.mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
 
 
 def _attention_residual(V_stacked, w_query, w_norm, eps):
-    return plain.attention_residual(V_stacked, w_query, w_norm, eps)
+    return ops_without_kernels.attention_residual(V_stacked, w_query, w_norm, eps)
 
 
 def _relu_squared(X):
@@ -230,7 +230,7 @@ def _softmax(input_):
 
 
 def _sparsemax(x, dim):
-    return plain.sparsemax(x, dim)
+    return ops_without_kernels.sparsemax(x, dim)
 
 
 def _embedding(embeddings, indices):
@@ -238,12 +238,12 @@ def _embedding(embeddings, indices):
 
 
 def _tiled(fn, mlp_module, x, shards, compute_params=None):
-    return plain.tiled(fn, mlp_module, x, shards)
+    return ops_without_kernels.tiled(fn, mlp_module, x, shards)
 
 
 def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
-    """See `plain.tiled`."""
-    return plain.tiled(fn, mlp_module, x, num_shards)
+    """See `ops_without_kernels.tiled`."""
+    return ops_without_kernels.tiled(fn, mlp_module, x, num_shards)
 
 
 globals().update(
@@ -252,10 +252,10 @@ globals().update(
         "GrpoLossFunction": _grpo,
         "LigerAttnResFunction": _attention_residual,
         "LigerCrossEntropyFunction": _cross_entropy,
-        "LigerDyTFunction": plain.dyt,
+        "LigerDyTFunction": ops_without_kernels.dyt,
         "LigerEmbeddingFunction": _embedding,
         "LigerFusedAddRMSNormFunction": _add_rms_norm,
-        "LigerFusedCETVDFunction": plain.ce_and_tvd,
+        "LigerFusedCETVDFunction": ops_without_kernels.ce_and_tvd,
         "LigerFusedGateUpSiLUMulFunction": _gate_up,
         "LigerFusedLinearCPOFunction": chunked.liger_fused_linear_cpo,
         "LigerFusedLinearCosineSimilarityFunction": chunked.liger_fused_linear_cosine,
@@ -268,8 +268,8 @@ globals().update(
         "LigerFusedLinearORPOFunction": chunked.liger_fused_linear_orpo,
         "LigerFusedLinearScaledCrossEntropyFunction": _scaled_cross_entropy,
         "LigerFusedLinearSimPOFunction": chunked.liger_fused_linear_simpo,
-        "LigerFusedMoEFunction": plain.experts,
-        "LigerFusedNeighborhoodAttentionFunction": plain.neighborhood_attention,
+        "LigerFusedMoEFunction": ops_without_kernels.experts,
+        "LigerFusedNeighborhoodAttentionFunction": ops_without_kernels.neighborhood_attention,
         "LigerGELUMulFunction": functional.liger_geglu,
         "LigerGroupNormFunction": functional.liger_group_norm,
         "LigerJSDFunction": _jsd,
@@ -277,11 +277,11 @@ globals().update(
         "LigerLayerNormFunction": functional.liger_layer_norm,
         "LigerLlama4RopeFunction": _llama4_rope,
         "LigerMHCCoeffsFunction": _mhc_coefficients,
-        "LigerMHCPostResFunction": plain.mhc_post_res,
-        "LigerMHCPreFunction": plain.mhc_pre,
+        "LigerMHCPostResFunction": ops_without_kernels.mhc_post_res,
+        "LigerMHCPreFunction": ops_without_kernels.mhc_pre,
         "LigerMLPFunction": _mlp,
         "LigerModulatedRMSNormFunction": _modulated_rms_norm,
-        "LigerMultiTokenAttentionFunction": plain.multi_token_attention,
+        "LigerMultiTokenAttentionFunction": ops_without_kernels.multi_token_attention,
         "LigerPolyNormFunction": functional.liger_poly_norm,
         "LigerQwen2VLMRopeFunction": functional.liger_qwen2vl_mrope,
         "LigerRMSNormFunction": _rms_norm,

@@ -16,7 +16,7 @@ _NAMES = {
         "LigerRMSNormForMuseGlimmerTextCentered", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP",
         "LigerTiledSwiGLUMLP",
     ),
-    "plain_modules": (
+    "modules_without_kernels": (
         "LigerDyT", "LigerMHC", "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm",
         "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax", "LigerVocabParallelCrossEntropy",
     ),

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from liger_hw.transformers import plain
+from liger_hw.transformers import ops_without_kernels
 from liger_hw.transformers.functional import (
     liger_fused_linear_jsd,
     liger_fused_linear_kl_div,
@@ -42,7 +42,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
     Args:
         eps: the least probability whose logarithm is taken.
-        others: of torch.nn.KLDivLoss.
+        others: as in torch.nn.KLDivLoss.
     """
 
     def __init__(self, eps=1e-10, *args, **kwargs):
@@ -102,11 +102,11 @@ class LigerFusedLinearKLDivLoss(nn.Module):
 
 
 class LigerFusedCETVDLoss(nn.Module):
-    """Cross entropy and total variation distance by row, fp32 (N,) each: `plain.ce_and_tvd` of logits (N, V)."""
+    """Cross entropy and total variation distance of each row of logits (N, V): fp32 (N,) each."""
 
     def __init__(self, ignore_index=-100):
         super().__init__()
         self.ignore_index = ignore_index
 
     def forward(self, student_logits, teacher_logits, target):
-        return plain.ce_and_tvd(student_logits, teacher_logits, target, self.ignore_index)
+        return ops_without_kernels.ce_and_tvd(student_logits, teacher_logits, target, self.ignore_index)

@@ -1,12 +1,11 @@
-"""Norms and MLPs that liger_kernel has one class each for, family by family: the general ones with other defaults."""
+"""Norms and MLPs of one model family each, as liger_kernel names them: the general ones with other defaults."""
 
 import torch
 from torch import nn
 
-from liger_hw.checks import check
 from liger_hw.patching.projection import project_down
-from liger_hw.transformers import plain
-from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
+from liger_hw.transformers import ops_without_kernels
+from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
 
 __all__ = [
     "LigerBlockSparseTop2MLP",
@@ -110,7 +109,7 @@ class LigerMLP(LigerSwiGLUMLP):
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` that knows its layer."""
+    """`LigerSwiGLUMLP` that keeps its layer's index as an attribute."""
 
     def __init__(self, config, layer_idx=None, is_shared_mlp=False):
         super().__init__(config)
@@ -124,7 +123,7 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
         super().__init__(config)
 
     @staticmethod
-    def _activation(config):
+    def activation_of(config):
         return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
@@ -140,7 +139,7 @@ class LigerFalconH1SwiGLUMLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
+        require_silu(config.hidden_act)
         bias = getattr(config, "mlp_bias", False)
         self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias)
@@ -166,7 +165,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
+        require_silu(config.hidden_act)
         self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
@@ -185,7 +184,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
+        require_silu(config.hidden_act)
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
@@ -196,18 +195,18 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """`LigerGEGLUMLP`, twice as wide in the layers that share keys and values where config.use_double_wide_mlp."""
+    """`LigerGEGLUMLP`; with config.use_double_wide_mlp twice as wide in the layers that share keys and values."""
 
     def __init__(self, config, layer_idx=None):
         super().__init__(config)
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
         is_shared = layer_idx is not None and shared > 0 and layer_idx >= config.num_hidden_layers - shared
         if is_shared and getattr(config, "use_double_wide_mlp", False):
-            self._project(2 * config.intermediate_size)
+            self.make_projections(2 * config.intermediate_size)
 
 
 class LigerExperts(nn.Module):
-    """Experts of a mixture: `plain.experts` of stacked weights gate_up_proj (E, 2I, H) and down_proj (E, H, I).
+    """Mixture of SwiGLU experts with stacked weights gate_up_proj (E, 2I, H) and down_proj (E, H, I).
 
     Args:
         config: has hidden_size, hidden_act ("silu" or "swish"), num_experts (or num_local_experts or n_routed_experts)
@@ -219,7 +218,7 @@ class LigerExperts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        check(config.hidden_act in ("silu", "swish"), "config.hidden_act", repr(config.hidden_act), "silu, swish")
+        require_silu(config.hidden_act)
         counts = ("num_experts", "num_local_experts", "n_routed_experts")
         self.num_experts = next(getattr(config, name) for name in counts if hasattr(config, name))
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -231,11 +230,11 @@ class LigerExperts(nn.Module):
         """hidden_states (..., H), top_k_index and top_k_weights (..., K)."""
         k = top_k_index.shape[-1]
         x, index, weights = hidden_states.flatten(0, -2), top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
-        return plain.experts(x, self.gate_up_proj, self.down_proj, index, weights).view_as(hidden_states)
+        return ops_without_kernels.experts(x, self.gate_up_proj, self.down_proj, index, weights).view_as(hidden_states)
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` on `num_shards` pieces of the sequence, each computed again in backward.
+    """`LigerSwiGLUMLP` on `num_shards` pieces of the sequence, each recomputed in the backward.
 
     Args:
         num_shards: ceil(length / hidden_size) by default.
@@ -246,7 +245,7 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
         self.num_shards = num_shards
 
     def forward(self, x):
-        return plain.tiled(LigerSwiGLUMLP.forward, self, x, self.num_shards)
+        return ops_without_kernels.tiled(LigerSwiGLUMLP.forward, self, x, self.num_shards)
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
@@ -257,4 +256,4 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
         self.num_shards = num_shards
 
     def forward(self, x):
-        return plain.tiled(LigerGEGLUMLP.forward, self, x, self.num_shards)
+        return ops_without_kernels.tiled(LigerGEGLUMLP.forward, self, x, self.num_shards)

@@ -1,6 +1,6 @@
 """The ops under the names, argument orders and defaults of `liger_kernel.transformers.functional`.
 
-`in_place` of the norms is accepted and has no effect: no functional op here writes over its caller's tensors.
+`in_place` of the norms is accepted without effect: no function here writes over its caller's tensors.
 """
 
 import torch
@@ -20,7 +20,7 @@ from liger_hw.kernels.rope import rope
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY, logits_loss
 from liger_hw.spelling import check_known
-from liger_hw.transformers import plain
+from liger_hw.transformers import ops_without_kernels
 
 __all__ = [
     "CrossEntropyOutput",
@@ -69,15 +69,20 @@ def liger_cross_entropy(
         others: as in `liger_hw.cross_entropy`.
 
     Returns:
-        the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
+        the loss in the dtype of `input`, as torch returns it, rounded once; or a `CrossEntropyOutput` where a
+        `return_*` is True, loss and z_loss in that dtype.
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
-    return cross_entropy(
+    output = cross_entropy(
         input, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction=reduction,
         return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
     )  # fmt: skip
+    if torch.is_tensor(output):
+        return output.to(input.dtype)
+    z_loss = None if output.z_loss is None else output.z_loss.to(input.dtype)
+    return output._replace(loss=output.loss.to(input.dtype), z_loss=z_loss)
 
 
 def liger_fused_linear_cross_entropy(
@@ -88,10 +93,11 @@ def liger_fused_linear_cross_entropy(
     """Cross entropy of `input @ weight.T + bias` without those logits: input (N, H), weight (V, H), target (N,).
 
     Args:
-        chunk_mem_const: the memory of a chunk of logits, in times of 512 MiB.
+        chunk_mem_const: the memory of a chunk of logits, in units of 512 MiB.
         others: as in `liger_hw.fused_linear_cross_entropy`.
 
-    Returns as `liger_cross_entropy`.
+    Returns:
+        the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
     """
     return fused_linear_cross_entropy(
         input, weight, target, bias, ce_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
@@ -127,13 +133,20 @@ def liger_geglu(a, b):
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """`liger_hw.rope`. `position_ids` is accepted as Hugging Face once had it and has no effect: cos and sin are
-    already those of the positions. The inputs are not written to.
+    """`liger_hw.rope` of q and k. The inputs are not written to.
 
     Args:
+        q, k: (B, heads, T, D), or with `unsqueeze_dim=2` (B, T, heads, D).
+        cos, sin: (1|B, T, rotary_dim), or (T, rotary_dim) for every sequence.
+        position_ids: accepted as Hugging Face once had it, without effect: the tables are those of the positions.
         rotary_dim: how many of the head's leading entries rotate; the width of cos by default. Tables of half of it, as
-            gpt_oss makes them, hold a value for each pair.
+            gpt_oss has them, hold one value for each pair.
+
+    Raises:
+        ValueError: `rotary_dim` is not the width of the tables or twice it.
     """
+    if cos.ndim == 2:
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     shared = rotary_dim is not None and 2 * cos.shape[-1] == rotary_dim
     fits = shared or rotary_dim in (None, cos.shape[-1])
     check(fits, "rotary_dim", rotary_dim, f"the width of cos ({cos.shape[-1]}) or twice it")
@@ -141,13 +154,15 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
 
 
 def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
-    """`liger_hw.jsd` of log-probabilities (N, V), `input` the student's and `target` the teacher's."""
-    return jsd(input, target, beta, shift_labels, ignore_index)
+    """`liger_hw.jsd` of log-probabilities (N, V), `input` the student's and `target` the teacher's, in its dtype."""
+    return jsd(input, target, beta, shift_labels, ignore_index).to(input.dtype)
 
 
 def liger_kl_div(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
-    """`liger_hw.kl_div` of log-probabilities `input` (N, V) and `target`. `size_average` and `reduce` are accepted and
-    have no effect."""
+    """`liger_hw.kl_div` of log-probabilities `input` (N, V) and probabilities `target`, or their logarithms.
+
+    `size_average` and `reduce` are accepted without effect.
+    """
     return kl_div(input, target, reduction, log_target, eps)
 
 
@@ -160,8 +175,11 @@ def liger_fused_linear_jsd(
     student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
     temperature=1.0, accum_dtype=None,
 ):  # fmt: skip
-    """JSD of two output layers' distributions without their logits, mean over the rows that count: see
-    `LigerFusedLinearJSD`."""
+    """JSD of two output layers' distributions without their logits: see `LigerFusedLinearJSD`.
+
+    Returns:
+        fp32 scalar, the mean over the rows whose label is not `ignore_index`.
+    """
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     return distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
@@ -208,12 +226,18 @@ def liger_fused_linear_kl_div(
 def liger_fused_linear_scaled_cross_entropy(
     input, weight, target, temperature=1.0, ignore_index=-100, return_entropy=False
 ):
-    """The negative log-probability of each target under softmax(input @ weight.T / temperature): fp32 (N,), or with
-    `return_entropy` the pair of it and the entropy."""
-    found = fused_linear_selective_log_softmax(
+    """The negative log-probability of each target under softmax(input @ weight.T / temperature).
+
+    Args:
+        input: (N, H). weight: (V, H). target: (N,).
+
+    Returns:
+        fp32 (N,), or with `return_entropy` the pair of it and the entropy.
+    """
+    output = fused_linear_selective_log_softmax(
         input, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy
     )
-    return (-found.log_probs, found.entropy) if return_entropy else -found
+    return (-output.log_probs, output.entropy) if return_entropy else -output
 
 
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
@@ -223,18 +247,18 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
 
 
 def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
-    """See `plain.modulated_rms_norm`."""
-    return plain.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+    """See `modulated_rms_norm` of `ops_without_kernels`."""
+    return ops_without_kernels.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
 def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
-    """See `plain.poly_norm`."""
-    return plain.poly_norm(X, W, B, eps)
+    """See `poly_norm` of `ops_without_kernels`."""
+    return ops_without_kernels.poly_norm(X, W, B, eps)
 
 
 def liger_dyt(x, alpha, gamma, beta):
-    """See `plain.dyt`."""
-    return plain.dyt(x, alpha, gamma, beta)
+    """See `dyt` of `ops_without_kernels`."""
+    return ops_without_kernels.dyt(x, alpha, gamma, beta)
 
 
 def liger_relu_squared(x):
@@ -248,62 +272,63 @@ def liger_softmax(x):
 
 
 def liger_sparsemax(input, dim=-1):
-    """See `plain.sparsemax`."""
-    return plain.sparsemax(input, dim)
+    """See `sparsemax` of `ops_without_kernels`."""
+    return ops_without_kernels.sparsemax(input, dim)
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    """`liger_hw.rope` with tables (3, B, T, D) for time, height and width, of which each part of a head takes its own.
+    """`liger_hw.rope` with tables (3, B, T, D) of time, height and width, one for each part of a head.
 
     Args:
         mrope_section: how many of the D / 2 angles go by time, height and width.
     """
-    cos, sin = (
-        torch.cat([part[i % 3] for i, part in enumerate(table.split(list(mrope_section) * 2, -1))], -1)
-        for table in (cos, sin)
-    )
-    return rope(q, k, cos, sin, unsqueeze_dim)
+    return rope(q, k, *(merged_mrope_table(table, mrope_section) for table in (cos, sin)), unsqueeze_dim)
+
+
+def merged_mrope_table(table, mrope_section):
+    """The table (B, T, D) whose parts come in turn from the three of `table` (3, B, T, D)."""
+    return torch.cat([part[i % 3] for i, part in enumerate(table.split(list(mrope_section) * 2, -1))], -1)
 
 
 def liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    """See `plain.multi_token_attention`."""
-    return plain.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
+    """See `multi_token_attention` of `ops_without_kernels`."""
+    return ops_without_kernels.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
 
 
 def liger_fused_neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
-    """See `plain.neighborhood_attention`."""
-    return plain.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
+    """See `neighborhood_attention` of `ops_without_kernels`."""
+    return ops_without_kernels.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
 
 
 def liger_attn_res(V, w_query, w_norm, eps=1e-6):
-    """See `plain.attention_residual`."""
-    return plain.attention_residual(V, w_query, w_norm, eps)
+    """See `attention_residual` of `ops_without_kernels`."""
+    return ops_without_kernels.attention_residual(V, w_query, w_norm, eps)
 
 
 def liger_mhc_coeffs(
     x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
     sinkhorn_eps=1e-6, post_mult=2.0,
 ):  # fmt: skip
-    """See `plain.mhc_coefficients`. `allow_fp32` has no effect: any dtype of x is allowed."""
-    return plain.mhc_coefficients(
+    """See `mhc_coefficients` of `ops_without_kernels`. `allow_fp32` has no effect: any dtype of x is allowed."""
+    return ops_without_kernels.mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
 
 
 def liger_mhc_pre(x, h_pre):
-    """See `plain.mhc_pre`."""
-    return plain.mhc_pre(x, h_pre)
+    """See `mhc_pre` of `ops_without_kernels`."""
+    return ops_without_kernels.mhc_pre(x, h_pre)
 
 
 def liger_mhc_post_res(x, f_out, h_post, h_res):
-    """See `plain.mhc_post_res`."""
-    return plain.mhc_post_res(x, f_out, h_post, h_res)
+    """See `mhc_post_res` of `ops_without_kernels`."""
+    return ops_without_kernels.mhc_post_res(x, f_out, h_post, h_res)
 
 
 def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
     """The streams after a layer that returned `f_out`, with `return_x_in` also what went into it."""
-    out = plain.mhc_post_res(x, f_out, h_post, h_res)
-    return (out, plain.mhc_pre(x, h_pre)) if return_x_in else out
+    out = ops_without_kernels.mhc_post_res(x, f_out, h_post, h_res)
+    return (out, ops_without_kernels.mhc_pre(x, h_pre)) if return_x_in else out
 
 
 def liger_mhc_forward(
@@ -311,11 +336,11 @@ def liger_mhc_forward(
     sinkhorn_eps=1e-6, post_mult=2.0, return_coeffs=False,
 ):  # fmt: skip
     """Hyper-connections around `layer`: the streams (..., S, C), with `return_coeffs` also the coefficients."""
-    coefficients = plain.mhc_coefficients(
+    coefficients = ops_without_kernels.mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
     h_pre, h_post, h_res = coefficients
-    x_in = plain.mhc_pre(x, h_pre)
+    x_in = ops_without_kernels.mhc_pre(x, h_pre)
     first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
-    out = plain.mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
+    out = ops_without_kernels.mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
     return (out, coefficients) if return_coeffs else out

@@ -1,19 +1,18 @@
 """The ops as modules, under the names, constructors and attributes of `liger_kernel.transformers`.
 
-Constructor arguments of the original that steer how its kernels reuse memory (`in_place`, `row_mode`) are kept as
-attributes and have no effect: these modules never write over their caller's tensors.
+Arguments by which liger_kernel's kernels reuse memory (`in_place`, `row_mode`) are kept as attributes without effect:
+these modules never write over their caller's tensors.
 """
 
 import torch
 from torch import nn
 
 from liger_hw.checks import check
-from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.patching.projection import project_down
-from liger_hw.spelling import check_known
+from liger_hw.transformers.functional import liger_cross_entropy
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 
 __all__ = [
@@ -30,8 +29,19 @@ __all__ = [
 INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 
+class OptionError(ValueError, AssertionError):
+    """An option out of its range: an AssertionError for programs that expect liger_kernel's."""
+
+
+def check_option(condition, message):
+    """Raise an `OptionError` unless `condition` holds."""
+    if not condition:
+        raise OptionError(message)
+
+
 def initial_weight(init_fn, size):
-    check_known("init_fn", init_fn, INITIALISERS, "Initialisers")
+    """A parameter of ones or zeros, as `init_fn` says."""
+    check_option(init_fn in INITIALISERS, f"init_fn must be one of {list(INITIALISERS)}. Got: {init_fn!r}")
     return nn.Parameter(INITIALISERS[init_fn](size))
 
 
@@ -101,13 +111,18 @@ class LigerLayerNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}"
 
 
+def require_silu(activation):
+    """Raise a ValueError unless a configuration's activation is SiLU, under either of its names."""
+    check(activation in ("silu", "swish"), "config.hidden_act", repr(activation), "silu, swish")
+
+
 class _GatedMLP(nn.Module):
     def __init__(self, config, intermediate_size=None):
         super().__init__()
         self.config, self.hidden_size = config, config.hidden_size
-        self._project(config.intermediate_size if intermediate_size is None else intermediate_size)
+        self.make_projections(config.intermediate_size if intermediate_size is None else intermediate_size)
 
-    def _project(self, intermediate_size):
+    def make_projections(self, intermediate_size):
         self.intermediate_size = intermediate_size
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
@@ -117,13 +132,13 @@ class _GatedMLP(nn.Module):
 class LigerSwiGLUMLP(_GatedMLP):
     """down_proj(silu(gate_proj(x)) * up_proj(x)).
 
-    Backward writes over the activations of gate_proj and up_proj, which this module owns: a second backward through the
-    same forward raises a RuntimeError. The input of down_proj is not kept but computed again (`liger_hw.glu_linear`),
+    The backward writes over the activations of gate_proj and up_proj, which this module owns: a second backward through
+    the same forward raises a RuntimeError. The input of down_proj is not kept but recomputed (`liger_hw.glu_linear`),
     unless down_proj is more than a linear layer: an adapter, a quantised or sharded weight, hooks.
 
     Args:
         config: has hidden_size, intermediate_size and hidden_act, which must be "silu" or "swish".
-        intermediate_size: instead of config's.
+        intermediate_size: in place of config's.
 
     Raises:
         ValueError: another hidden_act.
@@ -131,11 +146,10 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     def __init__(self, config, intermediate_size=None):
         super().__init__(config, intermediate_size)
-        activation = self._activation(config)
-        check(activation in ("silu", "swish"), "config.hidden_act", repr(activation), "silu, swish")
+        require_silu(self.activation_of(config))
 
     @staticmethod
-    def _activation(config):
+    def activation_of(config):
         return config.hidden_act
 
     def forward(self, x):
@@ -167,7 +181,10 @@ class LigerCrossEntropyLoss(nn.Module):
         as in `liger_hw.cross_entropy`.
 
     Returns:
-        the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
+        the loss in the dtype of the logits, or a `CrossEntropyOutput` where a `return_*` is True.
+
+    Raises:
+        OptionError: an option out of its range; a ValueError and an AssertionError.
     """
 
     def __init__(
@@ -182,10 +199,11 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input, target):
-        return cross_entropy(
-            _input, target, self.weight, self.ignore_index, self.label_smoothing, self.lse_square_scale, self.softcap,
-            reduction=self.reduction, return_z_loss=self.return_z_loss,
-            return_token_accuracy=self.return_token_accuracy, return_predicted_tokens=self.return_predicted_tokens,
+        return liger_cross_entropy(
+            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale, softcap=self.softcap,
+            return_z_loss=self.return_z_loss, return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
         )  # fmt: skip
 
 
@@ -197,6 +215,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     Returns:
         the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
+
+    Raises:
+        OptionError: an option out of its range; a ValueError and an AssertionError.
     """
 
     def __init__(
@@ -222,6 +243,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 
 def _check_loss(label_smoothing, reduction, softcap):
-    check(0 <= label_smoothing <= 1, "label_smoothing", label_smoothing, "0 to 1")
-    check_known("reduction", reduction, ("none", "sum", "mean"))
-    check(softcap is None or softcap > 0, "softcap", softcap, "None or more than 0")
+    check_option(0 <= label_smoothing <= 1, f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    known = reduction in ("mean", "sum", "none")
+    check_option(known, f"reduction must be one of 'mean', 'sum', or 'none'. Got: {reduction}")
+    check_option(softcap is None or softcap > 0, f"softcap must be greater than 0.0 or None. Got: {softcap}")

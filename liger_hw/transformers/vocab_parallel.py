@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is divided among ranks: plain PyTorch and three small all-reduces.
+"""Cross entropy of logits whose vocabulary is divided among ranks: PyTorch and three small all-reduces.
 
 Each rank holds V / ranks consecutive columns. loss = log sum exp(x) - x_target, both over all ranks; the gradient of a
 rank's columns, softmax - one-hot, needs no further communication.
@@ -8,10 +8,19 @@ import torch
 import torch.distributed as dist
 
 from liger_hw.checks import check
-from liger_hw.spelling import check_known
 
 FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which leaves the target out
 MODES = ("global", "partition")  # the smoothed mean over all columns, or over those of the rank
+
+
+def check_smoothing(label_smoothing, formula, mode):
+    """Raise a ValueError, in liger_kernel's words, for an option of smoothing out of its range."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    if formula not in FORMULAS:
+        raise ValueError(f"label_smoothing_formula must be one of {FORMULAS}, got {formula!r}")
+    if mode not in MODES:
+        raise ValueError(f"label_smoothing_mode must be one of {MODES}, got {mode!r}")
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -72,7 +81,5 @@ def vocab_parallel_cross_entropy(
     """
     check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
     check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")
-    check(0 <= label_smoothing < 1, "label_smoothing", label_smoothing, "0 to 1")
-    check_known("label_smoothing_formula", formula, FORMULAS)
-    check_known("label_smoothing_mode", mode, MODES)
+    check_smoothing(label_smoothing, formula, mode)
     return _VocabParallelCrossEntropy.apply(logits, target, group, ignore_index, label_smoothing, formula, mode)

@@ -145,3 +145,41 @@ def test_bad_options_of_losses_are_errors(bad):
     for loss in (modules.LigerCrossEntropyLoss, modules.LigerFusedLinearCrossEntropyLoss):
         with pytest.raises(ValueError, match=next(iter(bad))):
             loss(**bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_losses_have_the_dtype_that_torchs_have(dtype):
+    logits, targets = logits_and_targets()
+    logits = logits.detach().to(dtype).requires_grad_()
+    expected = F.cross_entropy(logits, targets)
+    for loss in (modules.LigerCrossEntropyLoss()(logits, targets), functional.liger_cross_entropy(logits, targets)):
+        assert loss.dtype == expected.dtype == dtype
+        torch.testing.assert_close(loss, expected)
+    every = modules.LigerCrossEntropyLoss(lse_square_scale=0.1, return_z_loss=True, return_token_accuracy=True)
+    output = every(logits, targets)
+    assert (output.loss.dtype, output.z_loss.dtype, output.token_accuracy.dtype) == (dtype, dtype, torch.float32)
+    output.loss.backward()
+    assert logits.grad.dtype == dtype
+    log_q, log_p = (torch.randn(4, 13).log_softmax(-1).to(dtype) for _ in range(2))
+    assert functional.liger_jsd(log_q, log_p).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ({"label_smoothing": 1.5}, "label_smoothing must be between 0.0 and 1.0"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be between 0.0 and 1.0"),
+        ({"reduction": "max"}, "reduction must be one of"),
+    ],
+)
+def test_bad_options_are_liger_kernels_assertion_errors_too(bad, words):
+    for loss in (modules.LigerCrossEntropyLoss, modules.LigerFusedLinearCrossEntropyLoss):
+        with pytest.raises(AssertionError, match=words):
+            loss(**bad)
+
+
+def test_rotary_tables_of_two_dimensions():
+    q, k, angle = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(5, 4).repeat(1, 2)
+    expected = functional.liger_rope(q, k, angle.cos()[None], angle.sin()[None])
+    for found in (functional.liger_rope, modules.liger_rotary_pos_emb):
+        assert all(torch.equal(a, b) for a, b in zip(found(q, k, angle.cos(), angle.sin()), expected))

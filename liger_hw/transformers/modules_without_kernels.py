@@ -1,12 +1,15 @@
-"""Modules of liger_kernel that are functions of `functional` with parameters; LigerReLUSquared alone has a kernel."""
+"""Modules of liger_kernel over `ops_without_kernels`: functions of `functional` with their parameters.
+
+LigerReLUSquared alone has a kernel.
+"""
 
 import torch
 from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.transformers import functional
-from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, initial_weight
-from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
+from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, check_option, initial_weight
+from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
 
 __all__ = [
     "LigerDyT",
@@ -36,7 +39,8 @@ class LigerGroupNorm(nn.Module):
 
     def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
-        check(num_channels % num_groups == 0, "num_groups", num_groups, f"a divisor of {num_channels} channels")
+        divides = num_channels % num_groups == 0
+        check_option(divides, f"num_groups must divide the {num_channels} channels. Got: {num_groups}")
         self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
         self.weight, self.bias = initial_weight(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
 
@@ -50,7 +54,7 @@ class LigerGroupNorm(nn.Module):
 
 
 class LigerPolyNorm(nn.Module):
-    """`plain.poly_norm` with its three weights, 1/3 each at first, and its bias, 1 at first."""
+    """`poly_norm` with its three weights, 1/3 each at first, and its bias, 1 at first."""
 
     def __init__(self, eps=1e-6, in_place=True):
         super().__init__()
@@ -62,7 +66,7 @@ class LigerPolyNorm(nn.Module):
 
 
 class LigerDyT(nn.Module):
-    """`plain.dyt` with its parameters.
+    """`dyt` with its parameters.
 
     Args:
         beta: have one.
@@ -103,7 +107,7 @@ class LigerSoftmax(nn.Module):
 
 
 class LigerSparsemax(nn.Module):
-    """`plain.sparsemax`."""
+    """`sparsemax` over `dim`."""
 
     def __init__(self, dim=-1):
         super().__init__()
@@ -114,7 +118,7 @@ class LigerSparsemax(nn.Module):
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
-    """`plain.modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
+    """`modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
 
     def __init__(
         self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
@@ -131,7 +135,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
 
 
 class LigerMultiTokenAttention(nn.Module):
-    """`plain.multi_token_attention` with the parameters of its convolution; arguments as torch.nn.Conv2d."""
+    """Multi-token attention of scores (B, C, L, L) with its convolution's parameters; arguments as torch.nn.Conv2d."""
 
     def __init__(
         self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True, sparse=False
@@ -150,7 +154,7 @@ class LigerMultiTokenAttention(nn.Module):
 
 
 class LigerFusedNeighborhoodAttention(nn.Module):
-    """Self-attention (B, L, H) of each position to its neighbourhood: see `plain.neighborhood_attention`.
+    """Self-attention (B, L, H) of each position to its neighbourhood: see `neighborhood_attention`.
 
     Raises:
         ValueError: heads that do not divide the width, an even kernel size, or an attention mask.
@@ -173,11 +177,11 @@ class LigerFusedNeighborhoodAttention(nn.Module):
             project(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        found = functional.liger_fused_neighborhood_attention(
+        attended = functional.liger_fused_neighborhood_attention(
             query, key, value, self.kernel_size, self.dilation, self.scale
         )
-        found = found.transpose(1, 2).flatten(-2)
-        return self.out_proj(found if self.dropout is None else self.dropout(found))
+        attended = attended.transpose(1, 2).flatten(-2)
+        return self.out_proj(attended if self.dropout is None else self.dropout(attended))
 
 
 class LigerFusedNeighborhoodAttentionLayer(nn.Module):
@@ -194,8 +198,8 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout > 0 else None
 
     def forward(self, hidden_states, attention_mask=None):
-        found = self.attention(self.layer_norm(hidden_states), attention_mask)
-        return hidden_states + (found if self.dropout is None else self.dropout(found))
+        attended = self.attention(self.layer_norm(hidden_states), attention_mask)
+        return hidden_states + (attended if self.dropout is None else self.dropout(attended))
 
 
 class LigerFusedNeighborhoodAttentionConfig:
@@ -205,25 +209,21 @@ class LigerFusedNeighborhoodAttentionConfig:
         self, hidden_size=768, num_heads=12, kernel_size=7, dilation=1, bias=True, dropout=0.0, layer_norm_eps=1e-5,
         scale=None,
     ):  # fmt: skip
-        self.hidden_size, self.num_heads, self.kernel_size, self.dilation = (
-            hidden_size,
-            num_heads,
-            kernel_size,
-            dilation,
-        )
-        self.bias, self.dropout, self.layer_norm_eps, self.scale = bias, dropout, layer_norm_eps, scale
+        self.hidden_size, self.num_heads, self.kernel_size = hidden_size, num_heads, kernel_size
+        self.dilation, self.bias, self.dropout = dilation, bias, dropout
+        self.layer_norm_eps, self.scale = layer_norm_eps, scale
 
     def to_dict(self):
         return dict(vars(self))
 
 
 class LigerMHC(nn.Module):
-    """Hyper-connections of `hc` streams (..., hc, c) around `layer` (..., c) -> (..., c): see `plain.mhc_coefficients`.
+    """Hyper-connections of `hc` streams (..., hc, c) around `layer`, which maps (..., c) to (..., c).
 
     Args:
         tmax: Sinkhorn iterations.
-        phi_dtype: of the projection that makes the coefficients.
-        allow_fp32: without effect; any dtype is allowed.
+        phi_dtype: of the projection that computes the coefficients.
+        allow_fp32: without effect: any dtype is allowed.
     """
 
     def __init__(
@@ -234,13 +234,13 @@ class LigerMHC(nn.Module):
         self.layer, self.hc, self.c, self.allow_fp32 = layer, hc, c, allow_fp32
         self.tmax, self.rms_eps, self.pre_eps = tmax, rms_eps, pre_eps
         self.sinkhorn_eps, self.post_mult = sinkhorn_eps, post_mult
-        first = next(layer.parameters(), None)
-        where = {"device": None if first is None else first.device}
+        parameter = next(layer.parameters(), None)
+        device = None if parameter is None else parameter.device
         width = hc * hc + 2 * hc
-        self.phi = nn.Parameter(torch.randn(hc * c, width, dtype=phi_dtype, **where) * 0.02)
-        self.b = nn.Parameter(torch.zeros(width, **where))
+        self.phi = nn.Parameter(torch.randn(hc * c, width, dtype=phi_dtype, device=device) * 0.02)
+        self.b = nn.Parameter(torch.zeros(width, device=device))
         for name in ("alpha_pre", "alpha_post", "alpha_res"):
-            setattr(self, name, nn.Parameter(torch.ones((), **where)))
+            setattr(self, name, nn.Parameter(torch.ones((), device=device)))
 
     def forward(self, x):
         check(x.shape[-2:] == (self.hc, self.c), "x", tuple(x.shape), f"(..., {self.hc}, {self.c})")
@@ -279,7 +279,9 @@ class LigerVocabParallelCrossEntropy(nn.Module):
         label_smoothing_mode="global",
     ):  # fmt: skip
         super().__init__()
-        check(reduction == "none", "reduction", repr(reduction), "none: the loss of each token")
+        if reduction != "none":
+            raise ValueError(f"reduction must be 'none', the loss of each token, got {reduction!r}")
+        check_smoothing(label_smoothing, label_smoothing_formula, label_smoothing_mode)
         self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
         self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
 

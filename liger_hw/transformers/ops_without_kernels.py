@@ -1,16 +1,17 @@
-"""Functions of liger_kernel that this library has no kernel for: their definitions, in PyTorch, with its gradients.
+"""Ops of liger_kernel that have no kernel here yet: their definitions in PyTorch, with its gradients.
 
-They are here so that programs which use them run, on any device and with right numbers; they save no memory.
+With them a program that uses such an op runs on any device and with right numbers. They save no memory.
 """
 
 import torch
 import torch.nn.functional as F
 
+from liger_hw._torch import grouped_mm
 from liger_hw.checks import check
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.rms_norm import rms_norm
 
-FAR_BELOW = -1e9  # what a masked score becomes in multi-token attention; finite, so that a convolution may read it
+FAR_BELOW = -1e9  # of masked scores in multi-token attention; finite, because a convolution reads them
 
 
 def poly_norm(x, weight, bias, eps=1e-6):
@@ -72,7 +73,7 @@ def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilati
 
 
 def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
-    """Attention (B, heads, L, D) of each position to the `kernel_size` around it, `dilation` apart, where they exist.
+    """Attention (B, heads, L, D) of each position to the `kernel_size` positions around it, `dilation` apart.
 
     Raises:
         ValueError: an even kernel size.
@@ -87,21 +88,23 @@ def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=N
 def mhc_coefficients(
     x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
 ):
-    """What hyper-connections (arXiv:2512.24880) mix their streams with, in fp32: h_pre (..., S), h_post (..., S) and
-    h_res (..., S, S), whose rows and columns add up to 1.
+    """The coefficients by which hyper-connections (arXiv:2512.24880) mix their streams, in fp32.
+
+    Every parameter takes part in every output: of an output that no loss uses, its gradient is zero, not None.
 
     Args:
-        x: (..., S, C), S streams. phi: (S C, S S + 2 S). b: (S S + 2 S,). alpha_*: ().
+        x: (..., S, C), S streams. phi: (S C, S S + 2 S). b: (S S + 2 S,). alpha_*: () or (1,).
         tmax: Sinkhorn iterations.
+
+    Returns:
+        h_pre (..., S), h_post (..., S) and h_res (..., S, S), whose rows and columns add up to 1.
     """
     streams = x.shape[-2]
     flat = x.flatten(-2).float()
     mix = (flat @ phi.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
-    alphas = (alpha_pre, alpha_post, alpha_res)
     sizes = (streams, streams, streams * streams)
-    pre, post, res = (
-        part * alpha.float() + bias for part, alpha, bias in zip(mix.split(sizes, -1), alphas, b.float().split(sizes))
-    )
+    alphas = torch.cat([a.float().expand(size) for a, size in zip((alpha_pre, alpha_post, alpha_res), sizes)])
+    pre, post, res = (mix * alphas + b.float()).split(sizes, -1)
     matrix = res.unflatten(-1, (streams, streams)).softmax(-1) + sinkhorn_eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
     for _ in range(tmax - 1):
@@ -121,7 +124,7 @@ def mhc_post_res(x, f_out, h_post, h_res):
 
 
 def attention_residual(blocks, w_query, w_norm, eps=1e-6):
-    """Attention over depth in the place of a residual sum (arXiv:2603.15031).
+    """Attention over depth in place of a residual sum (arXiv:2603.15031).
 
     Args:
         blocks: (N, ..., D) or N tensors (..., D), any N. w_query, w_norm: (D,).
@@ -134,13 +137,14 @@ def attention_residual(blocks, w_query, w_norm, eps=1e-6):
 
 
 def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
-    """Mixture of SwiGLU experts: the sum over a token's experts of weight * down(silu(gate) * up), by torch's grouped
-    matrix products with the op `swiglu` between them.
+    """Mixture of SwiGLU experts: the sum over a token's experts of weight * down(silu(gate) * up).
+
+    Torch's grouped matrix products, with the op `swiglu` between them.
 
     Args:
         x: (T, H). gate_up_proj: (E, 2I, H). down_proj: (E, H, I). top_k_index, top_k_weights: (T, K).
     """
-    multiply = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    multiply = grouped_mm()
     chosen, order = top_k_index.reshape(-1).sort()
     counts = torch.zeros(len(gate_up_proj), dtype=torch.int32, device=x.device)
     offsets = counts.index_add(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
@@ -148,12 +152,12 @@ def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
     gate, up = multiply(x[tokens], gate_up_proj.transpose(1, 2), offs=offsets).chunk(2, -1)
     y = multiply(swiglu(gate, up), down_proj.transpose(1, 2), offs=offsets)
     y = y.float() * top_k_weights.reshape(-1)[order, None].float()
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return y[place].view(*top_k_index.shape, -1).sum(1).to(x.dtype)  # not index_add, whose order of sums varies
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return y[position].view(*top_k_index.shape, -1).sum(1).to(x.dtype)  # not index_add, whose order of sums varies
 
 
 def tiled(function, module, x, shards=None):
-    """`function(module, x)` on pieces of the sequence, each computed again in backward: x (B, T, H) or (T, H).
+    """`function(module, x)` on pieces of the sequence, each recomputed in the backward: x (B, T, H) or (T, H).
 
     Args:
         shards: how many pieces; ceil(T / H) by default.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.stand_in import ops
-from liger_hw.transformers import functional, plain, plain_modules
+from liger_hw.transformers import functional, modules_without_kernels, ops_without_kernels
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 transformers = tiny.transformers
@@ -33,18 +33,18 @@ def alike(found, expected, *leaves, **tolerance):
 
 
 def test_group_norm():
-    x, norm = random(3, 8, 5), plain_modules.LigerGroupNorm(8, 4)
+    x, norm = random(3, 8, 5), modules_without_kernels.LigerGroupNorm(8, 4)
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
     parts = x.reshape(3, 4, -1)
     parts = (parts - parts.mean(-1, keepdim=True)) / (parts.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
     alike(norm(x), parts.reshape(3, 8, 5) * norm.weight[:, None] + norm.bias[:, None], x, norm.weight, norm.bias)
-    assert "8, 4" in repr(norm) and not plain_modules.LigerGroupNorm(8, 4, bias=True).bias.any()
+    assert "8, 4" in repr(norm) and not modules_without_kernels.LigerGroupNorm(8, 4, bias=True).bias.any()
     with pytest.raises(ValueError, match="num_groups"):
-        plain_modules.LigerGroupNorm(8, 3)
+        modules_without_kernels.LigerGroupNorm(8, 3)
 
 
 def test_poly_norm():
-    x, norm = random(3, 8), plain_modules.LigerPolyNorm()
+    x, norm = random(3, 8), modules_without_kernels.LigerPolyNorm()
     found = norm(x)
     expected = sum(F.rms_norm(x**n, (8,), eps=1e-6) / 3 for n in (1, 2, 3)) + 1
     alike(found, expected, x)
@@ -53,12 +53,12 @@ def test_poly_norm():
 
 
 def test_dyt_and_relu_squared():
-    x, layer = random(3, 8), plain_modules.LigerDyT(8)
+    x, layer = random(3, 8), modules_without_kernels.LigerDyT(8)
     torch.nn.init.normal_(layer.gamma), torch.nn.init.normal_(layer.beta)
     expected = (layer.gamma * (2 * torch.sigmoid(2 * layer.alpha * x) - 1)) + layer.beta
     alike(layer(x), expected, x, layer.alpha, layer.gamma, layer.beta, rtol=1e-5, atol=1e-5)
-    assert plain_modules.LigerDyT(8, beta=False).beta is None
-    alike(plain_modules.LigerReLUSquared()(x), torch.where(x > 0, x * x, 0), x)
+    assert modules_without_kernels.LigerDyT(8, beta=False).beta is None
+    alike(modules_without_kernels.LigerReLUSquared()(x), torch.where(x > 0, x * x, 0), x)
 
 
 def projected(z):
@@ -73,17 +73,20 @@ def projected(z):
 def test_sparsemax():
     x = random(4, 7, dtype=torch.float32)
     for dim in (-1, 0):
-        found = plain_modules.LigerSparsemax(dim)(x)
+        found = modules_without_kernels.LigerSparsemax(dim)(x)
         expected = torch.stack([projected(z.detach().double()) for z in x.movedim(dim, -1)]).movedim(-1, dim)
         torch.testing.assert_close(found, expected.float())
     assert torch.autograd.gradcheck(
-        lambda z: plain.sparsemax(z.float()).double(), x.detach().double().requires_grad_(), eps=1e-3, atol=1e-2
+        lambda z: ops_without_kernels.sparsemax(z.float()).double(),
+        x.detach().double().requires_grad_(),
+        eps=1e-3,
+        atol=1e-2,
     )
-    torch.testing.assert_close(plain_modules.LigerSoftmax()(x), x.softmax(-1))
+    torch.testing.assert_close(modules_without_kernels.LigerSoftmax()(x), x.softmax(-1))
 
 
 def test_modulated_rms_norm():
-    x, norm = random(2, 6, 8), plain_modules.LigerModulatedRMSNorm(8)
+    x, norm = random(2, 6, 8), modules_without_kernels.LigerModulatedRMSNorm(8)
     torch.nn.init.normal_(norm.weight)
     scale, shift = random(2, 1, 8, seed=1), random(2, 1, 8, seed=2)  # one row for each sequence
     alike(norm(x, scale, shift), F.rms_norm(x, (8,), norm.weight, 1e-6) * (1 + scale) + shift, x, scale, shift)
@@ -94,11 +97,12 @@ def test_modulated_rms_norm():
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_multi_token_attention(sparse):
-    scores, attention = random(2, 3, 6, 6), plain_modules.LigerMultiTokenAttention(3, 3, 3, padding=1, sparse=sparse)
+    scores = random(2, 3, 6, 6)
+    attention = modules_without_kernels.LigerMultiTokenAttention(3, 3, 3, padding=1, sparse=sparse)
     weights = torch.zeros(2, 3, 6, 6)
     for i in range(6):
         row = scores[:, :, i, : i + 1]
-        weights[:, :, i, : i + 1] = plain.sparsemax(row) if sparse else row.softmax(-1)
+        weights[:, :, i, : i + 1] = ops_without_kernels.sparsemax(row) if sparse else row.softmax(-1)
     expected = F.conv2d(weights, attention.weight, attention.bias, padding=1).tril()
     alike(attention(scores), expected, scores, attention.weight, attention.bias)
 
@@ -112,8 +116,8 @@ def test_neighborhood_attention(dilation):
         weights = (q[:, :, i : i + 1] @ k[:, :, near].transpose(-1, -2) * 0.5).softmax(-1)
         rows.append(weights @ v[:, :, near])
     alike(functional.liger_fused_neighborhood_attention(q, k, v, 3, dilation), torch.cat(rows, 2), q, k, v)
-    config = plain_modules.LigerFusedNeighborhoodAttentionConfig(8, 2, 3, dilation)
-    layer = plain_modules.LigerFusedNeighborhoodAttentionLayer(**config.to_dict())
+    config = modules_without_kernels.LigerFusedNeighborhoodAttentionConfig(8, 2, 3, dilation)
+    layer = modules_without_kernels.LigerFusedNeighborhoodAttentionLayer(**config.to_dict())
     x = random(1, 9, 8)
     assert not torch.equal(layer(x), x) and layer(x).shape == x.shape
     with pytest.raises(ValueError, match="odd"):
@@ -124,7 +128,7 @@ def test_neighborhood_attention(dilation):
 
 def test_hyper_connections():
     layer = torch.nn.Linear(4, 4, bias=False)
-    module = plain_modules.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32)
+    module = modules_without_kernels.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32)
     torch.nn.init.normal_(module.phi), torch.nn.init.normal_(module.b)
     x = random(2, 5, 3, 4)
     out, (pre, post, res) = functional.liger_mhc_forward(
@@ -141,6 +145,15 @@ def test_hyper_connections():
     expected = torch.einsum("btos,btsc->btoc", res, x) + torch.einsum("bts,btc->btsc", post, f)
     alike(out, expected, x, layer.weight, module.phi, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(functional.liger_mhc_apply(x, f, pre, post, res, return_x_in=True)[0], out)
+
+
+@pytest.mark.parametrize("used", range(3))
+def test_parameters_of_unused_hyper_connections_have_a_gradient_of_zero(used):
+    module = modules_without_kernels.LigerMHC(torch.nn.Identity(), hc=3, c=4, phi_dtype=torch.float32)
+    alphas = [module.alpha_pre, module.alpha_post, module.alpha_res]
+    outputs = functional.liger_mhc_coeffs(random(2, 3, 4), module.phi, module.b, *alphas)
+    gradients = torch.autograd.grad(outputs[used].square().sum(), alphas)
+    assert [bool(g) for g in gradients] == [i == used for i in range(3)]
 
 
 @pytest.mark.parametrize("blocks", [3, 40])
@@ -187,7 +200,7 @@ def test_losses_of_distributions():
         torch.testing.assert_close(found, expected)
     a, b = (torch.autograd.grad(y, (x, w), retain_graph=True) for y in (found, expected))
     torch.testing.assert_close(a, b)
-    ce, distance = plain.ce_and_tvd(logits, teacher, labels)
+    ce, distance = ops_without_kernels.ce_and_tvd(logits, teacher, labels)
     alike(ce, F.cross_entropy(logits, labels, reduction="none"), x, w)
     alike(distance, ((logits.softmax(-1) - target).abs().sum(-1) / 2) * keep, x, w)
     with pytest.raises(ValueError, match="reduction"):
@@ -264,8 +277,16 @@ def test_vocabulary_of_one_rank(smoothing):
     own = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
     spread = -(0.9 * own + 0.1 * (log_p.sum(-1) - own) / 30) * (target != -100)
     alike(others, spread, logits, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="formula"):
+    with pytest.raises(ValueError, match="label_smoothing_formula must be one of"):
         vocab_parallel_cross_entropy(logits, target, formula="theirs")
+    loss = modules_without_kernels.LigerVocabParallelCrossEntropy
+    for bad, words in (
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
+        ({"label_smoothing_mode": "all"}, "label_smoothing_mode must be one of"),
+        ({"reduction": "mean"}, "reduction must be 'none'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loss(**bad)
 
 
 def _rank(rank, where, queue):
@@ -297,6 +318,6 @@ def test_vocabulary_of_two_ranks(tmp_path):
 
 
 def test_embedding():
-    table, indices = plain_modules.LigerEmbedding(7, 4, padding_idx=2), torch.tensor([[1, 2, 6]])
+    table, indices = modules_without_kernels.LigerEmbedding(7, 4, padding_idx=2), torch.tensor([[1, 2, 6]])
     assert not table.weight[2].any()
     torch.testing.assert_close(table(indices), table.weight[indices])
