@@ -1,6 +1,6 @@
 """The functions of `liger_kernel.chunked_loss.functional`, in its argument orders; the modules say what they return.
 
-`compiled` and `chunk_size` have no effect. Chunks are made of tokens by a memory budget.
+`compiled` and `chunk_size` are without effect: a memory budget decides how many tokens a chunk has.
 """
 
 from dataclasses import fields
@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from liger_hw.losses.distillation import distillation_loss
-from liger_hw.losses.policy import PolicyOptions, policy_loss
+from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
-from liger_hw.losses.preference_formulas import Pairs, log_odds_ratio
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, Pairs, log_odds_ratio
 
 __all__ = [
     "liger_fused_linear_cosine",
@@ -25,21 +25,41 @@ __all__ = [
 ]
 
 
-def _logged(found):
-    loss, *beside = found
-    return loss, tuple(beside)
+def _with_metrics(output):
+    """(loss, tuple of the metrics) of a preference loss's output."""
+    loss, *metrics = output
+    return loss, tuple(metrics)
+
+
+def check_dpo_options(loss_type, label_smoothing):
+    """Raise a ValueError, in liger_kernel's words, for an unknown loss type or a smoothing that it does not take."""
+    if loss_type not in PAIR_LOSSES:
+        raise ValueError(f"Unsupported loss_type: {loss_type}. Supported types are: {', '.join(PAIR_LOSSES)}")
+    if loss_type == "exo_pair" and label_smoothing <= 0:
+        raise ValueError(f"label_smoothing must be > 0 for loss_type='exo_pair'. Got {label_smoothing}")
+    if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust'. Got {label_smoothing}")
+
+
+def check_grpo_options(loss_type, max_completion_length):
+    """Raise a ValueError, in liger_kernel's words, for an unknown loss type or a length that it does without."""
+    if loss_type not in OBJECTIVES:
+        raise ValueError(f"Unknown loss type: {loss_type}. Supported loss_type: {', '.join(OBJECTIVES)}")
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo'")
 
 
 def liger_fused_linear_dpo(
     _input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1,
-    alpha=1.0, compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
-    loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
+    compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
+    loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
 ):  # fmt: skip
     """`preference_loss` with a reference model: see `LigerFusedLinearDPOLoss`."""
+    check_dpo_options(loss_type, label_smoothing)
     ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
     options = {"discopop": {"tau": discopop_tau}, "bco_pair": {"delta": 0.0}}.get(loss_type, {})
     label_smoothing = 0.0 if loss_type == "sigmoid" else label_smoothing
-    return _logged(
+    return _with_metrics(
         preference_loss(
             _input, weight, target, bias, loss_type, beta, label_smoothing, alpha if compute_nll_loss else 0.0,
             average_log_prob, ignore_index=ignore_index, **ref, **options,
@@ -53,7 +73,7 @@ def liger_fused_linear_cpo(
 ):  # fmt: skip
     """`preference_loss` without a reference model: see `LigerFusedLinearCPOLoss`."""
     alpha = alpha if compute_nll_loss else 0.0
-    return _logged(
+    return _with_metrics(
         preference_loss(
             _input, weight, target, bias, "sigmoid", beta, label_smoothing, alpha, average_log_prob,
             ignore_index=ignore_index,
@@ -67,7 +87,7 @@ def liger_fused_linear_simpo(
 ):  # fmt: skip
     """`preference_loss` of averaged log-probabilities with a margin: see `LigerFusedLinearSimPOLoss`."""
     alpha = alpha if compute_nll_loss else 0.0
-    return _logged(
+    return _with_metrics(
         preference_loss(
             _input, weight, target, bias, "simpo", beta, label_smoothing, alpha, True, ignore_index=ignore_index,
             gamma=gamma,
@@ -80,13 +100,13 @@ def liger_fused_linear_orpo(
     compiled=True, chunk_size=1,
 ):  # fmt: skip
     """`preference_loss` by odds: see `LigerFusedLinearORPOLoss`."""
-    loss, *beside = preference_loss(
+    loss, *metrics = preference_loss(
         _input, weight, target, bias, "orpo", beta, 0.0, 1.0 if compute_nll_loss else 0.0, True,
         ignore_index=ignore_index, nll_labels=nll_target,
     )  # fmt: skip
-    chosen, rejected = beside[:2]
+    chosen, rejected = metrics[:2]
     log_odds = log_odds_ratio(Pairs(chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(rejected)))
-    return loss, (*beside, logsigmoid(log_odds).mean(), log_odds.mean())
+    return loss, (*metrics, logsigmoid(log_odds).mean(), log_odds.mean())
 
 
 def liger_fused_linear_kto(
@@ -95,7 +115,7 @@ def liger_fused_linear_kto(
 ):  # fmt: skip
     """`unpaired_preference_loss`: see `LigerFusedLinearKTOLoss`."""
     ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
-    return _logged(
+    return _with_metrics(
         unpaired_preference_loss(
             _input, weight, target, preference_labels, bias, "kto", beta, average_log_prob, ignore_index=ignore_index,
             kl=0.0 if kl is None else kl, **ref,
@@ -109,11 +129,11 @@ def liger_fused_linear_jsd(
     chunk_size=1024, return_soft_hard_loss=False,
 ):  # fmt: skip
     """`distillation_loss` by JSD: see `LigerFusedLinearJSDLoss`."""
-    found = distillation_loss(
+    output = distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, "jsd",
         beta, temperature, weight_hard_loss, weight_soft_loss, ignore_index,
     )  # fmt: skip
-    return tuple(found) if return_soft_hard_loss else found.loss
+    return tuple(output) if return_soft_hard_loss else output.loss
 
 
 def liger_fused_linear_cosine(
@@ -122,11 +142,11 @@ def liger_fused_linear_cosine(
     chunk_size=1024, return_soft_hard_loss=False,
 ):  # fmt: skip
     """`distillation_loss` by `beta` times the cosine distance: see `LigerFusedLinearCosineSimilarityLoss`."""
-    found = distillation_loss(
+    output = distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, "cosine",
         0.5, temperature, weight_hard_loss, weight_soft_loss * beta, ignore_index,
     )  # fmt: skip
-    return (found.loss, beta * found.soft, found.hard) if return_soft_hard_loss else found.loss
+    return (output.loss, beta * output.soft, output.hard) if return_soft_hard_loss else output.loss
 
 
 def liger_fused_linear_grpo(
@@ -138,27 +158,28 @@ def liger_fused_linear_grpo(
     vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
 ):  # fmt: skip
     """`policy_loss`: see `LigerFusedLinearGRPOLoss`."""
+    check_grpo_options(loss_type, max_completion_length)
     options = policy_options(locals())
     own_reference = not use_ref_model and ref_per_token_logps is None  # the KL and its gradient are 0 then
     if own_reference:
         ref_input, options["beta"] = None, 0.0
     batch_shape = selected_token_ids.shape
-    found = policy_loss(
+    output = policy_loss(
         _input.reshape(*batch_shape, -1), weight, selected_token_ids, advantages, attention_mask, bias,
         old_per_token_logps, ref_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio,
         items_of_all_ranks(attention_mask, num_items_in_batch), **options,
     )  # fmt: skip
-    kl = torch.zeros_like(found.clip_ratio) if own_reference and beta else found.kl
-    return found.loss, [value for value in (kl, found.clip_ratio) if value is not None]
+    kl = torch.zeros_like(output.clip_ratio) if own_reference and beta else output.kl
+    return output.loss, [metric for metric in (kl, output.clip_ratio) if metric is not None]
 
 
 def policy_options(arguments: dict) -> dict:
-    """Those of a function's arguments that are options of the policy losses, under the same names."""
+    """Pick those of a function's arguments that are options of the policy losses, under the same names."""
     return {field.name: arguments[field.name] for field in fields(PolicyOptions) if field.name in arguments}
 
 
 def items_of_all_ranks(mask, num_items=None):
-    """What a rank divides its sum by, so that the mean over ranks is the mean over all their tokens: () fp32.
+    """The number by which a rank divides its sum, so that the mean over ranks is the mean over all tokens: () fp32.
 
     Args:
         mask: (B, T), not 0 where a token counts. num_items: tokens of all ranks where they are known, else None.

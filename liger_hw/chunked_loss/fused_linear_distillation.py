@@ -1,9 +1,10 @@
-"""A distillation loss of one's own: the base class that programs written for liger_kernel derive from."""
+"""The base class for distillation losses that a program written for liger_kernel defines itself."""
 
 import torch
 import torch.nn.functional as F
 
 from liger_hw.checks import check
+from liger_hw.chunked_loss.own_losses import with_gradients
 from liger_hw.losses.engine import logits_loss
 
 
@@ -16,7 +17,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def distillation_loss_fn(student_logits, teacher_logits, target, ignore_index, **loss_kwargs):
-        """The sum of the soft loss over the rows of two logits (M, V), both divided by the temperature."""
+        """Sum the soft loss over the rows of two logits (M, V), both already divided by the temperature."""
         raise NotImplementedError("distillation_loss_fn: a derived class defines it")
 
     @staticmethod
@@ -25,7 +26,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         teacher_bias=None, chunk_size=1024, ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5,
         compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False, **loss_kwargs,
     ):  # fmt: skip
-        """weight_hard_loss * cross entropy + weight_soft_loss * soft loss, both divided by the rows that count.
+        """Compute weight_hard_loss * cross entropy + weight_soft_loss * soft loss, means over the rows that count.
 
         Args:
             student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H'), V' >= V.
@@ -41,37 +42,32 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         check(widths[0] >= widths[1], "teacher_weight", f"{widths[0]} rows", f"at least the student's {widths[1]}")
         count = (target != ignore_index).sum().clamp(min=1)
 
-        def soft(logits, target, teacher):
-            theirs = F.linear(teacher, teacher_weight, teacher_bias)
-            ours = F.pad(logits, (0, theirs.shape[-1] - logits.shape[-1])) / temperature
+        def soft(logits, target, teacher_x):
+            teacher_logits = F.linear(teacher_x, teacher_weight, teacher_bias)
+            logits = F.pad(logits, (0, teacher_logits.shape[-1] - logits.shape[-1]))
             options = {"target": target, "ignore_index": ignore_index, "beta": beta, **loss_kwargs}
-            return cls.distillation_loss_fn(ours, theirs / temperature, **options).float()
+            return cls.distillation_loss_fn(logits / temperature, teacher_logits / temperature, **options).float()
 
-        def hard(logits, target, teacher):
+        def hard(logits, target, teacher_x):
             if not compute_ce_loss:
-                return logits.new_zeros((), dtype=torch.float32) + 0 * logits.sum()
+                return 0 * logits.sum(dtype=torch.float32)
             return F.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction="sum")
 
         def both(*args):
             return weight_soft_loss * soft(*args) + weight_hard_loss * hard(*args)
 
-        leaves = [None if x is None else x.detach() for x in (student_input, student_weight, student_bias)]
-        wanted = [x is not None and x.requires_grad for x in (student_input, student_weight, student_bias)]
-        for leaf, want in zip(leaves, wanted):
-            if leaf is not None:
-                leaf.requires_grad_(want)
-        with torch.enable_grad():
-            loss = logits_loss(both, *leaves, (target, teacher_input)) / count
-            asked = [leaf for leaf, want in zip(leaves, wanted) if leaf is not None and want]
-            gradients = iter(torch.autograd.grad(loss, asked) if asked else ())
-        kept = [next(gradients) if leaf is not None and want else None for leaf, want in zip(leaves, wanted)]
-        ctx.save_for_backward(*kept)
+        def mean_of(part, x, weight, bias):
+            return logits_loss(part, x, weight, bias, (target, teacher_input)) / count
+
+        tensors = student_input, student_weight, student_bias
+        (loss,), gradients = with_gradients(lambda *leaves: (mean_of(both, *leaves),), *tensors)
+        ctx.save_for_backward(*gradients)
         if not return_soft_hard_loss:
-            return loss.detach()
-        plain = [None if x is None else x.detach() for x in leaves]
-        parts = [logits_loss(part, *plain, (target, teacher_input)) / count for part in (soft, hard)]
+            return loss
+        detached = [None if x is None else x.detach() for x in tensors]
+        parts = [mean_of(part, *detached) for part in (soft, hard)]
         ctx.mark_non_differentiable(*parts)
-        return loss.detach(), *parts
+        return loss, *parts
 
     @staticmethod
     def backward(ctx, grad_output, *_):

@@ -1,15 +1,15 @@
-"""A policy loss of one's own: the base class that programs written for liger_kernel derive from."""
+"""The base class for policy losses that a program written for liger_kernel defines itself."""
 
 import torch
 
-from liger_hw.chunked_loss._own_loss import differentiated, gathered, scaled
 from liger_hw.chunked_loss.functional import items_of_all_ranks
+from liger_hw.chunked_loss.own_losses import joined, scaled_gradients, with_gradients
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
 __all__ = ["LigerFusedLinearPPOBase"]
 
-UNUSED = -1  # no token is ignored here: the mask goes to the loss
+IGNORED = -1  # no token has it: the mask goes to the loss
 
 
 class LigerFusedLinearPPOBase(torch.autograd.Function):
@@ -17,7 +17,7 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
 
     @staticmethod
     def ppo_loss_fn(per_token_logps, attention_mask, advantages, full_attention_mask, **options):
-        """(a part of the loss, a list of parts of what is logged: numbers are added up) of some sequences.
+        """Compute the part of the loss that some sequences add, and parts of the metrics, which are added up.
 
         Args:
             per_token_logps, attention_mask: (k, T) of k sequences. advantages: (k,) or (k, T).
@@ -36,7 +36,10 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
         vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
     ):  # fmt: skip
-        """(loss, metrics), from hidden states (B, T, H). chunk_size and compiled are without effect."""
+        """Compute (loss, metrics) of hidden states (B, T, H), and the gradients.
+
+        chunk_size and compiled are without effect.
+        """
         options = {
             "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "beta": beta, "loss_type": loss_type,
             "max_completion_length": max_completion_length, "importance_sampling_level": importance_sampling_level,
@@ -46,7 +49,7 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
             "num_items_in_batch": num_items_in_batch,
         }  # fmt: skip
         shape = selected_token_ids.shape
-        linear = {"temperature": temperature, "ignore_index": UNUSED}
+        linear = {"temperature": temperature, "ignore_index": IGNORED}
         if use_ref_model and ref_per_token_logps is None:
             ref_per_token_logps = fused_linear_selective_log_softmax(
                 ref_input.reshape(*shape, -1), ref_weight, selected_token_ids, ref_bias, **linear
@@ -55,30 +58,30 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
             "ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps,
             "vllm_is_ratio": vllm_is_ratio,
         }  # fmt: skip
-        calls = []
+        metrics_of_calls = []
 
         def formula(log_probs, entropy, groups):
             part = {name: row if row is None else row[groups] for name, row in rows.items()}
             loss, metrics = cls.ppo_loss_fn(
                 log_probs[0], attention_mask[groups], advantages[groups], attention_mask, **part, **options
             )
-            calls.append([torch.as_tensor(metric).detach() for metric in metrics])
+            metrics_of_calls.append([torch.as_tensor(metric).detach() for metric in metrics])
             return loss
 
         def loss_of(x, weight, bias):
             return sequence_loss(formula, x.reshape(*shape, -1), weight, selected_token_ids, bias, **linear)
 
-        (loss, *_), gradients = differentiated(loss_of, _input, weight, bias)
+        (loss, *_), gradients = with_gradients(loss_of, _input, weight, bias)
         ctx.save_for_backward(*gradients)
-        return loss, tuple(gathered(calls))
+        return loss, tuple(joined(metrics_of_calls))
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-        """What the tokens' losses are divided by on this rank."""
+        """The number that this rank divides the sum of its tokens' losses by."""
         return items_of_all_ranks(attention_mask, num_items_in_batch)
 
     @staticmethod
     def backward(ctx, grad_output, *_):
         """The gradients of the first six arguments."""
-        of_input, of_weight, of_bias = scaled(ctx, grad_output)
+        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
         return of_input, of_weight, None, None, None, of_bias

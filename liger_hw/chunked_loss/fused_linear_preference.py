@@ -1,8 +1,8 @@
-"""A preference loss of one's own: the base class that programs written for liger_kernel derive from."""
+"""The base class for preference losses that a program written for liger_kernel defines itself."""
 
 import torch
 
-from liger_hw.chunked_loss._own_loss import differentiated, gathered, loss_and_others, scaled
+from liger_hw.chunked_loss.own_losses import joined, loss_and_others, scaled_gradients, with_gradients
 from liger_hw.losses.preference import preference_loss
 
 __all__ = ["LigerFusedLinearPreferenceBase"]
@@ -16,9 +16,15 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
 
     @staticmethod
     def preference_loss_fn(chosen_logps, rejected_logps, full_target, **loss_kwargs):
-        """The loss of some pairs divided by the number of all, or (it, *values to be returned besides).
+        """Compute the loss of some pairs, divided by the number of all pairs.
 
-        With `use_ref_model` it gets ref_chosen_logps and ref_rejected_logps, and always beta.
+        Args:
+            chosen_logps, rejected_logps: (P,) of some pairs.
+            full_target: (2B, T), the labels of all.
+            loss_kwargs: beta, those of `forward`, and with `use_ref_model` ref_chosen_logps and ref_rejected_logps.
+
+        Returns:
+            the loss, or (loss, *others): numbers or rows that `forward` returns too.
         """
         raise NotImplementedError("preference_loss_fn: a derived class defines it")
 
@@ -28,19 +34,22 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False, ref_input=None, ref_weight=None,
         ref_bias=None, average_log_prob=True, **loss_kwargs,
     ):  # fmt: skip
-        """(loss + alpha NLL, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
-        *what `preference_loss_fn` returns besides: numbers added up, rows one after the other)).
+        """Compute the loss of pairs and its gradients.
 
         Args: as in `preference_loss`; chunk_size and compiled are without effect.
+
+        Returns:
+            (loss + alpha NLL, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+            *others of `preference_loss_fn`: numbers added up, rows one after the other)).
         """
-        calls = []
+        others_of_calls = []
 
         def formula(pairs, beta, label_smoothing):
             ref = {"ref_chosen_logps": pairs.ref_chosen, "ref_rejected_logps": pairs.ref_rejected}
             named = loss_kwargs | (ref if use_ref_model else {})
-            found = cls.preference_loss_fn(pairs.chosen, pairs.rejected, target, beta=beta, **named)
-            loss, others = loss_and_others(found)
-            calls.append(others)
+            returned = cls.preference_loss_fn(pairs.chosen, pairs.rejected, target, beta=beta, **named)
+            loss, others = loss_and_others(returned)
+            others_of_calls.append(others)
             return loss * (target.shape[0] // 2)
 
         ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
@@ -51,12 +60,12 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
                 average_log_prob=average_log_prob, nll_labels=nll_target, ignore_index=ignore_index, **ref,
             )  # fmt: skip
 
-        (loss, *others), gradients = differentiated(loss_of, _input, weight, bias)
+        (loss, *others), gradients = with_gradients(loss_of, _input, weight, bias)
         ctx.save_for_backward(*gradients)
-        return loss, (*others[:5], *gathered(calls))
+        return loss, (*others[:5], *joined(others_of_calls))
 
     @staticmethod
     def backward(ctx, *grad_output):
         """The gradients of the first four arguments."""
-        of_input, of_weight, of_bias = scaled(ctx, grad_output[0])
+        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output[0])
         return of_input, of_weight, None, of_bias

@@ -1,8 +1,8 @@
-"""A loss of single answers of one's own: the base class that programs written for liger_kernel derive from."""
+"""The base class for losses of single answers that a program written for liger_kernel defines itself."""
 
 import torch
 
-from liger_hw.chunked_loss._own_loss import differentiated, gathered, loss_and_others, scaled
+from liger_hw.chunked_loss.own_losses import joined, loss_and_others, scaled_gradients, with_gradients
 from liger_hw.losses.preference import unpaired_preference_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
@@ -18,7 +18,11 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
     def preference_loss_fn(
         log_prob_chunk, preference_labels_chunk, full_target, ref_log_prob_chunk=None, **loss_kwargs
     ):
-        """The loss of some answers divided by the number of all, or (it, *numbers to be returned besides)."""
+        """Compute the loss of some answers, divided by the number of all.
+
+        Returns:
+            the loss, or (loss, *others): numbers whose sums `forward` returns too.
+        """
         raise NotImplementedError("preference_loss_fn: a derived class defines it")
 
     @staticmethod
@@ -26,19 +30,22 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100, compiled=True,
         use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs,
     ):  # fmt: skip
-        """(loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum, *the sums of what
-        `preference_loss_fn` returns besides)).
+        """Compute the loss of answers and its gradients.
 
         Args: as in `unpaired_preference_loss`; chunk_size and compiled are without effect.
+
+        Returns:
+            (loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum, *sums of the others of
+            `preference_loss_fn`)).
         """
-        calls = []
+        others_of_calls = []
 
         def formula(answers, beta):
             ref = {"ref_log_prob_chunk": answers.ref_log_probs} if use_ref_model else {}
-            found = cls.preference_loss_fn(answers.log_probs, answers.preferred, target, **ref, **loss_kwargs)
-            loss, others = loss_and_others(found)
-            calls.append(others)
-            # a loss of several answers is shared by them, so that their sum is it again
+            returned = cls.preference_loss_fn(answers.log_probs, answers.preferred, target, **ref, **loss_kwargs)
+            loss, others = loss_and_others(returned)
+            others_of_calls.append(others)
+            # each answer gets an equal share of the loss, so that their sum is the loss again
             return (loss * (target.shape[0] / len(answers.log_probs))).expand(len(answers.log_probs))
 
         ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
@@ -49,12 +56,12 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
                 ignore_index=ignore_index, **ref,
             )  # fmt: skip
 
-        (loss, *others), gradients = differentiated(loss_of, _input, weight, bias)
+        (loss, *others), gradients = with_gradients(loss_of, _input, weight, bias)
         ctx.save_for_backward(*gradients)
-        return loss, (*others[:4], *gathered(calls))
+        return loss, (*others[:4], *joined(others_of_calls))
 
     @staticmethod
     def backward(ctx, *grad_output):
         """The gradients of the first five arguments."""
-        of_input, of_weight, of_bias = scaled(ctx, grad_output[0])
+        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output[0])
         return of_input, of_weight, None, None, of_bias

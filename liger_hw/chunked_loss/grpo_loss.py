@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
-from liger_hw.chunked_loss.functional import liger_fused_linear_grpo
+from liger_hw.chunked_loss.functional import check_grpo_options, liger_fused_linear_grpo, policy_options
 from liger_hw.losses.policy import KL, PolicyOptions, vespo_weights
 
 __all__ = ["LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]
@@ -50,9 +50,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     initialised, the token count that "dapo", "cispo" and "vespo" divide by is that of all ranks.
 
     Args:
-        use_ref_model: whether `ref_input` is looked at; where beta is not 0 a reference must come in one of the two
-            forms, or else the reference is the policy as it is and the KL 0.
-        max_completion_length: needed for "dr_grpo".
+        use_ref_model: whether the reference comes from `ref_input`. Where it is False and beta is not 0, without
+            `ref_per_token_logps` the reference is the policy as it is and the KL 0.
+        max_completion_length: must be given for "dr_grpo".
         others: as in `PolicyOptions`.
 
     Raises:
@@ -66,14 +66,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
     ):  # fmt: skip
         super().__init__()
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        for name, value in given.items():
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        check_grpo_options(loss_type, max_completion_length)
+        PolicyOptions(**policy_options(arguments))
+        for name, value in arguments.items():
             setattr(self, name, value)
-        reused = ("compiled", "use_ref_model", "chunk_size")
-        PolicyOptions(**{name: value for name, value in given.items() if name not in reused})
-        needed = loss_type != "dr_grpo" or max_completion_length is not None
-        check(needed, "max_completion_length", max_completion_length, "a positive number for dr_grpo")
-        self._options = tuple(given)
+        self._options = tuple(arguments)
 
     def forward(
         self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,

@@ -1,31 +1,44 @@
-"""What the base classes share: a loss of one's own is differentiated where the autograd function that it is in runs."""
+"""Parts of the base classes for losses that a program defines itself.
+
+Such a loss is an autograd function of liger_kernel's shape: its gradients are computed where its forward runs.
+"""
 
 import torch
 
 
-def differentiated(function, *tensors):
-    """The outputs of `function(*tensors)`, detached, and the gradients of the first for the tensors that want one."""
+def with_gradients(function, *tensors, grad_output=None):
+    """Call `function(*tensors)` and differentiate its first output.
+
+    Args:
+        function: returns (loss, *others).
+        tensors: each may be None.
+        grad_output: of the first output; ones by default.
+
+    Returns:
+        (its outputs, the first detached; the gradient for each tensor, None where it wants none).
+    """
     leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    with torch.set_grad_enabled(bool(asked)):
+    differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    with torch.set_grad_enabled(bool(differentiable)):
         loss, *others = function(*leaves)
-    found = iter(torch.autograd.grad(loss, asked) if asked else ())
-    gradients = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-    return (loss.detach(), *others), gradients
+        grad_output = torch.ones_like(loss) if grad_output is None else grad_output
+    gradients = iter(torch.autograd.grad(loss, differentiable, grad_output) if differentiable else ())
+    by_tensor = [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+    return (loss.detach(), *others), by_tensor
 
 
-def loss_and_others(found):
-    """What a loss function returned, a loss or (loss, *others), as the loss and the detached others."""
-    loss, *others = found if isinstance(found, (tuple, list)) else (found,)
+def loss_and_others(returned):
+    """Split what a loss function returned, a loss or (loss, *others), into the loss and the detached others."""
+    loss, *others = returned if isinstance(returned, (tuple, list)) else (returned,)
     return loss, [torch.as_tensor(other).detach() for other in others]
 
 
-def gathered(calls):
-    """One list of the others of several calls: numbers added up, rows one after the other."""
-    return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*calls)]
+def joined(others_of_calls):
+    """Join the others of several calls: numbers are added up, rows put one after the other."""
+    return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*others_of_calls)]
 
 
-def scaled(ctx, grad_output):
-    """The saved gradients times the loss's, which derived classes hand on by itself or in the tuple that they get."""
+def scaled_gradients(ctx, grad_output):
+    """The saved gradients times the loss's. Derived classes pass that on alone, or in the tuple that they get."""
     grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
     return [g if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]

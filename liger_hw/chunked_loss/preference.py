@@ -1,4 +1,4 @@
-"""Preference losses as the modules of `liger_kernel.chunked_loss`. Their `forward` returns (loss, what to log).
+"""Preference losses as the modules of `liger_kernel.chunked_loss`. Their `forward` returns (loss, metrics).
 
 The arguments are those of the functions in `functional` and mean what they mean in `liger_hw.losses.preference`.
 """
@@ -6,14 +6,13 @@ The arguments are those of the functions in `functional` and mean what they mean
 from torch import nn
 
 from liger_hw.chunked_loss.functional import (
+    check_dpo_options,
     liger_fused_linear_cpo,
     liger_fused_linear_dpo,
     liger_fused_linear_kto,
     liger_fused_linear_orpo,
     liger_fused_linear_simpo,
 )
-from liger_hw.losses.preference_formulas import PAIR_LOSSES
-from liger_hw.spelling import check_known
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -33,13 +32,13 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
     Args:
         alpha: weight of the NLL, where `compute_nll_loss`.
-        label_smoothing: as in `preference_loss`, but not of "sigmoid", which it does not smooth in liger_kernel either;
-            "robust" and CPO are smoothed ones. "bco_pair" has `delta` 0 here for the same reason.
-        use_ref_model: False leaves the reference model out of account.
+        label_smoothing: as in `preference_loss`, except that "sigmoid" ignores it, as in liger_kernel; use "robust" or
+            CPO. For the same reason "bco_pair" has `delta` 0 here.
+        use_ref_model: False ignores the reference model.
         discopop_tau: of "discopop".
 
     Raises:
-        ValueError: an unknown loss type.
+        ValueError: an unknown loss type, or a `label_smoothing` that "exo_pair" or "robust" does not take.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
         average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
     ):  # fmt: skip
         super().__init__()
-        check_known("loss_type", loss_type, PAIR_LOSSES)
+        check_dpo_options(loss_type, label_smoothing)
         self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
         self.compute_nll_loss, self.compiled, self.use_ref_model = compute_nll_loss, compiled, use_ref_model
         self.average_log_prob, self.chunk_size, self.loss_type = average_log_prob, chunk_size, loss_type
@@ -55,9 +54,9 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
     def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
         return liger_fused_linear_dpo(
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, self.ignore_index, self.beta, self.alpha,
+            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, self.ignore_index, self.beta,
             self.compute_nll_loss, self.compiled, self.use_ref_model, self.average_log_prob, self.chunk_size,
-            self.loss_type, self.label_smoothing, self.discopop_tau,
+            self.loss_type, self.label_smoothing, self.discopop_tau, self.alpha,
         )  # fmt: skip
 
 
@@ -89,12 +88,8 @@ class LigerFusedLinearSimPOLoss(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
-        self.compute_nll_loss, self.compiled, self.gamma, self.chunk_size = (
-            compute_nll_loss,
-            compiled,
-            gamma,
-            chunk_size,
-        )
+        self.compute_nll_loss, self.compiled = compute_nll_loss, compiled
+        self.gamma, self.chunk_size = gamma, chunk_size
 
     def forward(self, lin_weight, _input, target, bias=None):
         return liger_fused_linear_simpo(

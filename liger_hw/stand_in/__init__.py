@@ -1,1 +1,1 @@
-"""The package `liger_kernel`, made of this library while the process runs."""
+"""The package `liger_kernel`, served by this library while the process runs."""

@@ -1,10 +1,10 @@
-"""The package `liger_kernel`, made of this library while the process runs.
+"""The package `liger_kernel`, served by this library while the process runs.
 
     liger_hw.integrations.install()          # first, before the trainer looks whether liger_kernel is there
     python -m liger_hw.run train.py ...      # the same for a script, and for every Python that it starts
 
 Programs then find its modules, its names and the metadata of its distribution, and get this library. There is no
-directory of that name: one in a wheel would overwrite the files of the real package without anybody noticing.
+directory of that name: one in a wheel would silently overwrite the files of the real package.
 """
 
 import importlib
@@ -16,10 +16,10 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 
-from liger_hw.stand_in.names import MODULES
+from liger_hw.stand_in.names import INSTEAD, MODULES
 
 PACKAGE = "liger_kernel"
-VERSION = "0.8.5+liger.hw"  # whose names these are; the suffix tells a log's reader what really runs
+VERSION = "0.8.5+liger.hw"  # the release that has these names; the suffix shows in logs what really runs
 SITE = str(pathlib.Path(__file__).parent / "site")
 
 _hidden = {}  # modules of the real package that were imported before this one took its place
@@ -63,22 +63,32 @@ class _Finder(importlib.metadata.DistributionFinder):
         if module.__name__ == PACKAGE:
             module.__version__ = VERSION
         # looked up at each use, so that importing a stand-in loads nothing and needs nothing
-        module.__getattr__ = lambda name: _look_up(module.__name__, sources, name)
+        module.__getattr__ = lambda name: _look_up(module.__name__, name)
         module.__dir__ = lambda: sorted({*vars(module), *_public(sources)})
 
     def get_code(self, name):
-        """For `python -m`: the source's own `main`."""
+        """The code of `python -m`: the source's own `main`."""
         (source,) = MODULES[name.partition(".")[2]] or (None,)
         return compile(f"from liger_hw.{source} import main\nmain()", name, "exec")
 
 
-def _look_up(module, sources, name):
+def _look_up(module, name):
+    """The object that serves `name` of a stand-in.
+
+    Raises:
+        ImportError: liger_kernel has the name and nothing serves it here; says what to use. (An AttributeError would
+            reach a program as Python's own message, without that.)
+        AttributeError: liger_kernel has no such name, or no public one.
+    """
+    inner = module.partition(".")[2]
     if not name.startswith("__"):
-        for source in sources:
-            found = getattr(importlib.import_module(f"liger_hw.{source}"), name, None)
+        for source in MODULES[inner]:
+            value = getattr(importlib.import_module(f"liger_hw.{source}"), name, None)
             # a submodule is imported by its own name
-            if found is not None and not isinstance(found, types.ModuleType):
-                return found
+            if value is not None and not isinstance(value, types.ModuleType):
+                return value
+    if (inner, name) in INSTEAD:
+        raise ImportError(f"{module}.{name} is not served by liger_hw: {INSTEAD[inner, name]}")
     raise AttributeError(f"module {module!r}, which liger_hw stands in for, has no attribute {name!r}")
 
 
@@ -99,11 +109,11 @@ def is_installed():
 def install(replace=False, children=False):
     """Make `import liger_kernel` give this library, in this process and those forked from it.
 
-    Call it before a trainer is imported, which may look for liger_kernel then and there; transformers is made to look
-    again. A second call does nothing new.
+    Call it before a trainer is imported, which may look for liger_kernel at its import; transformers is made to look
+    again. A second call changes nothing.
 
     Args:
-        replace: take the place of an installed liger_kernel. Modules of it that were imported already are hidden until
+        replace: take the place of an installed liger_kernel. Its modules that were imported already are hidden until
             `uninstall`; names that others imported from them keep their meaning.
         children: also for every Python that this process starts, through the environment variable PYTHONPATH.
 
@@ -113,8 +123,8 @@ def install(replace=False, children=False):
     if not is_installed():
         if not replace and importlib.util.find_spec(PACKAGE) is not None:
             raise RuntimeError(
-                "the package liger_kernel is installed, and the stand-in does not hide it unasked: "
-                "install(replace=True), `python -m liger_hw.run --replace`, or pip uninstall liger-kernel"
+                "the package liger_kernel is installed, and the stand-in does not hide it unasked. Call "
+                "install(replace=True), run `python -m liger_hw.run --replace`, or pip uninstall liger-kernel"
             )
         _hidden.update(_evict())
         sys.meta_path.insert(0, _FINDER)
@@ -126,7 +136,7 @@ def install(replace=False, children=False):
 
 
 def uninstall():
-    """Undo `install`: what was installed or imported under that name before is there again."""
+    """Undo `install`: a package liger_kernel that was installed or imported before is found again."""
     if is_installed():
         sys.meta_path.remove(_FINDER)
         _evict()
@@ -146,10 +156,10 @@ def _evict():
 
 
 def _let_transformers_look_again():
-    """What transformers noted about liger_kernel when it was imported is noted anew."""
-    noted = sys.modules.get("transformers.utils.import_utils")
-    available = getattr(noted, "is_liger_kernel_available", None)
-    if hasattr(available, "cache_clear"):
-        available.cache_clear()
-    if hasattr(noted, "_liger_kernel_available"):  # 4.57
-        noted._liger_kernel_available = noted._is_package_available(PACKAGE)
+    """Make transformers forget whether it found liger_kernel at its import."""
+    import_utils = sys.modules.get("transformers.utils.import_utils")
+    is_available = getattr(import_utils, "is_liger_kernel_available", None)
+    if hasattr(is_available, "cache_clear"):
+        is_available.cache_clear()
+    if hasattr(import_utils, "_liger_kernel_available"):  # 4.57
+        import_utils._liger_kernel_available = import_utils._is_package_available(PACKAGE)

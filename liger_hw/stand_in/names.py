@@ -1,32 +1,43 @@
-"""Modules of liger_kernel -> the modules of this library whose names they have."""
+"""Which modules of this library serve each module of liger_kernel, and what to use for the names that none serves."""
 
-_MODULES = "transformers.modules", "transformers.family_modules"
-_OPS = ("stand_in.ops",)
+from liger_hw.transformers.families import FAMILIES
 
-MODULES = {
-    "": (),
+OPS = ("stand_in.ops", "stand_in.passes")
+LOSSES = ("chunked_loss", "stand_in.loss_functions")
+MODULES_OF_TRANSFORMERS = (
+    "transformers.modules", "transformers.family_modules", "transformers.divergences", "transformers.rotary_names",
+    "transformers.modules_without_kernels", "stand_in.ops",
+)  # fmt: skip
+
+MODULES = {  # module of liger_kernel -> modules of this library that have its names, in the order of looking
+    "": ("stand_in.backends",),
+    "backends": ("stand_in.backends",),
+    "backends.dispatch": ("stand_in.backends",),
+    "backends.capability": (),
+    "backends.registry": (),
     "chunked_loss": ("chunked_loss",),
     "chunked_loss.functional": ("chunked_loss.functional",),
-    **dict.fromkeys(
-        (
-            "chunked_loss.cosine_similarity_loss", "chunked_loss.cpo_loss", "chunked_loss.dpo_loss",
-            "chunked_loss.jsd_loss", "chunked_loss.kto_loss", "chunked_loss.orpo_loss", "chunked_loss.simpo_loss",
-        ),
-        ("chunked_loss", "stand_in.ops"),
-    ),
+    **{
+        f"chunked_loss.{name}_loss": LOSSES
+        for name in ("cosine_similarity", "cpo", "dpo", "jsd", "kto", "orpo", "simpo")
+    },
+    "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "stand_in.loss_functions"),
     **{
         f"chunked_loss.fused_linear_{name}": (f"chunked_loss.fused_linear_{name}",)
         for name in ("distillation", "ppo", "preference", "unpaired_preference")
     },
-    "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "stand_in.ops"),
     "env_report": ("stand_in.env_report",),
     "functional": ("stand_in.functional",),
-    "ops": _OPS,
-    "ops.backends": (),
-    "ops.backends.registry": _OPS,
+    "ops": (*OPS, "stand_in.utils"),
+    "ops.backends": ("stand_in.backends",),
+    "ops.backends.registry": ("stand_in.backends",),
+    "ops.configure": ("stand_in.configure",),
+    "ops.experimental": (),
+    "ops.experimental.embedding": OPS,
+    "ops.experimental.mm_int8int2": (),
     "ops.utils": ("stand_in.ops_utils",),
     **{
-        f"ops.{name}": _OPS
+        f"ops.{name}": OPS
         for name in (
             "attn_res", "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy",
             "fused_linear_jsd", "fused_linear_kl_div", "fused_linear_scaled_cross_entropy", "fused_moe",
@@ -42,8 +53,9 @@ MODULES = {
     "transformers.experimental.embedding": ("transformers.modules_without_kernels",),
     "transformers.fsdp": ("stand_in.fsdp",),
     "transformers.functional": ("transformers.functional",),
-    "transformers.grpo_loss": ("transformers.grpo_loss",),
+    "transformers.grpo_loss": ("transformers.grpo_loss", "chunked_loss.fused_linear_ppo"),
     "transformers.model": (),
+    **{f"transformers.model.{family}": () for family in (*FAMILIES, "hunyuan_v1")},
     "transformers.model.loss_utils": ("transformers.loss_utils",),
     "transformers.model.output_classes": ("patching.output_classes",),
     "transformers.monkey_patch": ("transformers.monkey_patch",),
@@ -51,23 +63,97 @@ MODULES = {
     "transformers.trainer.orpo_trainer": ("stand_in.fsdp", "stand_in.orpo_trainer"),
     "transformers.trainer_integration": ("transformers.monkey_patch",),
     **{
-        f"transformers.{name}": _MODULES
-        for name in ("cross_entropy", "fused_add_rms_norm", "fused_linear_cross_entropy", "geglu", "layer_norm", "mlp",
-                     "rms_norm", "swiglu", "tiled_mlp")
+        f"transformers.{name}": MODULES_OF_TRANSFORMERS
+        for name in (
+            "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy",
+            "fused_linear_jsd", "fused_linear_kl_div", "fused_neighborhood_attention", "geglu", "group_norm", "jsd",
+            "kl_div", "layer_norm", "llama4_rope", "mhc", "mlp", "modulated_rms_norm", "multi_token_attention",
+            "poly_norm", "qwen2vl_mrope", "relu_squared", "rms_norm", "rope", "softmax", "sparsemax", "swiglu",
+            "tiled_mlp", "tvd", "vocab_parallel_cross_entropy",
+        )
     },
-    **{
-        f"transformers.{name}": ("transformers.divergences",)
-        for name in ("fused_ce_tvd", "fused_linear_jsd", "fused_linear_kl_div", "jsd", "kl_div", "tvd")
-    },
-    **{
-        f"transformers.{name}": ("transformers.rotary_names",)
-        for name in ("llama4_rope", "qwen2vl_mrope", "rope")
-    },
-    **{
-        f"transformers.{name}": ("transformers.modules_without_kernels",)
-        for name in ("dyt", "fused_neighborhood_attention", "group_norm", "mhc", "modulated_rms_norm",
-                     "multi_token_attention", "poly_norm", "relu_squared", "softmax", "sparsemax",
-                     "vocab_parallel_cross_entropy")
-    },
+    "triton": ("stand_in.triton_cache",),
+    "triton.monkey_patch": ("stand_in.triton_cache",),
     "utils": ("stand_in.utils",),
+}  # fmt: skip
+
+PATCH = "use liger_hw.patch(model), which computes the loss of any model without its logits"
+REGISTER = "an op of liger_hw takes another implementation by its own register, as in liger_hw.rms_norm.register"
+UNSHARDED = "use liger_fused_linear_scaled_cross_entropy, whose weight is not sharded"
+APPLY = "use {}.apply of the same module, which torch differentiates"
+_FORWARD_AND_BACKWARD = {  # op whose passes by themselves are not served -> its function
+    "attn_res": "LigerAttnResFunction",
+    "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
+    "fused_ce_tvd": "LigerFusedCETVDFunction",
+    "group_norm": "LigerGroupNormFunction",
+    "layer_norm": "LigerLayerNormFunction",
+    "modulated_rms_norm": "LigerModulatedRMSNormFunction",
+    "poly_norm": "LigerPolyNormFunction",
+    "rms_norm": "LigerRMSNormFunction",
+}
+_LAUNCHES = {  # module of ops -> (its function, launches of its kernels that are not served)
+    "dyt": ("LigerDyTFunction", ("liger_dyt_bwd", "liger_dyt_fwd")),
+    "fused_moe": ("LigerFusedMoEFunction", ("compute_routing_metadata",)),
+    "fused_neighborhood_attention": (
+        "LigerFusedNeighborhoodAttentionFunction", ("fused_neighborhood_attention_forward",)
+    ),
+    "fused_ce_tvd": ("LigerFusedCETVDFunction", ("get_num_warps",)),
+    "fused_linear_kl_div": ("LigerFusedLinearKLDivFunction", ("get_num_warps",)),
+    "kl_div": ("LigerKLDivLossFunction", ("get_num_warps", "kldiv_backward_triton", "kldiv_forward_triton")),
+    "mhc": (
+        "LigerMHCCoeffsFunction",
+        (
+            "mhc_mm_norm_bwd", "mhc_mm_norm_fwd", "mhc_post_res_bwd", "mhc_post_res_fwd", "mhc_pre_bwd", "mhc_pre_fwd",
+            "mhc_sinkhorn_bwd", "mhc_split_sinkhorn_fwd",
+        ),
+    ),
+    "mlp": ("LigerMLPFunction", ("gemm_swiglu", "get_bucket_m", "swiglu_backward_dGU", "swiglu_backward_dI")),
+    "tvd": ("LigerTVDLossFunction", ("get_num_warps", "tv_distance_forward_triton", "tvd_backward_triton")),
+}  # fmt: skip
+
+INSTEAD = {  # (module of liger_kernel, name in it that nothing serves) -> what to use
+    **{
+        (module, f"{op}_{direction}"): APPLY.format(function)
+        for op, function in _FORWARD_AND_BACKWARD.items()
+        for module in ("ops", f"ops.{op}")
+        for direction in ("forward", "backward")
+    },
+    **{
+        (f"ops.{module}", name): APPLY.format(function)
+        for module, (function, names) in _LAUNCHES.items()
+        for name in names
+    },
+    **{
+        (f"transformers.model.{family}", name): PATCH
+        for family in (*FAMILIES, "hunyuan_v1")
+        for name in (
+            "causal_forward", "lce_forward", "lce_forward_conditional_generation", "lce_forward_for_multimodal",
+            "lce_maybe_trainable_lm_head", "multimodal_forward",
+        )
+    },
+    **{
+        (module, name): REGISTER
+        for module in ("backends", "backends.capability", "backends.dispatch", "backends.registry", "ops.backends",
+                       "ops.backends.registry", "ops")
+        for name in (
+            "Capability", "ImplInfo", "OpImpl", "all_registered_ops", "declare_op_locations", "emit_fallback_warning",
+            "get_discovery_failures", "get_registered", "list_registered", "register_impl", "register_op",
+            "resolve_backend", "resolve_impl", "select_impl",
+        )
+    },
+    **{
+        (module, "LigerFusedLinearScaledCrossEntropyTPFunction"): UNSHARDED
+        for module in ("ops", "ops.fused_linear_scaled_cross_entropy")
+    },
+    ("transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"): UNSHARDED,
+    **{
+        ("ops.experimental.mm_int8int2", name): "liger_hw has no product of int8 and 2-bit matrices"
+        for name in ("get_autotune_config", "matmul", "pack_weights", "unpack_weights")
+    },
+    ("ops.vocab_parallel_cross_entropy", "validate_formula_and_mode"): "LigerVocabParallelCEFunction.apply checks both",
+    ("triton.monkey_patch", "LigerTritonFileCacheManager"): "use Triton's own cache manager",
+    **{
+        ("ops.utils", name): "it tunes kernels of liger_kernel's; liger_hw.backends describes a device"
+        for name in ("get_npu_core_count", "set_large_grf_mode")
+    },
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """The names of `liger_kernel.ops.utils` that kernels written elsewhere use."""
 
+import contextlib
 import functools
 from importlib.metadata import PackageNotFoundError, version
 
@@ -7,6 +8,7 @@ import torch
 from packaging.version import Version
 
 from liger_hw.checks import check
+from liger_hw.stand_in.utils import infer_device
 
 LARGEST_BLOCK = 65_536
 
@@ -16,15 +18,15 @@ def is_hip():
     return torch.version.hip is not None
 
 
-def ensure_contiguous(function):
-    """`function(ctx, ...)` with every tensor among its arguments contiguous."""
+def ensure_contiguous(fn):
+    """`fn(ctx, ...)` with every tensor among its arguments contiguous."""
 
     def contiguous(x):
         return x.contiguous() if isinstance(x, torch.Tensor) else x
 
-    @functools.wraps(function)
+    @functools.wraps(fn)
     def wrapper(ctx, *args, **kwargs):
-        return function(ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()})
+        return fn(ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()})
 
     return wrapper
 
@@ -39,6 +41,18 @@ def calculate_settings(n):
     block = 1 << max(n - 1, 0).bit_length()
     widest = 16 if is_hip() else 32  # warps of 64 lanes: 1,024 threads is the most of a block everywhere
     return block, next((warps for least, warps in ((32_768, widest), (8_192, 16), (2_048, 8)) if block >= least), 4)
+
+
+def device_context(device):
+    """A context in which kernels are launched on `device`; none is needed on a CPU."""
+    device = torch.device(device)
+    return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
+
+
+def get_amp_custom_fwd_bwd():
+    """The decorators (custom_fwd, custom_bwd) of an autograd function for the accelerator here."""
+    kind = infer_device()
+    return tuple(functools.partial(f, device_type=kind) for f in (torch.amp.custom_fwd, torch.amp.custom_bwd))
 
 
 def compare_version(package, operator, target):

@@ -1,7 +1,7 @@
 """`triton_grpo_loss` of `liger_kernel.transformers.grpo_loss`: GRPO and its relatives from logits."""
 
 from liger_hw.chunked_loss.functional import items_of_all_ranks, policy_options
-from liger_hw.losses.policy import PolicyOptions, policy_loss_of_logits, token_weights
+from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss_of_logits, token_weights
 
 __all__ = ["triton_grpo_loss"]
 
@@ -21,8 +21,8 @@ def triton_grpo_loss(
         completion_ids, completion_mask: (B, L).
         advantages: (B,) or (B, L).
         eps_low, eps_high: `epsilon_low` and `epsilon_high` of `PolicyOptions`.
-        inplace: the backward writes the gradient over `logits`, and a second one raises a RuntimeError.
-        reduce: return the batch's loss and not the tokens'.
+        inplace: the backward writes the gradient over `logits`, and a second backward raises a RuntimeError.
+        reduce: return the batch's loss, not the tokens'.
         num_items_in_batch: as in `LigerFusedLinearGRPOLoss`, with `reduce`.
         others: as in `PolicyOptions`.
 
@@ -33,6 +33,8 @@ def triton_grpo_loss(
     Raises:
         ValueError: shapes that do not fit, an unknown loss type or an option out of range.
     """
+    if loss_type not in OBJECTIVES:
+        raise ValueError(f"Unknown loss_type '{loss_type}'. Supported types: {', '.join(OBJECTIVES)}")
     options = policy_options(locals() | {"epsilon_low": eps_low, "epsilon_high": eps_high})
     loss, kl, is_clipped, batch = policy_loss_of_logits(
         logits, completion_ids, advantages, completion_mask, old_logp, ref_logp, vllm_is_ratio, inplace, **options

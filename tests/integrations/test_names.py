@@ -5,6 +5,7 @@
 """
 
 import importlib
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+
+from liger_hw.stand_in.names import INSTEAD  # noqa: E402
+
 HERE = pathlib.Path(__file__).parent
 NAMES = json.loads((HERE / "liger_kernel.json").read_text())
 IMPORTS = json.loads((HERE / "imports.json").read_text())
@@ -24,20 +28,50 @@ def parameters(function):
     return [(p.name, p.kind, p.default) for p in found if p.name != "self"]
 
 
+def needs_trl(module, name):
+    return name == "LigerORPOTrainer" and importlib.util.find_spec("trl") is None
+
+
 @pytest.mark.parametrize("module", NAMES)
 def test_names_and_parameters(module, stand_in):
-    """The same parameters in the same order, with the same defaults; what must be given there may be left out here."""
-    found = importlib.import_module(f"liger_kernel.{module}")
+    """The same parameters in the same order, with the same defaults; what must be given there may be left out here.
+
+    A name that nothing serves is an ImportError that says what to use.
+    """
+    stand_in_module = importlib.import_module(f"liger_kernel.{module}".rstrip("."))
     for name, signatures in NAMES[module].items():
-        thing = getattr(found, name)
-        assert name in dir(found) or name.startswith(("_", "Liger", "liger", "apply", "torch")), name
+        if (module, name) in INSTEAD:
+            with pytest.raises(ImportError, match=f"{name} is not served by liger_hw: "):
+                getattr(stand_in_module, name)
+            continue
+        if needs_trl(module, name):
+            continue
+        served = getattr(stand_in_module, name)
+        assert name in dir(stand_in_module) or name.startswith(("_", "Liger", "liger", "apply", "torch")), name
         for what, expected in signatures.items():
-            function = thing if what in ("call", "new") else getattr(thing, what)
-            ours = parameters(function)
+            ours = parameters(served if what in ("call", "new") else getattr(served, what))
             theirs = parameters(eval(f"lambda {expected}: 0", {"torch": torch}))  # noqa: S307
             assert [p[:2] for p in ours] == [p[:2] for p in theirs], (name, what)
             for (parameter, _, default), (_, _, promised) in zip(ours, theirs):
                 assert promised is MUST_BE_GIVEN or default == promised, (name, what, parameter)
+
+
+def test_two_functions_of_one_name_are_told_apart_by_their_module(stand_in):
+    from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction as distillation
+    from liger_kernel.ops import LigerFusedLinearJSDFunction as divergence
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSDFunction as again
+    from liger_kernel.transformers.jsd import LigerJSDFunction
+
+    assert divergence is again and distillation is not divergence
+    torch.manual_seed(0)
+    x, w, teacher_x, teacher_w = (torch.randn(*shape) for shape in ((6, 8), (31, 8), (6, 5), (31, 5)))
+    labels = torch.randint(31, (6,))
+    soft = divergence.apply(x, w, teacher_x, teacher_w, labels, 0.3)
+    hard = torch.nn.functional.cross_entropy(x @ w.T, labels)
+    both = distillation.apply(x, w, teacher_x, teacher_w, labels, None, None, 0.4, 0.6, 0.3)
+    torch.testing.assert_close(both, 0.4 * hard + 0.6 * soft)
+    log_q, log_p = ((a @ b.T).log_softmax(-1) for a, b in ((x, w), (teacher_x, teacher_w)))
+    torch.testing.assert_close(LigerJSDFunction.apply(log_q, log_p, None, 0.3), soft)
 
 
 @pytest.mark.parametrize("package", IMPORTS)
@@ -54,5 +88,9 @@ def test_unknown_names_and_modules_are_the_usual_errors(stand_in):
         from liger_kernel.transformers import unheard_of  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="liger_kernel.unheard_of"):
         import liger_kernel.unheard_of  # noqa: F401
+    with pytest.raises(ImportError, match=r"use liger_hw.patch\(model\)"):
+        from liger_kernel.transformers.model.llama import lce_forward  # noqa: F401
+    with pytest.raises(ImportError, match="use LigerRMSNormFunction.apply"):
+        from liger_kernel.ops.rms_norm import rms_norm_backward  # noqa: F401
     with pytest.raises(AttributeError, match="stands in"):
         importlib.import_module("liger_kernel.ops").unheard_of  # noqa: B018

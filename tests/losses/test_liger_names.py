@@ -133,6 +133,22 @@ def test_grpo_with_itself_as_reference(device):
         modules.LigerFusedLinearDPOLoss(loss_type="dpo")
 
 
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: modules.LigerFusedLinearDPOLoss(loss_type="dpo"), "Unsupported loss_type: dpo. Supported types are"),
+        (lambda: modules.LigerFusedLinearDPOLoss(loss_type="exo_pair"), "label_smoothing must be > 0 for loss_type="),
+        (lambda: modules.LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5), r"must lie in \[0.0, 0.5\)"),
+        (lambda: modules.LigerFusedLinearGRPOLoss(loss_type="dpo"), "Unknown loss type: dpo"),
+        (lambda: modules.LigerFusedLinearGRPOLoss(loss_type="dr_grpo"), "max_completion_length must be provided"),
+        (lambda: triton_grpo_loss(*[None] * 5, loss_type="dpo"), "Unknown loss_type 'dpo'. Supported types"),
+    ],
+)
+def test_errors_have_the_words_of_liger_kernel(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
 def test_distillation(device):
     torch.manual_seed(0)
     x, w, teacher_x, teacher_w = (randn(*shape, device=device) for shape in ((6, 8), (31, 8), (6, 5), (31, 5)))

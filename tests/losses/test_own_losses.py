@@ -86,7 +86,7 @@ def same(found, expected, leaves):
 @pytest.mark.parametrize("chunk_size", [1, 3])
 def test_pairs(chunk_size, engine, device):
     (x, w, b), ref, labels = answers_case(device=device)
-    expected = functional.liger_fused_linear_dpo(x, w, labels, b, *ref, -100, 0.3, 0.7, True)
+    expected = functional.liger_fused_linear_dpo(x, w, labels, b, *ref, -100, 0.3, True, alpha=0.7)
     same(DPO.apply(x, w, labels, b, *ref, chunk_size), expected, (x, w, b))
 
 

@@ -1,0 +1,213 @@
+"""Forward and backward passes by themselves, as `liger_kernel.ops` exports some: without a graph between the two.
+
+Losses return their gradients with the loss, and their backward only scales these. Nothing is written in place.
+"""
+
+import torch
+
+from liger_hw.chunked_loss.own_losses import with_gradients
+from liger_hw.stand_in import ops
+from liger_hw.transformers import functional, rotary_names
+
+
+def fused_linear_cross_entropy_forward(
+    _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, token_grad_output=None,
+    compute_gradients=None, weight_requires_grad=None, chunk_mem_const=1,
+):  # fmt: skip
+    """The loss of `LigerFusedLinearCrossEntropyFunction` and its gradients.
+
+    Args:
+        token_grad_output: with reduction="none" the gradient of each token's loss, one by default.
+        compute_gradients: whether to compute any gradient; by default whether `_input` requires one.
+        weight_requires_grad: whether to compute the weight's and the bias'; by default what the weight says.
+        others: as in `liger_fused_linear_cross_entropy`.
+
+    Returns:
+        (loss, z_loss, token_accuracy, predicted_tokens, gradient of the input, of the weight, of the bias); None for
+        what was not asked for.
+    """
+    of_input = _input.requires_grad if compute_gradients is None else compute_gradients
+    of_weight = of_input and (weight.requires_grad if weight_requires_grad is None else weight_requires_grad)
+    tensors = [None if x is None else x.detach() for x in (_input, weight, bias)]
+    for tensor, needed in zip(tensors, (of_input, of_weight, of_weight)):
+        if tensor is not None:
+            tensor.requires_grad_(needed)
+
+    def loss_of(x, weight, bias):
+        return ops.LigerFusedLinearCrossEntropyFunction.apply(
+            x, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+            chunk_mem_const=chunk_mem_const,
+        )  # fmt: skip
+
+    outputs, gradients = with_gradients(loss_of, *tensors, grad_output=token_grad_output)
+    return *outputs, *gradients
+
+
+def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
+    """Scale the gradients that `fused_linear_cross_entropy_forward` returned by that of the loss, a scalar."""
+    return _scaled(grad_output, grad_input, grad_weight, grad_bias)
+
+
+def cross_entropy_forward(
+    _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+    return_token_accuracy=False, return_predicted_tokens=False,
+):  # fmt: skip
+    """The loss of `LigerCrossEntropyFunction` and the gradient of the logits.
+
+    Returns:
+        (loss, z_loss, token_accuracy, predicted_tokens, gradient (N, V), or `_input` where it requires none).
+    """
+
+    def loss_of(logits):
+        return ops.LigerCrossEntropyFunction.apply(
+            logits, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+            return_token_accuracy, return_predicted_tokens,
+        )  # fmt: skip
+
+    outputs, (gradient,) = with_gradients(loss_of, _input)
+    return *outputs, _input if gradient is None else gradient
+
+
+def cross_entropy_backward(_input, grad_output):
+    """Scale the gradient that `cross_entropy_forward` returned by that of the loss, () or by row (N,)."""
+    return _input * (grad_output.unsqueeze(1) if grad_output.ndim else grad_output)
+
+
+def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd_impl=None, jsd_mode=None):
+    """(loss, gradient of `_input`) of `LigerJSDFunction`."""
+    labels = shift_labels if has_label else None
+    (loss,), (gradient,) = with_gradients(
+        lambda x: (functional.liger_jsd(x, target, labels, beta, ignore_index),), _input.detach().requires_grad_()
+    )
+    return loss, gradient
+
+
+def jsd_backward(dX, grad_output):
+    """Scale the gradient that `jsd_forward` returned by that of the loss."""
+    return dX * grad_output
+
+
+def fused_linear_jsd_forward(
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, has_label,
+    temperature, jsd_impl=None, jsd_mode=None, accum_dtype=None,
+):  # fmt: skip
+    """(loss, gradient of the student's input, of its weight) of `LigerFusedLinearJSDFunction`."""
+    labels = shift_labels if has_label else None
+
+    def loss_of(x, weight):
+        return (
+            functional.liger_fused_linear_jsd(
+                x, weight, teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype
+            ),
+        )
+
+    (loss,), gradients = with_gradients(loss_of, student_input, student_weight)
+    return loss, *gradients
+
+
+def fused_linear_jsd_backward(grad_output, grad_input, grad_weight):
+    """Scale the gradients that `fused_linear_jsd_forward` returned by that of the loss."""
+    return _scaled(grad_output, grad_input, grad_weight)
+
+
+def fused_linear_kl_div_forward(
+    student_input, student_weight, target, shift_labels, reduction, ignore_index, has_label, temperature, eps,
+    accum_dtype=None,
+):  # fmt: skip
+    """(loss, gradient of the student's input, of its weight) of `LigerFusedLinearKLDivFunction`."""
+    labels = shift_labels if has_label else None
+
+    def loss_of(x, weight):
+        return (
+            functional.liger_fused_linear_kl_div(
+                x, weight, target, labels, reduction, ignore_index, temperature, eps, accum_dtype
+            ),
+        )
+
+    (loss,), gradients = with_gradients(loss_of, student_input, student_weight)
+    return loss, *gradients
+
+
+def fused_linear_kl_div_backward(grad_output, grad_input, grad_weight):
+    """Scale the gradients that `fused_linear_kl_div_forward` returned by that of the loss."""
+    return _scaled(grad_output, grad_input, grad_weight)
+
+
+def swiglu_forward(a, b, gate_multiplier=1.0):
+    """(a, b, silu(gate_multiplier * a) * b)."""
+    return a, b, ops.LigerSiLUMulFunction.apply(a, b, gate_multiplier)
+
+
+def swiglu_backward(a, b, dc, gate_multiplier=1.0):
+    """The gradients of `a` and `b`."""
+    return _gradients(lambda a, b: ops.LigerSiLUMulFunction.apply(a, b, gate_multiplier), (a, b), dc)
+
+
+def swiglu_fused_gate_up_forward(y):
+    """(y, silu of its first half times the second)."""
+    return y, ops.LigerFusedGateUpSiLUMulFunction.apply(y)
+
+
+def swiglu_fused_gate_up_backward(y, dc, in_place=False):
+    """The gradient of `y`."""
+    (gradient,) = _gradients(ops.LigerFusedGateUpSiLUMulFunction.apply, (y,), dc)
+    return gradient
+
+
+def geglu_forward(a, b):
+    """(a, b, gelu(a) * b) with the tanh approximation."""
+    return a, b, functional.liger_geglu(a, b)
+
+
+def geglu_backward(a, b, dc):
+    """The gradients of `a` and `b`."""
+    return _gradients(functional.liger_geglu, (a, b), dc)
+
+
+def relu_squared_forward(X):
+    """relu(X) squared."""
+    return functional.liger_relu_squared(X)
+
+
+def relu_squared_backward(X, dY):
+    """The gradient of `X`."""
+    (gradient,) = _gradients(functional.liger_relu_squared, (X,), dY)
+    return gradient
+
+
+def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    """(q, k, cos, sin), q and k rotated."""
+    return *functional.liger_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim), cos, sin
+
+
+def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    """The gradients of q and k: the rotation by the negative angle."""
+    return functional.liger_rope(dq, dk, cos, -sin, position_ids, unsqueeze_dim, rotary_dim)
+
+
+def qwen2vl_mrope_forward(q, k, cos, sin, mrope_section):
+    """(q, k, cos, sin), q and k rotated."""
+    return *functional.liger_qwen2vl_mrope(q, k, cos, sin, mrope_section), cos, sin
+
+
+def qwen2vl_mrope_backward(dq, dk, cos, sin, mrope_section):
+    """The gradients of q and k: the rotation by the negative angle."""
+    return functional.liger_qwen2vl_mrope(dq, dk, cos, -sin, mrope_section)
+
+
+def llama4_rope_forward(q, k, freqs_cis, BLOCK_SIZE=None, imag_sign=1.0):
+    """q and k rotated; with `imag_sign=-1.0` by the negative angle."""
+    return rotary_names.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis if imag_sign > 0 else freqs_cis.conj())
+
+
+def _gradients(function, inputs, grad_output):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        return torch.autograd.grad(function(*leaves), leaves, grad_output)
+
+
+def _scaled(grad_output, *gradients):
+    return tuple(None if g is None else g * grad_output for g in gradients)
