@@ -32,6 +32,12 @@ def test_import_runs_nothing():
     assert out.strip() == "[]"
 
 
+def test_the_stand_in_loads_no_torch():
+    """Every Python below `python -m liger_hw.run` installs it at its start."""
+    out = passes("import liger_hw.stand_in.finder as f; f.install(); print('torch' in sys.modules)")
+    assert out.strip() == "False"
+
+
 def test_without_triton_the_references_run():
     passes(
         """

@@ -1,7 +1,7 @@
 """The names of `liger_kernel.chunked_loss`: its signatures, defaults and outputs, thin over `liger_hw.losses`.
 
-`compiled` and `chunk_size` are accepted and have no effect: nothing needs compiling, and chunks are made of tokens by a
-memory budget. Any chunking gives the same numbers.
+`compiled` and `chunk_size` are accepted without effect: nothing needs compiling, and a memory budget decides how many
+tokens a chunk has. Any chunking gives the same numbers.
 """
 
 from liger_hw._lazy import lazy_names

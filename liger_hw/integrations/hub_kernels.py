@@ -1,10 +1,10 @@
-"""This library's ops behind the `use_kernels=True` of transformers, in the place of the Hub's kernels.
+"""This library's ops behind the `use_kernels=True` of transformers, in place of the Hub's kernels.
 
     liger_hw.integrations.register_hub_kernels()
     model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True)
 
 On NVIDIA, AMD and Intel, in training, inference and under torch.compile; nothing is downloaded. In release 5.23 norms
-and rotary functions carry a name that transformers looks kernels up by, and gated MLPs and the loss carry none:
+and rotary functions carry a name by which transformers looks kernels up, and gated MLPs and the loss carry none:
 `liger_hw.patch` reaches all. A layer runs on an op only if that was proved to give its bits, as in `liger_hw.patch`;
 otherwise its own forward runs.
 """
@@ -21,12 +21,12 @@ from liger_hw.patching.rotary import match_rotation
 from liger_hw.patching.rotation import replacement
 
 DEVICES = ("cuda", "rocm", "xpu")
-_forwards = {}  # (class, whether it has a weight) -> what computes its forward, given the module and its inputs
-_replaced = []  # (owner, name or key, what was there)
+_forwards = {}  # (class, whether it has a weight) -> function (module, *inputs) that computes its forward
+_replaced = []  # (owner, name or key, the original there or None)
 
 
 class Norm(nn.Module):
-    """RMSNorm of any rounding order, as the class does it whose forward this becomes."""
+    """An RMSNorm of any rounding order: its forward becomes that of a model's class."""
 
     can_torch_compile = True
     has_backward = True
@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(f(gate(x)) * up(x)), as the class does it whose forward this becomes."""
+    """down(f(gate(x)) * up(x)): its forward becomes that of a model's class."""
 
     can_torch_compile = True
     has_backward = True
@@ -46,7 +46,7 @@ class GatedMLP(nn.Module):
 
 
 class Rotary(nn.Module):
-    """The rotation of q and k, as the function does it whose call this becomes."""
+    """The rotation of q and k: its forward becomes the call of a model's function."""
 
     can_torch_compile = True
     has_backward = True
@@ -55,7 +55,7 @@ class Rotary(nn.Module):
         return _forward_of(self)(self, q, k, cos, sin, unsqueeze_dim)
 
 
-LAYERS = {  # the names that transformers knows kernels by
+LAYERS = {  # name by which transformers looks a kernel up -> its layer
     "GeGLUMLP": GatedMLP,
     "RMSNorm": Norm,
     "RMSNormZeroCentered": Norm,
@@ -66,7 +66,7 @@ LAYERS = {  # the names that transformers knows kernels by
 
 @dataclasses.dataclass(frozen=True)
 class Repository:
-    """What `kernels` asks for a layer, which is here already."""
+    """A repository of the package kernels whose layer is here already."""
 
     layer: type
 
@@ -77,11 +77,11 @@ class Repository:
 
 def _forward_of(module):
     key = type(module), getattr(module, "weight", None) is not None
-    found = _forwards.get(key)
-    if found is None:
-        # proving runs the module on trial inputs, which a compiler cannot trace; `kernelize` has come first, usually
-        found = type(module).forward if torch.compiler.is_compiling() else _forwards.setdefault(key, _prove(module))
-    return found
+    if key in _forwards:
+        return _forwards[key]
+    if torch.compiler.is_compiling():  # it cannot trace a proof, which `kernelize` has usually made before
+        return type(module).forward
+    return _forwards.setdefault(key, _prove(module))
 
 
 def _prove(module):
@@ -148,8 +148,8 @@ def register_hub_kernels():
 def unregister_hub_kernels():
     """Undo `register_hub_kernels`, for models that are kernelized from now on."""
     while _replaced:
-        owner, name, what = _replaced.pop()
-        if what is None:
+        owner, name, original = _replaced.pop()
+        if original is None:
             del owner[name]
         else:
-            owner[name] = what
+            owner[name] = original

@@ -1,7 +1,6 @@
-"""The chunked log-probabilities of TRL 1.15 and later, which its trainers compute in the place of logits, by this
-library's `fused_linear_selective_log_softmax`.
+"""The chunked log-probabilities of TRL 1.15 and later, by this library's `fused_linear_selective_log_softmax`.
 
-    liger_hw.integrations.accelerate_trl()      # before or after the trainer is made, before it trains
+    liger_hw.integrations.accelerate_trl()      # before or after the trainer is built, before it trains
 
 Log-probabilities, entropy and the mean logit: GRPO, RLOO, KTO, and the reference models of DPO. Calls that also ask
 for the likeliest token or the sum of squared probabilities (SFT, DPO) stay with TRL's own function, as do weights that
@@ -16,39 +15,46 @@ import torch
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 SERVED = {"log_probs", "entropy", "mean_logits"}
-FUNCTION = "_ChunkedLogProbFunction"  # what `trl.trainer.utils` calls, by this name
+FUNCTION = "_ChunkedLogProbFunction"  # the name under which `trl.trainer.utils` calls it
 
 
 class ChunkedLogProbs:
-    """In the place of TRL's autograd function.
+    """Serves in place of TRL's autograd function.
 
     Args:
-        theirs: TRL's own, for calls that the op does not serve.
+        original: TRL's own, for calls that the op does not serve.
     """
 
-    def __init__(self, theirs):
-        self.theirs = theirs
+    def __init__(self, original):
+        self.original = original
 
     def apply(
         self, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
         outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ):  # fmt: skip
-        """(log-probabilities, entropy, None, mean logits, None) of hidden (N, H) under weight (V, H): fp32 (N,) each,
-        those after the first None unless `outputs` names them; the mean logits have no gradient. The arguments are
-        TRL's; chunks are made by memory, not by `chunk_size`."""
+        """Compute log-probabilities of hidden (N, H) under weight (V, H), with TRL's arguments.
+
+        Args:
+            chunk_size: without effect: a memory budget decides.
+            others: TRL's.
+
+        Returns:
+            (log-probabilities, entropy, None, mean logits, None), fp32 (N,) each; entropy and mean logits None unless
+            `outputs` names them. The mean logits have no gradient.
+        """
         whole = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not hasattr(x, "ds_id") for x in (hidden, weight))
         alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
         served = SERVED if final_logit_softcapping is None else SERVED - {"mean_logits"}
         if not (set(outputs) <= served and whole and alike):
-            return self.theirs.apply(
+            return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
         wants_entropy = "entropy" in outputs
-        found = fused_linear_selective_log_softmax(
+        output = fused_linear_selective_log_softmax(
             hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale,
             return_entropy=wants_entropy,
         )  # fmt: skip
-        log_probs, entropy = (found.log_probs, found.entropy) if wants_entropy else (found, None)
+        log_probs, entropy = (output.log_probs, output.entropy) if wants_entropy else (output, None)
         mean = None
         if "mean_logits" in outputs:
             with torch.no_grad():  # the mean over the vocabulary commutes with the product
@@ -58,7 +64,7 @@ class ChunkedLogProbs:
 
 
 @functools.cache
-def _theirs():
+def original_function():
     """(module, its own function) of the TRL that is installed."""
     module = importlib.import_module("trl.trainer.utils")
     function = getattr(module, FUNCTION, None)
@@ -74,11 +80,11 @@ def accelerate_trl():
     Raises:
         RuntimeError: this TRL does not compute them in a function of its own; 1.15 and later do.
     """
-    module, function = _theirs()
+    module, function = original_function()
     setattr(module, FUNCTION, ChunkedLogProbs(function))
 
 
 def restore_trl():
     """Undo `accelerate_trl`."""
-    module, function = _theirs()
+    module, function = original_function()
     setattr(module, FUNCTION, function)

@@ -65,7 +65,7 @@ def _weights(module):
 
 
 def _can_mix(module, x):
-    """Whether `mixture` computes what this module would compute of the tokens x, and the backward is wanted."""
+    """Whether `mixture` computes what this module would compute of the tokens x, and a backward will follow."""
     from transformers.integrations import moe
 
     weights = _weights(module)

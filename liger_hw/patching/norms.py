@@ -111,7 +111,7 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     random = probing.generator()
 
     def case(x_dtype, weight_dtype):
-        # of the size of an eps that cannot be made large
+        # an eps that cannot be made large shows in rows of its root's size
         scale = 3 if eps == PROBE_EPS else (default_eps(x_dtype) if eps is None else eps) ** 0.5
         x = scale * probing.random_rows(random, PROBE_ROWS, width, dtype=x_dtype)
         return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))

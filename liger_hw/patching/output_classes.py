@@ -1,8 +1,8 @@
 """Outputs of language models that also hold the by-products of the fused loss.
 
-`Liger<Name>` of any output class `<Name>` of transformers is made when it is asked for: the same fields, then
-`token_accuracy` (share of the labels that were the likeliest token, fp32 scalar) and `predicted_tokens` (int64, one for
-each label, -1 where the label is ignored).
+`Liger<Name>` exists for any output class `<Name>` of transformers: the same fields, then `token_accuracy` (share of the
+labels that were the likeliest token, fp32 scalar) and `predicted_tokens` (int64, one for each label, -1 where the label
+is ignored).
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ def with_by_products(output_class):
     """The subclass of `output_class` with the two fields."""
     name = f"Liger{output_class.__name__}"
     fields = [(field, object, dataclasses.field(default=None)) for field in ("token_accuracy", "predicted_tokens")]
-    made = dataclasses.make_dataclass(name, fields, bases=(output_class,), namespace={"__module__": __name__})
-    made.__doc__ = f"`{output_class.__name__}` with `token_accuracy` and `predicted_tokens`."
-    return made
+    subclass = dataclasses.make_dataclass(name, fields, bases=(output_class,), namespace={"__module__": __name__})
+    subclass.__doc__ = f"`{output_class.__name__}` with `token_accuracy` and `predicted_tokens`."
+    return subclass
 
 
 def __getattr__(name):
-    theirs = name.removeprefix("Liger")
-    found = None
-    if name != theirs and "Output" in name:
-        found = getattr(modeling_outputs, theirs, None) or _of_a_family(theirs)
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: transformers has no {theirs}")
-    return with_by_products(found)
+    base = name.removeprefix("Liger")
+    output_class = None
+    if name != base and "Output" in name:
+        output_class = getattr(modeling_outputs, base, None) or _of_a_family(base)
+    if output_class is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: transformers has no {base}")
+    return with_by_products(output_class)
 
 
 def _of_a_family(name):
-    """The class of that name in the file of the family whose name it starts with."""
-    start = name.replace("_", "").lower()
+    """The class of that name in the file of the family whose name it starts with, or None."""
+    lower = name.replace("_", "").lower()
     families = [family.name for family in pkgutil.iter_modules(models.__path__)]
     for family in sorted(families, key=len, reverse=True):  # the longest name first: qwen2_5_vl before qwen2
-        if start.startswith(family.replace("_", "")):
+        if lower.startswith(family.replace("_", "")):
             module = importlib.import_module(f"{models.__name__}.{family}.modeling_{family}")
             if hasattr(module, name):
                 return getattr(module, name)

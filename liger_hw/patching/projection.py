@@ -13,7 +13,7 @@ def project_down(down, gate, up, activation):
 
     Args:
         down: the module that projects. Unless it is a plain linear layer it is called, with its input kept.
-        gate, up: (..., C), what the projections before it returned, and nobody else reads; up None: down(f(gate)).
+        gate, up: (..., C), outputs of the projections before it, which nothing else reads; up None: down(f(gate)).
         activation: one of `glu.ACTIVATIONS`.
     """
     if is_plain_linear(down) and is_plain(gate, up):

@@ -14,15 +14,17 @@ def swap(module, match):
 
 
 def restore(module):
-    """Give a swapped `module` its own class back.
+    """Give a swapped `module` its own class back, and remove what the patched class keeps on the instance.
 
-    Methods of the patched class that a library keeps on the instance become those of the module's own class:
-    accelerate keeps the forward that it wraps.
+    Methods of the patched class that a library keeps there become those of the module's own class: accelerate keeps the
+    forward that it wraps.
     """
     patched = type(module)
     module.__class__ = patched.liger_original
     for name, value in list(vars(module).items()):
-        if isinstance(value, types.MethodType) and vars(patched).get(value.__name__) is value.__func__:
+        if name.startswith("liger_"):
+            del vars(module)[name]
+        elif isinstance(value, types.MethodType) and vars(patched).get(value.__name__) is value.__func__:
             vars(module)[name] = types.MethodType(getattr(type(module), value.__name__), module)
 
 

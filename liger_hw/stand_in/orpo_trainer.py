@@ -23,7 +23,7 @@ class LigerORPOTrainer(ORPOTrainer):
     """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: the same loss and metrics, as TRL's up to rounding."""
 
     def concatenated_forward(self, model, batch):
-        """(loss, what `LigerFusedLinearORPOLoss` returns besides) of a batch of pairs."""
+        """Compute (loss, metrics of `LigerFusedLinearORPOLoss`) of a batch of pairs."""
         if self.is_encoder_decoder:
             raise NotImplementedError("LigerORPOTrainer: got an encoder-decoder model, allowed: a decoder")
         pairs = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
@@ -36,12 +36,13 @@ class LigerORPOTrainer(ORPOTrainer):
             body = getattr(inner, inner.base_model_prefix)
             outputs = body(ids, attention_mask=mask, use_cache=False, **options)
             head = inner.get_output_embeddings()
-            # the NLL is that of prompt and answer, the odds are those of the answer
-            whole = ids.masked_fill(mask != 1, PADDING)[:, 1:]
-            value, beside = loss(
-                head.weight, outputs.last_hidden_state[:, :-1], pairs["concatenated_labels"][:, 1:], head.bias, whole
-            )
-            return value + self.aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else value, beside
+            # the NLL counts prompt and answer, the odds count the answer
+            prompt_and_answer = ids.masked_fill(mask != 1, PADDING)[:, 1:]
+            value, metrics = loss(
+                head.weight, outputs.last_hidden_state[:, :-1], pairs["concatenated_labels"][:, 1:], head.bias,
+                prompt_and_answer,
+            )  # fmt: skip
+            return value + self.aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else value, metrics
 
         model = model.module if isinstance(model, DataParallel) else model
         wrapped = isinstance(model, DistributedDataParallel) or hasattr(model, "_fsdp_wrapped_module")
@@ -49,9 +50,9 @@ class LigerORPOTrainer(ORPOTrainer):
         return _FSDPForwardRedirection()(model, run) if wrapped else run()
 
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        """(loss, metrics by TRL's names)."""
-        loss, found = self.concatenated_forward(model, batch)
-        chosen, rejected, chosen_logits, rejected_logits, nll, chosen_rewards, rejected_rewards, ratio, odds = found
+        """Compute (loss, metrics by TRL's names)."""
+        loss, outputs = self.concatenated_forward(model, batch)
+        chosen, rejected, chosen_logits, rejected_logits, nll, chosen_rewards, rejected_rewards, ratio, odds = outputs
         metrics = {
             "rewards/chosen": chosen_rewards, "rewards/rejected": rejected_rewards,
             "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),

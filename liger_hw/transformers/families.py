@@ -1,6 +1,7 @@
 """The families of models that liger_kernel has a function for, and the parameters of each function.
 
-Plain data: `liger_hw.patch` needs no list of models, programs that call these functions by name do.
+Data for programs that call these functions by name; `liger_hw.patch` needs no list of models. It imports nothing: every
+Python below `python -m liger_hw.run` reads it at its start.
 """
 
 LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": True}
@@ -9,7 +10,7 @@ TEXT = {"rope": True, **LOSSES, "rms_norm": True, "swiglu": True, "model": None}
 GEMMA = {"rope": True, **LOSSES, "rms_norm": True, "geglu": True, "model": None}
 GEMMA_VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "geglu": True, "model": None}
 VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "swiglu": True, "model": None}
-COMPOSED = {**LOSSES, "rms_norm": True, "layer_norm": True, "model": None}  # whose text model may be of any family
+COMPOSED = {**LOSSES, "rms_norm": True, "layer_norm": True, "model": None}  # the text model may be of any family
 WITHOUT_ROPE = TEXT | {"rope": False}
 
 FAMILIES = {
@@ -39,7 +40,7 @@ FAMILIES = {
     "pixtral": {"rope": True, "rms_norm": True, "swiglu": True, "model": None},
     "qwen2_vl": {"rope": True, **LOSSES, "rms_norm": True, "layer_norm": True, "swiglu": True, "model": None},
 }  # fmt: skip
-OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # take any other flag of `patch` too
+OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # their functions take any other flag of `patch` too
 MODEL_TYPES = {name: name for name in FAMILIES} | {  # model type -> the family whose function serves it
     "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen2_vl_text": "qwen2_vl", "qwen3_5_moe_text": "qwen3_5_moe", "qwen3_5_text": "qwen3_5",

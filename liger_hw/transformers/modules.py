@@ -175,7 +175,8 @@ class LigerGEGLUMLP(_GatedMLP):
 class LigerCrossEntropyLoss(nn.Module):
     """`cross_entropy` of logits (N, V) and targets (N,).
 
-    The gradient is made in backward, in memory of its own: the logits stay readable and a second backward is right.
+    The gradient is computed in the backward, in memory of its own: the logits stay readable, and a second backward
+    is right.
 
     Args:
         as in `liger_hw.cross_entropy`.

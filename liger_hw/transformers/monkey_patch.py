@@ -8,7 +8,7 @@ from liger_hw.spelling import check_known
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 
 
-def _make(family, defaults, is_open=False):
+def _function_of(family, defaults, is_open=False):
     """`apply_liger_kernel_to_<family>` with the parameters `defaults`."""
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
@@ -19,14 +19,14 @@ def _make(family, defaults, is_open=False):
 
     def apply(*args, **kwargs):
         check(len(args) <= len(defaults), "arguments", f"{len(args)} positional ones", f"at most {len(defaults)}")
-        given = dict(zip(defaults, args))
+        arguments = dict(zip(defaults, args))
+        for name in kwargs:
+        arguments = dict(zip(defaults, args))
         for name in kwargs:
             if not is_open:
                 check_known("argument", name, defaults)
-            check(name not in given, name, "two arguments of this name", "one")
-        given |= kwargs
-        model = given.pop("model", None)
-        return patch(_class_of(family) if model is None else model, **_flags(defaults, given))
+            check(name not in arguments, name, "two arguments of this name", "one")
+        arguments |= kwargs
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{family}"
     apply.__doc__ = f"""`liger_hw.patch` for the {family} family.
@@ -41,22 +41,22 @@ def _make(family, defaults, is_open=False):
 
     Raises:
         ValueError: an unknown flag, cross_entropy together with fused_linear_cross_entropy, or a family that the
-            installed transformers has not got.
+            installed transformers does not have.
     """
     apply.__signature__ = inspect.Signature(parameters)
     return apply
 
 
-def _flags(defaults, given):
-    """The flags of `patch`: the defaults of a family, changed by what was `given`."""
+def _flags(defaults, arguments):
+    """The flags of `patch`: the defaults of a family, changed by the arguments of a call."""
     flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
-    if given.get("fused_linear_cross_entropy") and "cross_entropy" not in given:
-        flags["cross_entropy"] = False  # which is granite's default
-    return flags | given
+    if arguments.get("fused_linear_cross_entropy") and "cross_entropy" not in arguments:
+        flags["cross_entropy"] = False  # True is granite's default
+    return flags | arguments
 
 
-def _class_of(model_type):
-    """A class of models of a family; which one does not matter to `patch`.
+def class_of(model_type):
+    """A class of models of a family; `patch` takes any of them.
 
     Raises:
         ValueError: the installed transformers has no such model type.
@@ -71,18 +71,18 @@ def _class_of(model_type):
             return getattr(transformers, names[0] if isinstance(names, (tuple, list)) else names)
     where = f"a model type of transformers {transformers.__version__}"
     check(MODEL_TYPES.get(model_type, model_type) != model_type, "model_type", repr(model_type), where)
-    return _class_of(MODEL_TYPES[model_type])
+    return class_of(MODEL_TYPES[model_type])
 
 
 class _ByModelType(dict):
-    """Model type -> function. Has the types of `MODEL_TYPES`, and on request every other one of transformers."""
+    """Model type -> function: the types of `MODEL_TYPES`, and on look-up every other type of transformers."""
 
     def __missing__(self, model_type):
         try:
-            _class_of(model_type)
+            class_of(model_type)
         except ValueError as error:
             raise KeyError(model_type) from error
-        return self.setdefault(model_type, _make(model_type, VISION | {"geglu": True}))
+        return self.setdefault(model_type, _function_of(model_type, VISION | {"geglu": True}))
 
     def __contains__(self, model_type):
         return self.get(model_type) is not None
@@ -94,7 +94,7 @@ class _ByModelType(dict):
             return default
 
 
-_FUNCTIONS = {family: _make(family, defaults, family in OPEN) for family, defaults in FAMILIES.items()}
+_FUNCTIONS = {family: _function_of(family, defaults, family in OPEN) for family, defaults in FAMILIES.items()}
 globals().update((function.__name__, function) for function in _FUNCTIONS.values())
 MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
     (model_type, _FUNCTIONS[family]) for model_type, family in MODEL_TYPES.items()
@@ -112,4 +112,4 @@ def _apply_liger_kernel(model_type, **kwargs):
     Raises:
         ValueError: Hugging Face has no model of that type, or as `liger_hw.patch`.
     """
-    return patch(_class_of(model_type), **kwargs)
+    return patch(class_of(model_type), **kwargs)

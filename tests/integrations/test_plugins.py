@@ -218,7 +218,7 @@ def trl(monkeypatch):
     module = fresh(monkeypatch, "trl")
     TheirChunkedLogProb.calls.clear()
     yield module, sys.modules["trl.trainer.utils"]
-    module._theirs.cache_clear()
+    module.original_function.cache_clear()
 
 
 def arguments(outputs, softcap=5.0, dtype=torch.float32):

@@ -85,7 +85,7 @@ def test_every_model_type_has_its_function():
 def test_every_family_is_found_in_this_transformers():
     known = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
     for model_type in set(MODEL_TYPES) & set(known):
-        assert issubclass(monkey_patch._class_of(model_type), transformers.PreTrainedModel)
+        assert issubclass(monkey_patch.class_of(model_type), transformers.PreTrainedModel)
 
 
 def test_an_auto_class_of_pictures():
