@@ -21,12 +21,12 @@ def _function_of(family, defaults, is_open=False):
         check(len(args) <= len(defaults), "arguments", f"{len(args)} positional ones", f"at most {len(defaults)}")
         arguments = dict(zip(defaults, args))
         for name in kwargs:
-        arguments = dict(zip(defaults, args))
-        for name in kwargs:
             if not is_open:
                 check_known("argument", name, defaults)
             check(name not in arguments, name, "two arguments of this name", "one")
         arguments |= kwargs
+        model = arguments.pop("model", None)
+        return patch(class_of(family) if model is None else model, **_flags(defaults, arguments))
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{family}"
     apply.__doc__ = f"""`liger_hw.patch` for the {family} family.
