@@ -1,9 +1,11 @@
 # make setup   only sets up what the others need (below)
 # make demo    trains a small Llama plain and patched on this machine, and compares; ARGS="--model 1b" is passed on
-# make test    every test this machine can run; ARGS="-k rope" is passed on
-# make interpret    the half of it in Triton's interpreter; LIGER_HW_BACKEND=amd:gfx942 makes it that GPU's launches
-# make lint    style
+# make test    every test this machine can run, of each matrix a few; ARGS="-k rope" is passed on
+# make models  every class of transformers' language models against itself, patched
+# make compile every kernel for an architecture of each kind; ARGS="--archs all": for all 16
+# make interpret    every test in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: that GPU's launches
 # make mutants tests must fail where a kernel is wrong
+# make lint    style
 # make versions    tests of models and trainers on the oldest transformers and the newest; ARGS="--all": also between
 # make trl     losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
 #
@@ -36,27 +38,34 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint mutants versions trl clean
+.PHONY: setup demo test models compile interpret mutants lint versions trl clean
 
 setup: $(READY)
 
 demo: $(READY)
 	$(RUN) -m liger_hw.cli demo $(ARGS)
 
-# Two runs: Triton's interpreter is chosen when Triton is imported. Both run, whatever the first finds; the second has
-# what depends on it.
 INTERPRETED = tests/kernels tests/losses tests/test_dispatch.py tests/test_tracing.py \
 	tests/transformers/test_kernels_in_models.py
-INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED) $(ARGS)
+INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED)
+COMPILED = tests/test_targets.py tests/test_experts_on_targets.py tests/losses/test_losses_on_targets.py
 
+# Two runs: Triton's interpreter is chosen when Triton is imported. Both run, whatever the first finds; the second has
+# what depends on it. A test of kernels takes one vendor or architecture, in turn.
 test: $(READY)
 	@failed=0; \
-	$(RUN) -m pytest -n auto $(ARGS) || failed=1; \
-	$(INTERPRET) || failed=1; \
+	$(RUN) -m pytest -n auto --archs turns $(ARGS) || failed=1; \
+	$(INTERPRET) --archs turns $(ARGS) || failed=1; \
 	exit $$failed
 
+models: $(READY)
+	$(RUN) -m pytest -n auto --models all tests/transformers/test_models.py tests/transformers/test_parts.py $(ARGS)
+
+compile: $(READY)
+	$(RUN) -m pytest -n auto $(COMPILED) $(ARGS)
+
 interpret: $(READY)
-	$(INTERPRET)
+	$(INTERPRET) $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -1,4 +1,5 @@
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,21 @@ from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
 from liger_hw.proof import compiled, evidence
 
-# The other 9 architectures are these but for the last stages of compilation, and would take minutes more of two cores;
-# `liger-hw matrix --compile`, in a job of its own, makes the code of all.
+# The other 9 architectures are these but for the last stages of compilation.
 ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
+ARCHS_OF_TESTS = ("backend", "compiled_arch")  # the fixtures that name one
 WORKERS_A_GPU = 8  # they share its memory, and what compiles is the host
 
 
 def pytest_addoption(parser):
     parser.addoption("--evidence", type=Path, metavar="FILE", help="write which op was right on which backend as JSON")
-    parser.addoption("--every-arch", action="store_true", help="all architectures, not one of each kind")
+    parser.addoption(
+        "--archs",
+        choices=("turns", "kinds", "all"),
+        default="kinds",
+        help="what each test of kernels interprets or compiles for: one vendor or kind of architecture, in turn; every "
+        "vendor and one architecture of each kind; every architecture",
+    )
     parser.addoption("--needs-device", action="store_true", help="fail where no accelerator is, instead of skipping")
     parser.addoption("--models", choices=("few", "all"), default="few", help="models of transformers to patch")
     parser.addoption("--shard", default="1/1", metavar="I/N", help="the I-th of N parts of --models")
@@ -81,7 +88,7 @@ def _backends(config):
     forced = os.environ.get("LIGER_HW_BACKEND")
     if forced:
         return [forced]
-    if interpreting() and config.getoption("--every-arch"):
+    if interpreting() and config.getoption("--archs") == "all":
         return list(ARCHITECTURES)
     if interpreting():
         return list(VENDORS)
@@ -94,8 +101,34 @@ def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", _backends(metafunc.config), indirect=True)
     if "compiled_arch" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-arch")
+        every = metafunc.config.getoption("--archs") == "all"
         metafunc.parametrize("compiled_arch", compiled.ARCHS if every else ONE_OF_EACH_KIND)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--archs") == "turns":
+        kept = _in_turn(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _in_turn(items):
+    """The items without those that differ from a kept one in their backend or architecture alone.
+
+    The same items every time, each backend and architecture as often as any other within a test function.
+    """
+    functions = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        others = frozenset((name, id(value)) for name, value in params.items() if name not in ARCHS_OF_TESTS)
+        functions.setdefault((item.parent, item.originalname), {}).setdefault(others, []).append(item)
+    kept = set()
+    for (_, name), groups in functions.items():
+        drawn, turns = random.Random(name), list(range(len(groups)))
+        drawn.shuffle(turns)  # in order, every third dtype would meet every third vendor
+        first = drawn.randrange(len(items))
+        kept |= {group[(first + turn) % len(group)] for group, turn in zip(groups.values(), turns)}
+    return kept
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_a_worker_hands_over_what_it_saw(tmp_path):
     (tmp_path / "test_twice.py").write_text(TESTS)
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
     environment |= {"LIGER_HW_BACKEND": "", "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "--every-arch", "--evidence", "e.json"]
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "--archs", "all", "--evidence", "e.json"]
     done = subprocess.run([*command, "test_twice.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     runs, cells = evidence.read([tmp_path / "e.json"])

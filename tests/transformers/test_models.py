@@ -1,22 +1,28 @@
 """Every language model of transformers that can be made tiny, against itself patched.
 
-A few of each kind by default; `--models all` for all of them, of which `--shard 1/4` runs a quarter.
+A few that show whatever happens to a part, by default; `--models all` for all of them, of which `--shard 1/4` runs a
+quarter.
 """
+
+import json
+from pathlib import Path
 
 import compare
 import pytest
 import zoo
 
+# Every reason of docs/models.json why a part was replaced, and how, or left; and a few that everybody trains.
 FEW = """
-afmoe apertus arcee aria_text bamba bloom cohere2 deepseek_v3 diffllama falcon falcon_h1 gemma2 gemma3 gemma3n_text glm4
-glm4_moe gpt2 gpt_oss granite granitemoe helium llama llama4_text llava mimo_v2_flash minimax mistral3 mixtral
-nanochat nemotron_h olmo olmo2 olmoe opt paligemma persimmon phi3 phimoe qwen2_5_vl qwen2_moe qwen3 qwen3_5 qwen3_moe
-qwen3_next qwen3_vl recurrent_gemma seed_oss smollm3 stablelm starcoder2 t5 t5gemma
-bailing_hybrid bart gptj inkling2_text gpt_neo nemotron nemotron_h_omni phi qwen4_exp_text
+apertus axk2 bailing_hybrid bamba cohere2 deepseek_v4 ernie4_5 fsmt gemma2 glmga gpt_oss gptj helium idefics idefics3
+inkling_text llama llama4 llama4_text llava mistral3 mixtral musicflamingo musicgen_melody nanochat nemotron olmo opt
+phi qwen2_5_vl qwen3_next t5
 """.split()
+PAGE = Path(__file__).parents[2] / "docs" / "models.json"
 
 
 def pytest_generate_tests(metafunc):
+    if "model_type" not in metafunc.fixturenames:
+        return
     rows = zoo.rows()
     if metafunc.config.getoption("models", "few") == "few":
         rows = [(model_type, cls) for model_type, cls in rows if model_type in FEW]
@@ -33,6 +39,19 @@ def test_patched_learns_as_plain(model_type, cls):
     assert not found["mismatch"], found
     assert found["replaced"], found
     assert found["fused"] or _has_no_such_tail(found), found["left"]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="docs/ is not here")
+def test_the_few_show_whatever_happens_to_a_part():
+    def happened(rows):
+        return {
+            what
+            for row in rows
+            for what in (*row["replaced"], *(reason.partition(": ")[2] for reason in row["left"]), row["fused"])
+        }
+
+    rows = json.loads(PAGE.read_text())["models"]
+    assert not happened(rows) - happened(row for row in rows if row["model_type"] in FEW)
 
 
 def _has_no_such_tail(found):
