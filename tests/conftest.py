@@ -1,5 +1,6 @@
 import os
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,12 @@ def device():
         if interpreting() or not torch.accelerator.is_available()
         else torch.accelerator.current_accelerator().type
     )
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    """The same random numbers for a test however it is run, and others than for any other test."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)
