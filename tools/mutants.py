@@ -140,7 +140,7 @@ MUTANTS = {
     ],
     "sequences": [
         ("rows made again before they are told", "further -= stop - start", "further -= 1"),
-        ("gradient of one group alone", "[:, fill.groups] = row", "[:, :1] = row[:, :1]"),
+        ("gradient of no group", "row.copy_(grad)", "row.copy_(0 * grad)"),
     ],
 }
 PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not tests/kernels/test_NAME.py

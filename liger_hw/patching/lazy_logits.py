@@ -434,12 +434,15 @@ class HeadFunction(Function):
     def forward(ctx, hidden, weight, bias):
         source = Source(hidden, weight, bias, ctx.needs_input_grad[:3])
         ctx.access = source.access
+        ctx.set_materialize_grads(False)  # None stays None, as after F.linear
         ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(source, record))
 
     @staticmethod
     def backward(ctx, grad):
+        if grad is None:
+            return None, None, None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
                 return grad.cell.gradients_of_operands()
@@ -463,12 +466,15 @@ class StepFunction(Function):
     @staticmethod
     def forward(ctx, logits, record):
         cell = logits.cell
+        ctx.set_materialize_grads(False)
         ctx.access, ctx.steps, ctx.parent = cell.source.access, record.steps, (cell.shape, cell.dtype)
         return LazyLogits(Cell(cell.source, record, cell))
 
     @staticmethod
     def backward(ctx, grad):
         shape, dtype = ctx.parent
+        if grad is None:
+            return None, None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
                 return LossGradient(grad.cell.before(shape, dtype)), None

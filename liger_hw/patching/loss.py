@@ -148,23 +148,25 @@ def _first(output):
 
 
 @contextlib.contextmanager
-def _armed(heads, sources):
-    """Within, the heads return lazy logits and append their source to `sources`; None leaves them as they are.
+def _armed(model, heads, sources):
+    """Within, the heads return lazy logits and append their source to `sources`; None: the heads compute logits.
 
-    A call inside, such as a teacher's pass of the same model in a hook, arms or disarms them for itself.
+    A call inside arms the heads for itself, such as a teacher's pass of the same model in a hook. With None it leaves
+    them as another model has armed them: an image model computes the loss of the text model that it calls.
     """
     thread = _thread()
     before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
-    for head in heads:
-        head.liger_armed[thread] = sources
+    for head, armed_before in zip(heads, before):
+        if sources is not None or armed_before is None or armed_before[0] is model:
+            head.liger_armed[thread] = model, sources
     try:
         yield
     finally:
-        for head, sources_before in zip(heads, before):
-            if sources_before is None:
+        for head, armed_before in zip(heads, before):
+            if armed_before is None:
                 head.liger_armed.pop(thread, None)
             else:
-                head.liger_armed[thread] = sources_before
+                head.liger_armed[thread] = armed_before
 
 
 def _thread():
@@ -199,7 +201,7 @@ class HeadMatch(Match):
 
     def members(self, original):
         def forward(self, *args, **kwargs):
-            sources = self.__dict__.get("liger_armed", {}).get(_thread())
+            _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
             if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
@@ -243,7 +245,7 @@ class CausalLMMatch(Match):
             lazily = linear and (self.training and labelled if skip_logits is None else skip_logits)
             heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
             sources = [] if lazily else None
-            with _armed(heads, sources):
+            with _armed(self, heads, sources):
                 outputs = original_forward(self, *args, **kwargs)
             if not lazily:
                 return outputs
