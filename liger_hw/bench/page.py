@@ -168,7 +168,7 @@ def training_figures(found: dict):
     pyplot = pictures_style()
     runs = {label: {name: record for name, record in records.items() if "error" not in record}
             for label, records in tables.by_setting(found).items()}  # fmt: skip
-    timed = {label: records for label, records in runs.items() if any("peak_bytes" in r for r in records.values())}
+    timed = {label: records for label, records in runs.items() if any("median" in r for r in records.values())}
     longest = {label: records for label, records in runs.items() if any("longest" in r for r in records.values())}
     if timed:
         yield "tokens per second", _bars(
@@ -176,8 +176,11 @@ def training_figures(found: dict):
             lambda record: record["tokens_per_second"], lambda record: f"{record['tokens_per_second']:,.0f}",
             scaled=True,
         )  # fmt: skip
+    weighed = {label: kept for label, records in timed.items()
+               if (kept := {name: r for name, r in records.items() if r["peak_bytes"]})}  # fmt: skip
+    if weighed:
         yield "training memory", _bars(
-            "Peak memory of a step, of each setting's largest (shorter is better)", timed, pyplot,
+            "Peak memory of a step, of each setting's largest (shorter is better)", weighed, pyplot,
             lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
         )  # fmt: skip
     if longest:
@@ -187,11 +190,11 @@ def training_figures(found: dict):
         )  # fmt: skip
 
 
-def write_training(found: dict, file: Path) -> Path:
-    """Write the page of `training`'s results."""
-    lead = "Steps of training, random weights and tokens, fused AdamW; every model in a process of its own."
-    numbers = f'<div class="scroll">{_table(tables.TRAINING, tables.training_rows(found))}</div>'
-    bad = "" if found["complete"] else '<p class="bad">interrupted: not everything was measured</p>'
+def write_training(found: dict, file: Path, lead: str, header, rows, problems=()) -> Path:
+    """Write the page of results of training; `lead` says what they are, `problems` what a reader must know."""
+    numbers = f'<div class="scroll">{_table(header, rows)}</div>'
+    problems = [*problems, *([] if found["complete"] else ["interrupted: not everything was measured"])]
+    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in problems)
     return _page(found, file, lead, bad, training_figures(found), numbers, {})
 
 

@@ -143,8 +143,12 @@ def by_setting(found: dict) -> dict:
 
 
 def setting(run: dict) -> str:
-    """What a training run trains: "llama-1b 8x1024", "llama-8b longest context, checkpointing"."""
+    """What a training run trains: "llama-1b 8x1024", "llama-8b longest context, checkpointing"; of sharded training
+    also by what and over how many processes: "llama-8b 8x1024 fsdp2 on 4".
+    """
     sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
+    if "engine" in run:
+        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}"
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}"
 
 

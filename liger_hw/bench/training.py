@@ -155,15 +155,8 @@ def run(runs, device, progress, file: Path) -> dict:
 
 
 def _in_a_process(group: list[dict]) -> Iterator[dict]:
-    """The result of each run of a group, which differ in their provider alone.
-
-    Processes are forked from one that has imported what they need, where that exists, and has not touched a device.
-    """
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or holes end a run early
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload([__name__, "transformers.modeling_utils"])
+    """The result of each run of a group, which differ in their provider alone."""
+    context = process_context(__name__)
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=main, args=(group, there))
     process.start()
@@ -180,6 +173,19 @@ def _in_a_process(group: list[dict]) -> Iterator[dict]:
         raise
     finally:
         process.join()
+
+
+def process_context(module: str):
+    """Return the multiprocessing context of processes that train, whose functions are in `module`.
+
+    They are forked from one that has imported what they need, where that exists, and has not touched a device.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or holes end a run early
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module, "transformers.modeling_utils"])
+    return context
 
 
 # in that process -----------------------------------------------------------------------------------------------------
@@ -241,15 +247,20 @@ def build(asked: dict, device) -> Trained:
     return Trained(model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True))
 
 
-@contextmanager
-def _provided(provider, model):
-    """`model` as a provider has it."""
+def change(provider: str, model) -> None:
+    """Patch or compile `model` as a provider does; eager leaves it as it is."""
     if provider == OURS:
         liger_hw.patch(model)
     elif provider == COMPILE:
         model.compile()
     elif provider == LIGER:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+
+
+@contextmanager
+def _provided(provider, model):
+    """`model` as a provider has it."""
+    change(provider, model)
     try:
         yield
     finally:

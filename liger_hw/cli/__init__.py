@@ -13,7 +13,11 @@ from liger_hw.kernels import load_all
 def main(argv=None) -> int:
     """Run the command line `argv` (the process's own by default); its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:2] in (["bench", "train"], ["bench", "losses"]):  # of their own: their arguments are not those of ops
+    if argv[:1] == ["bench"] and argv[1:2] in (
+        ["train"],
+        ["distributed"],
+        ["losses"],
+    ):  # of their own: their arguments are not those of ops
         argv[:2] = [" ".join(argv[:2])]
     args = _parser().parse_args(argv)
     load_all()

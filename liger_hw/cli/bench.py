@@ -12,7 +12,10 @@ def add(commands) -> None:
     command = commands.add_parser("bench", help="measure every op against its peers and this machine's limits")
     command.set_defaults(run=bench)
     command.add_argument(
-        "ops", nargs="*", metavar="OP", help="ops to measure (all); `bench train` and `bench losses` measure others"
+        "ops",
+        nargs="*",
+        metavar="OP",
+        help="ops to measure (all); not train, losses or distributed, which are commands",
     )
     command.add_argument(
         "--against", default="", metavar="NAMES", help="liger,compile,torch,eager,cce,quack (what is here)"
@@ -48,6 +51,22 @@ def add(commands) -> None:
     command.add_argument(
         "--longest", action="store_true", help="search the longest sequence that fits the memory, instead"
     )
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+
+    command = commands.add_parser("bench distributed", help="measure training steps of a sharded model")
+    command.set_defaults(run=bench_distributed)
+    command.add_argument("--model", default="llama-8b", metavar="MODEL", help="llama-8b, llama-1b, ... (llama-8b)")
+    command.add_argument(
+        "--gpus", type=common.positive, nargs="+", default=[], metavar="N", help="how many (all; 2 processes on a CPU)"
+    )
+    command.add_argument(
+        "--seq", type=common.positive, nargs="+", default=[], metavar="N",
+        help="tokens in a sequence (2048 4096 8192 16384 32768, until out of memory)",
+    )  # fmt: skip
+    command.add_argument("--engine", choices=("fsdp2", "zero3"), default="fsdp2", help="what shards (fsdp2)")
+    command.add_argument("--against", default="", metavar="NAMES", help="eager,liger (what is installed here)")
+    command.add_argument("--batch", type=common.positive, default=8, metavar="N", help="sequences of a process (8)")
+    command.add_argument("--steps", type=common.positive, default=3, metavar="N", help="timed steps of a length (3)")
     command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
 
 
@@ -111,9 +130,34 @@ def bench_train(args) -> int | None:
     file = args.report / ("longest.json" if args.longest else "train.json")
     with console.progress() as progress:
         found = training.run(runs, device, progress, file)
-    print(f"{file}, {page.write_training(found, file.with_suffix('.html'))}\n")
+    lead = "Steps of training, random weights and tokens, fused AdamW; every model in a process of its own."
+    html = page.write_training(found, file.with_suffix(".html"), lead, tables.TRAINING, tables.training_rows(found))
+    print(f"{file}, {html}\n")
     print(tables.show_training(found))
     return None if found["complete"] else 130
+
+
+def bench_distributed(args) -> int | None:
+    """Measure sharded training, print the table, write distributed.json and distributed.html."""
+    console.require("matplotlib", "rich", "transformers")
+    from liger_hw.bench import distributed, page
+
+    device = common.here()
+    against = [name for name in args.against.split(",") if name]
+    seqs = args.seq or distributed.SEQS
+    groups = distributed.plan(args.model, args.gpus, args.engine, against, args.batch, seqs, args.steps, device)
+    file = args.report / "distributed.json"
+    with console.progress() as progress:
+        found = distributed.run(groups, device, progress, file)
+    wrong = distributed.disagreements(found)
+    html = page.write_training(
+        found, file.with_suffix(".html"), distributed.LEAD, distributed.HEADER, distributed.rows(found), wrong
+    )
+    print(f"{file}, {html}\n")
+    print(distributed.show(found))
+    if not found["complete"]:
+        return 130
+    return 1 if wrong else None
 
 
 def _results(file: Path) -> dict:
