@@ -23,7 +23,7 @@ PROVIDERS = ("plain", "liger_hw", "liger-kernel")
 
 def measure(file: Path, names, options) -> None:
     """Run every example with every provider, each in a process of its own, and write the results after each."""
-    from liger_hw.bench.results import write
+    from liger_hw.bench.run_file import write
 
     context = multiprocessing.get_context("fork")  # what was imported below is imported once; no device was touched
     importlib.import_module("transformers.trainer")
@@ -36,16 +36,16 @@ def measure(file: Path, names, options) -> None:
             process.join()
             result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
             key = {"example": name, "provider": provider}
-            about = result.pop("about", {})
+            environment = result.pop("environment", {})
             kept = [r for r in found["results"] if {k: r[k] for k in key} != key]
-            found = found | about | {"results": [*kept, key | result]}
+            found = found | environment | {"results": [*kept, key | result]}
             write(found, file)
 
 
 def _one(name, options, answer) -> None:
     import torch
 
-    from liger_hw.bench.results import about
+    from liger_hw.bench.run_file import environment
 
     sys.path.insert(0, str(FOLDER))
     sys.argv = [name, *options, "--json", str(answer), "--output", str(answer.parent)]
@@ -55,8 +55,8 @@ def _one(name, options, answer) -> None:
         result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     device = torch.device(device.type, 0) if device.type != "cpu" else device
-    known = about(device) | {"command": f"python tools/examples.py run ... -- {' '.join(options[2:])}"}
-    answer.write_text(json.dumps(result | {"about": known}))
+    command = f"python tools/examples.py run ... -- {' '.join(options[2:])}"
+    answer.write_text(json.dumps(result | {"environment": environment(device) | {"command": command}}))
 
 
 def table(found: dict) -> str:

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from liger_hw.bench import losses, page, tables
+from liger_hw.bench import charts, formatting, losses
 from liger_hw.bench.peers import FLOOR, OURS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ def chosen(found: dict, mode: str) -> dict:
     """ "op shape" -> provider -> record, of what the README shows."""
     return {
         f"{op} {shape}": records
-        for (op, shape, m), records in tables.by_shape(found).items()
+        for (op, shape, m), records in formatting.by_shape(found).items()
         if m == mode and shape in SHAPES.get(op, ()) and OURS in records
     }
 
@@ -51,22 +51,22 @@ def operations(found: dict, stem: Path) -> str:
     for label, records in full.items():
         ours = records[OURS]
         peers = [record for name, record in records.items() if name not in (OURS, FLOOR)]
-        peer = min(peers, key=tables.kernels, default=None)
+        peer = min(peers, key=formatting.kernels, default=None)
         op, _, shape = label.partition(" ")
         rows.append([
-            f"`{op}`", shape, f"{tables.number(tables.kernels(ours))} ms", tables.percent(tables.kernels_share(ours)),
-            f"{peer['provider']}, {tables.number(tables.kernels(peer))} ms" if peer else "",
-            f"{tables.kernels(peer) / tables.kernels(ours):.2f}x" if peer else "", tables.memory(ours),
-            tables.memory(peer),
+            f"`{op}`", shape, formatting.kernels_time(ours), formatting.percent(formatting.kernels_share(ours)),
+            f"{peer['provider']}, {formatting.kernels_time(peer)}" if peer else "",
+            f"{formatting.kernels(peer) / formatting.kernels(ours):.2f}x" if peer else "", formatting.memory(ours),
+            formatting.memory(peer),
         ])  # fmt: skip
     pictures = []
-    for name, figure in page.figures(found | {"results": kept}):
+    for name, figure in charts.figures(found | {"results": kept}):
         if name == "roofline":
             pictures.append(_save(figure, stem, name))
-    for name, figure in page.overview(full):
+    for name, figure in charts.overview(full):
         pictures.append(_save(figure, stem, name))
     header = ["op", "shape", "liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
-    facts = tables.facts(found)
+    facts = formatting.facts(found)
     lead = f"Forward and backward, {found['dtype']}, {facts['device']}, {found['date']}: medians of one run with the " \
         f"peers, interleaved, with a cold L2, of the kernels alone where a call can be captured. The limit is this " \
         f"machine's own copy rate ({facts['copy']}) or matrix product rate ({facts['matrix product']}). " \
@@ -75,17 +75,17 @@ def operations(found: dict, stem: Path) -> str:
 
 
 def training(found: dict, stem: Path) -> str:
-    rows = [[cell or " " for cell in row] for row in tables.training_rows(found)]
-    pictures = [_save(figure, stem, name) for name, figure in page.training_figures(found)]
+    rows = [[cell or " " for cell in row] for row in formatting.training_rows(found)]
+    pictures = [_save(figure, stem, name) for name, figure in charts.training_figures(found)]
     return "\n\n".join(
-        [f"Training steps, {tables.facts(found)['device']}, {found['date']}, every model in a process of its own:",
-         markdown(tables.TRAINING, rows), *pictures]
+        [f"Training steps, {formatting.facts(found)['device']}, {found['date']}, every model in a process of its own:",
+         markdown(formatting.TRAINING, rows), *pictures]
     )  # fmt: skip
 
 
 def _save(figure, stem: Path, name: str) -> str:
     file = stem.with_name(f"{stem.name}-{name.replace(' ', '-')}.png")
-    file.write_bytes(page.picture(figure, "png"))
+    file.write_bytes(charts.picture(figure, "png"))
     return f"![{name}]({file.resolve().relative_to(ROOT).as_posix()})"
 
 
@@ -97,7 +97,7 @@ def models(founds: list[dict]) -> str:
     founds = sorted(founds, key=lambda found: found["date"])
     runs = {}
     for found in founds:
-        for label, records in tables.by_setting(found).items():
+        for label, records in formatting.by_setting(found).items():
             runs.setdefault(label, {}).update(records)
     rows = []
     for label, records in runs.items():
@@ -106,7 +106,7 @@ def models(founds: list[dict]) -> str:
         if OURS not in timed or "peak_bytes" not in timed[OURS]:
             continue
         cells = [
-            f"{record['tokens_per_second']:,.0f}, {tables.memory(record)}" if name in timed else _failure(record)
+            f"{record['tokens_per_second']:,.0f}, {formatting.memory(record)}" if name in timed else _failure(record)
             for name, record in kept.items()
         ]
         ours = timed[OURS]
@@ -116,7 +116,7 @@ def models(founds: list[dict]) -> str:
             for name in TRAINED[:2]
         ]  # fmt: skip
         rows.append([label, *cells, *against])
-    facts = tables.facts(founds[0])
+    facts = formatting.facts(founds[0])
     dates = ", ".join(dict.fromkeys(found["date"] for found in founds))
     lead = f"{facts['device']}, {dates}, {founds[0]['results'][0]['dtype']}. {facts['versions']}."
     header = ["model", *(f"{name}: tokens/s, memory" for name in ("plain", *TRAINED[1:])), "over plain", "over liger"]
@@ -126,7 +126,7 @@ def models(founds: list[dict]) -> str:
 def losses_table(founds: list[dict]) -> str:
     parts = []
     for found in founds:
-        facts = tables.facts(found)
+        facts = formatting.facts(found)
         parts += [
             f"Forward and backward, {found['dtype']}, {facts['device']}, {found['date']}: medians of one run, "
             f"interleaved, with a cold L2. {facts['versions']}.",

@@ -1,8 +1,8 @@
-"""`liger-hw bench distributed`: steps of training of one model that is sharded over several accelerators.
+"""Measure training steps of one model sharded over several accelerators: `liger-hw bench distributed`.
 
-Each provider at each number of processes has a process group of its own, so none inherits another's memory. It measures
-the lengths in ascending order until one does not fit. A process that runs out of memory tells the driver, which ends
-the whole group: the other processes may wait for it in a collective.
+Each provider at each number of processes has its own process group, so none inherits another's memory. A group measures
+the lengths in ascending order until one does not fit. A process without enough memory reports to the driver, which ends
+the whole group, because the other processes may wait in a collective.
 """
 
 import tempfile
@@ -14,11 +14,11 @@ from statistics import mean
 
 import torch
 
-from liger_hw.bench import sharded, tables, training
+from liger_hw.bench import formatting, sharded, training
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
 from liger_hw.bench.report import size
-from liger_hw.bench.results import about, kept, write
+from liger_hw.bench.run_file import environment, saved_at_end, write
 from liger_hw.bench.training import EAGER, LIGER
 from liger_hw.console import table
 from liger_hw.spelling import check_known
@@ -26,24 +26,24 @@ from liger_hw.spelling import check_known
 PEERS = (EAGER, LIGER)
 SEQS = (2048, 4096, 8192, 16384, 32768)
 TEXT_MODELS = [name for name, setting in training.SETTINGS.items() if not setting.images]
-LEAD = "Steps of training, sharded, random weights and tokens, activation checkpointing, fused AdamW; tokens/s and \
-memory of one process. Every provider at every number of processes in a process group of its own."
+LEAD = "Steps of sharded training, random weights and tokens, activation checkpointing, fused AdamW; tokens/s and \
+memory of one process. Every provider at every number of processes has its own process group."
 
 
 def plan(model, gpus, engine, providers, batch, seqs, steps, device) -> list[list[dict]]:
-    """The cells, grouped by what shares a process group.
+    """List the cells of each process group.
 
     Args:
         model: name of a text model of training.SETTINGS.
-        gpus: numbers of processes; empty for as many as there are accelerators, or 2 on a CPU.
+        gpus: numbers of processes; empty means one for each accelerator, or 2 on a CPU.
         engine: "fsdp2" or "zero3".
-        providers: "eager" and "liger", or empty for what is installed here; liger_hw is always there.
+        providers: "eager" and "liger"; empty means the installed ones. liger_hw is always included.
         batch: sequences of one process.
         seqs: tokens of a sequence.
-        steps: timed steps of a cell, fewer where they take longer than sharded.SECONDS.
+        steps: timed steps of a cell; fewer if they take longer than sharded.SECONDS.
 
     Raises:
-        ValueError: a name is unknown, a package is missing, or there are not as many accelerators.
+        ValueError: a name is unknown, a package is missing, or there are too few accelerators.
     """
     check_known("model", model, TEXT_MODELS)
     if engine == "zero3" and find_spec("deepspeed") is None:
@@ -54,7 +54,7 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device) -> list[lis
     available = 2 if device.type == "cpu" else torch.accelerator.device_count()
     for count in gpus:
         if device.type != "cpu" and count > available:
-            raise ValueError(f"--gpus: got {count}, allowed: at most {available}, the accelerators that are here")
+            raise ValueError(f"--gpus: got {count}, allowed: at most {available}, the number of accelerators here")
     return [
         [
             {
@@ -68,23 +68,23 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device) -> list[lis
 
 
 def run(groups, device, progress, file: Path) -> dict:
-    """Measure every group of a `plan`; the results, which are also written to `file` after each cell."""
-    found = about(device) | {"results": [], "complete": False}
-    found["device"]["clock"] = "wall"
-    found["dtype"] = str(sharded.compute_dtype(device)).removeprefix("torch.")
+    """Measure every group of a `plan`; write the results to `file` after each cell."""
+    benchmark = environment(device) | {"results": [], "complete": False}
+    benchmark["device"]["clock"] = "wall"
+    benchmark["dtype"] = str(sharded.compute_dtype(device)).removeprefix("torch.")
     bar = progress.add_task("distributed", total=sum(map(len, groups)), note="")
-    with kept(found, file):
+    with saved_at_end(benchmark, file):
         for cells in groups:
-            progress.update(bar, note=f"{tables.setting(cells[0])}, {cells[0]['provider']}")
+            progress.update(bar, note=f"{formatting.setting(cells[0])}, {cells[0]['provider']}")
             for cell, result in zip(cells, _results(cells)):
-                found["results"].append(cell | result)
-                write(found, file)
-                progress.update(bar, advance=1, note=f"{tables.setting(cell)}, {cell['provider']}")
-    return found
+                benchmark["results"].append(cell | result)
+                write(benchmark, file)
+                progress.update(bar, advance=1, note=f"{formatting.setting(cell)}, {cell['provider']}")
+    return benchmark
 
 
 def _results(cells) -> Iterator[dict]:
-    """The result of each of `cells`, measured in one process group; after an error none is tried."""
+    """Yield the result of each cell, from one process group; an error ends the group."""
     context = training.process_context(sharded.__name__)
     processes = {}  # the connection to each
     failed = None
@@ -113,7 +113,7 @@ def _results(cells) -> Iterator[dict]:
 
 
 def _answers(processes) -> list[dict]:
-    """What each process says of a cell, or a list that ends with the first error."""
+    """Receive each process's answer for a cell; the list ends with the first error."""
     answers = {}
     while len(answers) < len(processes):
         for connection in wait(processes.keys() - answers.keys()):
@@ -128,7 +128,7 @@ def _answers(processes) -> list[dict]:
 
 
 def _result(cell, answers) -> dict:
-    """One record of the answers of all processes: a step takes as long as in the slowest one."""
+    """Merge the answers of all processes; the slowest one sets the time of a step."""
     seconds = spread([max(of_step) for of_step in zip(*(answer["seconds"] for answer in answers))])
     most = {key: max((answer[key] for answer in answers if answer[key]), default=None)
             for key in ("peak_bytes", "reserved_bytes")}  # fmt: skip
@@ -144,15 +144,16 @@ HEADER = [
 ]  # fmt: skip
 
 
-def rows(found: dict) -> list[list[str]]:
-    """A line for each cell: speed and memory of one process, its share of the speed at the fewest, the first loss.
+def rows(benchmark: dict) -> list[list[str]]:
+    """Return a line for each cell: speed, memory and first loss of one process.
 
-    The last column is liger_hw's speed and memory over those of this line.
+    Scaling is the ratio to the speed at the fewest processes. The last column is the ratio of liger_hw's speed and memory
+    to this line's.
     """
     lines = []
-    counts = sorted({record["gpus"] for record in found["results"]})
-    timed = [record for record in found["results"] if "error" not in record]
-    for label, records in tables.by_setting(found).items():
+    counts = sorted({record["gpus"] for record in benchmark["results"]})
+    timed = [record for record in benchmark["results"] if "error" not in record]
+    for label, records in formatting.by_setting(benchmark).items():
         ours = records.get(OURS, {"error": ""})
         for name, record in records.items():
             if "error" in record:
@@ -177,20 +178,20 @@ def rows(found: dict) -> list[list[str]]:
     return lines
 
 
-def disagreements(found: dict) -> list[str]:
-    """Providers whose first loss is farther from another's than bf16, or fp32 on a CPU, rounds."""
-    apart = 2**-8 if found["dtype"] == "bfloat16" else 1e-5
+def disagreements(benchmark: dict) -> list[str]:
+    """List settings whose first losses differ by more than a rounding of bf16, or fp32 on a CPU."""
+    allowed = 2**-8 if benchmark["dtype"] == "bfloat16" else 1e-5
     lines = []
-    for label, records in tables.by_setting(found).items():
+    for label, records in formatting.by_setting(benchmark).items():
         first = {name: record["losses"][0] for name, record in records.items() if "error" not in record}
-        if first and max(first.values()) - min(first.values()) > apart * abs(mean(first.values())):
+        if first and max(first.values()) - min(first.values()) > allowed * abs(mean(first.values())):
             losses = ", ".join(f"{name} {loss:.5f}" for name, loss in first.items())
-            lines.append(f"RED: {label}: the same weights and tokens have different losses: {losses}")
+            lines.append(f"RED: {label}: the losses of the same weights and tokens differ: {losses}")
     return lines
 
 
-def show(found: dict) -> str:
-    """Everything for a terminal."""
-    lines = [f"{name}: {value}" for name, value in tables.facts(found).items()]
-    lines += ["", table(HEADER, rows(found)), *disagreements(found)]
-    return "\n".join(lines if found["complete"] else [*lines, "interrupted: not everything was measured"])
+def show(benchmark: dict) -> str:
+    """Return the text for a terminal."""
+    lines = [f"{name}: {value}" for name, value in formatting.facts(benchmark).items()]
+    lines += ["", table(HEADER, rows(benchmark)), *disagreements(benchmark)]
+    return "\n".join(lines if benchmark["complete"] else [*lines, "interrupted: some measurements are missing"])

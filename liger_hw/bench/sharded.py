@@ -1,4 +1,4 @@
-"""One process of a sharded training benchmark: build the model in shards, patch it, and measure its steps."""
+"""Build a model in shards, patch it and measure its steps: one process of the benchmark."""
 
 import gc
 import os
@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from liger_hw.bench import demo, training
 
-WARM_UP = 2  # steps before the first length, which compile; a later length needs one
-SECONDS = 20  # a length ends after this long, with at least one timed step
+WARM_UP = 2  # steps before the first length, which compile; later lengths need one
+SECONDS = 20  # a length ends after this time, with at least one timed step
 
 
 def main(rank: int, world: int, cells: list[dict], folder: str, answers) -> None:
-    """Measure `cells`, which differ in their length alone; the answer to each goes through `answers`.
+    """Measure `cells`, which differ only in their length; send each answer through `answers`.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
         world: number of processes, one for each accelerator.
         cells: lengths in ascending order, as `distributed.plan` makes them.
-        folder: an empty folder where the processes find each other.
-        answers: a connection. An answer is what `_measure` returns, or {"error": why}, which is the last one.
+        folder: an empty folder for the processes' rendezvous.
+        answers: a connection. An answer is the result of `_measure`, or {"error": reason}, which is the last one.
     """
     try:
         _run(rank, world, cells, folder, answers)
@@ -57,7 +57,7 @@ def _run(rank, world, cells, folder, answers):
 
 @contextmanager
 def _parameters_on_meta():
-    """Within, modules are made with parameters on meta; buffers, such as the frequencies of RoPE, have values."""
+    """Build modules with parameters on meta within the block; buffers get values."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
@@ -73,7 +73,7 @@ def _parameters_on_meta():
 
 
 def _model(cells):
-    """The model of `cells` as the provider patches it, with checkpointing of activations."""
+    """Build the model of `cells`, patched by the provider, with activation checkpointing."""
     from transformers import AutoModelForCausalLM
 
     config = training.SETTINGS[cells[0]["model"]].model.configuration(max_position_embeddings=cells[-1]["seq"])
@@ -85,7 +85,7 @@ def _model(cells):
 
 
 def _initialise(shards, config, device):
-    """Fill each rank's shards, given as (name, shard, ndim of the parameter), with its own random values."""
+    """Fill this rank's shards, (name, shard, ndim of the parameter), with random values."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     for name, shard, ndim in shards:
         if ndim > 1:
@@ -95,7 +95,7 @@ def _initialise(shards, config, device):
 
 
 class FSDP2:
-    """Torch's `fully_shard`: each decoder layer is a unit, and the rest of the model another.
+    """Shard by torch's `fully_shard`: each decoder layer is a unit, the rest another.
 
     Parameters, gradients and optimizer states are fp32. Layers compute in bf16 on an accelerator, in fp32 on a CPU.
     """
@@ -117,11 +117,11 @@ class FSDP2:
                 buffer.copy_(buffers[name])
             _initialise(((name, p.to_local(), p.ndim) for name, p in model.named_parameters()), model.config, device)
         self.model = model
-        # at a rate of zero AdamW does all of its work, and every provider's loss is that of the same weights
+        # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
     def step(self, ids):
-        """One optimizer step; its loss, on the device."""
+        """Make one optimizer step; return its loss, on the device."""
         self.optimizer.zero_grad()
         loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -134,7 +134,7 @@ class FSDP2:
 
 
 class ZeRO3:
-    """DeepSpeed's stage 3, with the precisions of `FSDP2`."""
+    """Shard by DeepSpeed's stage 3, with the precisions of `FSDP2`."""
 
     def __init__(self, cells, device):
         import deepspeed
@@ -160,24 +160,27 @@ class ZeRO3:
         return loss.detach()
 
     def release(self):
-        """DeepSpeed frees gradients in its step."""
+        """Do nothing: DeepSpeed frees gradients in its step."""
 
 
 ENGINES = {"fsdp2": FSDP2, "zero3": ZeRO3}
 
 
 def compute_dtype(device) -> torch.dtype:
-    """The dtype that layers compute in."""
+    """Return the dtype of the layers' arithmetic."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _measure(trained, cell, warm_up, device) -> dict:
-    """The seconds of each timed step, the loss of every step, and the peak of the allocator; None on a CPU."""
+    """Measure the seconds of timed steps, the loss of every step and the allocator's peak.
+
+    The peak is None on a CPU.
+    """
     trained.release()
     gc.collect()
     on_cpu = device.type == "cpu"
     if not on_cpu:
-        torch.accelerator.empty_cache()  # what the lengths before reserved
+        torch.accelerator.empty_cache()  # memory that earlier lengths reserved
     generator = torch.Generator().manual_seed(dist.get_rank())
     vocabulary = training.SETTINGS[cell["model"]].model.config["vocab_size"]
     ids = torch.randint(vocabulary, (cell["batch"], cell["seq"]), generator=generator).to(device)
