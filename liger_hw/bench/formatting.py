@@ -173,7 +173,7 @@ def show_training(benchmark: dict) -> str:
 
 
 def compare(before: dict, after: dict) -> str:
-    """List the times that differ by more than 3% and beyond the spreads of both runs."""
+    """List the times that differ by more than 3% and beyond both spreads."""
     old = {key + (name,): record for key, records in by_shape(before).items() for name, record in records.items()}
     new = {key + (name,): record for key, records in by_shape(after).items() for name, record in records.items()}
     both = [key for key in new if key in old]

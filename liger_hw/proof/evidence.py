@@ -1,4 +1,4 @@
-"""Read, merge and write evidence: which op passed its cases on which GPU, in which kind of run.
+"""Read, merge and write evidence of the cases that ops passed on each GPU.
 
 An evidence file is {"evidence": 1, "runs": {id: facts of the run}, "cells": [...]}. A cell counts the cases of one op,
 backend, dtype and level that passed and failed in one run. The results of `liger-hw bench` also count, as the level
@@ -201,7 +201,7 @@ class Recorder:
 
 
 def proven(op, inputs, backend: str | None) -> tuple | None:
-    """Return the (op, backend, dtype, level) that a check proves; None if it proves nothing of a GPU.
+    """Return the (op, backend, dtype, level) that a check proves, or None.
 
     A check of another vendor's configurations on this device proves nothing of either device.
     """

@@ -19,7 +19,7 @@ HEADER = ["GPU", "cards", *LEVELS]
 
 
 def rows(cells: list[Cell]) -> list[list[str]]:
-    """Return one row for each GPU: at each level the ops, cases and dtypes that passed."""
+    """Return one row for each GPU: the ops, cases and dtypes proven at each level."""
     every = {cell.op for cell in cells}
     totals = total(cells)
     lines = []
@@ -82,7 +82,7 @@ i.ok { background: #2f9e5b; } i.bad { background: #d6322d; } li { overflow-wrap:
 
 
 def write(runs: dict, cells: list[Cell], file: Path) -> Path:
-    """Write the HTML page: summary, failures, each op and dtype on each GPU, and the runs."""
+    """Write the HTML page: summary, failures, each op on each GPU, and the runs."""
     totals = total(cells)
     failed = problems(cells, runs)
     grids = "".join(_grid(vendor, totals, cells) for vendor in VENDORS)
@@ -113,7 +113,7 @@ def _table(header, lines) -> str:
 
 
 def _grid(vendor: str, totals: dict, cells: list[Cell]) -> str:
-    """Draw a row for each op and dtype, a column for each GPU, a square for each level."""
+    """Draw the table of one vendor: rows of op and dtype, columns of GPUs."""
     backends = [name for name in backends_of(cells) if name.partition(":")[0] == vendor]
     if not backends:
         return ""
