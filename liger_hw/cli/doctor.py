@@ -1,4 +1,4 @@
-"""`liger-hw doctor`: whether the ops are right on this machine, and whether it is what we take it for."""
+"""Check the ops and the facts of this machine's GPU: `liger-hw doctor`."""
 
 from pathlib import Path
 
@@ -14,19 +14,22 @@ def add(commands) -> None:
     )
     command.set_defaults(run=run)
     command.add_argument("ops", nargs="*", metavar="OP", help="ops to check (all)")
-    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where to write (./report)")
 
 
 def run(args) -> int | None:
-    """Examine, print what differs and what to do, write doctor.json; end with 1 if something was computed wrongly."""
+    """Examine this machine, print problems and advice, write doctor.json.
+
+    Returns 1 if an op is wrong.
+    """
     if common.accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
-    found = doctor.examine(
+    examination = doctor.examine(
         doctor.ops_here(args.ops), common.here(), info.gather(), lambda line: print(line, flush=True)
     )
-    header, *rows = doctor.rows(found)
+    header, *rows = doctor.rows(examination)
     if rows:
         print("", table(header, rows), sep="\n")
-    wrong = doctor.failures(found)
-    print("", *wrong, *found["advice"], f"report: {doctor.write(found, args.report)}", sep="\n")
-    return 1 if wrong else None
+    failures = doctor.failures(examination)
+    print("", *failures, *examination["advice"], f"report: {doctor.write(examination, args.report)}", sep="\n")
+    return 1 if failures else None

@@ -1,4 +1,4 @@
-"""`liger-hw info`: what was detected here, and what each op would use."""
+"""Show the detected hardware and each op's implementation: `liger-hw info`."""
 
 import dataclasses
 import json
@@ -13,19 +13,21 @@ from liger_hw.testing.cases import model_cases, step
 
 
 def add(commands) -> None:
-    command = commands.add_parser("info", help="what was detected here, and what each op would use")
+    command = commands.add_parser(
+        "info", help="show the detected hardware, and the implementation and launch configurations of each op"
+    )
     command.set_defaults(run=info)
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def info(args) -> None:
-    """Print what was detected, what is forced, and what each op would use, as tables or as JSON."""
-    found = gather()
-    print(json.dumps(found, indent=1) if args.json else _show(found))
+    """Print the detected hardware, the forced backend and the ops, as tables or as JSON."""
+    facts = gather()
+    print(json.dumps(facts, indent=1) if args.json else _show(facts))
 
 
 def gather() -> dict:
-    """Everything `liger-hw info` tells, as plain data."""
+    """Return the content of `liger-hw info` as plain data."""
     return {
         "versions": {
             "liger_hw": __version__,
@@ -63,8 +65,11 @@ def _served(op, device) -> dict:
 
 
 def _configurations(device) -> list[dict]:
-    """The launch configurations at three shapes of each op, found by running the op on tensors without data."""
-    found = {}
+    """List the launch configurations of each op at three shapes.
+
+    The ops run on meta tensors, which launch nothing.
+    """
+    configurations = {}
     with backends.meta_tensors_are_on(device):
         if backends.device_of(torch.empty(0, device=common.META)).vendor == "cpu":
             return []
@@ -80,28 +85,28 @@ def _configurations(device) -> list[dict]:
                 for config, shape, target in tuning.configurations_of(run):
                     chosen = config(*shape, target)
                     entry = {"op": name, "shape": case.label, "key": config.key(*shape), **chosen.to_json()}
-                    found.setdefault((name, entry["key"]), entry | {"source": chosen.source})
-    return list(found.values())
+                    configurations.setdefault((name, entry["key"]), entry | {"source": chosen.source})
+    return list(configurations.values())
 
 
-def _show(found: dict) -> str:
-    lines = ["   ".join(f"{name} {number or 'not installed'}" for name, number in found["versions"].items())]
-    forced = f"{found['forced']} (LIGER_HW_BACKEND)" if found["forced"] else "nothing"
-    kernels = "run in Triton's interpreter" if found["interpreter"] else "compile"
+def _show(facts: dict) -> str:
+    lines = ["   ".join(f"{name} {number or 'not installed'}" for name, number in facts["versions"].items())]
+    forced = f"{facts['forced']} (LIGER_HW_BACKEND)" if facts["forced"] else "nothing"
+    kernels = "run in Triton's interpreter" if facts["interpreter"] else "compile"
     lines += [f"forced: {forced}   kernels {kernels if AVAILABLE else 'need the package triton'}   "
-              f"first-use tuning: {'on' if found['autotune'] else 'off'}"]  # fmt: skip
+              f"first-use tuning: {'on' if facts['autotune'] else 'off'}"]  # fmt: skip
     rows = []
-    for about in found["devices"]:
+    for about in facts["devices"]:
         rows.append([about["device"], *_facts(about["detected"])])
         if about["configured_as"] != about["detected"]:
             rows.append(["  configured as", *_facts(about["configured_as"])])
     lines += ["", console.table(["device", *FACTS], rows)]
-    described = []
-    for about in found["devices"]:
-        what = {key: about[key] for key in ("configured_as", "ops", "configurations")}
-        if what in described:  # the second of two equal GPUs
+    shown = []
+    for about in facts["devices"]:
+        content = {key: about[key] for key in ("configured_as", "ops", "configurations")}
+        if content in shown:  # the second of two equal GPUs
             continue
-        described.append(what)
+        shown.append(content)
         ops = [[name, served["implementation"] or "none"] for name, served in about["ops"].items()]
         lines += ["", console.table([f"op on {about['device']}", "implementation"], ops)]
         lines += sorted({served["error"] for served in about["ops"].values() if "error" in served})
@@ -115,11 +120,14 @@ def _show(found: dict) -> str:
             lines += ["", console.table(header, launches)]
             lines += ["", *(f"{kind} winners: {file}" for kind, file in about["tables"].items())]
         else:
-            lines += ["", "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows what one would."]
+            lines += [
+                "",
+                "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows that vendor's.",
+            ]
     return "\n".join(lines)
 
 
-FACTS = {  # column -> what it shows of a Device
+FACTS = {  # column -> its text for a Device as a dictionary
     "vendor": lambda d: d["vendor"],
     "arch": lambda d: d["arch"],
     "name": lambda d: d["name"] or "-",
