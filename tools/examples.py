@@ -24,9 +24,7 @@ def measure(file: Path, names, options) -> None:
     """Run every example with every provider in its own process; write each result."""
     from liger_hw.bench.run_file import write
 
-    context = multiprocessing.get_context(
-        "fork"
-    )  # so that all share the import below; no process may have touched a device
+    context = multiprocessing.get_context("fork")  # children share the import below; no device may be in use yet
     importlib.import_module("transformers.trainer")
     measured = json.loads(file.read_text()) if file.exists() else {"results": []}
     for name in names or EXAMPLES:

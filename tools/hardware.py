@@ -1,8 +1,8 @@
 """Write the tables of evidence: `python tools/hardware.py [--check] [PATH ...]`.
 
 The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
-`liger-hw matrix --compile`. The text between markers in docs/hardware.md and README.md is replaced. With --check nothing
-is written, and the status is 1 if a table is stale.
+`liger-hw matrix --compile`. The text between markers in docs/hardware.md and README.md is replaced. With --check
+nothing is written, and the status is 1 if a table is stale.
 """
 
 import re

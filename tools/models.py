@@ -101,7 +101,7 @@ def page(compared, not_tiny, figures):
         *figures, "",
         "Loss, logits and every gradient were compared in fp32 (limits 1e-5, 1e-4 and 1e-3 of their size), and every",
         "replaced module in bf16, bit for bit (LayerNorm: up to the order of its sums). Weights and scales had values",
-        "that show a missing factor. `patch` treats models outside this list the same way: by what their parts compute.",
+        "that show a missing factor. `patch` treats models outside this list the same way: by what parts compute.",
         "",
         "| model type | class | norm | MLP, experts | rotary | loss |",
         "|---|---|---|---|---|---|",

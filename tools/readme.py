@@ -67,20 +67,22 @@ def operations(benchmark: dict, stem: Path) -> str:
         pictures.append(_save(figure, stem, name))
     header = ["op", "shape", "liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
     facts = formatting.facts(benchmark)
-    lead = f"Forward and backward, {benchmark['dtype']}, {facts['device']}, {benchmark['date']}: medians of one run " \
-        f"with the peers, interleaved, with a cold L2, of the kernels alone where a call can be captured. The limit is this " \
-        f"machine's own copy rate ({facts['copy']}) or matrix product rate ({facts['matrix product']}). " \
-        f"{facts['versions']}."  # fmt: skip
+    lead = (
+        f"Forward and backward, {benchmark['dtype']}, {facts['device']}, {benchmark['date']}: medians of one run with "
+        f"the peers, interleaved, with a cold L2, of the kernels alone where a graph can capture a call. The limit is "
+        f"this machine's own copy rate ({facts['copy']}) or matrix product rate ({facts['matrix product']}). "
+        f"{facts['versions']}."
+    )
     return "\n\n".join([lead, markdown(header, rows), *pictures])
 
 
 def training(benchmark: dict, stem: Path) -> str:
     rows = [[cell or " " for cell in row] for row in formatting.training_rows(benchmark)]
     pictures = [_save(figure, stem, name) for name, figure in charts.training_figures(benchmark)]
-    return "\n\n".join(
-        [f"Training steps, {formatting.facts(benchmark)['device']}, {benchmark['date']}, every model in its own process:",
-         markdown(formatting.TRAINING, rows), *pictures]
-    )  # fmt: skip
+    lead = (
+        f"Training steps, {formatting.facts(benchmark)['device']}, {benchmark['date']}, every model in its own process:"
+    )
+    return "\n\n".join([lead, markdown(formatting.TRAINING, rows), *pictures])
 
 
 def _save(figure, stem: Path, name: str) -> str:

@@ -20,7 +20,7 @@ def add(commands) -> None:
     command.add_argument(
         "--contribute", action="store_true", help="also write ./VENDOR-ARCH.json, a table for the package"
     )
-    command.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="check tables (the package's own): are they "
+    command.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="are these tables (the package's own) "
                          "fit to ship? Tunes nothing")  # fmt: skip
 
 
