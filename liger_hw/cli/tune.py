@@ -68,7 +68,7 @@ def _check(files: list[Path]) -> int | None:
             stale = len(contribution.stale(file))
             print(
                 f"{file}: fit to ship"
-                + (f"; {stale} entries ignored: measured on other code or another Triton" if stale else "")
+                + (f"; {stale} measured on other code or another Triton, and ignored" if stale else "")
             )
     print("", *problems, sep="\n")
     if not files:
