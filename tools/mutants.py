@@ -139,7 +139,7 @@ MUTANTS = {
         ),
     ],
     "sequences": [
-        ("rows made again before they are told", "further -= stop - start", "further -= 1"),
+        ("rows recomputed too early", "further -= stop - start", "further -= 1"),
         ("gradient of no group", "row.copy_(grad)", "row.copy_(0 * grad)"),
     ],
 }
