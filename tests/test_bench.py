@@ -138,7 +138,7 @@ def test_an_op_without_parity_cases_has_no_time(monkeypatch):
     assert "no parity cases" in operations.check_parity("rope", torch.float32, torch.device("cpu"))["error"]
 
 
-def test_a_peer_that_fails_is_told(monkeypatch, tmp_path, capsys):
+def test_a_failed_peer_is_reported(monkeypatch, tmp_path, capsys):
     def fails(case):
         raise ImportError("broken installation")
 
@@ -326,7 +326,7 @@ def test_a_run_that_fails_leaves_the_others(monkeypatch):
     assert answers[0] == {"error": "ZeroDivisionError: division by zero"} and answers[1]["tokens_per_second"] > 0
 
 
-def test_training_that_fails_is_told(trained, monkeypatch, capsys):
+def test_failed_training_is_reported(trained, monkeypatch, capsys):
     monkeypatch.setattr(training, "_in_a_process", lambda group: [{"error": "out of memory"}] * len(group))
     status, found = trained("tiny", "--checkpointing", "both")
     assert status == 0 and [run["checkpointing"] for run in found["results"]] == [False, False, True, True]

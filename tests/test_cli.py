@@ -155,7 +155,7 @@ def test_tune_writes_a_table(h200, tmp_path, capsys):
 
 
 @needs_triton
-def test_an_interrupted_tune_keeps_what_it_found(h200, tmp_path, capsys):
+def test_an_interrupted_tune_keeps_its_winners(h200, tmp_path, capsys):
     measured = []
 
     def cost(config):

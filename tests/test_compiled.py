@@ -1,4 +1,4 @@
-"""What reads, judges and keeps the results of compilation, on code that is known by heart."""
+"""Read, judge and keep results of compilation, of assembly with known answers."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def test_each_gate_stops_what_it_is_for(gate, found):
 
 @pytest.mark.parametrize(("lost", "missed"), [({16: 2}, []), ({16: 2, 4: 1}, ["widths"]), ({}, ["widths"])])
 def test_an_access_whose_place_was_lost_is_the_narrowest_of_those(lost, missed):
-    """As cross entropy's backward of 256,000 columns on gfx1100: all its loads are printed at line 0."""
+    """gfx1100 prints all loads of cross entropy's backward of 256,000 columns at line 0."""
     gone = dataclasses.replace(GOOD.accesses[0], widths={})
     elsewhere = Access("?", "load", "?", 1, 1, 1, 0, lost)
     assert list(compiled.judge(launched(), changed(accesses=(gone, elsewhere)))) == missed

@@ -26,7 +26,8 @@ SOURCES = [
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 RIDDLES = re.compile(
     r"\b(whatever|whichever|whoever|whence|thereof|somebody|the ones? that|comes? with|came with|hands? on|stands? for|"
-    r"made again|whose turn|plain's|(gave|gives|return) (its|their) bits|what \w+ (is|are|was|were|does|do|did))\b",
+    r"made again|whose turn|plain's|(gave|gives|return) (its|their) bits|"
+    r"what (?!to )\w+ (is|are|was|were|does|do|did))\b",
     re.IGNORECASE,
 )
 NO_IMPERATIVE = re.compile(
