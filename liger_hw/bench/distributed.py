@@ -147,8 +147,8 @@ HEADER = [
 def rows(benchmark: dict) -> list[list[str]]:
     """Return a line for each cell: speed, memory and first loss of one process.
 
-    Scaling is the ratio to the speed at the fewest processes. The last column is the ratio of liger_hw's speed and memory
-    to this line's.
+    Scaling is the ratio to the speed at the fewest processes. The last column is the ratio of liger_hw's speed and
+    memory to this line's.
     """
     lines = []
     counts = sorted({record["gpus"] for record in benchmark["results"]})
@@ -179,7 +179,7 @@ def rows(benchmark: dict) -> list[list[str]]:
 
 
 def disagreements(benchmark: dict) -> list[str]:
-    """List settings whose first losses differ by more than a rounding of bf16, or fp32 on a CPU."""
+    """List settings whose first losses differ by more than a rounding."""
     allowed = 2**-8 if benchmark["dtype"] == "bfloat16" else 1e-5
     lines = []
     for label, records in formatting.by_setting(benchmark).items():

@@ -1,4 +1,4 @@
-"""Build a model in shards, patch it and measure its steps: one process of the benchmark."""
+"""Build a model in shards, patch it and measure its steps, in one process."""
 
 import gc
 import os

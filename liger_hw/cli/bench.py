@@ -57,7 +57,12 @@ def add(commands) -> None:
     command.set_defaults(run=bench_distributed)
     command.add_argument("--model", default="llama-8b", metavar="MODEL", help="llama-8b, llama-1b, ... (llama-8b)")
     command.add_argument(
-        "--gpus", type=common.positive, nargs="+", default=[], metavar="N", help="numbers of GPUs (all; 2 processes on a CPU)"
+        "--gpus",
+        type=common.positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="GPUs to use (all; 2 processes on a CPU)",
     )
     command.add_argument(
         "--seq", type=common.positive, nargs="+", default=[], metavar="N",
