@@ -48,7 +48,7 @@ def _handles(compiled) -> tuple:
 
 
 def _arguments_in_c(compiled, x, y, z, stream, arguments: tuple) -> tuple:
-    """Call a copy of the launcher with a recorder as C function; return the recorded arguments."""
+    """Call a copy of the launcher that records its arguments to C; return them."""
     calls = []
     recorder = copy.copy(compiled.run)
     recorder.launch = lambda *received: calls.append(received)
@@ -58,7 +58,7 @@ def _arguments_in_c(compiled, x, y, z, stream, arguments: tuple) -> tuple:
 
 
 def _direct_call(arrived: tuple, sentinels: dict, arguments: tuple) -> tuple[str, dict]:
-    """Return the code and constants of a function that calls C with arguments placed as `arrived`.
+    """Return code and constants of a function that calls C in the order `arrived`.
 
     Raises:
         ValueError: one of `sentinels`, or `arguments` as a whole, arrived never or twice.

@@ -77,6 +77,30 @@ def test_pages(file):
     assert not riddles
 
 
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_and_file_names(file):
+    text = file.read_text()
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (file.parent / path).resolve() if path else file
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    for name in re.findall(r"`((?:liger_hw|tests|tools|docs|ci|benchmarks|examples)/[\w/.-]*)`", text):
+        example = "sigmoid_gate" in name  # the op that CONTRIBUTING.md adds
+        assert example or (ROOT / name).exists(), name
+    files = {
+        path.name for room in ("liger_hw", "tests", "tools", "examples", "ci") for path in (ROOT / room).rglob("*.py")
+    }
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert name in files, name
+
+
 def test_the_check_sees_every_fault():
     source = '''
 def f():

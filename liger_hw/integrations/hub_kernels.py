@@ -85,7 +85,7 @@ def _forward_of(module):
 
 
 def _prove(module):
-    """Return the op's forward if it is proved to equal the module's, else the module's own."""
+    """Return the op's forward if it provably equals the module's; else the module's."""
     cls = type(module)
     if LAYERS.get(cls.kernel_layer_name) is Rotary:
         function = types.MethodType(cls.forward, module)
