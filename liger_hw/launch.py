@@ -48,7 +48,7 @@ def launch(kernel, grid, config, *args):
     if _runtime.several_devices and index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
             launch(kernel, grid, config, *args)
-    elif hooked or direct is None:  # a profiler's hooks, for one, want to be told
+    elif hooked or direct is None:  # a profiler's hooks, for example, must run
         by_triton(grid, args)
     else:
         direct(*grid, _runtime.current_stream(index), values)

@@ -36,8 +36,8 @@ def measure(file: Path, names, options) -> None:
             result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
             key = {"example": name, "provider": provider}
             environment = result.pop("environment", {})
-            kept = [r for r in measured["results"] if {k: r[k] for k in key} != key]
-            measured = measured | environment | {"results": [*kept, key | result]}
+            others = [r for r in measured["results"] if {k: r[k] for k in key} != key]
+            measured = measured | environment | {"results": [*others, key | result]}
             write(measured, file)
 
 

@@ -46,7 +46,7 @@ def markdown(header, rows) -> str:
 
 def operations(benchmark: dict, stem: Path) -> str:
     full = chosen(benchmark, "full")
-    kept = [record for records in full.values() for record in records.values()]
+    shown = [record for records in full.values() for record in records.values()]
     rows = []
     for label, records in full.items():
         ours = records[OURS]
@@ -60,7 +60,7 @@ def operations(benchmark: dict, stem: Path) -> str:
             formatting.memory(peer),
         ])  # fmt: skip
     pictures = []
-    for name, figure in charts.figures(benchmark | {"results": kept}):
+    for name, figure in charts.figures(benchmark | {"results": shown}):
         if name == "roofline":
             pictures.append(_save(figure, stem, name))
     for name, figure in charts.overview(full):

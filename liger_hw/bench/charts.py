@@ -185,11 +185,11 @@ def training_figures(benchmark: dict):
             lambda record: record["tokens_per_second"], lambda record: f"{record['tokens_per_second']:,.0f}",
             scaled=True,
         )  # fmt: skip
-    weighed = {label: kept for label, records in timed.items()
-               if (kept := {name: r for name, r in records.items() if r["peak_bytes"]})}  # fmt: skip
-    if weighed:
+    with_memory = {label: measured for label, records in timed.items()
+                   if (measured := {name: r for name, r in records.items() if r["peak_bytes"]})}  # fmt: skip
+    if with_memory:
         yield "training memory", _bars(
-            "Peak memory of a step, of each setting's largest (shorter is better)", weighed, pyplot,
+            "Peak memory of a step, of each setting's largest (shorter is better)", with_memory, pyplot,
             lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
         )  # fmt: skip
     if longest:

@@ -159,7 +159,7 @@ def rows(benchmark: dict) -> list[list[str]]:
             if "error" in record:
                 lines.append([label, name, record["error"], *[""] * (len(HEADER) - 3)])
                 continue
-            alike = [r for r in timed if (r["provider"], r["gpus"]) == (name, record["gpus"])]
+            same_run = [r for r in timed if (r["provider"], r["gpus"]) == (name, record["gpus"])]
             base = [r for r in timed if (r["provider"], r["seq"], r["gpus"]) == (name, record["seq"], counts[0])]
             scaling = ""
             if base and record["gpus"] > counts[0]:
@@ -172,7 +172,7 @@ def rows(benchmark: dict) -> list[list[str]]:
             lines.append([
                 label, name, f"{record['tokens_per_second']:,.0f}", f"{record['median']:,.1f}",
                 *(size(record[key]) if record[key] else "" for key in ("peak_bytes", "reserved_bytes")),
-                f"{max(r['seq'] for r in alike):,}", scaling,
+                f"{max(r['seq'] for r in same_run):,}", scaling,
                 f"{record['losses'][0]:.5f}", " ".join(gain),
             ])  # fmt: skip
     return lines

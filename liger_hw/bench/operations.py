@@ -170,7 +170,7 @@ class Subject:
         self.function, self.inputs = function, inputs
         self.leaves = [x for x in inputs if x.requires_grad]
         self.grads = None
-        self.kept = None
+        self.retained = None
 
     def forward(self):
         return self.function(*self.inputs)
@@ -183,12 +183,12 @@ class Subject:
 
     def keep(self):
         """Run the forward whose graph `backward` then uses any number of times."""
-        self.kept = self._outputs()
-        if not self.kept:
+        self.retained = self._outputs()
+        if not self.retained:
             raise RuntimeError("nothing to differentiate")
 
     def backward(self):
-        return torch.autograd.grad(self.kept, self.leaves, self.grads, retain_graph=True)
+        return torch.autograd.grad(self.retained, self.leaves, self.grads, retain_graph=True)
 
     def _outputs(self):
         outputs = self.forward()
@@ -319,10 +319,10 @@ def _backwards(subjects, clock) -> dict:
             clock.synchronize()
             direct[name] = subject.backward
         except Exception:  # a library may refuse a second backward in any way, or run out of memory
-            subject.kept = None
+            subject.retained = None
     took = clock.interleave(direct, SECONDS) if direct else {}
     for subject in subjects.values():
-        subject.kept = None
+        subject.retained = None
     return took
 
 

@@ -153,9 +153,9 @@ def _estimated_widths(access: Access, accesses: list[Access]) -> dict:
     """
     others = [other for other in accesses if other.kind == access.kind and other.widths]
     same = [other for other in others if other.pointer == access.pointer] or others
-    alike = [width for other in same if other.elements >= access.elements for width in other.widths]
-    if alike:
-        return {min(alike): 0}
+    widths = [width for other in same if other.elements >= access.elements for width in other.widths]
+    if widths:
+        return {min(widths): 0}
     return {max(width for other in same for width in other.widths): 0} if same else {}
 
 

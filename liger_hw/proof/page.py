@@ -53,7 +53,7 @@ def problems(cells: Iterable[Cell], runs: dict | None = None) -> list[str]:
     ]
     for facts in (runs or {}).values():
         tests = facts.get("tests", {})
-        failed = sum(number for outcome, number in tests.items() if outcome not in ("passed", "skipped"))
+        failed = sum(number for result, number in tests.items() if result not in ("passed", "skipped"))
         if failed:
             lines.append(f"{failed} tests failed in the run of {facts['date']}: {facts.get('command', '')}")
     return lines
@@ -65,7 +65,7 @@ def run_rows(runs: dict) -> list[list[str]]:
     for facts in sorted(runs.values(), key=lambda facts: (LEVELS.index(facts["level"]), facts["date"])):
         versions = ", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "triton", "liger_hw")
                              if facts["versions"].get(name))  # fmt: skip
-        tests = ", ".join(f"{number:,} {outcome}" for outcome, number in sorted(facts.get("tests", {}).items()))
+        tests = ", ".join(f"{number:,} {result}" for result, number in sorted(facts.get("tests", {}).items()))
         device = facts.get("device", {}).get("name", "")
         lines.append([facts["level"], facts["date"], device, versions, facts.get("commit") or "", tests])
     return lines
@@ -90,8 +90,8 @@ def write(runs: dict, cells: list[Cell], file: Path) -> Path:
     bad = "<h2>Failed</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in failed) + "</ul>"
     page = f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>liger_hw: what was proven where</title><style>{STYLE}{MARKS}</style>
-<main><h1>What was proven where</h1>
+<title>liger_hw: evidence for each GPU</title><style>{STYLE}{MARKS}</style>
+<main><h1>Evidence for each GPU</h1>
 <p class="lead">{sum(cell.passed for cell in cells):,} cases passed, {sum(cell.failed for cell in cells):,} failed,
 in {len(runs)} runs. An op is counted at a level where every case of it passed.</p>
 <dl>{legend}</dl>
