@@ -1,4 +1,4 @@
-"""The kernels that only losses launch build, fit and read whole vectors without a GPU: see test_targets.py."""
+"""Check the kernels of losses as test_targets.py checks the ops'."""
 
 import os
 
