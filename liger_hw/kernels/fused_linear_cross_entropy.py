@@ -101,7 +101,7 @@ def _rows(plan):
 
 
 def _fake_forward(x, weight, bias, targets, formula, plan, predict, needs_grad):
-    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needs_grad)
+    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needs_grad, True)
 
 
 @raw(_fake_forward)
@@ -113,13 +113,20 @@ def _fused_linear_cross_entropy(
 ]:  # fmt: skip
     loss, z_loss, partition, predicted = _empty_rows(x, predict)
 
-    def step(part, logits):
+    def step(part, logits, gradients):
+        of_part = targets._replace(target=targets.target[part])
+        if gradients.scales:
+            factor = gradients.factor(targets.largest_gradient(formula, len(weight)))
+            of_part = of_part.times(factor)
         _rows(plan).forward_rows(
-            logits, targets._replace(target=targets.target[part]), formula, loss[part], z_loss[part], partition[part],
-            predicted[part] if predict else None, any(needs_grad),
+            logits, of_part, formula, loss[part], z_loss[part], partition[part], predicted[part] if predict else None,
+            any(needs_grad),
         )  # fmt: skip
+        if gradients.scales:
+            loss[part] /= factor
+            z_loss[part] /= factor
 
-    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
+    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needs_grad, True)
 
 
 def _fake_backward(x, weight, bias, targets, partition, dloss, formula, plan, needs_grad):
@@ -131,7 +138,7 @@ def _fused_linear_cross_entropy_backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, partition: torch.Tensor,
     dloss: torch.Tensor, formula: Formula, plan: Plan, needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    def step(part, logits):
+    def step(part, logits, _):
         of_part = targets._replace(target=targets.target[part])
         _rows(plan).backward_rows(logits, of_part, formula, partition[part], dloss[part])
 
@@ -148,7 +155,7 @@ class FusedLinearCrossEntropyFunction(GradientsInForward):
         )
         again = "call it again, or use reduction='none' and reduce its result"
         FusedLinearCrossEntropyFunction.keep(
-            ctx, gradients, "fused_linear_cross_entropy", plan.with_kernels, again=again
+            ctx, gradients, "fused_linear_cross_entropy", x.dtype, plan.with_kernels, again=again
         )
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss.sum(), z_loss, predicted

@@ -87,7 +87,7 @@ def _fused_linear_selective_log_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     outputs = log_probs, entropy, lse, partition = empty_rows(x, entropy_needed, wide_dtype(x))
 
-    def step(part, logits):
+    def step(part, logits, _):
         of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
         row_functions(plan).forward_rows(logits, tokens[part], scaling, *of_part)
 
@@ -105,7 +105,7 @@ def _fused_linear_selective_log_softmax_backward(
     partition: torch.Tensor, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
     scaling: Scaling, plan: Plan, needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    def step(part, logits):
+    def step(part, logits, _):
         of_rows = entropy[part] if dentropy is not None else None, partition[part]
         incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
         row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)

@@ -15,6 +15,7 @@ import torch
 
 from liger_hw._torch import traced
 from liger_hw.checks import check, names_arguments
+from liger_hw.kernels._fp16 import largest_finite
 from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
@@ -39,7 +40,7 @@ class LossInForward(GradientsInForward):
     @staticmethod
     def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
         (value, *logged), gradients = compute(needs_grad)
-        LossInForward.keep(ctx, gradients, op, with_kernels)
+        LossInForward.keep(ctx, gradients, op, x.dtype, with_kernels)
         ctx.mark_non_differentiable(*logged)
         return value, *logged
 
@@ -60,8 +61,9 @@ def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
 
     Args:
         op: what was called, for errors.
-        step: (slice of rows, logits (M, V), whether a gradient is needed) -> (value (), *logged (M,)), all without a
-            graph; where one is needed it leaves the value's gradient in the place of the logits.
+        step: (slice of rows, logits (M, V), whether a gradient is needed, `Gradients`) -> (value (), *logged (M,)), all
+            without a graph; where one is needed it leaves the value's gradient in the place of the logits, as `run`
+            of `ChunkedHead` says.
         x: (N, H), N > 0. weight: (V, H). bias: (V,) or None.
         buffers: how many times the memory of a chunk's logits `step` takes, with the logits.
     """
@@ -69,8 +71,9 @@ def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
     def compute(needs_grad):
         outputs = []
         gradients = ChunkedHead(x, weight, bias, plan, buffers).run(
-            lambda part, logits: outputs.append(step(part, logits, any(needs_grad))), needs_grad
-        )
+            lambda part, logits, gradients: outputs.append(step(part, logits, any(needs_grad), gradients)), needs_grad,
+            True,
+        )  # fmt: skip
         values, *logged = zip(*outputs)
         return (torch.stack(values).sum(), *(torch.cat(rows) for rows in logged)), gradients
 
@@ -84,6 +87,21 @@ def detached(rows):
 def taken(rows, part):
     """Return the same rows of each tensor; None stays None."""
     return [row if row is None else row[part] for row in rows]
+
+
+def _gradient(value, logits, incoming=None, again=False):
+    return torch.autograd.grad(value, logits, incoming, retain_graph=again)[0]
+
+
+def _scaled_gradient(value, logits, gradients):
+    """Return the gradient of a chunk's logits of fp16 times a factor that its own size decides, by two backwards."""
+    first = _gradient(value, logits, again=True)
+    least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient can have underflown
+    factor = gradients.factor(largest_finite(first).clamp(min=least))
+    scaled = _gradient(value, logits, factor.to(value.dtype))
+    # A function that computes in fp16 can overflow on the way to a gradient that does not.
+    fits = (scaled.isfinite() | ~first.isfinite()).all()
+    return torch.where(fits, scaled, first.float() * factor)
 
 
 @names_arguments
@@ -117,12 +135,14 @@ def logits_loss(
     if plan is None:
         return loss(torch.nn.functional.linear(x, weight, bias), *rows)
 
-    def step(part, logits, differentiate):
+    def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)
         with torch.set_grad_enabled(differentiate):
             value = loss(leaf, *taken(rows, part))
         if differentiate:
-            logits.copy_(torch.autograd.grad(value, leaf)[0])
+            logits.copy_(_scaled_gradient(value, leaf, gradients) if gradients.scales else _gradient(value, leaf))
         return (value.detach(),)
 
+    if x.dtype == torch.float16:
+        buffers += 4
     return sum_over_chunks("logits_loss", step, x, weight, bias, plan, buffers)[0]

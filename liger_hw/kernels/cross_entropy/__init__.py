@@ -19,6 +19,7 @@ import torch
 
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._fp16 import power_of_2_below
 from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
@@ -197,10 +198,17 @@ class CrossEntropyInPlaceFunction(GradientsInForward):
 
     @staticmethod
     def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
+        factor, scale = None, _cross_entropy_scale
+        if logits.dtype == torch.float16:
+            factor = power_of_2_below(targets.largest_gradient(formula, logits.shape[1]))
+            targets, scale = targets.times(factor), lambda dx, dloss: _cross_entropy_scale(dx, dloss / factor)
         loss, *others = _cross_entropy_forward_in_place(logits, targets, formula, with_z_loss, predict)
+        if factor is not None:
+            loss /= factor
+            others = [of_rows / factor if of_rows.is_floating_point() else of_rows for of_rows in others]
         torch.autograd.graph.increment_version(logits)  # a backward that saved the logits must hear of it
         CrossEntropyInPlaceFunction.keep(
-            ctx, (logits.detach(),), "cross_entropy(in_place=True)", scale=_cross_entropy_scale,
+            ctx, (logits.detach(),), "cross_entropy(in_place=True)", logits.dtype, scale=scale,
             again="pass in_place=False",
         )  # fmt: skip
         ctx.mark_non_differentiable(*others)

@@ -3,6 +3,7 @@
 `call` is a named tuple of all arguments of one of the two ops.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import widen
 from liger_hw.kernels._autograd import rows_by_autograd
+from liger_hw.kernels._fp16 import largest_finite
 from liger_hw.kernels.cross_entropy.totals import divisors
 from liger_hw.spelling import check_known
 
@@ -93,6 +95,25 @@ class Targets(NamedTuple):
                 denominator = torch.where(counted, of_targets, 0).sum()
                 denominator = torch.where(denominator == 0, 1, denominator)
         return cls(target, class_weight, weight_sum, denominator, count)
+
+    def largest_gradient(self, formula, vocabulary):
+        """Bound the gradient of a logit of fp16 in a row's loss and z-loss, () fp32 without waiting for the device."""
+        weight = self.class_weight
+        of_loss = torch.ones((), device=self.target.device) if weight is None else largest_finite(weight)
+        of_loss = of_loss if self.denominator is None else of_loss / self.denominator.abs()
+        of_lse = 0.0
+        if formula.lse_square_scale:
+            largest_logit = formula.softcap or abs(formula.logit_scale) * torch.finfo(torch.float16).max
+            of_lse = 2 * abs(formula.lse_square_scale) * (largest_logit + math.log(vocabulary))
+            count = self.denominator if self.count is None else self.count
+            of_lse = of_lse if count is None else of_lse / count.abs()
+        return (of_loss + of_lse) * abs(formula.logit_scale)
+
+    def times(self, factor):
+        """Return the targets of losses, and gradients, `factor` () times as large."""
+        count = None if self.count is None else self.count / factor
+        denominator = 1 / factor if self.denominator is None else self.denominator / factor
+        return self._replace(denominator=denominator, count=count)
 
 
 def check_call(call, rows_name, weight_name, vocabulary):

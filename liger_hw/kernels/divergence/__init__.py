@@ -18,6 +18,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
+from liger_hw.kernels._fp16 import kept_dtype
 from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels._logits import LN_2, LOG2_E, alignment, body_mask, body_pointer, edge_columns, row_at
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
@@ -298,7 +299,8 @@ def _alike(x, other):
 
 
 def _fake_divergence(x, y, labels, denominator, divergence, needs_grad):
-    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape if needs_grad else 0)
+    dx = x.new_empty(x.shape if needs_grad else 0, dtype=kept_dtype(x.dtype))
+    return x.new_empty(x.shape[0], dtype=torch.float32), dx
 
 
 @raw(_fake_divergence)
@@ -324,7 +326,7 @@ class DivergenceFunction(GradientsInForward):
     def forward(ctx, x, y, labels, denominator, divergence, op_name, needs_grad):
         loss, dx = _divergence(x, y, labels, denominator, divergence, needs_grad)
         DivergenceFunction.keep(
-            ctx, (dx,), op_name, again="call it again, or run under liger_hw.use_backend('reference')"
+            ctx, (dx,), op_name, x.dtype, again="call it again, or run under liger_hw.use_backend('reference')"
         )
         return loss.sum()
 
