@@ -3,7 +3,7 @@
 import torch
 
 from liger_hw.chunked_loss.functional import items_of_all_ranks
-from liger_hw.chunked_loss.own_losses import joined, scaled_gradients, with_gradients
+from liger_hw.chunked_loss.own_losses import joined, keep_gradients, scaled_gradients
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
@@ -71,8 +71,7 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         def loss_of(x, weight, bias):
             return sequence_loss(formula, x.reshape(*shape, -1), weight, selected_token_ids, bias, **linear)
 
-        (loss, *_), gradients = with_gradients(loss_of, _input, weight, bias)
-        ctx.save_for_backward(*gradients)
+        loss, *_ = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, tuple(joined(metrics_of_calls))
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw.chunked_loss.own_losses import joined, loss_and_others, scaled_gradients, with_gradients
+from liger_hw.chunked_loss.own_losses import joined, keep_gradients, loss_and_others, scaled_gradients
 from liger_hw.losses.preference import preference_loss
 
 __all__ = ["LigerFusedLinearPreferenceBase"]
@@ -60,8 +60,7 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
                 average_log_prob=average_log_prob, nll_labels=nll_target, ignore_index=ignore_index, **ref,
             )  # fmt: skip
 
-        (loss, *others), gradients = with_gradients(loss_of, _input, weight, bias)
-        ctx.save_for_backward(*gradients)
+        loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, (*others[:5], *joined(others_of_calls))
 
     @staticmethod

@@ -10,6 +10,7 @@ The kernels run in the interpreter, or at a batch's real size on an accelerator.
 
 import pytest
 import torch
+from test_own_losses import DPO
 from torch.nn.functional import linear, log_softmax
 
 import liger_hw
@@ -70,7 +71,8 @@ def distil(x, w, y, **options):
     generator = torch.Generator().manual_seed(2)
     teacher = torch.randn(CLASSES, FEATURES, generator=generator).to(w.device, torch.float16).to(w.dtype)
     x, y = rows(x, y)
-    return liger_hw.distillation_loss(x, w, x.detach(), teacher, y, chunk_memory=2 * MEMORY, **options).loss / 2.0**12
+    options = {"soft_weight": 2.0**-18, "hard_weight": 2.0**-18, "chunk_memory": 2 * MEMORY} | options
+    return liger_hw.distillation_loss(x, w, x.detach(), teacher, y, **options).loss
 
 
 def policy(x, w, y, **options):
@@ -165,7 +167,11 @@ LOSSES = {
         )[0]
     ),
     "sequence_loss": lambda x, w, y: liger_hw.sequence_loss(by_group, x, w, y, chunk_memory=MEMORY)[0],
-    "multi_token_loss": lambda x, w, y: liger_hw.multi_token_loss([x, x], w, y, chunk_memory=MEMORY).loss / 2.0**12,
+    "multi_token_loss": lambda x, w, y: liger_hw.multi_token_loss(
+        [x, x], w, y, head_weights=(2.0**-18, 2.0**-19), chunk_memory=MEMORY
+    ).loss,
+    "a preference loss of one's own": lambda x, w, y: DPO.apply(x, w, y, None, x.detach() / 2, w.detach(), None, 1)[0]
+    / 2.0**8,
     "GSPO": lambda x, w, y: policy(x, w, y, loss_type="grpo", importance_sampling_level="sequence"),
     **{f"distillation, {k}": lambda x, w, y, k=k: distil(x, w, y, soft_loss=k) for k in SOFT_LOSSES},
     **{f"policy, {k}": lambda x, w, y, k=k: policy(x, w, y, loss_type=k) for k in OBJECTIVES},
@@ -176,7 +182,7 @@ LOSSES = {
 
 def gradients(loss, tensors, scale, dtype, backend):
     x, w, y = tensors
-    x, w = (t.to(dtype).requires_grad_() for t in (x, w))
+    x, w = (t.detach().to(dtype).requires_grad_() for t in (x, w))
     with use_backend(backend):
         (loss(x, w, y) * scale).backward()
     return x.grad.flatten(0, -2), w.grad
@@ -235,3 +241,30 @@ IN_CHUNKS = [name for name in LOSSES if name.split()[0] not in ("cross_entropy",
 @pytest.mark.skipif(interpreting() or LARGE, reason="chunks by autograd run on a CPU without the interpreter")
 def test_by_autograd(name):
     check(name, None, "cpu")
+
+
+@pytest.mark.skipif(interpreting(), reason="what autocast does is no kernel's")
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "token_loss", "a preference loss of one's own"])
+def test_fp16_by_autocast(name):
+    """Parameters in fp32 get their gradients through the same casts as plain torch's."""
+    device = torch.accelerator.current_accelerator().type if LARGE else "cpu"
+    loss, (x, w, y) = LOSSES[name], head(device)
+    exact = gradients(loss, (x, w, y), 1.0, torch.float64, "reference")
+    with torch.autocast(device, dtype=torch.float16):
+        plain, ours = (gradients(loss, (x, w, y), 2.0**16, torch.float32, backend) for backend in ("reference", None))
+    for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
+        assert o.dtype == torch.float32
+        hold(e * 2.0**16, p, o, f"{name} under autocast, gradient of {tensor}")
+
+
+@pytest.mark.skipif(interpreting(), reason="compiled graphs run no interpreter")
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "jsd", "kl_div"])
+def test_fp16_compiled(name):
+    device = torch.accelerator.current_accelerator().type if LARGE else "cpu"
+    loss, tensors = LOSSES[name], head(device)
+    exact = gradients(loss, tensors, 1.0, torch.float64, "reference")
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    plain = gradients(loss, tensors, 2.0**16, torch.float16, "reference")
+    ours = gradients(compiled, tensors, 2.0**16, torch.float16, None)
+    for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
+        hold(e * 2.0**16, p, o, f"{name} compiled, gradient of {tensor}")
