@@ -91,6 +91,14 @@ def pairs(x, w, y, **options):
     return liger_hw.preference_loss(x, w, y, **options).loss / 2.0**10
 
 
+def own_pairs(x, w, y):
+    ref = x.detach() / 2, w.detach()
+    if liger_hw.backends.forced() == "reference":
+        return pairs(x, w, y, beta=0.3, alpha=0.7, average_log_prob=False, label_smoothing=0.0, ref_x=ref[0],
+                     ref_weight=ref[1]) * 2.0**2  # fmt: skip
+    return DPO.apply(x, w, y, None, *ref, None, 1)[0] / 2.0**8
+
+
 def answers(x, w, y, **options):
     preferred = torch.arange(SEQUENCES, device=x.device) % 2 == 0
     return liger_hw.unpaired_preference_loss(x, w, y, preferred, chunk_memory=MEMORY, **options).loss / 2.0**10
@@ -170,8 +178,7 @@ LOSSES = {
     "multi_token_loss": lambda x, w, y: liger_hw.multi_token_loss(
         [x, x], w, y, head_weights=(2.0**-18, 2.0**-19), chunk_memory=MEMORY
     ).loss,
-    "a preference loss of one's own": lambda x, w, y: DPO.apply(x, w, y, None, x.detach() / 2, w.detach(), None, 1)[0]
-    / 2.0**8,
+    "a preference loss of one's own": own_pairs,
     "GSPO": lambda x, w, y: policy(x, w, y, loss_type="grpo", importance_sampling_level="sequence"),
     **{f"distillation, {k}": lambda x, w, y, k=k: distil(x, w, y, soft_loss=k) for k in SOFT_LOSSES},
     **{f"policy, {k}": lambda x, w, y, k=k: policy(x, w, y, loss_type=k) for k in OBJECTIVES},
