@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw.chunked_loss.functional import items_of_all_ranks
+from liger_hw.chunked_loss.functional import items_of_all_ranks, reference_of
 from liger_hw.chunked_loss.own_losses import joined, keep_gradients, scaled_gradients
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
@@ -51,6 +51,7 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         shape = selected_token_ids.shape
         linear = {"temperature": temperature, "ignore_index": IGNORED}
         if use_ref_model and ref_per_token_logps is None:
+            reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
             ref_per_token_logps = fused_linear_selective_log_softmax(
                 ref_input.reshape(*shape, -1), ref_weight, selected_token_ids, ref_bias, **linear
             )

@@ -1,4 +1,5 @@
-"""In fp16 every op takes incoming gradients from the least that fp16 holds to near its largest: a loss scale moves them.
+"""In fp16 every op takes incoming gradients from the least that fp16 holds to near its largest, as a loss scale moves
+them.
 
 The losses themselves are in tests/losses/test_loss_scale.py.
 """

@@ -140,6 +140,19 @@ def test_advantages_by_token(device):
     hold(whole(tokens, advantages, **options), fused(tokens, advantages, **options), inputs, torch.float32)
 
 
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_a_masked_first_token_decides_nothing(loss_type, device):
+    """A prompt's last tokens stay in some trainers' completions, masked: the others' losses are those without them."""
+    inputs, tokens, advantages, beside = case(device=device)
+    beside = {name: rows[:, 1:] for name, rows in beside.items()}
+    options = {"loss_type": loss_type, "beta": 0.1, "max_completion_length": 7}
+    x, w, b = leaves(*inputs, dtype=torch.float64)
+    expected = policy_loss(x[:, 1:], w, tokens[:, 1:], advantages, bias=b, **beside, **options).loss
+    beside = {name: torch.nn.functional.pad(rows, (1, 0)) for name, rows in beside.items()}
+    found = policy_loss(x, w, tokens, advantages, bias=b, **beside, **options).loss
+    torch.testing.assert_close(found, expected)
+
+
 def test_reference_model_by_hidden_states(engine, device):
     (x, w, b), tokens, advantages, beside = case(device=device)
     ref_x, ref_w = torch.randn(3, 5, 6, device=device), torch.randn(31, 6, device=device)
