@@ -6,6 +6,8 @@ r"""Cross entropy of a linear layer's output whose logits never exist all at onc
 
 For "sum" and "mean" the gradients are made in the forward, where dlogits takes the place of the chunk's logits; the
 backward multiplies them by the incoming gradient unless that is 1. For "none" the backward makes the logits again.
+In fp16, of which a loss scale is part, dlogits are stored times a power of two and the gradients wait in fp32 for the
+incoming gradient: that takes 2NH + 2VH bytes more than bf16 until the backward, and there 2 max(NH, VH) beside them.
 
 Letters: N rows of H features, V columns. Operations: 2NVH for each of logits, dx and dW; a frozen input costs nothing.
 Memory beside the gradients: one chunk of logits. Traffic of a chunk of M rows: 2MV written and read for the logits, as
@@ -48,8 +50,8 @@ def fused_linear_cross_entropy(
     Args:
         x: (N, H), any floating dtype; plain torch computes others than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
-        target: (N,) int64 or int32, as in `cross_entropy`; so a value outside [0, V) makes the loss NaN, and with it
-            the gradients of everything that its row touches.
+        target: (N,) int64 or int32, as in `cross_entropy`; so a value outside [0, V) is an error on a CPU, and
+            elsewhere makes the loss NaN, and with it the gradients of everything that its row touches.
         bias: (V,) in the dtype of `x`, or None.
         ce_weight: (V,) class weights, or None.
         ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in
@@ -66,7 +68,7 @@ def fused_linear_cross_entropy(
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
         RuntimeError: a second backward through a "sum" or "mean", whose gradients the first has handed out.
     """
     call = fused_linear_cross_entropy.arguments(**locals())

@@ -51,7 +51,7 @@ def fused_linear_selective_log_softmax(
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
     """
     call = fused_linear_selective_log_softmax.arguments(**locals())
     x, weight, bias, tokens, scaling = _prepare(call)
@@ -60,7 +60,7 @@ def fused_linear_selective_log_softmax(
 
 def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory)
-    check_tokens(call.tokens, x.shape[:-1], x)
+    check_tokens(call.tokens, x.shape[:-1], x, len(weight), call.ignore_index)
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
 

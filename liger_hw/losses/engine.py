@@ -2,7 +2,9 @@
 
     for each chunk of rows:  logits = x W^T + b;  value += loss(logits, rows);  gradients += those of the chunk
 
-The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them.
+The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them. In
+fp16 they wait in fp32 for the incoming gradient, and so for a loss scale: of x (N, H) and weight (V, H) that takes
+2NH + 2VH bytes more than in bf16, and 2 max(NH, VH) more while the backward rounds them.
 `logits_loss` takes any torch function of logits. Losses of the log-probabilities of given tokens, by row or by group of
 sequences, are in `sequences`; what couples the whole batch is ordinary torch over `fused_linear_selective_log_softmax`.
 
@@ -117,7 +119,9 @@ def logits_loss(
         x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
         rows: tensors of N rows, or None, that `loss` takes besides, as constants.
         chunk_memory: bytes that a chunk may take.
-        buffers: how many times the memory of a chunk's logits `loss` and its backward take, the logits included.
+        buffers: how many times the memory of a chunk's logits `loss` and its backward take, the logits included. In
+            fp16 four more are counted: `loss` is differentiated twice, the second time by a factor that the first
+            decides.
 
     Returns:
         the sum, a scalar in the dtype that `loss` returns.

@@ -47,11 +47,12 @@ def token_loss(
         (sum (), *others (N,)).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token outside the vocabulary, which elsewhere
+            makes the loss NaN.
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
-    check_tokens(tokens, x.shape[:1], x)
+    check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
     rows = detached(rows)
 
     def of_group(log_probs, entropy, part):
@@ -89,12 +90,13 @@ def sequence_loss(
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token outside the vocabulary, which elsewhere
+            makes the loss NaN.
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory)
     check(x.ndim == 3, "x", x, "floats (sequences, T, H)")
-    check_tokens(tokens, x.shape[:-1], x)
+    check_tokens(tokens, x.shape[:-1], x, len(weight), ignore_index)
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
     scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
     value, *by_token = _by_groups(

@@ -11,6 +11,7 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.bench.loss_cases import OURS, SMALL, TORCH, cases
+from liger_hw.kernels.cross_entropy import formula
 from liger_hw.losses import arguments, distillation, multi_token, policy, preference
 
 CASES = {f"{case.op} {case.label}": case for case in cases(sizes=SMALL)}
@@ -92,7 +93,14 @@ def nobody_waits(monkeypatch):
         return
 
     with monkeypatch.context() as patch, NobodyWaits():
-        for module in (arguments, distillation, multi_token, policy, preference):  # they look at labels on a CPU alone
+        for module in (
+            formula,
+            arguments,
+            distillation,
+            multi_token,
+            policy,
+            preference,
+        ):  # they look at labels on a CPU alone
             patch.setattr(module, "check_labels", lambda *args: None)
         yield
 

@@ -47,8 +47,9 @@ def cross_entropy(
     Args:
         logits: (N, V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
             rows costs no copy.
-        target: (N,) int64 or int32. A value outside [0, V) that is not `ignore_index` makes that row's loss and
-            gradient NaN, and so the reduced loss: nothing is read out of bounds, and the host waits for no check.
+        target: (N,) int64 or int32. A value outside [0, V) that is not `ignore_index` is an error on a CPU. Elsewhere,
+            and in a compiled graph, it makes that row's loss and gradient NaN, and so the reduced loss: nothing is read
+            out of bounds, and the host waits for no check.
         weight: (V,) class weights, or None for 1.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits.
         label_smoothing: share of the target's probability spread over all classes (arXiv:1512.00567).
@@ -61,14 +62,15 @@ def cross_entropy(
         num_items: number, or tensor of one, that "mean" divides by instead: Hugging Face's `num_items_in_batch`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
         in_place: where a gradient is wanted it is made in the forward, over `logits`, which the caller must own: the
-            logits are lost and the gradient takes no memory (logits with a column stride are copied first). Under
-            torch.compile memory is the compiler's to plan, and this changes nothing.
+            logits are lost and the gradient takes no memory (logits with a column stride are copied first). In fp16 it
+            waits for the incoming gradient times a power of two, so that none is lost before a loss scale arrives.
+            Under torch.compile memory is the compiler's to plan, and this changes nothing.
 
     Returns:
         The loss in fp32 (fp64 for fp64 logits), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
         RuntimeError: a second backward through an `in_place` loss.
     """
     call = cross_entropy.arguments(**locals())

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from liger_hw._torch import traced
+from liger_hw._triton import interpreting
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import widen
 from liger_hw.kernels._autograd import rows_by_autograd
@@ -116,6 +118,25 @@ class Targets(NamedTuple):
         return self._replace(denominator=denominator, count=count)
 
 
+def check_labels(name, labels, classes, ignore_index):
+    """Refuse what is no integer; and, where nobody waits for it, on a CPU, a label outside the vocabulary.
+
+    Elsewhere, and in a compiled graph, that makes the loss NaN.
+    """
+    check(labels.dtype in TARGET_DTYPES, name, labels, "int64 or int32")
+    if labels.device.type != "cpu" or traced(labels):
+        return
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
+    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
+
+
+def check_labels_of_op(name, labels, classes, ignore_index):
+    """Do as `check_labels`, but in the interpreter, where kernels do on a CPU what they do on a GPU, as on a GPU."""
+    if not interpreting():
+        check_labels(name, labels, classes, ignore_index)
+
+
 def check_call(call, rows_name, weight_name, vocabulary):
     """Refuse what neither op can compute, by the names of its arguments of rows and of class weights."""
     rows, target = getattr(call, rows_name), call.target
@@ -123,6 +144,7 @@ def check_call(call, rows_name, weight_name, vocabulary):
     count, device = rows.shape[0], rows.device
     if not (target.dtype in TARGET_DTYPES and target.shape == (count,) and target.device == device):
         refuse("target", target, f"int64 or int32 of shape ({count},) on {device}, one for each row of {rows_name}")
+    check_labels_of_op("target", target, vocabulary, call.ignore_index)
     if class_weight is not None:
         fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
         fits = fits and class_weight.device == device
