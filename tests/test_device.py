@@ -198,7 +198,7 @@ def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, ca
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning.choice, "_refused", set())
     tuning.warn_once.cache_clear()
-    tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.entry_for(config, shape, poison, 1e-3, 2e-3)})
+    tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.measured_entry(config, poison, 1e-3, 2e-3)})
     try:
         assert config(*shape, here).meta["STAGES"] == 32
         found = run(rms_norm, (x, weight), {})

@@ -12,7 +12,7 @@ import re
 import pytest
 
 from liger_hw.dispatch import OPS
-from liger_hw.proof import compiled, crosscompile, results
+from liger_hw.proof import compile_cache, compiled, crosscompile
 from liger_hw.proof.crosscompile import DEVICES
 from liger_hw.testing.cases import CASES
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 @pytest.fixture(scope="module")
 def cache():
-    return results.Cache()
+    return compile_cache.Cache()
 
 
 def test_every_op_has_cases():
@@ -35,7 +35,7 @@ def test_passes_every_gate(op, compiled_arch, cache):
     for use in found:
         key = use.launch.key
         if key not in cache.known:
-            cache.add(key, results.attempt(use.launch))
+            cache.add(key, compile_cache.attempt(use.launch))
         result = cache.known[key]
         assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
         # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8

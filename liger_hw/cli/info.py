@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from liger_hw import __version__, backends, console, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.cli import common
 from liger_hw.testing.cases import model_cases, step
+from liger_hw.tuning import contribution
 
 
 def add(commands) -> None:
@@ -49,11 +51,22 @@ def _about(device: torch.device) -> dict:
         "detected": dataclasses.asdict(backends.detected(device)),
         "configured_as": dataclasses.asdict(configured),
         "tables": {
-            tuning.SHIPPED: str(tuning.shipped_file(configured)),
-            tuning.LOCAL: str(tuning.cache_file(configured)),
+            tuning.SHIPPED: _table(tuning.shipped_file(configured)),
+            tuning.LOCAL: _table(tuning.cache_file(configured)),
         },
         "ops": {name: _served(op, device) for name, op in sorted(dispatch.OPS.items())},
         "configurations": _configurations(device),
+    }
+
+
+def _table(file: Path) -> dict:
+    """What a table holds, and what of it is ignored or will be checked when it is used."""
+    table = tuning.read_table(file)
+    return {
+        "file": str(file),
+        "entries": len(table),
+        "other_code": contribution.other_code(table) if AVAILABLE else [],
+        "other_triton": contribution.other_triton(table) if AVAILABLE else {},
     }
 
 
@@ -118,13 +131,22 @@ def _show(facts: dict) -> str:
         header = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
         if launches:
             lines += ["", console.table(header, launches)]
-            lines += ["", *(f"{kind} winners: {file}" for kind, file in about["tables"].items())]
+            lines += ["", *(_about_table(kind, table) for kind, table in about["tables"].items())]
         else:
             lines += [
                 "",
                 "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows that vendor's.",
             ]
     return "\n".join(lines)
+
+
+def _about_table(kind: str, table: dict) -> str:
+    notes = [f"{table['entries']} entries"] if table["entries"] else ["none"]
+    if table["other_code"]:
+        notes.append(f"{len(table['other_code'])} found on other code and ignored: {', '.join(table['other_code'])}")
+    for version, count in table["other_triton"].items():
+        notes.append(f"{count} found with Triton {version}, checked at their first launch")
+    return f"{kind} table: {table['file']}: {'; '.join(notes)}"
 
 
 FACTS = {  # column -> its text for a Device as a dictionary

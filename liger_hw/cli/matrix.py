@@ -21,6 +21,11 @@ def add(commands) -> None:
     command.add_argument("--complete", action="store_true", help="fail if an op lacks evidence that another has")
     command.add_argument("--compile", action="store_true", help="compile every kernel for every architecture instead")
     command.add_argument(
+        "--mend",
+        action="store_true",
+        help="with --compile: replace choices that miss a gate, in liger_hw/tuning/tables",
+    )
+    command.add_argument(
         "--search", action="store_true", help="compile neighbours of each launch configuration, and compare"
     )
     command.add_argument("--backends", action="store_true", help="list every architecture as JSON instead")
@@ -38,14 +43,16 @@ def matrix(args) -> int | None:
     if args.backends:
         print(json.dumps(list(backends.ARCHITECTURES)))
         return None
+    if args.mend and not args.compile:
+        raise ValueError("--mend: got it without --compile, allowed: --compile --mend")
     if args.compile:
-        from liger_hw.proof import compiled
+        from liger_hw.proof import compiled, mend
 
-        return compiled.run(args.archs, args.ops, args.jobs, args.report)
+        return (mend if args.mend else compiled).run(args.archs, args.ops, args.jobs, args.report)
     if args.search:
-        from liger_hw.proof import search
+        from liger_hw.proof import ratings
 
-        return search.run(args.archs, args.ops, args.jobs, args.report)
+        return ratings.run(args.archs, args.ops, args.jobs, args.report)
     from liger_hw.proof import evidence, page
 
     files = args.files or [EVIDENCE]

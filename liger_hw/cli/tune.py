@@ -56,7 +56,7 @@ def tune(args) -> int | None:
     print(f"winners: {table}")
     if args.contribute:
         file = contribution.contribute(table, device, Path())
-        print(f"{file}: put it into liger_hw/backends/ and open a pull request, or attach it to an issue" if file
+        print(f"{file}: put it into liger_hw/tuning/tables/ and open a pull request, or attach it to an issue" if file
               else "nothing to contribute: no winner beat its heuristic")  # fmt: skip
     return 130 if interrupted else None
 
@@ -65,11 +65,8 @@ def _check(files: list[Path]) -> int | None:
     problems = [line for file in files for line in contribution.problems(file)]
     for file in files:
         if not any(line.startswith(f"{file}:") for line in problems):
-            stale = len(contribution.stale(file))
-            print(
-                f"{file}: fit to ship"
-                + (f"; {stale} measured on other code or another Triton, and ignored" if stale else "")
-            )
+            ignored = len(contribution.other_code(tuning.read_table(file)))
+            print(f"{file}: fit to ship" + (f"; {ignored} measured on other code, and ignored" if ignored else ""))
     print("", *problems, sep="\n")
     if not files:
         print("the package has no table")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from liger_hw import backends
 from liger_hw.backends.device import Device
 
-HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"
+HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"  # where a configuration comes from
+MEASURED, COMPILED = "measured", "compiled"  # how the entry of a table was found
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it is part of every launch's key
@@ -24,6 +25,7 @@ class Config:
         device: the Device it was made for; `tuned` fills this in.
         source: "heuristic", "shipped" or "local".
         key: what tables call it: "rms_norm_forward(4096, 2)"; `tuned` fills this in.
+        triton: the version of Triton that the entry of its table was found with; empty for a heuristic's choice.
     """
 
     meta: dict
@@ -35,6 +37,7 @@ class Config:
     device: Device | None = None
     source: str = HEURISTIC
     key: str = ""
+    triton: str = ""
 
     def __getitem__(self, name):
         return self.meta[name]

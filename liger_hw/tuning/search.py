@@ -16,43 +16,51 @@ import torch
 from liger_hw import backends
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
-from liger_hw.tuning import choice, tables
-from liger_hw.tuning.config import LOCAL, Config
+from liger_hw.tuning import choice, entries
+from liger_hw.tuning.config import LOCAL, MEASURED, Config
 
 logger = logging.getLogger(__name__)
 
 
-def entry_for(config, shape, winner: Config, seconds: float, default_seconds: float) -> dict:
-    """What a table keeps of a winner, and how it was found."""
+def entry_for(config, winner: Config, origin: str, **evidence) -> dict:
+    """What a table keeps of a configuration, and how it was found.
+
+    Args:
+        config: the kernel's tuned function.
+        winner: what it shall return.
+        origin: MEASURED or COMPILED.
+        evidence: what else the entry says of how it was found.
+    """
     return {
         **winner.to_json(),
-        "kernel": tables.kernel_hash(config.kernel()),
+        "kernel": entries.kernel_hash(config.kernel()),
         "triton": triton.__version__,
-        "device": winner.device.name,
+        "origin": origin,
         "date": time.strftime("%Y-%m-%d"),
-        "ms": _ms(seconds),
-        "heuristic_ms": _ms(default_seconds),
+        **evidence,
     }
 
 
-def record(file: Path, entries: dict) -> None:
-    """Merge winners into a table, and take out those given as None: readable JSON, under a lock, replaced in one step.
+def measured_entry(config, winner: Config, seconds: float, default_seconds: float) -> dict:
+    """What a table keeps of a winner that was measured beside the heuristic's choice."""
+    times = {"ms": _ms(seconds), "heuristic_ms": _ms(default_seconds)}
+    return entry_for(config, winner, MEASURED, device=winner.device.name, **times)
 
-    A full disk or a read-only folder costs the winners and one warning, nothing else.
+
+def record(file: Path, changes: dict) -> None:
+    """Merge entries into a table, and take out those given as None: under a lock, replaced in one step.
+
+    A full disk or a read-only folder costs the entries and one warning, nothing else.
     """
     from filelock import FileLock  # a dependency of torch
 
-    part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock", timeout=60):
-            merged = {key: entry for key, entry in (tables.read_table(file) | entries).items() if entry is not None}
-            part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
-            part.replace(file)
+            merged = {key: entry for key, entry in (entries.read_table(file) | changes).items() if entry is not None}
+            entries.write_table(file, merged)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        tables.warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
-        with suppress(OSError):
-            part.unlink()
+        entries.warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
     choice.forget()
 
 
@@ -118,7 +126,6 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         key = config.key(*shape)
         if only is not None and key not in only:
             continue
-        default = config.heuristic(*shape, device)
         times = {}  # candidate as text -> seconds
 
         def seconds(candidate, key=key, times=times):
@@ -127,6 +134,9 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 times[name] = _seconds(function, key, candidate)
             return times[name]
 
+        default = config.heuristic(*shape, device)
+        if seconds(default) == math.inf:  # the compiler refuses it here, and a table may have another
+            default = config(*shape, device)
         best, found = None, default
         while found is not best:
             best = found
@@ -136,13 +146,13 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 if seconds(candidate) < seconds(found):
                     found = candidate
                 progress(key, len(times), found)
-        file = file or tables.cache_file(device)
+        file = file or entries.cache_file(device)
         kept = None
         if seconds(best) < seconds(default) * (1 - margin):
             again, default_again = _seconds(function, key, best), _seconds(function, key, default)
             if again < default_again * (1 - margin):
-                kept = entry_for(config, shape, best, again, default_again)
-        if kept or key in tables.read_table(file):  # a winner of old may have lost to the heuristic
+                kept = measured_entry(config, best, again, default_again)
+        if kept or key in entries.read_table(file):  # a winner of old may have lost to the heuristic
             record(file, {key: kept})
         measured = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default))}
         report[key] = (kept or measured) | {"candidates": len(times)}
