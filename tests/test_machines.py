@@ -80,9 +80,12 @@ def test_a_core_of_48_warps_has_no_room_for_a_second_program_of_32():
         assert chosen("rms_norm_backward", 16384, 2, 2, arch=arch).num_warps <= 16
 
 
-def test_more_bandwidth_a_core_wants_more_programs():
-    of = {arch: chosen("rms_norm_backward", 1024, 2, 2, arch=arch).programs for arch in ("sm80", "sm90", "sm100")}
-    assert of == {"sm80": 2, "sm90": 2, "sm100": 3}
+def test_a_norms_backward_asks_for_the_bytes_that_should_be_under_way():
+    for arch in (*DATA_CENTRE, *CONSUMER):
+        for cols, itemsize in itertools.product((128, 512, 1001, 1024, 2304, 4096, 5120, 8192), (2, 4)):
+            few = chosen("rms_norm_backward", cols, itemsize, 2, arch=arch)
+            ahead = (few["STAGES"] - 1) * 2 * few["ROWS"] * few["COLS"] * itemsize
+            assert few["STAGES"] == 1 or few.programs * ahead >= DEVICES[arch].bytes_in_flight
 
 
 def test_a_looped_row_leaves_room_for_a_second_program_on_amd():

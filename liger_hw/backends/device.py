@@ -57,14 +57,6 @@ class Device:
         return self.bandwidth * 800 // self.num_cores
 
     @property
-    def fast_memory(self) -> bool:
-        """Return whether a core needs more than 40 KB in flight.
-
-        A B200's does: 43 KB at 54 GB/s a core. An H200's does not: 29 KB at 36 GB/s.
-        """
-        return self.bytes_in_flight > 40_000
-
-    @property
     def backends(self) -> tuple[str, ...]:
         """Return the names of implementations for this device, most specific first."""
         if self.vendor == "cpu":

@@ -68,9 +68,10 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
         classes.setdefault(config.class_key(*contribution.shape_of(key)), []).append(use)
     for class_key, of_class in classes.items():
         missed = any(compiled.judge(use.launch, results[use.launch.key]) for use in of_class)
-        if missed or class_key in table:
+        mended_before = table.get(class_key, {}).get("origin") == tuning.COMPILED
+        if missed or mended_before:
             entry = _entry(of_class, compile_all)
-            if entry or class_key in table:
+            if entry or mended_before:
                 changes[class_key] = entry
     return changes
 
