@@ -129,9 +129,10 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
 
 
 def _check_resources(compiled, device, version) -> None:
-    """Raise if a kernel whose configuration was found with another version of Triton spills or does not fit.
+    """Raise a RuntimeError if a compiled kernel spills registers or exceeds shared memory.
 
-    Before its first launch, because a launch that writes over its arguments cannot be repeated.
+    This checks configurations that a table found with another version of Triton. It runs before the first launch,
+    because a launch that writes over its arguments cannot be repeated.
     """
     if compiled.metadata.shared > device.shared_memory:
         raise RuntimeError(f"{compiled.metadata.shared} bytes of shared memory, allowed: {device.shared_memory}")

@@ -60,7 +60,7 @@ def _about(device: torch.device) -> dict:
 
 
 def _table(file: Path) -> dict:
-    """What a table holds, and what of it is ignored or will be checked when it is used."""
+    """Return counts of a table: all entries, ignored ones, and those of another Triton."""
     table = tuning.read_table(file)
     return {
         "file": str(file),

@@ -1,12 +1,12 @@
-"""Replace each choice that misses a gate by the nearest configuration that passes, in the shipped tables.
+"""Replace each choice that misses a gate by the nearest configuration that passes.
 
-`run` is `liger-hw matrix --compile --mend`. A heuristic does not know what a compiler refuses: spills at one width,
-accesses that are narrow on one architecture, too much shared memory. Such findings are entries of origin "compiled",
-each for a class of widths, because users come with all widths and the compile matrix has samples.
+`run` is `liger-hw matrix --compile --mend`. A heuristic does not know the compiler's exceptions: spills at one width,
+narrow accesses on one architecture, too much shared memory. Each becomes an entry of origin "compiled" in the shipped
+tables, for a class of widths: the compile matrix has samples, users have all widths.
 
-An entry is the configuration fewest steps (`tuning.neighbours`) away from the heuristic that passes every gate at every
-launch of the class; of those as near, the one that `ratings` calls best. Entries that the heuristic no longer needs are
-taken out, and so are measured ones that this version of Triton refuses.
+The entry is the configuration fewest steps (`tuning.neighbours`) away from the heuristic that passes every gate at
+every launch of the class; among equally near ones the best by `ratings`. Compiled entries that the heuristic no longer
+needs are removed, and measured entries that this version of Triton refuses.
 """
 
 from pathlib import Path
@@ -77,7 +77,10 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
 
 
 def _entry(uses: list[Use], compile_all) -> dict | None:
-    """The entry of a class of widths; None if the heuristic passes at all of it, or nothing near does."""
+    """Return the entry of a class of widths.
+
+    None if the heuristic passes at every launch of it, or if nothing near does.
+    """
     config = tuning.CONFIGS[uses[0].launch.kernel]
     defaults = [_heuristic(use.launch) for use in uses]
     launches = [ratings.launch_with(use.launch, default) for use, default in zip(uses, defaults)]
@@ -102,7 +105,7 @@ def _entry(uses: list[Use], compile_all) -> dict | None:
 
 
 def _best(candidates: list[Config], launches: list[Launch], compile_all) -> Config | None:
-    """The candidate that passes every gate at all launches and is rated best; None if none passes."""
+    """Return the best-rated candidate that passes every gate at all launches, or None."""
     candidates = [c for c in candidates if all(ratings.may_take(launch, c) for launch in launches)]
     tried = [[ratings.launch_with(launch, candidate) for launch in launches] for candidate in candidates]
     results = compile_all(launch for of_candidate in tried for launch in of_candidate)
