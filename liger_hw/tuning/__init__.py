@@ -1,4 +1,4 @@
-"""The decorator `tuned` makes a function the heuristic of a launch configuration; entries of tables override it.
+"""Choose launch configurations: heuristics by the decorator `tuned`, and tables that override them.
 
     @tuned
     def rms_norm_forward_config(cols, itemsize, device) -> Config:      # pure: numbers and a Device in, Config out
@@ -9,7 +9,7 @@ are entries of tables: those of this machine, those shipped in `tables/`, one fi
 
 Order: this machine's entry of the shape, the shipped entry of the shape, the shipped entry of its class of widths, the
 heuristic. `X_config` is the configuration of the kernel `X` in the same file, "X(4096, 2)" the key of its entry for one
-shape. An entry is used while that kernel's code is what it was found with. Where Triton is another version, the first
+shape. An entry is valid for the hash of that kernel's code. Where Triton is another version, the first
 launch checks that the kernel still fits and spills nothing, and falls back to the heuristic with one warning.
 
 `config.py` says what a configuration is, `entries.py` reads tables, `choice.py` makes the choice, `search.py` measures

@@ -1,4 +1,4 @@
-"""The choice: an entry of this machine's table or of the shipped one, or else the heuristic."""
+"""Choose a launch configuration: from this machine's table, the shipped table, or the heuristic."""
 
 import functools
 import inspect
@@ -75,7 +75,7 @@ def forget() -> None:
 
 @contextmanager
 def asked():
-    """Within, what is looked up is added to the set that this yields: (tuned function, shape, device)."""
+    """Yield a set that collects each look-up in the block as (tuned function, shape, device)."""
     global _asked
     before, _asked = _asked, set()
     try:
@@ -85,7 +85,7 @@ def asked():
 
 
 def being_measured() -> bool:
-    """Whether configurations are being recorded or overridden."""
+    """Return whether a block records or overrides configurations."""
     return _asked is not None or bool(_overrides)
 
 
@@ -102,7 +102,7 @@ def override(key: str, config: Config):
 
 
 def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
-    """The Config in a table's entry, if it was found on this code, can be launched, and was not refused before."""
+    """Return an entry's Config; None if its code differs or a launch refused it."""
     try:
         if entry["kernel"] != kernel:
             return None
@@ -125,7 +125,7 @@ def _name(config: Config) -> str:
 
 
 def refuse(config: Config, error: Exception) -> Refused:
-    """Take a table's configuration out of use, for this process; return what to raise in place of `error`."""
+    """Take a table's configuration out of use in this process; return the error to raise."""
     _refused.add(_name(config))
     entries.warn_once(
         f"ignoring the {config.source} winner {_name(config)}, which cannot be launched here: {error!r}"[:500]

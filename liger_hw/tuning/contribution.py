@@ -21,12 +21,12 @@ PATTERNS = {"kernel": "[0-9a-f]{16}", "triton": r"\d+\.\d+.*", "date": r"\d{4}-\
 
 
 def shipped() -> list[Path]:
-    """The tables that this package brings."""
+    """List the tables of this package."""
     return sorted(tuning.SHIPPED_TABLES.glob("*.json"))
 
 
 def problems(file: Path) -> list[str]:
-    """Why `file` cannot be shipped, in sentences; none if it can.
+    """List the reasons why `file` cannot be shipped, in sentences.
 
     Its name says for which architecture it is, its keys which kernel at which numbers. Each entry must be launchable
     there and say how and when it was found: a measured one on which device, and faster than the heuristic where it has
@@ -47,12 +47,12 @@ def problems(file: Path) -> list[str]:
 
 
 def other_code(table: dict) -> list[str]:
-    """Keys of a valid table's entries that were found on other code of their kernels than is here."""
+    """List the keys of entries whose kernels have other code here."""
     return [key for key, entry in table.items() if not _current(key, entry)]
 
 
 def other_triton(table: dict) -> dict[str, int]:
-    """Versions of Triton other than the one that is here -> how many entries of this code were found with each."""
+    """Count the valid entries of each version of Triton that differs from the installed version."""
     versions = Counter(str(entry.get("triton")) for key, entry in table.items() if _current(key, entry))
     return {version: count for version, count in sorted(versions.items()) if version != triton.__version__}
 
@@ -110,20 +110,20 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
 
 
 def shape_of(key: str) -> tuple:
-    """The numbers in a key; the power of two of a class of widths.
+    """Return the numbers in a key; for a class of widths its power of two.
 
     Raises:
-        SyntaxError, ValueError: they are none.
+        SyntaxError, ValueError: the key holds something else.
     """
     numbers = re.sub(r"<=(\d+) (?:aligned|odd)(?=[,)])", r"\1", key).partition("(")[2].removesuffix(")")
     return ast.literal_eval(f"({numbers},)") if numbers else ()
 
 
 def contribute(table: Path, device: Device, folder: Path) -> Path | None:
-    """Write the shipped table of an architecture, with the winners of `table` that may be shipped merged in.
+    """Merge the winners of `table` that may be shipped into the shipped table.
 
     Args:
-        table: this machine's, or the one that `liger-hw tune --output` wrote.
+        table: this machine's, or the output of `liger-hw tune --output`.
         device: where they were measured.
         folder: where the file goes, under the name that it would be shipped under.
 

@@ -1,4 +1,4 @@
-"""Entries of tables: where they are, which widths one serves, and what of it may be believed.
+"""Read and write tables: their files, the widths of an entry, and its validity.
 
 A table is a JSON file for one architecture: key -> entry. A key is a kernel and the numbers that its heuristic takes,
 "rms_norm_forward(4608, 2)", or a class of widths in the place of `cols`, "rms_norm_forward(<=8192 aligned, 2)". The
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where this user's winners and compiled results are kept: LIGER_HW_CACHE_DIR, or ~/.cache/liger_hw."""
+    """Return the folder of this user's winners and compiled results: LIGER_HW_CACHE_DIR, or ~/.cache/liger_hw."""
     chosen = os.environ.get("LIGER_HW_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -51,12 +51,12 @@ def shipped_file(device: Device) -> Path:
 
 
 def key_of(name: str, arguments: Iterable) -> str:
-    """The key of a kernel's entry for one shape."""
+    """Return the key of a kernel's entry for one shape."""
     return f"{name}({', '.join(map(str, arguments))})"
 
 
 def class_key_of(name: str, arguments: dict) -> str:
-    """The key of a kernel's entry for the class of widths that a shape's `cols` is in.
+    """Return the key of a kernel's entry for the class of widths of `cols`.
 
     The class is the next power of two, and whether rows of that many columns begin at multiples of 16 values, which is
     what Triton distinguishes. A power of two is a class of its own, and so is a shape without `cols`: the key is
@@ -70,7 +70,10 @@ def class_key_of(name: str, arguments: dict) -> str:
 
 
 def read_table(file: Path) -> dict:
-    """The entries in `file`: key -> entry. Absent is empty; unreadable or malformed is empty with one warning."""
+    """Read the entries of `file` by key.
+
+    An absent file is empty; so is an unreadable or malformed one, with one warning.
+    """
     try:
         table = json.loads(file.read_text())
         if not isinstance(table, dict):
@@ -89,7 +92,7 @@ def warn_once(message: str) -> None:
 
 
 def kernel_hash(kernel) -> str:
-    """A hash of a Triton kernel's code, of the jit functions it calls and of the constants they name.
+    """Hash the code of a Triton kernel, of its jit functions and their constants.
 
     Comments, layout and the modules that these are in do not count.
     """
@@ -112,7 +115,7 @@ _LARGEST_TILE = 2**20  # elements of one Triton tensor
 
 
 def launchable(entry: dict, like: Config, source: str) -> Config:
-    """The Config in a table's entry for the device of `like`, whose parameters it must have.
+    """Make the Config of a table's entry, with the device and the parameters of `like`.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: what is wrong with it.

@@ -1,4 +1,4 @@
-"""The search for winners: downhill from the heuristic, measured; and the writing of what it finds."""
+"""Search for winners, measured and downhill from the heuristic; write them to tables."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def entry_for(config, winner: Config, origin: str, **evidence) -> dict:
-    """What a table keeps of a configuration, and how it was found.
+    """Return the entry of a configuration, with its evidence.
 
     Args:
         config: the kernel's tuned function.
@@ -42,15 +42,16 @@ def entry_for(config, winner: Config, origin: str, **evidence) -> dict:
 
 
 def measured_entry(config, winner: Config, seconds: float, default_seconds: float) -> dict:
-    """What a table keeps of a winner that was measured beside the heuristic's choice."""
+    """Return the entry of a winner that was measured beside the heuristic's choice."""
     times = {"ms": _ms(seconds), "heuristic_ms": _ms(default_seconds)}
     return entry_for(config, winner, MEASURED, device=winner.device.name, **times)
 
 
 def record(file: Path, changes: dict) -> None:
-    """Merge entries into a table, and take out those given as None: under a lock, replaced in one step.
+    """Merge entries into a table, and remove those given as None.
 
-    A full disk or a read-only folder costs the entries and one warning, nothing else.
+    This happens under a lock and replaces the file in one step. A full disk or a read-only folder costs the entries and
+    one warning.
     """
     from filelock import FileLock  # a dependency of torch
 
@@ -65,8 +66,11 @@ def record(file: Path, changes: dict) -> None:
 
 
 def neighbours(config: Config) -> list[Config]:
-    """What lies one halving or doubling away from `config` in one number, or in one number and the warps together, one
-    stage, or another value of one of its compiler's options; nothing that the device would refuse."""
+    """List the launchable configurations one step from `config`.
+
+    A step halves or doubles one number, or one number and the warps together, moves by one stage, or takes another
+    value of a compiler's option.
+    """
     found = []
 
     def add(meta, **changes):
@@ -95,19 +99,19 @@ def neighbours(config: Config) -> list[Config]:
 
 
 def bench(function) -> float:
-    """Seconds of one call on the device: the median of repeated runs with a cold L2."""
+    """Return the seconds of one call on the device: the median with a cold L2."""
     return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
 
 
 def configurations_of(function) -> list[tuple]:
-    """(tuned function, shape, device) of every configuration that `function()` looks up, in the order of their keys."""
+    """List (tuned function, shape, device) of each look-up in `function()`, ordered by key."""
     with choice.asked() as found:
         function()
     return sorted(found, key=lambda item: item[0].key(*item[1]))
 
 
 def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
-    """Search, for every configuration that `function()` looks up, from its heuristic downhill, and keep the winners.
+    """Search downhill from the heuristic of each configuration of `function()`, and keep winners.
 
     A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
 
@@ -194,7 +198,7 @@ def _ms(seconds: float) -> float:
 
 
 def calls_within(function) -> list:
-    """Run `function()`; return each call of a `raw` function in it, as a function without arguments."""
+    """Run `function()`; return its calls of `raw` functions, as functions without arguments."""
     calls = []
 
     def remember(launches, args, repeatable):
@@ -240,7 +244,7 @@ def autotuning() -> bool:
 
 
 def _first_call(launches, args, repeatable: bool):
-    """Read the environment at the first call of a `raw` function, once, and not at import."""
+    """Read the environment once, at the first call of a `raw` function."""
     observer = _call_and_tune if autotuning() else None
     hooks.observe_always(observer)
     return launches(*args) if observer is None else observer(launches, args, repeatable)
