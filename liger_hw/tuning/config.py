@@ -69,7 +69,6 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def row_warps(elements: int, device: Device, per_lane: int = 8, most: int | None = None) -> int:
-    """Return the warps for `elements` values, `per_lane` a lane, at most `most`."""
-    limit = min(most or device.max_warps, device.max_warps)
-    return min(max(power_of_2(elements) // (per_lane * device.warp_size), 1), limit)
+def row_warps(elements: int, device: Device, per_lane: int = 8) -> int:
+    """Return the warps for `elements` values, `per_lane` a lane, within the device's limit."""
+    return min(max(power_of_2(elements) // (per_lane * device.warp_size), 1), device.max_warps)
