@@ -30,6 +30,7 @@ from liger_hw.tuning.tables import (
     kernel_hash,
     launchable,
     measured_on,
+    read_own,
     read_table,
     shipped_file,
     warn_once,
@@ -38,6 +39,6 @@ from liger_hw.tuning.tables import (
 __all__ = [
     "CONFIGS", "HEURISTIC", "LOCAL", "SHIPPED", "Config", "Refused", "autotuning", "bench", "cache_file",
     "cache_folder", "calls_within", "configurations_of", "entry_for", "forget", "kernel_hash", "launchable",
-    "measured_on", "neighbours", "override", "power_of_2", "read_table", "record", "refuse", "row_warps",
-    "shipped_file", "tune", "tuned", "warn_once",
+    "measured_on", "neighbours", "override", "power_of_2", "read_own", "read_table", "record", "refuse",
+    "row_warps", "shipped_file", "tune", "tuned", "warn_once",
 ]  # fmt: skip
