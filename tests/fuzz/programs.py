@@ -331,6 +331,7 @@ def read_under_autocast(side, choice):
 
 def threads(side, choice):
     """Forwards of one model in two threads at once; the second one's result is kept, its backward runs here."""
+    side.unhook()  # which thread's hooks see their forward first is nobody's to say
     outputs, failures = [None, None], []
 
     def run(i):
@@ -422,6 +423,7 @@ def around(side, choice):
 
 def outer_checkpoint(side, choice):
     """The whole model, or its loss, within torch's checkpoint."""
+    side.unhook()  # torch recomputes for each graph, and a fused loss has one of its own: hooks are called once more
     inputs = tiny.tokens(2, 6, seed=choice % 5)
 
     def loss(ids, labels):
