@@ -5,6 +5,7 @@
 # make compile every kernel for an architecture of each kind; ARGS="--archs all": for all 16
 # make interpret    every test in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: that GPU's launches
 # make mutants tests must fail where a kernel is wrong
+# make fuzz    random programs on tiny models, plain and patched: LIGER_HW_FUZZ=10000 of them, Ctrl-C ends it
 # make lint    style
 # make versions    tests of models and trainers on the oldest transformers and the newest; ARGS="--all": also between
 # make trl     losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
@@ -38,7 +39,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile interpret mutants lint versions trl clean
+.PHONY: setup demo test models compile interpret fuzz mutants lint versions trl clean
 
 setup: $(READY)
 
@@ -66,6 +67,9 @@ compile: $(READY)
 
 interpret: $(READY)
 	$(INTERPRET) $(ARGS)
+
+fuzz: $(READY)
+	$(RUN) tests/fuzz/run.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
