@@ -171,6 +171,8 @@ def step(side, choice):
     if choice // 4 % 2:
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
     side.optimizer.step()
+    if side.optimizer.defaults.get("fused"):  # torch does not notice this write: a backward of the forward before
+        side.out = side.value = None  # would mix gradients of two weights, in another way for each model
 
 
 def zero_grad(side, choice):
@@ -319,7 +321,10 @@ def scaled_step(side, choice):
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
     scaler.step(optimizer)
+    scale = scaler.get_scale()
     scaler.update()
+    if scaler.get_scale() < scale:  # overflow: which values did is a matter of rounding, that no step was done is not
+        side.model.zero_grad()
 
 
 def read_under_autocast(side, choice):
