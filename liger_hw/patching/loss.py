@@ -17,7 +17,7 @@ import threading
 
 import torch
 
-from liger_hw._torch import has_global_module_hooks, is_plain, saved_tensors_may_change
+from liger_hw._torch import has_global_module_hooks, is_plain, saved_tensors_may_change, transforms_active
 from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -190,6 +190,7 @@ def _only_multiplies(head):
         and all(_is_of_fsdp2(hook) for hook in hooks)
         and not has_global_module_hooks()
         and not saved_tensors_may_change()
+        and not transforms_active()  # of torch.func, which takes other autograd functions
     )
 
 
