@@ -1,8 +1,10 @@
 """`liger-hw doctor`: whether the ops are right on this machine, and whether it is what we take it for."""
 
+import json
+import os
 from pathlib import Path
 
-from liger_hw import backends
+from liger_hw import backends, console, dispatch
 from liger_hw.cli import common, info
 from liger_hw.console import table
 from liger_hw.proof import doctor
@@ -13,12 +15,16 @@ def add(commands) -> None:
         "doctor", help="check the ops on this machine; the report is for a bug or a pull request"
     )
     command.set_defaults(run=run)
-    command.add_argument("ops", nargs="*", metavar="OP", help="ops to check (all)")
+    command.add_argument("ops", nargs="*", metavar="OP | MODEL", help="ops to check (all); or a model type or a folder "
+                         "with a config.json: each kernel beside the class that it replaces")  # fmt: skip
+    command.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from that folder")
     command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
 
 
 def run(args) -> int | None:
     """Examine, print what differs and what to do, write doctor.json; end with 1 if something was computed wrongly."""
+    if len(args.ops) == 1 and args.ops[0] not in dispatch.OPS and _names_a_model(args.ops[0]):
+        return _run_model(args)
     if common.accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
     found = doctor.examine(
@@ -29,4 +35,29 @@ def run(args) -> int | None:
         print("", table(header, rows), sep="\n")
     wrong = doctor.failures(found)
     print("", *wrong, *found["advice"], f"report: {doctor.write(found, args.report)}", sep="\n")
+    return 1 if wrong else None
+
+
+def _names_a_model(name: str) -> bool:
+    if (Path(name) / "config.json").is_file() or console.installed_version("transformers") is None:
+        return os.sep in name or Path(name).is_dir()
+    from transformers import CONFIG_MAPPING
+
+    return name in CONFIG_MAPPING or Path(name).is_dir()
+
+
+def _run_model(args) -> int | None:
+    """Compare each kernel with the class that it replaces; end with 1 where one breaks the rule."""
+    console.require("transformers")
+    from liger_hw.proof import models
+
+    device, rows = common.here(), []
+    for row in models.compare(args.ops[0], device, args.trust_remote_code, lambda line: print(line, flush=True)):
+        rows.append(row)
+    wrong = models.failures(rows)
+    args.report.mkdir(parents=True, exist_ok=True)
+    file = args.report / "doctor-model.json"
+    file.write_text(json.dumps({"model": args.ops[0], "device": str(device), "info": info.gather(), "rows": rows}))
+    print("", table(models.HEADER, models.table_rows(rows)), "", *wrong, *models.advice(device), f"report: {file}",
+          sep="\n")  # fmt: skip
     return 1 if wrong else None
