@@ -163,7 +163,7 @@ def _of_module(module, match, dtype, device, random):
     count = sum(p.numel() for p in module.parameters())
     if count > _largest(device):
         raise _Skipped(f"its {count / 1e6:.0f}e6 weights are more than are compared on this device")
-    patched = copy.deepcopy(module).to_empty(device=device).to(dtype)
+    patched = copy.deepcopy(module).to_empty(device=device).to(dtype).eval()  # without dropout
     names = [name for name, _ in patched.named_parameters()]
     weights = [
         1 + 0.3 * random(*p.shape) if p.ndim == 1 else random(*p.shape) * p.shape[-1] ** -0.5
