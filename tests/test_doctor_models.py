@@ -45,7 +45,9 @@ def test_on_a_cpu_it_says_that_no_kernel_ran(tmp_path, capsys, monkeypatch):
 
 
 def test_a_wrong_kernel_ends_it_with_1(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(models, "fused_linear_cross_entropy", lambda x, w, labels: (x @ w.t()).float().logsumexp(-1).mean())
+    monkeypatch.setattr(
+        models, "fused_linear_cross_entropy", lambda x, w, labels: (x @ w.t()).float().logsumexp(-1).mean()
+    )
     assert cli.main(["doctor", folder("llama", tmp_path), "--report", str(tmp_path / "report")]) == 1
     shown = capsys.readouterr().out
     assert shown.count("WRONG") == 2 and "Linear in bfloat16: output 0 of head: worst error" in shown

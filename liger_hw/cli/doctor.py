@@ -34,8 +34,9 @@ def run(args) -> int | None:
     if rows:
         print("", table(header, rows), sep="\n")
     wrong = doctor.failures(found)
-    print("", *wrong, *found["advice"], f"report: {doctor.write(found, args.report)}", sep="\n")
-    return 1 if wrong else None
+    said = [found["interrupted"]] if found["interrupted"] else found["advice"]
+    print("", *wrong, *said, f"report: {doctor.write(found, args.report)}", sep="\n")
+    return 1 if wrong else 130 if found["interrupted"] else None
 
 
 def _names_a_model(name: str) -> bool:
