@@ -114,6 +114,15 @@ class Comparison:
         return self.settings["batch"] * self.settings["seq"] / median(run.step_seconds)
 
 
+LAST = 10  # steps whose losses are the result: that of one step is of one batch, which may be an outlier
+
+
+def final_loss(run: Run) -> tuple[float, float]:
+    """The mean loss of a run's last steps, and the standard deviation from batch to batch."""
+    losses = torch.tensor(run.losses[-LAST:], dtype=torch.float64)
+    return losses.mean().item(), losses.std().item() if len(losses) > 1 else 0.0
+
+
 def difference(one: Run, other: Run) -> list[float]:
     """How far apart two runs' losses are, step by step."""
     return [abs(a - b) for a, b in zip(one.losses, other.losses)]

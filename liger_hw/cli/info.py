@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+from pathlib import Path
 
 import torch
 
@@ -92,10 +93,14 @@ def _show(found: dict) -> str:
               f"first-use tuning: {'on' if found['autotune'] else 'off'}"]  # fmt: skip
     rows = []
     for about in found["devices"]:
+        if about["configured_as"]["vendor"] == "cpu":
+            lines.append(f"{about['device']}: no accelerator")
+            continue
         rows.append([about["device"], *_facts(about["detected"])])
         if about["configured_as"] != about["detected"]:
             rows.append(["  configured as", *_facts(about["configured_as"])])
-    lines += ["", console.table(["device", *FACTS], rows)]
+    if rows:
+        lines += ["", console.table(["device", *FACTS], rows)]
     described = []
     for about in found["devices"]:
         what = {key: about[key] for key in ("configured_as", "ops", "configurations")}
@@ -113,7 +118,8 @@ def _show(found: dict) -> str:
         header = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
         if launches:
             lines += ["", console.table(header, launches)]
-            lines += ["", *(f"{kind} winners: {file}" for kind, file in about["tables"].items())]
+            tables = [f"{kind} winners: {file}" for kind, file in about["tables"].items() if Path(file).is_file()]
+            lines += ["", *(tables or ["no table of winners is here: every configuration is the heuristic's"])]
         else:
             lines += ["", "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows what one would."]
     return "\n".join(lines)
