@@ -6,6 +6,7 @@
 # make interpret    every test in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: that GPU's launches
 # make mutants tests must fail where a kernel is wrong
 # make fuzz    random programs on tiny models, plain and patched: LIGER_HW_FUZZ=10000 of them, Ctrl-C ends it
+# make converge     mini models of every family of liger-kernel's list, trained plain and patched; ARGS="--report PATH"
 # make lint    style
 # make versions    tests of models and trainers on the oldest transformers and the newest; ARGS="--all": also between
 # make trl     losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
@@ -39,7 +40,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile interpret fuzz mutants lint versions trl clean
+.PHONY: setup demo test models compile interpret fuzz converge mutants lint versions trl clean
 
 setup: $(READY)
 
@@ -70,6 +71,9 @@ interpret: $(READY)
 
 fuzz: $(READY)
 	$(RUN) tests/fuzz/run.py $(ARGS)
+
+converge: $(READY)
+	$(RUN) tools/converge.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

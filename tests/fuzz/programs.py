@@ -59,6 +59,7 @@ class Side:
     def __init__(self, model):
         self.model, self.out, self.value = model, None, None
         self.optimizer, self.handles, self.seen = None, [], []
+        self.written = False  # whether some logits were written to
         self.rounds = False  # whether anything ran in bf16
 
     def unhook(self):
@@ -138,6 +139,7 @@ def write(side, choice):
     with torch.no_grad() if choice // 6 % 3 == 0 else contextlib.nullcontext():
         if side.out is not None:
             WRITES[choice % len(WRITES)](side.out.logits)
+            side.written = True
 
 
 def backward(side, choice):
@@ -217,8 +219,8 @@ def hook(side, choice):
 
 
 def logits_hook(side, choice):
-    if side.out is None or not side.out.logits.requires_grad:
-        return
+    if side.out is None or not side.out.logits.requires_grad or side.written:
+        return  # torch 2.13 itself crashes at a hook on a view that was written to under no_grad
     if choice % 3 == 0:
         side.out.logits.retain_grad()
     elif choice % 3 == 1:
