@@ -1,18 +1,18 @@
-# make setup   only sets up what the others need (below)
-# make demo    trains a small Llama plain and patched on this machine, and compares; ARGS="--model 1b" is passed on
-# make test    every test this machine can run, of each matrix a few; ARGS="-k rope" is passed on
-# make models  every class of transformers' language models against itself, patched
-# make compile every kernel for an architecture of each kind; ARGS="--archs all": for all 16
-# make interpret    every test in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: that GPU's launches
-# make mutants tests must fail where a kernel is wrong
-# make fuzz    random programs on tiny models, plain and patched: LIGER_HW_FUZZ=10000 of them, Ctrl-C ends it
-# make converge     mini models of every family of liger-kernel's list, trained plain and patched; ARGS="--report PATH"
-# make lint    style
-# make versions    tests of models and trainers on the oldest transformers and the newest; ARGS="--all": also between
-# make trl     losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
+# make setup       set up the environment (below) and nothing else
+# make demo        train a small Llama here, plain and patched, and compare; ARGS="--model 1b" goes to liger-hw demo
+# make test        run the tests for this machine, a few of each matrix; ARGS="-k rope" goes to pytest
+# make models      compare every class of transformers' language models with its patched copy
+# make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all 16
+# make interpret   run the kernels' tests in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: for one GPU
+# make mutants     plant mistakes in kernels; their tests must fail
+# make fuzz        run random programs on tiny models, plain and patched; LIGER_HW_FUZZ=10000 sets how many
+# make converge    train mini models of every family of liger-kernel's list, plain and patched, and compare
+# make lint        check style and format
+# make versions    test models and trainers on the oldest and the newest transformers; ARGS="--all": on all
+# make trl         test losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
 #
-# Each sets up what it needs first: a virtual environment in VENV with the build of PyTorch for the accelerator that is
-# here. PYTHON picks the interpreter, TORCH and TORCH_INDEX the build. NO_VENV=1 uses PYTHON as it is and installs nothing.
+# Each first sets up a virtual environment in VENV with the build of PyTorch for this machine's accelerator. PYTHON picks
+# the interpreter, TORCH and TORCH_INDEX the build. NO_VENV=1 uses PYTHON unchanged and installs nothing.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -52,8 +52,8 @@ INTERPRETED = tests/kernels tests/losses tests/test_dispatch.py tests/test_traci
 INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED)
 COMPILED = tests/test_targets.py tests/test_experts_on_targets.py tests/losses/test_losses_on_targets.py
 
-# Two runs: Triton's interpreter is chosen when Triton is imported. Both run, whatever the first finds; the second has
-# what depends on it. A test of kernels takes one vendor or architecture, in turn.
+# Two runs, because the import of Triton chooses its interpreter; the second has the tests that need it. Both always run.
+# A test of kernels takes one vendor or architecture, in turn.
 test: $(READY)
 	@failed=0; \
 	$(RUN) -m pytest -n auto --archs turns $(ARGS) || failed=1; \
@@ -85,7 +85,7 @@ $(VENV)/.ready-$(ACCELERATOR): pyproject.toml Makefile
 	@echo "setting up $(VENV) (accelerator: $(ACCELERATOR))"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(ACCELERATOR)-$(shell uname)-$(TORCH_INDEX),none-Linux-)
-# torch==2.13.0 for Linux may bring 3 GB of CUDA; +cpu is the build without, wherever pip is configured to look.
+# torch==2.13.0 for Linux may include 3 GB of CUDA; +cpu is the build without, on every index of pip.
 	@$(PIP) '$(TORCH)+cpu' || { echo "pip finds no CPU build of $(TORCH): set TORCH_INDEX=... to the index that the" \
 		"installation page of pytorch.org gives for CPU, or TORCH=... to a build of your choice"; exit 1; }
 else ifneq ($(filter amd intel,$(ACCELERATOR)),)
@@ -95,7 +95,7 @@ else ifneq ($(filter amd intel,$(ACCELERATOR)),)
 else
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 endif
-# Nothing below may exchange that torch for another, nor the Triton that a vendor's torch brought for PyPI's.
+# Nothing below may replace that torch, nor the Triton of a vendor's torch by PyPI's.
 	$(PIP) --no-deps --editable .
 	@$(VENV)/bin/python -c 'import importlib.metadata as m; \
 		print("torch==" + m.version("torch"), file=open("$(VENV)/constraints.txt", "w")); \
@@ -109,8 +109,8 @@ endif
 versions: $(READY)
 	$(RUN) tools/transformers_versions.py $(ARGS)
 
-# TRL comes with datasets, pandas and pyarrow, which nothing else here needs. 1.9 is what today's frameworks pin; it asks
-# for liger_kernel's losses, of which 1.16 has its own.
+# TRL needs datasets, pandas and pyarrow, which nothing else here needs. Today's frameworks pin 1.9, which calls
+# liger_kernel's losses; 1.16 has its own.
 trl: $(READY)
 	$(if $(READY),$(PIP) --constraint $(VENV)/constraints.txt 'trl==1.9.0' requests lightning)
 	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest -k trl tests/integrations/test_trainers.py
@@ -118,7 +118,7 @@ trl: $(READY)
 	TRL_EXPERIMENTAL_SILENCE=1 $(RUN) -m pytest -n 2 -k 'trl or example' tests/losses/test_trl.py \
 		tests/integrations/test_trainers.py tests/test_examples.py
 
-# Mistakes planted in some kernels must turn their tests red.
+# The tests of these kernels must fail with planted mistakes.
 mutants: $(READY)
 	$(RUN) tools/mutants.py rms_norm glu of_logits sequences
 

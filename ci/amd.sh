@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
-# A runner with an AMD GPU: see steps.sh for --dry-run, NO_INSTALL and the rest. TORCH_INDEX names the ROCm builds.
+# Run all steps on a runner with an AMD GPU; steps.sh explains --dry-run, NO_INSTALL and the rest. TORCH_INDEX is the
+# index of PyTorch's ROCm builds.
 # shellcheck source=ci/steps.sh
 source "$(dirname "$0")/steps.sh" amd "$@"

@@ -1,4 +1,4 @@
-"""A runner without its device fails here, loudly: `python ci/device.py amd`."""
+"""Fail unless this runner has a GPU of the vendor: `python ci/device.py amd`."""
 
 import sys
 
@@ -12,13 +12,13 @@ def main(vendor: str) -> None:
     build = f"torch {torch.__version__} (CUDA {torch.version.cuda}, HIP {torch.version.hip}, XPU {torch.version.xpu})"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
-        raise SystemExit(f"{build} finds no accelerator here; this runner is for one of {vendor}")
+        raise SystemExit(f"{build} finds no accelerator, expected one of {vendor}")
     for index in range(torch.accelerator.device_count()):
-        found = backends.detected(torch.device(accelerator.type, index))
-        print(f"{accelerator.type}:{index}: {found.name}, {found.vendor} {found.arch}, {found.num_cores} cores")
-        if found.vendor != vendor:
-            raise SystemExit(f"{build} finds a GPU of {found.vendor}; this runner is for one of {vendor}")
-    # a vendor's Triton may be missing its compiler, or be PyPI's, which has taken its place
+        gpu = backends.detected(torch.device(accelerator.type, index))
+        print(f"{accelerator.type}:{index}: {gpu.name}, {gpu.vendor} {gpu.arch}, {gpu.num_cores} cores")
+        if gpu.vendor != vendor:
+            raise SystemExit(f"{build} finds a GPU of {gpu.vendor}, expected one of {vendor}")
+    # the vendor's Triton may lack its compiler, or PyPI's Triton may have replaced it
     with liger_hw.use_backend(vendor):
         x = torch.randn(8, 256, device=accelerator, requires_grad=True)
         liger_hw.rms_norm(x).sum().backward()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A runner with an Intel GPU: see steps.sh for --dry-run, NO_INSTALL and the rest. TORCH_INDEX names the XPU builds.
-# Triton's Intel driver is compiled at its first use, by oneAPI's compiler.
+# Run all steps on a runner with an Intel GPU; steps.sh explains --dry-run, NO_INSTALL and the rest. TORCH_INDEX is the
+# index of PyTorch's XPU builds.
+# oneAPI's compiler compiles Triton's Intel driver at its first use.
 ONEAPI=${ONEAPI:-/opt/intel/oneapi/setvars.sh}
 if [ -e "$ONEAPI" ]; then
   # shellcheck source=/dev/null

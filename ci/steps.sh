@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# What a runner with a GPU does: `source steps.sh VENDOR [--dry-run]`, which nvidia.sh, amd.sh and intel.sh do.
+# The steps of a runner with a GPU: nvidia.sh, amd.sh and intel.sh `source steps.sh VENDOR [--dry-run]`.
 #
-#   ci/amd.sh               install, then every step below; all results go into REPORT, and the status says if one failed
+#   ci/amd.sh               install, run every step below, write results into REPORT; the status is 1 if a step failed
 #   ci/amd.sh --dry-run     print each step's command instead
 #
-#   NO_INSTALL=1            take PYTHON as it is, fetch nothing: torch, Triton and pytest must be there already;
+#   NO_INSTALL=1            use PYTHON unchanged, fetch nothing: it must have torch, Triton and pytest;
 #                           without pytest-xdist the tests run in one process
 #   PYTHON, VENV, TORCH, TORCH_INDEX    as in the Makefile; AMD and Intel need TORCH_INDEX to install their torch
 #   REPORT                  a folder (report)
@@ -29,10 +29,10 @@ else
   INSTALL_WITH=${PYTHON:-python3}
   PYTHON=$VENV/bin/python
 fi
-unset LIGER_HW_BACKEND LIGER_HW_AUTOTUNE TRITON_INTERPRET # a runner shows what users get
+unset LIGER_HW_BACKEND LIGER_HW_AUTOTUNE TRITON_INTERPRET # a runner tests the users' defaults
 failed=()
 
-# step NAME COMMAND...: its output is also kept; a failure is remembered, and the next step runs all the same
+# step NAME COMMAND...: run it, keep its output; after a failure the next steps still run
 step() {
   local name=$1 began=$SECONDS
   shift
@@ -52,7 +52,7 @@ step() {
   fi
 }
 
-# must NAME COMMAND...: a step without which the others mean nothing
+# must NAME COMMAND...: run a step that all others need; stop if it fails
 must() {
   step "$@"
   if [ ${#failed[@]} -gt 0 ]; then
@@ -72,7 +72,7 @@ if [ -z "$DRY_RUN" ] && ! "$PYTHON" -c "import xdist" 2>/dev/null; then
   workers=()
 fi
 step info "$PYTHON" -m liger_hw.cli info
-# what a GPU can change; everything else is the same on a CPU, where cpu.yml runs it
+# tests that depend on the GPU; cpu.yml runs the others
 tests=(tests/kernels tests/losses tests/test_device.py tests/test_dispatch.py tests/test_tracing.py tests/tuning
   tests/transformers/test_kernels_in_models.py)
 step tests "$PYTHON" -m pytest "${workers[@]}" --needs-device --evidence "$REPORT/evidence/executed.json" "${tests[@]}"

@@ -1,7 +1,7 @@
-"""What the examples share: their arguments, a model, real text, and the meter that says how fast and large a run is.
+"""Share arguments, model, text and speedometer among the examples.
 
-Every example trains with `--provider plain`, `liger_hw` or `liger-kernel` and prints tokens per second and peak memory;
-`--tiny` makes any of them a matter of seconds on a CPU.
+Every example trains with `--provider plain`, `liger_hw` or `liger-kernel` and prints tokens per second and peak memory.
+With `--tiny` it takes seconds on a CPU.
 """
 
 import argparse
@@ -23,22 +23,24 @@ from liger_hw.bench import demo
 PLAIN, OURS, PEER = "plain", "liger_hw", "liger-kernel"
 TINY = {"batch": 2, "seq": 64, "steps": 4}
 TINY_TEXT = 60_000  # characters: enough for a tokenizer of two thousand entries
-WARM_UP = 2  # steps that compile and allocate, which the meter leaves out
+WARM_UP = 2  # steps that compile and allocate; the meter excludes them
 
 
 def arguments(description, batch=4, seq=2048, steps=12):
-    """The parsed command line, with these sizes unless it has others or says --tiny."""
+    """Parse the command line; the arguments are the default sizes without --tiny."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--model", help="a folder or name of a pretrained model (random weights of --shape)")
-    parser.add_argument("--shape", choices=("1b", "8b"), default="1b", help="Llama-3.2-1B's or Llama-3-8B's, random")
+    parser.add_argument("--model", help="folder or name of a pretrained model (default: random weights of --shape)")
+    parser.add_argument("--shape", choices=("1b", "8b"), default="1b", help="sizes of Llama-3.2-1B or Llama-3-8B")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, little text, few steps: for a CPU")
-    parser.add_argument("--provider", choices=(PLAIN, OURS, PEER), default=OURS, help="what computes (liger_hw)")
+    parser.add_argument(
+        "--provider", choices=(PLAIN, OURS, PEER), default=OURS, help="library that computes (liger_hw)"
+    )
     parser.add_argument("--batch", type=int, help=f"sequences in a batch ({batch})")
     parser.add_argument("--seq", type=int, help=f"tokens in a sequence ({seq})")
     parser.add_argument("--steps", type=int, help=f"optimiser steps ({steps})")
     parser.add_argument("--text", nargs="+", default=[], help="files or folders (the standard library's source)")
     parser.add_argument("--output", default="output", help="folder for checkpoints and logs (./output)")
-    parser.add_argument("--json", type=Path, help="a file for the result")
+    parser.add_argument("--json", type=Path, help="file for the result")
     args = parser.parse_args()
     for name, value in (TINY if args.tiny else {"batch": batch, "seq": seq, "steps": steps}).items():
         setattr(args, name, getattr(args, name) or value)
@@ -51,7 +53,7 @@ def device() -> torch.device:
 
 
 def model_and_tokenizer(args):
-    """The model that `args` names, on the device, and its tokenizer; with random weights, one trained on the text."""
+    """Load the model of `args` and its tokenizer; a random model gets a new tokenizer."""
     dtype = torch.float32 if device().type == "cpu" else torch.bfloat16
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device()), tokenizer_of(args)
@@ -68,7 +70,7 @@ def model_and_tokenizer(args):
 
 
 def tokenizer_of(args):
-    """The model's own tokenizer, or a byte-level BPE of the text."""
+    """Load the model's tokenizer, or train a byte-level BPE on the text."""
     if args.model:
         return AutoTokenizer.from_pretrained(args.model)
     tokenizer = demo.train_tokenizer(text(args))
@@ -80,7 +82,7 @@ def text(args) -> list[str]:
 
 
 def sequences(args, tokenizer) -> list[dict]:
-    """Rows of exactly `args.seq` tokens of the text, enough for every step."""
+    """Cut the text into rows of `args.seq` tokens, enough for every step."""
     joined = [token for file in text(args) for token in tokenizer(file)["input_ids"]]
     starts = range(0, len(joined) - args.seq, args.seq)
     rows = [{"input_ids": joined[i : i + args.seq], "labels": joined[i : i + args.seq]} for i in starts]
@@ -88,8 +90,8 @@ def sequences(args, tokenizer) -> list[dict]:
 
 
 def functions(args) -> list[tuple[str, str]]:
-    """(head, what follows) of the text's Python functions: a prompt, and more of what a person wrote than fits."""
-    enough, found = 6 * args.seq, []  # characters; a token of code is three or four
+    """Split the text's Python functions into (head, body): a prompt and a long answer."""
+    enough, split = 6 * args.seq, []  # characters; a token of code is three or four
     for source in text(args):
         try:
             tree = ast.parse(source)
@@ -99,22 +101,22 @@ def functions(args) -> list[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.body[0].lineno > node.lineno:
                 body = node.body[0].lineno - 1
-                follows = "".join(lines[body : body + enough])[:enough]
-                if len(follows) == enough:
-                    found.append(("".join(lines[node.lineno - 1 : body]), follows))
-    return found
+                answer = "".join(lines[body : body + enough])[:enough]
+                if len(answer) == enough:
+                    split.append(("".join(lines[node.lineno - 1 : body]), answer))
+    return split
 
 
 def preferences(args) -> list[dict]:
-    """prompt, chosen, rejected: a function's head, what follows it, and what follows another's."""
-    known = functions(args)
-    others = known[1:] + known[:1]
-    rows = [{"prompt": head, "chosen": own, "rejected": other} for (head, own), (_, other) in zip(known, others)]
+    """Make rows of a function's head (prompt), its body (chosen) and another's (rejected)."""
+    pairs = functions(args)
+    shifted = pairs[1:] + pairs[:1]
+    rows = [{"prompt": head, "chosen": body, "rejected": other} for (head, body), (_, other) in zip(pairs, shifted)]
     return [rows[i % len(rows)] for i in range(args.batch * args.steps)]
 
 
 def provide(args, model, **flags):
-    """`model` as `args.provider` computes it."""
+    """Patch `model` with the library `args.provider`; plain stays unpatched."""
     if args.provider == OURS:
         print(liger_hw.patch(model, **flags))
     elif args.provider == PEER:
@@ -123,13 +125,13 @@ def provide(args, model, **flags):
 
 
 def provide_trl(args):
-    """TRL's log-probabilities, for which it has a function of its own since 1.15, as `args.provider` computes them."""
+    """Accelerate TRL's function of log-probabilities, which it has since 1.15."""
     if args.provider == OURS:
         integrations.accelerate_trl()
 
 
 class Meter(TrainerCallback):
-    """Times steps, and finds the peak memory of all of them. A callback of Hugging Face's Trainer."""
+    """Measure time and peak memory of training steps, as a callback of Hugging Face's Trainer."""
 
     def __init__(self, args, tokens=None):
         self.args, self.tokens = args, tokens or args.batch * args.seq
@@ -149,7 +151,7 @@ class Meter(TrainerCallback):
             self.gradient_norms.append(logs["grad_norm"])
 
     def finish(self, example, model):
-        """Print the result; write it where --json says."""
+        """Print the result; write it to the file of --json."""
         seconds = statistics.median(self.seconds[WARM_UP:] or self.seconds)
         on_cpu = device().type == "cpu"
         result = {
@@ -169,7 +171,7 @@ class Meter(TrainerCallback):
 
 
 def trainer_arguments(args, **more):
-    """What every Hugging Face and TRL configuration of the examples has in common."""
+    """Return the arguments that all Hugging Face and TRL configurations share."""
     on_cpu = device().type == "cpu"
     return {
         "output_dir": args.output, "max_steps": args.steps, "per_device_train_batch_size": args.batch,

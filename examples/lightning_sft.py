@@ -1,4 +1,4 @@
-"""Fine-tuning with Lightning."""
+"""Fine-tune a language model with Lightning."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv:2401.10774) on a frozen model: each predicts a token further ahead, none holds logits."""
+"""Train Medusa heads (arXiv:2401.10774) on a frozen model, without their logits."""
 
 import common
 import torch
@@ -40,14 +40,17 @@ LOSSES = {common.PLAIN: plain_loss, common.OURS: liger_hw_loss, common.PEER: pee
 
 
 class Medusa(nn.Module):
-    """A frozen language model and heads of one residual block and an output layer each, which begin as its own."""
+    """Add heads to a frozen language model.
+
+    Each head is a residual block and an output layer, a copy of the model's at first.
+    """
 
     def __init__(self, base, provider):
         super().__init__()
         self.base, self.loss = base.requires_grad_(False), LOSSES[provider]
         weight = base.lm_head.weight
-        hidden, made = weight.shape[1], {"dtype": weight.dtype, "device": weight.device}
-        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden, **made) for _ in range(HEADS))
+        hidden, like = weight.shape[1], {"dtype": weight.dtype, "device": weight.device}
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden, **like) for _ in range(HEADS))
         for block in self.blocks:
             nn.init.zeros_(block.weight), nn.init.zeros_(block.bias)
         self.outputs = nn.ParameterList(nn.Parameter(weight.detach().clone()) for _ in range(HEADS))

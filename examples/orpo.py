@@ -1,4 +1,4 @@
-"""ORPO (arXiv:2403.07691) with the Hugging Face Trainer: preferences without a reference model, and without logits."""
+"""Train on preferences by ORPO (arXiv:2403.07691) with the Hugging Face Trainer, without logits."""
 
 import common
 import torch
@@ -36,7 +36,7 @@ LOSSES = {common.PLAIN: plain_loss, common.OURS: liger_hw_loss, common.PEER: pee
 
 
 class ORPOTrainer(Trainer):
-    """Rows of a batch: the chosen answers, then the rejected ones."""
+    """Compute ORPO's loss; a batch has the chosen answers, then the rejected ones."""
 
     provider = common.OURS
 
@@ -47,7 +47,7 @@ class ORPOTrainer(Trainer):
 
 
 def collator(tokenizer, longest):
-    """Rows of prompt, chosen and rejected -> input_ids, attention_mask and labels of twice as many answers."""
+    """Make a collator of rows to a batch: chosen answers, then rejected ones."""
 
     def collate(rows):
         answers = []

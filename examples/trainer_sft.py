@@ -1,4 +1,4 @@
-"""Fine-tuning with the Hugging Face Trainer: one line more than without liger_hw."""
+"""Fine-tune with the Hugging Face Trainer; liger_hw needs one more line."""
 
 import common
 from transformers import Trainer, TrainingArguments, default_data_collator

@@ -1,4 +1,4 @@
-"""Preference training with TRL's DPOTrainer: a function's own body against another's."""
+"""Train with TRL's DPOTrainer to prefer a function's own body to another's."""
 
 import copy
 

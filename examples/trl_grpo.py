@@ -1,4 +1,4 @@
-"""Reinforcement learning with TRL's GRPOTrainer: completions of functions are rewarded for letters and spaces."""
+"""Train with TRL's GRPOTrainer; letters and spaces in a completion earn the reward."""
 
 import common
 from datasets import Dataset
@@ -8,7 +8,7 @@ COMPLETIONS = 4  # of each prompt
 
 
 def letters_and_spaces(completions, **_):
-    """The share of a completion's characters that are spaces or letters."""
+    """Return the share of letters and spaces in each completion."""
     return [sum(c.isalpha() or c == " " for c in text) / max(1, len(text)) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's SFTTrainer."""
+"""Fine-tune with TRL's SFTTrainer."""
 
 import common
 from datasets import Dataset

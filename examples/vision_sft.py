@@ -1,4 +1,4 @@
-"""Fine-tuning a vision-language model (Qwen2.5-VL) with the Hugging Face Trainer: pictures, and what they show."""
+"""Fine-tune Qwen2.5-VL on pictures and captions with the Hugging Face Trainer."""
 
 import random
 
@@ -28,7 +28,7 @@ def configuration(args, tokenizer):
 
 
 def picture(chance, side):
-    """A picture of something at some place, and a sentence that says what and where."""
+    """Draw a coloured shape in a corner; return the picture and a caption."""
     colour, shape = chance.choice(COLOURS), chance.choice(SHAPES)
     column, row = chance.randrange(2), chance.randrange(2)
     image = Image.new("RGB", (side, side), "white")
@@ -38,7 +38,7 @@ def picture(chance, side):
 
 
 def rows(args, tokenizer):
-    """Sequences of `args.seq` tokens: a picture, what it shows, and text, of which all but the picture is learned."""
+    """Yield sequences of `args.seq` tokens: picture, caption, text; labels exclude the picture."""
     chance, processor = random.Random(0), Qwen2VLImageProcessorPil()
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL[2:])
     for row in common.sequences(args, tokenizer):

@@ -1,7 +1,7 @@
-"""Fused Triton kernels for training language models on NVIDIA, AMD and Intel GPUs, from one source.
+"""Fused Triton kernels for training language models on NVIDIA, AMD and Intel GPUs.
 
-Nothing runs at import and every name loads what it needs on first use: no GPU, no Triton and no transformers cost only
-the names that need them.
+The import runs nothing. Each name imports its module at its first use, so a missing GPU, Triton or transformers affects
+only the names that need it.
 """
 
 from liger_hw._lazy import lazy_names

@@ -21,12 +21,12 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(*tensors) -> bool:
-    """Tell whether the memory of each tensor is its own: no subclass such as DTensor. None counts as plain."""
+    """Tell whether no tensor is a subclass such as DTensor; None counts as plain."""
     return all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
 
 
 def traced(*tensors) -> bool:
-    """Tell whether a compiler, a dispatch mode or a tensor subclass has to see ordinary torch operations."""
+    """Tell whether a compiler, dispatch mode or tensor subclass needs ordinary torch operations."""
     return is_compiling() or dispatch_modes() > 0 or not is_plain(*tensors)
 
 
@@ -39,7 +39,10 @@ def has_tangents(arguments) -> bool:
 
 @contextmanager
 def autograd_records(recording: bool = True):
-    """Let autograd record or not, also within a registered op, where the dispatcher has autograd's keys excluded."""
+    """Set autograd's recording within the block, even inside a registered op.
+
+    There the dispatcher excludes autograd's keys.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.set_grad_enabled(recording):

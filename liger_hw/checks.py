@@ -1,4 +1,4 @@
-"""Errors that name the argument, what came and what is allowed."""
+"""Raise errors that name the argument, its value and the allowed values."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels 
 
 
 def check(condition, argument: str, got, allowed) -> None:
-    """Raise a ValueError that names the argument, what came and what is allowed, unless `condition` holds.
+    """Raise a ValueError with argument, value and allowed values unless `condition` holds.
 
     A tensor given as `got` or `allowed` is described, by dtype, shape and device, only when the error is raised.
     """
@@ -26,7 +26,10 @@ def check(condition, argument: str, got, allowed) -> None:
 
 
 def refuse(argument: str, got, allowed) -> NoReturn:
-    """Raise the error of `check`, for callers whose text takes time to make: 0.5 us a call (an x86 CPU)."""
+    """Raise the error of `check`, for callers that format its text only on failure.
+
+    The text costs 0.5 us a call (an x86 CPU).
+    """
     raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
 
 
@@ -53,7 +56,7 @@ KINDS = {  # annotation of an argument -> the types it accepts, and their name i
 
 
 def explain(error, function, args, kwargs) -> None:
-    """Raise a clearer error in place of `error`, which a call to `function` raised, if there is one.
+    """Raise a clearer error than `error`, which a call to `function` raised, if possible.
 
     "'str' object has no attribute 'device'" names no argument. The signature is only read after an error, as that takes
     host time.
@@ -82,7 +85,7 @@ def explain(error, function, args, kwargs) -> None:
 
 
 def names_arguments(function):
-    """Make `function` name, in its error, an argument of a type that its signature does not allow."""
+    """Make `function` raise errors that name arguments of wrong types."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):

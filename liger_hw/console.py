@@ -9,7 +9,7 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where no terminal shows a bar
 
 
 def table(header, rows) -> str:
-    """Format rows as text: columns as wide as their widest cell, two spaces apart, and never cut."""
+    """Format rows as text: columns as wide as their widest cell, two spaces apart."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)

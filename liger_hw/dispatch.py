@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 def widen(x):
-    """Return `x` in fp32 or wider, for the arithmetic of a reference: in float64 it is the oracle."""
+    """Return `x` in fp32 or wider; float64 stays, for the tests' oracle."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -59,7 +59,7 @@ def op(reference):
     arguments = namedtuple(f"{name}_arguments", parameters, defaults=defaults)
 
     def choose(device, dtype=torch.float32):
-        """Return the backend that serves tensors on `device`: the first of its chain with an implementation.
+        """Return the first backend of the chain of `device` that has an implementation.
 
         Plain torch serves a `dtype` that kernels would round.
 
@@ -254,7 +254,7 @@ def _fakes_nothing(*args):
 
 
 def _flat(function):
-    """Spread the NamedTuples among a function's parameters into their fields, as a schema of torch needs it.
+    """Spread NamedTuple parameters of a function into their fields, as torch's schemas require.
 
     Returns:
         (a prototype of that signature, the arguments after the first -> flat ones, all flat ones -> the arguments).

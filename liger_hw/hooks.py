@@ -1,4 +1,4 @@
-"""Functions that run in place of launches, of `raw` functions, or after parity checks.
+"""Hold functions that replace launches or `raw` functions, or follow parity checks.
 
 `hooks` is the one object that holds them. Context managers set a hook and put the one before it back, also after an
 error. Plain attributes, no ContextVar: autograd runs backward on threads that inherit no context.
@@ -39,7 +39,7 @@ class Hooks:
 
     @contextmanager
     def collect_kernels(self):
-        """Yield a list of Triton's compiled kernels, of those that are launched within for the first time."""
+        """Yield a list of the Triton kernels whose first launch is within the block."""
         kernels = []
         self._collected.append(kernels)
         try:
@@ -48,7 +48,7 @@ class Hooks:
             self._collected = [others for others in self._collected if others is not kernels]
 
     def add_kernel(self, kernel) -> None:
-        """Add a compiled kernel to every list that `collect_kernels` has yielded and that is still active."""
+        """Add a compiled kernel to the list of every active `collect_kernels`."""
         for kernels in self._collected:
             kernels.append(kernel)
 

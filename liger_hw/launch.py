@@ -3,7 +3,7 @@
 import torch
 
 from liger_hw import backends, tuning
-from liger_hw._triton import interpreting
+from liger_hw._triton import interpreting, triton
 from liger_hw.hooks import hooks
 from liger_hw.shortcut import shortcut
 
@@ -23,7 +23,7 @@ def launch(kernel, grid, config, *args):
 
     Raises:
         TypeError: an argument is a tensor subclass with its own dispatch, such as a DTensor, whose memory is elsewhere.
-        Refused: a winner of a table cannot be launched here.
+        Refused: a configuration of a table cannot be launched here, or spills by this version of Triton.
     """
     if 0 in grid:
         return
@@ -48,7 +48,7 @@ def launch(kernel, grid, config, *args):
     if _runtime.several_devices and index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
             launch(kernel, grid, config, *args)
-    elif hooked or direct is None:  # a profiler's hooks, for one, want to be told
+    elif hooked or direct is None:  # a profiler's hooks, for example, must run
         by_triton(grid, args)
     else:
         direct(*grid, _runtime.current_stream(index), values)
@@ -109,6 +109,8 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
         return
     with torch.accelerator.device_index(device.index):
         try:
+            if config.triton not in ("", triton.__version__):
+                _check_resources(kernel.warmup(*args, *meta, grid=grid, **options), here, config.triton)
             compiled = by_triton(grid, args)
         except torch.OutOfMemoryError:
             raise
@@ -124,6 +126,19 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
     if here.vendor in backends.VENDORS and backends.VENDORS[here.vendor].LAUNCHER_SHORTCUT:
         direct = shortcut(compiled, meta, grid, _runtime.current_stream(device.index), values)
     launchers[key] = direct, by_triton
+
+
+def _check_resources(compiled, device, version) -> None:
+    """Raise a RuntimeError if a compiled kernel spills registers or exceeds shared memory.
+
+    This checks configurations that a table found with another version of Triton. It runs before the first launch,
+    because a launch that writes over its arguments cannot be repeated.
+    """
+    if compiled.metadata.shared > device.shared_memory:
+        raise RuntimeError(f"{compiled.metadata.shared} bytes of shared memory, allowed: {device.shared_memory}")
+    compiled._init_handles()  # the driver tells n_spills when it loads the code
+    if compiled.n_spills:
+        raise RuntimeError(f"spills {compiled.n_spills} registers by Triton {triton.__version__}, not by {version}")
 
 
 class _Runtime:

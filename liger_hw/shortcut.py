@@ -5,7 +5,7 @@ import operator
 
 
 def shortcut(compiled, meta: tuple, grid: tuple, stream, values: tuple):
-    """Return a function that launches `compiled` past Triton's launcher, or None where that is not safe.
+    """Return a function that launches `compiled` past Triton's launcher, or None if unsafe.
 
     At every launch, Triton's launcher asks for facts that a kernel has for good, such as needing no scratch memory, and
     then calls a function in C. Skipping it saves 1.1 of 4.7 us a launch (an H200's host). How: call a copy of the
@@ -48,7 +48,7 @@ def _handles(compiled) -> tuple:
 
 
 def _arguments_in_c(compiled, x, y, z, stream, arguments: tuple) -> tuple:
-    """Call a copy of the launcher whose C function is a recorder; return what the recorder received."""
+    """Call a copy of the launcher that records its arguments to C; return them."""
     calls = []
     recorder = copy.copy(compiled.run)
     recorder.launch = lambda *received: calls.append(received)
@@ -58,7 +58,7 @@ def _arguments_in_c(compiled, x, y, z, stream, arguments: tuple) -> tuple:
 
 
 def _direct_call(arrived: tuple, sentinels: dict, arguments: tuple) -> tuple[str, dict]:
-    """Return the code of a function that calls C with arguments in the places of `arrived`, and its constants.
+    """Return code and constants of a function that calls C in the order `arrived`.
 
     Raises:
         ValueError: one of `sentinels`, or `arguments` as a whole, arrived never or twice.

@@ -1,10 +1,10 @@
-"""The error for an unknown name, with the nearest known one."""
+"""Raise the error for an unknown name, with the nearest known one."""
 
 import difflib
 
 
 def check_known(kind: str, name, known, title: str = "") -> None:
-    """Raise a ValueError that suggests the nearest of the `known` names, unless `name` is one of them.
+    """Raise a ValueError with the nearest of `known` unless `name` is among them.
 
     "unknown flag 'rms_nrom'; did you mean 'rms_norm'? Flags: rope, rms_norm, ..."
 

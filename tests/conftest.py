@@ -16,7 +16,7 @@ from liger_hw.proof import compiled, evidence
 # The other 9 architectures are these but for the last stages of compilation.
 ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
 ARCHS_OF_TESTS = ("backend", "compiled_arch")  # the fixtures that name one
-WORKERS_A_GPU = 8  # they share its memory, and what compiles is the host
+WORKERS_A_GPU = 8  # they share its memory, and compile on the host
 
 
 def pytest_addoption(parser):
@@ -54,7 +54,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 class _Evidence:
-    """Counts what `parity.check` finds, in this process and in xdist's workers, and writes it at the end."""
+    """Count parity checks in this process and in xdist's workers; write evidence at the end."""
 
     def __init__(self, config):
         self.config, self.recorder, self.tests = config, evidence.Recorder(), {}
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _in_turn(items):
-    """The items without those that differ from a kept one in their backend or architecture alone.
+    """Drop items that differ from a kept one only in backend or architecture.
 
     The same items every time, each backend and architecture as often as any other within a test function.
     """
@@ -150,13 +150,13 @@ def device():
 
 @pytest.fixture(autouse=True)
 def seed(request):
-    """The same random numbers for a test however it is run, and others than for any other test."""
+    """Seed each test by its name: the same random numbers in every run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)
 def nothing_forced():
-    """LIGER_HW_BACKEND is for the tests that ask for a backend; the others test what is there without it."""
+    """Hide LIGER_HW_BACKEND from tests that do not use the fixture `backend`."""
     with use_backend(None):
         yield
 

@@ -1,4 +1,4 @@
-"""An architecture is one row of its vendor's file, and a vendor is one file and its name in VENDORS.
+"""Check that one row adds an architecture, and one file a vendor.
 
 Each test changes a copy of the package in just that way and looks at what a fresh process makes of it.
 """

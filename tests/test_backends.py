@@ -71,7 +71,7 @@ def test_devices_are_compared_by_identity():
     assert nvidia.ARCHS["sm90"].with_facts(name="x") != nvidia.ARCHS["sm90"].with_facts(name="x")
 
 
-def test_with_facts_keeps_what_a_driver_does_not_know():
+def test_with_facts_keeps_facts_unknown_to_a_driver():
     known = Device("intel", "pvc", 32, 64, 128 * KiB, l2=204 * MiB)
     found = known.with_facts(num_cores=56, l2=0, name=None)
     assert (found.num_cores, found.l2, found.name) == (56, 204 * MiB, "")
@@ -157,7 +157,7 @@ def test_intel_names_its_architecture_in_a_dict(monkeypatch):
 
 
 def test_intel_without_an_active_driver(monkeypatch):
-    """`liger-hw info` must still tell what there is."""
+    """`liger-hw info` still shows the device."""
 
     class Driver:
         @property
@@ -185,7 +185,7 @@ def test_intel_without_an_active_driver(monkeypatch):
         (nvidia.ARCHS["sm90"], 64, {}, "64 warps are 2048 threads"),
     ],
 )
-def test_what_a_compiler_would_refuse(device, num_warps, knobs, words):
+def test_launches_that_a_compiler_refuses(device, num_warps, knobs, words):
     found = backends.refusal(device, num_warps, device.launch_options | knobs)
     assert (found is None) == (words is None) and (words or "") in (found or "")
 
@@ -292,8 +292,8 @@ def test_use_backend_in_two_threads_that_leave_in_the_order_they_entered():
     assert backends.forced() is None
 
 
-def test_what_a_forced_name_means(monkeypatch):
-    """The device that is there where it fits the name; otherwise the facts of the one that is named."""
+def test_forced_name_selects_the_device(monkeypatch):
+    """A name that fits the present device means that device; another name its own facts."""
     an_nvidia(monkeypatch, 9, 0, multi_processor_count=78)
     here = backends.detected(GPU)
     for name in ("triton", "reference", "nvidia", "nvidia:sm90"):

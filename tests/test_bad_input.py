@@ -1,4 +1,4 @@
-"""What is no tensor, or no number, where one is wanted: the error names the argument, what came and what is allowed."""
+"""Pass values of wrong types: the error names argument, value and allowed types."""
 
 import inspect
 from typing import get_args
@@ -57,7 +57,7 @@ def test_the_wrong_kind_is_named(function, arguments):
         function(**arguments)
         for name, parameter in inspect.signature(function).parameters.items():
             kinds = [KINDS.get(kind) for kind in get_args(parameter.annotation) or (parameter.annotation,)]
-            if None in kinds:  # a flag, which is true or false whatever it is; the options of a loss
+            if None in kinds:  # a flag, for which every value is true or false; the options of a loss
                 continue
             for wrong in (TEXT, NUMBERS, None) if parameter.default is parameter.empty else (TEXT, NUMBERS):
                 if isinstance(wrong, tuple(kind for kind, _ in kinds)):
@@ -95,7 +95,7 @@ def test_missing_and_unknown_arguments():
         liger_hw.rms_norm(torch.ones(2, 4), epsilon=1e-6)
 
 
-def test_what_fails_for_another_reason_is_left():
+def test_other_errors_are_unchanged():
     @names_arguments
     def fails(x: torch.Tensor, scale: float = 1.0):
         raise RuntimeError("out of luck")
@@ -121,7 +121,7 @@ def test_items_are_one_number(reduced):
 
 @pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
 @pytest.mark.parametrize("name", OPS)
-def test_kernels_refuse_what_they_would_round(name):
+def test_kernels_refuse_dtypes_that_they_would_round(name):
     """On meta tensors, of which a launch computes nothing."""
     inputs, options = next(iter(small_cases(name, torch.float32)))
     wide = [x.double() if x.is_floating_point() else x for x in inputs]

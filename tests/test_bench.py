@@ -10,8 +10,8 @@ import torch
 
 from liger_hw import cli, dispatch
 from liger_hw._triton import interpreting
-from liger_hw.bench import measure, operations, page, peers, tables, training
-from liger_hw.bench.results import about
+from liger_hw.bench import charts, formatting, measure, operations, peers, training
+from liger_hw.bench.run_file import environment
 from liger_hw.kernels import load_all
 from liger_hw.testing.cases import CASES, model_cases
 
@@ -95,7 +95,7 @@ def test_end_to_end(tmp_path, capsys):
     assert {op: result["error"] for op, result in found["parity"].items()} == {
         "rms_norm": None, "fused_linear_cross_entropy": None,
     }  # fmt: skip
-    shapes_ = tables.by_shape(found)
+    shapes_ = formatting.by_shape(found)
     modes = {mode for _, _, mode in shapes_}
     assert modes == {"fwd", "bwd", "full", "host fwd", "host full"}
     for (op, _, mode), records in shapes_.items():
@@ -138,7 +138,7 @@ def test_an_op_without_parity_cases_has_no_time(monkeypatch):
     assert "no parity cases" in operations.check_parity("rope", torch.float32, torch.device("cpu"))["error"]
 
 
-def test_a_peer_that_fails_is_told(monkeypatch, tmp_path, capsys):
+def test_a_failed_peer_is_reported(monkeypatch, tmp_path, capsys):
     def fails(case):
         raise ImportError("broken installation")
 
@@ -244,8 +244,8 @@ def test_compare(tmp_path, capsys):
 
 def test_shares_are_of_kernels_alone_where_a_call_was_captured():
     captured, called = made(2.0, gpu=1.0, share=0.4), made(2.0, share=0.4)
-    assert (tables.kernels(captured), tables.kernels_share(captured)) == (1.0, 0.8)
-    assert (tables.kernels(called), tables.kernels_share(called)) == (2.0, 0.4)
+    assert (formatting.kernels(captured), formatting.kernels_share(captured)) == (1.0, 0.8)
+    assert (formatting.kernels(called), formatting.kernels_share(called)) == (2.0, 0.4)
 
 
 def test_spread_and_order():
@@ -326,7 +326,7 @@ def test_a_run_that_fails_leaves_the_others(monkeypatch):
     assert answers[0] == {"error": "ZeroDivisionError: division by zero"} and answers[1]["tokens_per_second"] > 0
 
 
-def test_training_that_fails_is_told(trained, monkeypatch, capsys):
+def test_failed_training_is_reported(trained, monkeypatch, capsys):
     monkeypatch.setattr(training, "_in_a_process", lambda group: [{"error": "out of memory"}] * len(group))
     status, found = trained("tiny", "--checkpointing", "both")
     assert status == 0 and [run["checkpointing"] for run in found["results"]] == [False, False, True, True]
@@ -366,7 +366,7 @@ def test_pictures_are_pictures():
         made(1.0, share=0.5, bytes=10, flops=10), made(2.0, share=0.2, provider="eager", bytes=10, flops=10)
     )
     found["ceilings"] = {"bytes_per_second": 1e9, "flops_per_second": 1e12}
-    drawn = {name: page.picture(figure, "png") for name, figure in page.figures(found)}
+    drawn = {name: charts.picture(figure, "png") for name, figure in charts.figures(found)}
     assert set(drawn) == {"roofline", "rms_norm fwd"}
     assert all(data.startswith(b"\x89PNG") for data in drawn.values())
 
@@ -379,7 +379,7 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
         sys.path.pop(0)
     records = [made(m, provider=p, shape="16384x4096", mode="full", share=0.5, bytes=9, flops=9) for m, p in
                ((0.2, "liger_hw"), (0.3, "quack"), (0.4, "liger"))]  # fmt: skip
-    found = about(torch.device("cpu")) | results(*records) | {
+    found = environment(torch.device("cpu")) | results(*records) | {
         "device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}, "dtype": "bfloat16",
         "ceilings": {"bytes_per_second": 4e12, "flops_per_second": 7e14},
     }  # fmt: skip
@@ -404,7 +404,7 @@ def test_the_page_of_models_is_written_from_results(monkeypatch, tmp_path):
         return asked | {"dtype": "bfloat16", "tokens_per_second": tokens, "peak_bytes": memory * 2**30}
 
     broken = run("liger", 0, 0, "granite-2b") | {"error": "ValueError: sideways"}
-    found = about(torch.device("cpu")) | results(
+    found = environment(torch.device("cpu")) | results(
         run("eager", 1000.0, 20), run("liger_hw", 1500.0, 10), run("liger", 1200.0, 12),
         run("eager", 1000.0, 20, "granite-2b"), run("liger_hw", 1300.0, 10, "granite-2b"), broken,
     ) | {"device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The runners' scripts, as far as they go without their GPUs: every step of each, its command and its failure."""
+"""Run the runners' scripts without GPUs: every step, its command and its failure."""
 
 import importlib
 import importlib.util
@@ -85,7 +85,7 @@ def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, 
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_what_is_there_is_taken_where_nothing_may_be_installed(vendor):
+def test_no_install_uses_the_installed_packages(vendor):
     steps = planned(vendor, NO_INSTALL="1", PYTHON="/opt/their/python")
     assert list(steps) == STEPS and {command[0] for command in steps.values()} == {"/opt/their/python"}
 
@@ -101,7 +101,7 @@ def test_the_install_is_that_vendors(vendor, tmp_path):
 
 
 def stub(folder, *failing):
-    """A Python that writes down what it is asked, and fails at some of it."""
+    """A Python that records its commands and fails at some."""
     file = folder / "python"
     cases = "".join(f"  *{shlex.quote(words)}*) exit 1 ;;\n" for words in failing)
     file.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\necho "output of $*"\ncase "$*" in\n{cases}esac\nexit 0\n')
@@ -124,7 +124,7 @@ def test_a_run_in_which_all_passes(vendor, tmp_path):
     assert kept == set(STEPS) and "output of" in (tmp_path / "report" / "tests.txt").read_text()
 
 
-def test_a_failed_step_is_told_and_the_next_ones_run(tmp_path):
+def test_a_failed_step_is_reported_and_the_next_ones_run(tmp_path):
     done = script("amd", **stub(tmp_path, "-m pytest", "cli bench"))
     assert done.returncode == 1 and "=== failed: tests bench" in done.stdout
     assert asked(tmp_path)[-1].startswith("-m liger_hw.cli matrix")
@@ -168,7 +168,7 @@ def check_device():
 
 def test_no_accelerator_is_a_failure(check_device, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="finds no accelerator here; this runner is for one of amd"):
+    with pytest.raises(SystemExit, match="finds no accelerator, expected one of amd"):
         check_device("amd")
 
 
@@ -186,7 +186,7 @@ def test_another_vendors_gpu_is_a_failure(device, check_device, monkeypatch, cap
             check_device(vendor)
             assert f"{vendor} {device.arch}" in (shown := capsys.readouterr().out) and "compiled a kernel" in shown
         else:
-            with pytest.raises(SystemExit, match=f"finds a GPU of {device.vendor}; this runner is for one of {vendor}"):
+            with pytest.raises(SystemExit, match=f"finds a GPU of {device.vendor}, expected one of {vendor}"):
                 check_device(vendor)
 
 
@@ -222,7 +222,7 @@ def test_the_workflow_of_cpus():
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):
-    """A job's matrix is the list that the steps of the job before it print, here run as they stand."""
+    """A job's matrix is the output of the job before it, whose steps run here."""
     jobs = workflow("cpu")["jobs"]
     assert jobs["interpret"]["needs"] == "backends"
     assert jobs["interpret"]["strategy"]["matrix"]["backend"] == "${{ fromJSON(needs.backends.outputs.names) }}"

@@ -78,13 +78,28 @@ def test_info_of_a_forced_backend(on_a_cpu, capsys, name, vendor, arch):
 def test_info_shows_where_a_configuration_comes_from(on_a_cpu, capsys):
     device = nvidia.ARCHS["sm90"]
     config = tuning.CONFIGS["rms_norm_forward"]
-    entry = tuning.entry_for(config, (8192, 2), config.heuristic(8192, 2, device), 1e-3, 2e-3)
+    entry = tuning.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
     tuning.record(tuning.cache_file(device), {config.key(8192, 2): entry})
     with use_backend("nvidia:sm90"):
         found = json.loads(info(capsys, "--json"))["devices"][0]["configurations"]
     sources = {entry["key"]: entry["source"] for entry in found}
     assert sources.get("rms_norm_forward(8192, 2)", "local") == "local"
     assert tuning.CONFIGS["rms_norm_forward"](8192, 2, device).source == "local"
+
+
+@needs_triton
+def test_info_says_which_entries_of_tables_are_of_other_code_or_another_triton(on_a_cpu, capsys):
+    device, config = nvidia.ARCHS["sm80"], tuning.CONFIGS["rms_norm_forward"]
+    entry = tuning.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
+    changes = {"kernel": "0123456789abcdef"}, {"triton": "3.0.0"}, {"triton": "3.0.0"}, {}
+    table = {config.key(cols, 2): entry | change for cols, change in enumerate(changes)}
+    tuning.record(tuning.cache_file(device), table)
+    with use_backend("nvidia:sm80"):
+        local = json.loads(info(capsys, "--json"))["devices"][0]["tables"]["local"]
+        text = info(capsys)
+    assert local["entries"] == 4 and local["other_code"] == ["rms_norm_forward(0, 2)"]
+    assert local["other_triton"] == {"3.0.0": 2}
+    assert "4 entries; 1 found on other code and ignored: rms_norm_forward(0, 2); 2 found with Triton 3.0.0" in text
 
 
 @needs_triton
@@ -155,7 +170,7 @@ def test_tune_writes_a_table(h200, tmp_path, capsys):
 
 
 @needs_triton
-def test_an_interrupted_tune_keeps_what_it_found(h200, tmp_path, capsys):
+def test_an_interrupted_tune_keeps_its_winners(h200, tmp_path, capsys):
     measured = []
 
     def cost(config):

@@ -1,4 +1,4 @@
-"""What reads, judges and keeps the results of compilation, on code that is known by heart."""
+"""Read, judge and keep results of compilation, of assembly with known answers."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from liger_hw.proof import assembly, compiled, crosscompile, resources, results
+from liger_hw.proof import assembly, compile_cache, compiled, crosscompile, resources
 from liger_hw.proof.assembly import Access
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 
@@ -55,7 +55,7 @@ def test_each_gate_stops_what_it_is_for(gate, found):
 
 @pytest.mark.parametrize(("lost", "missed"), [({16: 2}, []), ({16: 2, 4: 1}, ["widths"]), ({}, ["widths"])])
 def test_an_access_whose_place_was_lost_is_the_narrowest_of_those(lost, missed):
-    """As cross entropy's backward of 256,000 columns on gfx1100: all its loads are printed at line 0."""
+    """gfx1100 prints all loads of cross entropy's backward of 256,000 columns at line 0."""
     gone = dataclasses.replace(GOOD.accesses[0], widths={})
     elsewhere = Access("?", "load", "?", 1, 1, 1, 0, lost)
     assert list(compiled.judge(launched(), changed(accesses=(gone, elsewhere)))) == missed
@@ -245,42 +245,42 @@ def test_every_architecture_of_the_matrix_has_a_compiler_and_limits():
 
 
 def test_results_are_kept(tmp_path):
-    cache = results.Cache(tmp_path)
+    cache = compile_cache.Cache(tmp_path)
     cache.add("a", GOOD)
     cache.add("b", "CompilationError: no")
-    again = results.Cache(tmp_path)
+    again = compile_cache.Cache(tmp_path)
     assert again.known["b"] == "CompilationError: no"
     assert compiled.judge(launched(), again.known["a"]) == {} and again.known["a"].registers == 64
 
 
 def test_a_line_cut_short_costs_that_line(tmp_path):
-    cache = results.Cache(tmp_path)
+    cache = compile_cache.Cache(tmp_path)
     cache.add("a", GOOD)
     cache.file.write_text(cache.file.read_text() + cache.file.read_text()[:40])
-    assert set(results.Cache(tmp_path).known) == {"a"}
+    assert set(compile_cache.Cache(tmp_path).known) == {"a"}
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    cache = results.Cache(tmp_path / "file" / "folder")
+    cache = compile_cache.Cache(tmp_path / "file" / "folder")
     cache.add("a", GOOD)
     assert cache.known["a"] is GOOD and "not kept" in caplog.text
 
 
 def test_only_what_is_used_is_kept(tmp_path):
-    cache = results.Cache(tmp_path)
+    cache = compile_cache.Cache(tmp_path)
     for key in "abcd":
         cache.add(key, GOOD)
     cache.keep({"a", "b", "c"})
-    assert set(results.Cache(tmp_path).known) == set("abcd"), "a quarter is not worth it"
+    assert set(compile_cache.Cache(tmp_path).known) == set("abcd"), "a quarter is not worth it"
     cache.keep({"a"})
-    assert set(results.Cache(tmp_path).known) == {"a"}
+    assert set(compile_cache.Cache(tmp_path).known) == {"a"}
 
 
 def test_results_of_other_code_are_forgotten(tmp_path, monkeypatch):
-    results.Cache(tmp_path).add("a", GOOD)
+    compile_cache.Cache(tmp_path).add("a", GOOD)
     monkeypatch.setattr(crosscompile, "reader", lambda: ("3.9.0", "another"))
-    assert not results.Cache(tmp_path).known
+    assert not compile_cache.Cache(tmp_path).known
 
 
 def rows():

@@ -36,7 +36,7 @@ DERIVE_FROM_TRANSFORMERS = {  # are classes of it, and are imported when they ar
 
 
 def imports(path, everywhere):
-    """Modules of liger_hw and packages that a file imports, anywhere or at its top level only."""
+    """Yield the modules that a file imports, anywhere or at its top level alone."""
     tree = ast.parse(path.read_text())
     nodes = ast.walk(tree) if everywhere else tree.body
     for node in nodes:
@@ -52,7 +52,7 @@ def room(path):
 
 
 def test_every_room_has_a_floor():
-    """A file or folder of the package that no floor names is in the wrong place, or the list lacks it."""
+    """FLOORS names every file and folder of the package."""
     rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert rooms == {"__init__", *FLOOR}
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: graph capture, compiled modules, sizes beyond 32 bits, the same bits from run to run."""
+"""Test on a GPU: graphs, compiled modules, sizes beyond 32 bits, bitwise equal repeats."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_graph_capture(op, device):
 
 
 def _other(x):
-    """Another tensor of the same shape: shuffled along the first dimension, so that labels stay labels."""
+    """Shuffle a tensor along its first dimension, so that labels stay labels."""
     return x.detach().flip(0).clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x
 
 
@@ -102,7 +102,7 @@ def test_compiles_without_a_break(op, device):
 
 @pytest.fixture
 def room(device):
-    """Memory for tensors of more than 2^31 elements, given back afterwards: other workers share the device."""
+    """Reserve memory for more than 2^31 elements; free it afterwards for other workers."""
     gib = torch.get_device_module(device).mem_get_info()[0] / 2**30
     if gib < 32:
         pytest.skip(f"needs 32 GiB of free device memory, and {gib:.0f} are")
@@ -131,7 +131,7 @@ def _targets(vocab, rows):
 @_enormous
 @pytest.mark.parametrize("op", [rms_norm, layer_norm, fused_add_rms_norm, swiglu, geglu], ids=lambda op: op.__name__)
 def test_beyond_32_bits(op):
-    """The last rows of a tensor of more than 2^31 elements are what they are in a small one."""
+    """The last rows of more than 2^31 elements equal those of a small tensor."""
     x = _random(_rows(4096), 4096).requires_grad_()
     pair = op in (swiglu, geglu, fused_add_rms_norm)
     inputs = (x, x.detach()) if pair else (x, _random(4096))
@@ -185,7 +185,7 @@ def test_fused_linear_cross_entropy_beyond_32_bits():
 
 
 def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, caplog):
-    """A table that asks for more shared memory than there is: the same results, one warning, on the real driver."""
+    """A table with too much shared memory gives equal results and one warning."""
     here = detected(torch.device(device, torch.accelerator.current_device_index()))
     if not here.async_copy:
         pytest.skip("loads ahead take shared memory where they are asynchronous copies")
@@ -198,7 +198,7 @@ def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, ca
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning.choice, "_refused", set())
     tuning.warn_once.cache_clear()
-    tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.entry_for(config, shape, poison, 1e-3, 2e-3)})
+    tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.measured_entry(config, poison, 1e-3, 2e-3)})
     try:
         assert config(*shape, here).meta["STAGES"] == 32
         found = run(rms_norm, (x, weight), {})
@@ -211,7 +211,7 @@ def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, ca
 
 
 def test_second_device_is_not_needed_for_the_first(device):
-    """A tensor's own device is launched on, whatever the current one is."""
+    """Launches use the tensor's device, not the current one."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("one accelerator here")
     x = torch.randn(4, 64, device=f"{device}:1")

@@ -72,7 +72,7 @@ def test_registering_again_replaces(double, on_gpu):
     assert names(double) == "newer"
 
 
-def test_what_kernels_would_round_is_plain_torchs(double, on_gpu):
+def test_plain_torch_serves_dtypes_that_kernels_would_round(double, on_gpu):
     register(double, "triton")
     assert names(double) == "triton" and double(torch.ones(2).half())[0] == "triton"
     assert double(torch.ones(2).double())[0] == "reference"

@@ -218,7 +218,7 @@ KEY = "rms_norm_forward(4096, 2)"
 def entry():
     config = tuning.CONFIGS["rms_norm_forward"]
     found = config.heuristic(4096, 2, H200.with_facts(name="NVIDIA H200"))
-    return tuning.entry_for(config, (4096, 2), found, 1e-3, 2e-3)
+    return tuning.measured_entry(config, found, 1e-3, 2e-3)
 
 
 def table(folder, name="nvidia-sm90.json", **entries):
@@ -239,6 +239,10 @@ def test_a_good_table_passes(entry, tmp_path, capsys):
     assert check(file) == 0 and f"{file}: fit to ship\n" in capsys.readouterr().out
     file = table(tmp_path, **{KEY: entry | {"kernel": "0123456789abcdef"}})
     assert check(file) == 0 and "1 measured on other code" in capsys.readouterr().out
+    file = table(
+        tmp_path, **{KEY: {name: value for name, value in entry.items() if name not in ("ms", "heuristic_ms")}}
+    )
+    assert check(file) == 0, "a winner whose time nobody wrote down"
     config = Config(entry["meta"], num_warps=8, knobs={"grf_mode": "256"})
     assert check(table(tmp_path, "intel-bmg.json", **{KEY: entry | config.to_json()})) == 0
 
@@ -249,7 +253,9 @@ def test_a_good_table_passes(entry, tmp_path, capsys):
         ({"num_warps": 64}, "64 warps are 2048 threads"), ({"num_warps": 3}, "powers of two"),
         ({"meta": {"COLS": 4096}}, "allowed: ROWS, COLS"), ({"knobs": {"grf_mode": "256"}}, "knobs="),
         ({"ms": 3.0}, "a winner that is faster"), ({"ms": "fast"}, "a winner that is faster"),
-        ({"device": ""}, "device=''"), ({"date": "yesterday"}, "date='yesterday'"), ({"kernel": "x"}, "kernel='x'"),
+        ({"origin": "guessed"}, "origin='guessed', allowed: measured, compiled"),
+        ({"origin": "compiled"}, "without heuristic_missed"), ({"device": ""}, "device=''"),
+        ({"date": "yesterday"}, "date='yesterday'"), ({"kernel": "x"}, "kernel='x'"),
         ({"triton": None}, "triton=None"), ({"note": "mine"}, "got note"), ({"programs": 0}, "positive integers"),
     ],
     ids=str,
@@ -266,7 +272,9 @@ def test_what_is_wrong_with_an_entry(changes, words, entry, tmp_path, capsys):
         ("nvidia-sm90.json", "rms_norm_forward", None, "no configuration is called so"),
         ("nvidia-sm90.json", "rms_norm_forward(4096)", None, "got 1 numbers, allowed: cols, itemsize"),
         ("nvidia-sm90.json", "rms_norm_forward(a, b)", None, "its numbers are none"),
-        ("nvidia-sm90.json", KEY, [1], "got list"), ("nvidia-sm90.json", KEY, {}, "without date, device"),
+        ("nvidia-sm90.json", "rms_norm_forward(<=4096 even, 2)", None, "its numbers are none"),
+        ("nvidia-sm90.json", "rms_norm_forward(<=4096 odd, 2)", None, "for a class of widths, allowed: one width"),
+        ("nvidia-sm90.json", KEY, [1], "got list"), ("nvidia-sm90.json", KEY, {}, "origin=None"),
         ("nvidia-sm12.json", KEY, None, "got this name"), ("mine.json", KEY, None, "allowed: nvidia-sm90.json"),
     ],
 )  # fmt: skip
@@ -284,14 +292,19 @@ def test_what_is_no_table(text, words, tmp_path, capsys):
     assert check(tmp_path / "amd-gfx942.json") == 1 and words in capsys.readouterr().out
 
 
-def test_what_is_contributed_is_fit_to_ship(entry, tmp_path):
+def test_what_is_contributed_is_fit_to_ship(entry, monkeypatch, tmp_path):
     mine = table(tmp_path, "local.json", **{
         KEY: entry, "rms_norm_forward(8192, 2)": entry | {"kernel": "0123456789abcdef"},
         "rms_norm_forward(2048, 2)": entry | {"num_warps": 3},
     })  # fmt: skip
+    monkeypatch.setattr(tuning, "shipped_file", lambda device: tmp_path / "shipped.json")
+    compiled = {name: entry[name] for name in contribution.FIELDS}
+    compiled |= {"origin": "compiled", "heuristic_missed": "spills: 8 spilled, 8 bytes of scratch a lane, allowed 0"}
+    shipped = {"rms_norm_forward(<=4096 odd, 2)": compiled, KEY: compiled}
+    (tmp_path / "shipped.json").write_text(json.dumps(shipped))
     file = contribution.contribute(mine, H200, tmp_path / "out")
-    assert file.name == "nvidia-sm90.json" and list(json.loads(file.read_text())) == [KEY]
-    assert contribution.problems(file) == [] and contribution.stale(file) == []
+    assert file.name == "nvidia-sm90.json" and json.loads(file.read_text()) == shipped | {KEY: entry}
+    assert contribution.problems(file) == [] and contribution.other_code(json.loads(file.read_text())) == []
     assert contribution.contribute(tmp_path / "absent.json", H200, tmp_path) is None
     with pytest.raises(ValueError, match="sm91 is not among nvidia's architectures"):
         contribution.contribute(mine, H200.with_facts(arch="sm91"), tmp_path)
@@ -311,6 +324,6 @@ def test_tune_contributes(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(tuning.search, "bench", bench)
     assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "--contribute"]) == 0
-    assert "nvidia-sm90.json: put it into liger_hw/backends/" in capsys.readouterr().out
+    assert "nvidia-sm90.json: put it into liger_hw/tuning/tables/" in capsys.readouterr().out
     assert check(tmp_path / "nvidia-sm90.json") == 0
     tuning.forget()

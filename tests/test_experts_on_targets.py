@@ -1,4 +1,4 @@
-"""The kernels of experts, which no op calls, hold what `test_targets.py` holds the ops' kernels to."""
+"""Check the kernels of experts, which no op calls, as `test_targets.py` checks the ops'."""
 
 import os
 

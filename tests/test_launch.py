@@ -1,4 +1,4 @@
-"""A launch, and the same launch again: C receives the same arguments, whoever hands them over.
+"""Launch twice: C receives the same arguments from Triton's launcher and from ours.
 
 Triton's own stack compiles and launches, over a driver without a device: the launchers that its wheel ships for NVIDIA
 and AMD, a stand-in with the form of Intel's, and a recorder in the place of the function in C.
@@ -64,7 +64,7 @@ class Drops(Flat):
 
 
 class Twice(Flat):
-    """Gives C one argument in two places: as many as were handed over, but not the same ones."""
+    """Pass C one argument twice: the right number of arguments, but wrong ones."""
 
     def __call__(self, x, y, z, stream, function, *arguments):
         self.asked += 1
@@ -156,7 +156,7 @@ class XPULauncher:
 
 
 class GPU:
-    """Triton's driver of a GPU that is not there; `calls` are the arguments that C would have received."""
+    """Fake Triton's driver of a GPU; `calls` are the arguments for C."""
 
     def __init__(self, vendor, monkeypatch, launcher=None):
         from triton.backends.compiler import GPUTarget
@@ -206,7 +206,7 @@ def gpu(monkeypatch):
 
 
 def values(arguments):
-    """The arguments as C reads them: tensors are addresses, and hooks that nobody listens to are none."""
+    """Return the arguments as C reads them: tensors as addresses, empty hooks as None."""
     if isinstance(arguments, (tuple, list)):
         return [values(argument) for argument in arguments]
     if torch.is_tensor(arguments):
@@ -226,7 +226,7 @@ def hands_over_tensors(arguments):
 
 @needs_compilers
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_a_second_launch_gives_c_what_the_first_gave(vendor, gpu):
+def test_a_second_launch_passes_c_the_same_arguments(vendor, gpu):
     gpu = gpu(vendor)
     gpu.launch()
     gpu.launch()
@@ -239,7 +239,7 @@ def test_a_second_launch_gives_c_what_the_first_gave(vendor, gpu):
 
 @needs_compilers
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-def test_a_direct_call_gives_c_what_the_launcher_of_the_wheel_gives(vendor, gpu, monkeypatch):
+def test_a_direct_call_passes_c_the_arguments_of_the_wheels_launcher(vendor, gpu, monkeypatch):
     """AMD's too, though launches do not take it before it was executed there."""
     gpu = gpu(vendor)
     monkeypatch.setattr(VENDORS[vendor], "LAUNCHER_SHORTCUT", True)
@@ -268,7 +268,7 @@ def test_a_launcher_of_an_unforeseen_form_is_called(form, gpu, monkeypatch):
 @needs_compilers
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("how", ["added", "replaced"])
-def test_tritons_hooks_are_told(name, how, gpu, monkeypatch):
+def test_tritons_hooks_run(name, how, gpu, monkeypatch):
     gpu, hook = gpu("nvidia"), lambda metadata: None
     gpu.launch()
     gpu.launch()
@@ -312,7 +312,7 @@ def test_tensors_of_another_device_than_the_current_one(gpu, monkeypatch):
     assert (index, index) in second and not hands_over_tensors(second) and current.index == 5
 
 
-def test_only_what_was_executed_is_launched_past_triton():
+def test_only_executed_vendors_bypass_tritons_launcher():
     """A vendor's constant may be set once its kernels ran on its hardware."""
     _, cells = evidence.read([Path(__file__).parent.parent / "benchmarks" / "evidence"])
     executed = {cell.backend.partition(":")[0] for cell in cells if cell.level == evidence.EXECUTED and cell.passed}

@@ -23,7 +23,7 @@ def chosen(kernel, *shape, arch):
 @pytest.mark.parametrize("kernel", ["rms_norm_forward", "layer_norm_forward"])
 @pytest.mark.parametrize("cols", [1024, 4096, 8192])
 def test_a_wave_of_64_lanes_needs_half_the_warps(kernel, cols):
-    """The same values a lane, and so the same 16-byte accesses, of a row that is one block."""
+    """A row in one block keeps its values a lane, and so its 16-byte accesses."""
     for wide, narrow in itertools.product(CDNA, RDNA):
         of_64, of_32 = (chosen(kernel, cols, 2, arch=arch) for arch in (wide, narrow))
         assert of_64.meta == of_32.meta and 2 * of_64.num_warps == of_32.num_warps
@@ -48,7 +48,7 @@ def test_loads_ahead_only_where_they_cost_no_registers():
 
 
 def test_99_KiB_hold_less_than_163_or_227():
-    """Shared memory decides what can be ahead: of a row of 8,192 columns, of a wide vocabulary."""
+    """Shared memory limits the loads ahead: rows of 8,192 columns, wide vocabularies."""
     for itemsize, read, wanted in ((2, 3, (3, 3, 3)), (4, 2, (3, 3, 1)), (4, 3, (1, 3, 1))):
         of = [
             chosen("rms_norm_backward", 8192, itemsize, read, arch=arch)["STAGES"] for arch in ("sm80", "sm90", "sm86")
@@ -80,9 +80,12 @@ def test_a_core_of_48_warps_has_no_room_for_a_second_program_of_32():
         assert chosen("rms_norm_backward", 16384, 2, 2, arch=arch).num_warps <= 16
 
 
-def test_more_bandwidth_a_core_wants_more_programs():
-    of = {arch: chosen("rms_norm_backward", 1024, 2, 2, arch=arch).programs for arch in ("sm80", "sm90", "sm100")}
-    assert of == {"sm80": 2, "sm90": 2, "sm100": 3}
+def test_a_norms_backward_asks_for_the_bytes_that_should_be_under_way():
+    for arch in (*DATA_CENTRE, *CONSUMER):
+        for cols, itemsize in itertools.product((128, 512, 1001, 1024, 2304, 4096, 5120, 8192), (2, 4)):
+            few = chosen("rms_norm_backward", cols, itemsize, 2, arch=arch)
+            ahead = (few["STAGES"] - 1) * 2 * few["ROWS"] * few["COLS"] * itemsize
+            assert few["STAGES"] == 1 or few.programs * ahead >= DEVICES[arch].bytes_in_flight
 
 
 def test_a_looped_row_leaves_room_for_a_second_program_on_amd():

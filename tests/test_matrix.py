@@ -30,13 +30,13 @@ def matrix(capsys, tmp_path, *arguments):
     return status, capsys.readouterr()
 
 
-def test_evidence_comes_back_as_it_was_written(tmp_path):
+def test_evidence_survives_writing_and_reading(tmp_path):
     file = evidence.write(tmp_path / "a.json", RUN, [GOOD, BAD], kernels=[1])
     assert evidence.read([file]) == (RUN, [GOOD, BAD])
     assert json.loads(file.read_text())["kernels"] == [1]
 
 
-def test_what_stands_in_two_files_counts_once_and_runs_add_up(tmp_path):
+def test_a_cell_in_two_files_counts_once_and_runs_add_up(tmp_path):
     evidence.write(tmp_path / "a" / "part.json", RUN, [GOOD])
     evidence.write(tmp_path / "a" / "merged.json", RUN, [GOOD, BAD])
     other = Cell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 5, 1, ["late"], "s")
@@ -53,7 +53,7 @@ def test_what_stands_in_two_files_counts_once_and_runs_add_up(tmp_path):
     ["", "[]", "{}", '{"evidence": 2, "runs": {}, "cells": []}', '{"evidence": 1, "runs": {}, "cells": [{"op": "x"}]}',
      json.dumps({"evidence": 1, "runs": {}, "cells": [vars(GOOD)]})],
 )  # fmt: skip
-def test_what_is_no_evidence_is_refused(text, tmp_path, capsys):
+def test_other_files_than_evidence_are_refused(text, tmp_path, capsys):
     (tmp_path / "x.json").write_text(text)
     status, shown = matrix(capsys, tmp_path, tmp_path / "x.json")
     assert status == 2 and "x.json, allowed: evidence" in shown.err
@@ -63,7 +63,7 @@ def test_what_is_no_evidence_is_refused(text, tmp_path, capsys):
     assert status == 2 and "absent.json" in shown.err
 
 
-def test_a_benchmark_is_evidence_of_what_it_timed():
+def test_a_benchmark_is_evidence_of_its_times():
     (file,) = (HERE.parent / "benchmarks").glob("h200.json")
     runs, cells = evidence.read([file])
     assert {facts["level"] for facts in runs.values()} == {MEASURED}
@@ -130,7 +130,7 @@ def hardware():
     return module
 
 
-def test_the_documents_say_what_the_evidence_says(hardware):
+def test_the_documents_match_the_evidence(hardware):
     assert hardware.main(["--check"]) == 0, "python tools/hardware.py"
 
 
@@ -161,7 +161,7 @@ def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def double(monkeypatch):
-    """An op whose kernel is right for whatever backend, until it is told not to be."""
+    """An op whose kernel is right on every backend, until the test breaks it."""
     state = SimpleNamespace(factor=2)
 
     def double(x):
@@ -174,7 +174,7 @@ def double(monkeypatch):
 
 
 @needs_triton
-def test_what_a_check_speaks_for(double, monkeypatch):
+def test_device_that_a_check_proves(double, monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(evidence, "interpreting", lambda: True)
     monkeypatch.setattr(backends, "interpreting", lambda: True)
@@ -200,7 +200,7 @@ def test_what_a_check_speaks_for(double, monkeypatch):
 @needs_triton
 def test_only_the_device_that_is_here_is_executed(double, monkeypatch):
     monkeypatch.setattr(evidence, "interpreting", lambda: False)
-    monkeypatch.setattr(backends, "interpreting", lambda: True)  # so that CPU tensors may stand for the GPU's
+    monkeypatch.setattr(backends, "interpreting", lambda: True)  # so that CPU tensors count as a GPU's
     monkeypatch.setitem(backends._devices, torch.device("cpu"), nvidia.ARCHS["sm90"])
     x = torch.randn(3)
     for backend, found in [
@@ -230,7 +230,7 @@ def test_twice(rows, dtype, backend, device):
 
 
 @needs_triton
-def test_a_worker_hands_over_what_it_saw(tmp_path):
+def test_a_worker_passes_its_counts_on(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_twice.py").write_text(TESTS)
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}

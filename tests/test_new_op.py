@@ -1,4 +1,4 @@
-"""The op of CONTRIBUTING.md, added to a copy of the package as told there, is found by everything that lists ops."""
+"""Add the op of CONTRIBUTING.md to a copy of the package; every list finds it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ OP = "sigmoid_gate"
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the package and its tests, with each block of CONTRIBUTING.md's example where its heading says."""
+    """Copy package and tests, and add the blocks of CONTRIBUTING.md's example."""
     folder = tmp_path_factory.mktemp("checkout")
     for part in ("liger_hw", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))

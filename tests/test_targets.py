@@ -1,4 +1,4 @@
-"""Every kernel of every op builds, fits and reads its rows in whole vectors, without a GPU.
+"""Check without a GPU that every kernel builds, fits and reads whole vectors.
 
 The configurations are exactly those a launch on that architecture would use. Here: the wide and odd shapes, in bf16,
 for an architecture of each kind (`--archs all`: for all; `--archs turns`: each op for one of them). `liger-hw matrix
@@ -12,7 +12,7 @@ import re
 import pytest
 
 from liger_hw.dispatch import OPS
-from liger_hw.proof import compiled, crosscompile, results
+from liger_hw.proof import compile_cache, compiled, crosscompile
 from liger_hw.proof.crosscompile import DEVICES
 from liger_hw.testing.cases import CASES
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 @pytest.fixture(scope="module")
 def cache():
-    return results.Cache()
+    return compile_cache.Cache()
 
 
 def test_every_op_has_cases():
@@ -35,7 +35,7 @@ def test_passes_every_gate(op, compiled_arch, cache):
     for use in found:
         key = use.launch.key
         if key not in cache.known:
-            cache.add(key, results.attempt(use.launch))
+            cache.add(key, compile_cache.attempt(use.launch))
         result = cache.known[key]
         assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
         # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-def test_what_relatives_share_makes_the_code_that_each_would_be_given(vendor, of_relatives):
+def test_shared_stages_give_each_relative_its_own_code(vendor, of_relatives):
     archs = [arch for arch in compiled.ARCHS if DEVICES[arch].vendor == vendor]
     uses = compiled.uses(archs[0], [of_relatives], ["bf16"], [compiled.WIDE])
     launch = max(uses, key=lambda use: use.backward).launch
@@ -69,7 +69,7 @@ def test_what_relatives_share_makes_the_code_that_each_would_be_given(vendor, of
 
 
 def instructions(text: dict) -> list[str]:
-    """Of the machine's code, without the lines of the source that they come from: reading IR again loses some."""
+    """Drop the source lines from assembly, because reading IR from text loses some."""
     code, comment = (text["ptx"], "//") if "ptx" in text else (text["amdgcn"], ";")
     found = [line.partition(comment)[0].strip() for line in code.splitlines() if re.match(r"\s+[a-z@]", line)]
     assert len(found) > 100

@@ -1,4 +1,4 @@
-"""What a tracer sees of an op: one registered op forward and one backward, of the right shapes, and no launch."""
+"""Check that a tracer sees one registered op forward and one backward, and no launch."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_tangents_are_refused(op, mode, backend):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor whose memory is somebody else's, as a DTensor's."""
+    """A tensor without memory of its own, like a DTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):

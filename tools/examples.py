@@ -1,10 +1,9 @@
-"""Measure the examples, and write the table of examples/README.md from what was measured.
+"""Measure the examples, and write the table of examples/README.md.
 
     python tools/examples.py run benchmarks/examples-h200.json [EXAMPLE ...] [-- --steps 8 --shape 1b]
     python tools/examples.py table benchmarks/examples-h200.json ...
 
-`run` adds to the file: what it holds of the same example and provider is measured again. What stands after -- goes to
-the examples.
+`run` adds to the file and replaces results of the same example and provider. Arguments after -- go to the examples.
 """
 
 import importlib
@@ -22,12 +21,12 @@ PROVIDERS = ("plain", "liger_hw", "liger-kernel")
 
 
 def measure(file: Path, names, options) -> None:
-    """Run every example with every provider, each in a process of its own, and write the results after each."""
-    from liger_hw.bench.results import write
+    """Run every example with every provider in its own process; write each result."""
+    from liger_hw.bench.run_file import write
 
-    context = multiprocessing.get_context("fork")  # what was imported below is imported once; no device was touched
+    context = multiprocessing.get_context("fork")  # children share the import below; no device may be in use yet
     importlib.import_module("transformers.trainer")
-    found = json.loads(file.read_text()) if file.exists() else {"results": []}
+    measured = json.loads(file.read_text()) if file.exists() else {"results": []}
     for name in names or EXAMPLES:
         for provider in PROVIDERS:
             answer = Path(tempfile.mkdtemp()) / "result.json"
@@ -36,34 +35,34 @@ def measure(file: Path, names, options) -> None:
             process.join()
             result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
             key = {"example": name, "provider": provider}
-            about = result.pop("about", {})
-            kept = [r for r in found["results"] if {k: r[k] for k in key} != key]
-            found = found | about | {"results": [*kept, key | result]}
-            write(found, file)
+            environment = result.pop("environment", {})
+            others = [r for r in measured["results"] if {k: r[k] for k in key} != key]
+            measured = measured | environment | {"results": [*others, key | result]}
+            write(measured, file)
 
 
 def _one(name, options, answer) -> None:
     import torch
 
-    from liger_hw.bench.results import about
+    from liger_hw.bench.run_file import environment
 
     sys.path.insert(0, str(FOLDER))
     sys.argv = [name, *options, "--json", str(answer), "--output", str(answer.parent)]
     try:
         result = importlib.import_module(name).main()
-    except Exception as error:  # an absent package, or a library that fails: the others are measured all the same
+    except Exception as error:  # a package may be absent, a library may fail; the others still run
         result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     device = torch.device(device.type, 0) if device.type != "cpu" else device
-    known = about(device) | {"command": f"python tools/examples.py run ... -- {' '.join(options[2:])}"}
-    answer.write_text(json.dumps(result | {"about": known}))
+    command = f"python tools/examples.py run ... -- {' '.join(options[2:])}"
+    answer.write_text(json.dumps(result | {"environment": environment(device) | {"command": command}}))
 
 
-def table(found: dict) -> str:
-    """The examples with a result of liger_hw, beside what the others took."""
+def table(measured: dict) -> str:
+    """Return the table of all examples with a result of liger_hw."""
     rows = []
     for name in EXAMPLES:
-        runs = {run["provider"]: run for run in found["results"] if run["example"] == name}
+        runs = {run["provider"]: run for run in measured["results"] if run["example"] == name}
         ours = runs.get("liger_hw", {"error": ""})
         if "error" in ours:
             continue
@@ -78,9 +77,9 @@ def table(found: dict) -> str:
         plain = runs.get("plain", {})
         line.append(f"{ours['tokens_per_second'] / plain['tokens_per_second']:.2f}x" if "losses" in plain else "")
         rows.append(line)
-    device, versions = found["device"], found["versions"]
+    device, versions = measured["device"], measured["versions"]
     with_versions = ", ".join(f"{package} {number}" for package, number in versions.items() if number)
-    lead = f"{device['name']} ({device['vendor']} {device['arch']}), {found['date']}. {with_versions}."
+    lead = f"{device['name']} ({device['vendor']} {device['arch']}), {measured['date']}. {with_versions}."
     header = ["example", "parameters", "batch", *(f"{p}: tokens/s, peak memory" for p in PROVIDERS), "over plain"]
     return f"{lead}\n\n{markdown(header, rows)}"
 
@@ -90,9 +89,9 @@ def main(arguments) -> None:
         raise SystemExit(__doc__)
     command, file, *rest = arguments
     if command == "table":
-        founds = [json.loads(Path(each).read_text()) for each in (file, *rest)]
-        together = founds[0] | {"results": [result for found in founds for result in found["results"]]}
-        return insert(FOLDER / "README.md", table(together), "tools/examples.py")
+        files = [json.loads(Path(each).read_text()) for each in (file, *rest)]
+        merged = files[0] | {"results": [result for measured in files for result in measured["results"]]}
+        return insert(FOLDER / "README.md", table(merged), "tools/examples.py")
     names, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
     unknown = [name for name in names if name not in EXAMPLES]
     if unknown:

@@ -1,8 +1,8 @@
-"""Write the tables of what was proven where: `python tools/hardware.py [--check] [PATH ...]`.
+"""Write the tables of evidence: `python tools/hardware.py [--check] [PATH ...]`.
 
-The PATHs are evidence (what is in benchmarks/): files that `pytest --evidence`, `liger-hw bench`,
-`liger-hw matrix --compile` and `liger-hw doctor` wrote. What stands between markers in docs/hardware.md and README.md
-is replaced; with --check nothing is written, and the status is 1 if something would be.
+The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
+`liger-hw matrix --compile`. The text between markers in docs/hardware.md and README.md is replaced. With --check
+nothing is written, and the status is 1 if a table is stale.
 """
 
 import re
@@ -23,22 +23,22 @@ def markdown(header, rows) -> str:
 
 
 def tables(runs: dict, cells: list) -> dict[str | None, str]:
-    """The text for each kind of marker: a vendor's name, "runs", "levels", or None for all GPUs."""
+    """Return the table of each marker: a vendor, "runs", "levels", or None: all GPUs."""
     rows = page.rows(cells)
     names = {module.NAME: vendor for vendor, module in VENDORS.items()}
-    found = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].split()[0]] == vendor])
+    texts = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].split()[0]] == vendor])
              for vendor in VENDORS}  # fmt: skip
-    found["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
-    found["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
-    return found | {None: markdown(page.HEADER, rows)}
+    texts["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
+    texts["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
+    return texts | {None: markdown(page.HEADER, rows)}
 
 
 def _runs(runs: dict) -> list[list[str]]:
-    """Runs that differ in date, commit and tests alone, as one line."""
-    found = {}
+    """Return one line for all runs that differ only in date, commit and tests."""
+    dates_of = {}
     for level, date, on, versions, *_ in page.run_rows(runs):
-        found.setdefault((level, on, versions), []).append(date)
-    return [[level, str(len(dates)), max(dates), on, versions] for (level, on, versions), dates in found.items()]
+        dates_of.setdefault((level, on, versions), []).append(date)
+    return [[level, str(len(dates)), max(dates), on, versions] for (level, on, versions), dates in dates_of.items()]
 
 
 def main(arguments) -> int:
@@ -50,7 +50,7 @@ def main(arguments) -> int:
     for name in FILES:
         file = ROOT / name
         before = file.read_text()
-        after = MARKED.sub(lambda found: f"{found[1]}{texts[found[2]]}\n{found[3]}", before)
+        after = MARKED.sub(lambda match: f"{match[1]}{texts[match[2]]}\n{match[3]}", before)
         if after != before:
             stale.append(name)
             if not check:

@@ -1,9 +1,9 @@
-"""Plant mistakes in kernels and see that the parity tests turn red: a test that cannot fail proves nothing.
+"""Plant mistakes in kernels and check that the parity tests fail.
 
     python tools/mutants.py [FILE ...]      # rms_norm, glu, ...; all by default
 
-Each mutant is one replaced piece of a kernel. The package is copied, the piece replaced, and that kernel's test file
-run under the interpreter. Exits 1 if a mutant survives, or if a piece is no longer in the source.
+Each mutant replaces one piece of a kernel in a copy of the package and runs the kernel's test file in the interpreter.
+The status is 1 if a mutant survives, or if the source lacks the piece.
 """
 
 import os
@@ -139,11 +139,11 @@ MUTANTS = {
         ),
     ],
     "sequences": [
-        ("rows made again before they are told", "further -= stop - start", "further -= 1"),
+        ("rows recomputed too early", "further -= stop - start", "further -= 1"),
         ("gradient of no group", "row.copy_(grad)", "row.copy_(0 * grad)"),
     ],
 }
-PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not tests/kernels/test_NAME.py
+PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and tests/kernels/test_NAME.py
     "cross_entropy": ("kernels/cross_entropy/kernels.py", "kernels/test_cross_entropy.py"),
     "activate": ("kernels/_math.py", "kernels/test_activate.py"),
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
@@ -155,7 +155,7 @@ PLACES = {  # of mutants that are not in kernels/NAME.py, whose tests are not te
 
 
 def sources(name, package: Path) -> list[Path]:
-    """Where a kernel's mutants may be, the likelier file first."""
+    """Return the files that may hold a kernel's mutants, the likelier first."""
     return [package / PLACES.get(name, (f"kernels/{name}.py",))[0], package / "kernels/_math.py"]
 
 
@@ -172,7 +172,7 @@ def survivors(name, mutants):
                     file.write_text(source.replace(old, new))
                     break
             else:
-                yield f"{name}: {description}: not in the source any more"
+                yield f"{name}: {description}: its piece is not in the source"
                 continue
             environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia"}
             command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{test}"]

@@ -1,24 +1,24 @@
-"""Write the tables and pictures of a page from results; what stands between the page's two markers is replaced.
+"""Write the tables and pictures of a page from benchmark results.
 
     python tools/readme.py benchmarks/h200.json ...                     the README, of `liger-hw bench [train]`
     python tools/readme.py docs/models_speed.md benchmarks/models.json ...  whole models, of `liger-hw bench train`
     python tools/readme.py docs/losses.md benchmarks/h200-losses.json   losses, of `liger-hw bench losses`
 
-Pictures lie beside the results.
+The text between the page's two markers is replaced. Pictures go beside the results.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from liger_hw.bench import losses, page, tables
+from liger_hw.bench import charts, formatting, losses
 from liger_hw.bench.peers import FLOOR, OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: begin, by {} -->", "<!-- measured: end -->"
 TOOL = "tools/readme.py"
-TRAINED = ("eager", "liger", OURS)  # whose steps of training a table shows
-SHAPES = {  # what the README shows of each op; everything is in the JSON
+TRAINED = ("eager", "liger", OURS)  # the providers in the table of whole models
+SHAPES = {  # the shapes of each op in the README; the JSON has all
     "rms_norm": ("32768x1024", "16384x4096", "16384x8192"),
     "fused_add_rms_norm": ("16384x4096", "16384x8192"),
     "layer_norm": ("16384x4096", "16384x8192"),
@@ -30,11 +30,11 @@ SHAPES = {  # what the README shows of each op; everything is in the JSON
 }
 
 
-def chosen(found: dict, mode: str) -> dict:
-    """ "op shape" -> provider -> record, of what the README shows."""
+def chosen(benchmark: dict, mode: str) -> dict:
+    """Return "op shape" -> provider -> record of the README's shapes."""
     return {
         f"{op} {shape}": records
-        for (op, shape, m), records in tables.by_shape(found).items()
+        for (op, shape, m), records in formatting.by_shape(benchmark).items()
         if m == mode and shape in SHAPES.get(op, ()) and OURS in records
     }
 
@@ -44,60 +44,62 @@ def markdown(header, rows) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def operations(found: dict, stem: Path) -> str:
-    full = chosen(found, "full")
-    kept = [record for records in full.values() for record in records.values()]
+def operations(benchmark: dict, stem: Path) -> str:
+    full = chosen(benchmark, "full")
+    shown = [record for records in full.values() for record in records.values()]
     rows = []
     for label, records in full.items():
         ours = records[OURS]
         peers = [record for name, record in records.items() if name not in (OURS, FLOOR)]
-        peer = min(peers, key=tables.kernels, default=None)
+        peer = min(peers, key=formatting.kernels, default=None)
         op, _, shape = label.partition(" ")
         rows.append([
-            f"`{op}`", shape, f"{tables.number(tables.kernels(ours))} ms", tables.percent(tables.kernels_share(ours)),
-            f"{peer['provider']}, {tables.number(tables.kernels(peer))} ms" if peer else "",
-            f"{tables.kernels(peer) / tables.kernels(ours):.2f}x" if peer else "", tables.memory(ours),
-            tables.memory(peer),
+            f"`{op}`", shape, formatting.kernels_time(ours), formatting.percent(formatting.kernels_share(ours)),
+            f"{peer['provider']}, {formatting.kernels_time(peer)}" if peer else "",
+            f"{formatting.kernels(peer) / formatting.kernels(ours):.2f}x" if peer else "", formatting.memory(ours),
+            formatting.memory(peer),
         ])  # fmt: skip
     pictures = []
-    for name, figure in page.figures(found | {"results": kept}):
+    for name, figure in charts.figures(benchmark | {"results": shown}):
         if name == "roofline":
             pictures.append(_save(figure, stem, name))
-    for name, figure in page.overview(full):
+    for name, figure in charts.overview(full):
         pictures.append(_save(figure, stem, name))
     header = ["op", "shape", "liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
-    facts = tables.facts(found)
-    lead = f"Forward and backward, {found['dtype']}, {facts['device']}, {found['date']}: medians of one run with the " \
-        f"peers, interleaved, with a cold L2, of the kernels alone where a call can be captured. The limit is this " \
-        f"machine's own copy rate ({facts['copy']}) or matrix product rate ({facts['matrix product']}). " \
-        f"{facts['versions']}."  # fmt: skip
+    facts = formatting.facts(benchmark)
+    lead = (
+        f"Forward and backward, {benchmark['dtype']}, {facts['device']}, {benchmark['date']}: medians of one run with "
+        f"the peers, interleaved, with a cold L2, of the kernels alone where a graph can capture a call. The limit is "
+        f"this machine's own copy rate ({facts['copy']}) or matrix product rate ({facts['matrix product']}). "
+        f"{facts['versions']}."
+    )
     return "\n\n".join([lead, markdown(header, rows), *pictures])
 
 
-def training(found: dict, stem: Path) -> str:
-    rows = [[cell or " " for cell in row] for row in tables.training_rows(found)]
-    pictures = [_save(figure, stem, name) for name, figure in page.training_figures(found)]
-    return "\n\n".join(
-        [f"Training steps, {tables.facts(found)['device']}, {found['date']}, every model in a process of its own:",
-         markdown(tables.TRAINING, rows), *pictures]
-    )  # fmt: skip
+def training(benchmark: dict, stem: Path) -> str:
+    rows = [[cell or " " for cell in row] for row in formatting.training_rows(benchmark)]
+    pictures = [_save(figure, stem, name) for name, figure in charts.training_figures(benchmark)]
+    lead = (
+        f"Training steps, {formatting.facts(benchmark)['device']}, {benchmark['date']}, every model in its own process:"
+    )
+    return "\n\n".join([lead, markdown(formatting.TRAINING, rows), *pictures])
 
 
 def _save(figure, stem: Path, name: str) -> str:
     file = stem.with_name(f"{stem.name}-{name.replace(' ', '-')}.png")
-    file.write_bytes(page.picture(figure, "png"))
+    file.write_bytes(charts.picture(figure, "png"))
     return f"![{name}]({file.resolve().relative_to(ROOT).as_posix()})"
 
 
-def models(founds: list[dict]) -> str:
-    """Whole models as each library trains them: speed and peak memory of a step, and how liger_hw's compare.
+def models(benchmarks: list[dict]) -> str:
+    """Return the table of whole models: speed and peak memory of a step.
 
-    What a later run holds of the same setting replaces an earlier one's.
+    A later run of the same setting replaces an earlier one.
     """
-    founds = sorted(founds, key=lambda found: found["date"])
+    benchmarks = sorted(benchmarks, key=lambda benchmark: benchmark["date"])
     runs = {}
-    for found in founds:
-        for label, records in tables.by_setting(found).items():
+    for benchmark in benchmarks:
+        for label, records in formatting.by_setting(benchmark).items():
             runs.setdefault(label, {}).update(records)
     rows = []
     for label, records in runs.items():
@@ -106,32 +108,32 @@ def models(founds: list[dict]) -> str:
         if OURS not in timed or "peak_bytes" not in timed[OURS]:
             continue
         cells = [
-            f"{record['tokens_per_second']:,.0f}, {tables.memory(record)}" if name in timed else _failure(record)
+            f"{record['tokens_per_second']:,.0f}, {formatting.memory(record)}" if name in timed else _failure(record)
             for name, record in kept.items()
         ]
         ours = timed[OURS]
-        against = [
+        ratios = [
             f"{ours['tokens_per_second'] / timed[name]['tokens_per_second']:.2f}x, "
             f"{ours['peak_bytes'] / timed[name]['peak_bytes']:.2f}x" if name in timed else ""
             for name in TRAINED[:2]
         ]  # fmt: skip
-        rows.append([label, *cells, *against])
-    facts = tables.facts(founds[0])
-    dates = ", ".join(dict.fromkeys(found["date"] for found in founds))
-    lead = f"{facts['device']}, {dates}, {founds[0]['results'][0]['dtype']}. {facts['versions']}."
+        rows.append([label, *cells, *ratios])
+    facts = formatting.facts(benchmarks[0])
+    dates = ", ".join(dict.fromkeys(benchmark["date"] for benchmark in benchmarks))
+    lead = f"{facts['device']}, {dates}, {benchmarks[0]['results'][0]['dtype']}. {facts['versions']}."
     header = ["model", *(f"{name}: tokens/s, memory" for name in ("plain", *TRAINED[1:])), "over plain", "over liger"]
     return f"{lead}\n\n{markdown(header, rows)}"
 
 
-def losses_table(founds: list[dict]) -> str:
+def losses_table(benchmarks: list[dict]) -> str:
     parts = []
-    for found in founds:
-        facts = tables.facts(found)
+    for benchmark in benchmarks:
+        facts = formatting.facts(benchmark)
         parts += [
-            f"Forward and backward, {found['dtype']}, {facts['device']}, {found['date']}: medians of one run, "
+            f"Forward and backward, {benchmark['dtype']}, {facts['device']}, {benchmark['date']}: medians of one run, "
             f"interleaved, with a cold L2. {facts['versions']}.",
-            markdown(losses.HEADER, losses.rows(found)),
-            *([] if found["complete"] else ["The run was interrupted: other losses were not measured."]),
+            markdown(losses.HEADER, losses.rows(benchmark)),
+            *([] if benchmark["complete"] else ["The run was interrupted: the other losses are missing."]),
         ]
     return "\n\n".join(parts)
 
@@ -142,7 +144,7 @@ def _failure(record) -> str:
 
 
 def insert(file: Path, text: str, tool: str) -> None:
-    """Put `text` between the markers of a page."""
+    """Replace the text between the markers of a page."""
     start = BEGIN.format(tool)
     before, begin, rest = file.read_text().partition(start)
     _, end, after = rest.partition(END)
@@ -154,15 +156,15 @@ def insert(file: Path, text: str, tool: str) -> None:
 def main(files) -> None:
     files = [Path(file) for file in files]
     if files[0].suffix == ".md":
-        founds = [json.loads(file.read_text()) for file in files[1:]]
-        of_losses = any("gradient_bytes" in record for record in founds[0]["results"])
-        return insert(files[0], losses_table(founds) if of_losses else models(founds), TOOL)
-    founds = {file.with_suffix(""): json.loads(file.read_text()) for file in files}
-    parts = [operations(found, stem) for stem, found in founds.items() if "ceilings" in found]
-    trained = {stem: found for stem, found in founds.items() if "ceilings" not in found}
-    if trained:
-        stem, first = next(iter(trained.items()))
-        results = [result for found in trained.values() for result in found["results"]]
+        benchmarks = [json.loads(file.read_text()) for file in files[1:]]
+        of_losses = any("gradient_bytes" in record for record in benchmarks[0]["results"])
+        return insert(files[0], losses_table(benchmarks) if of_losses else models(benchmarks), TOOL)
+    benchmarks = {file.with_suffix(""): json.loads(file.read_text()) for file in files}
+    parts = [operations(benchmark, stem) for stem, benchmark in benchmarks.items() if "ceilings" in benchmark]
+    training_runs = {stem: benchmark for stem, benchmark in benchmarks.items() if "ceilings" not in benchmark}
+    if training_runs:
+        stem, first = next(iter(training_runs.items()))
+        results = [result for benchmark in training_runs.values() for result in benchmark["results"]]
         parts.append(training(first | {"results": results}, stem))
     insert(ROOT / "README.md", "\n\n".join(parts), TOOL)
 

@@ -1,11 +1,11 @@
-"""Run the tests of models and trainers on several versions of transformers, each installed beside this environment, not
-into it.
+"""Run the tests of models and trainers on several versions of transformers.
 
     python tools/transformers_versions.py                    the oldest supported and the newest
     python tools/transformers_versions.py 5.6.0 5.16.1 -- -k loss
     python tools/transformers_versions.py --all
 
-What follows -- goes to pytest in place of the default, tests/transformers and tests/integrations.
+Each version is installed into a folder of its own, not into this environment. Arguments after -- replace pytest's
+default, tests/transformers and tests/integrations.
 """
 
 import argparse
@@ -25,9 +25,13 @@ def main():
         at = arguments.index(separator)
         arguments, chosen = arguments[:at], arguments[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"of transformers, {' '.join(VERSIONS)} for one")
+    parser.add_argument(
+        "versions", nargs="*", metavar="VERSION", help=f"of transformers, for example {' '.join(VERSIONS)}"
+    )
     parser.add_argument("--all", action="store_true", help=f"{', '.join(VERSIONS)}")
-    parser.add_argument("--into", type=Path, default=ROOT / ".versions", help="folder of the installations, kept")
+    parser.add_argument(
+        "--into", type=Path, default=ROOT / ".versions", help="folder of the installations (./.versions)"
+    )
     options = parser.parse_args(arguments)
     versions = options.versions or (VERSIONS if options.all else (VERSIONS[0], VERSIONS[-1]))
     failed = [version for version in versions if test(version, installed(version, options.into), chosen)]
@@ -35,7 +39,7 @@ def main():
 
 
 def installed(version, into):
-    """The folder of transformers `version` with what it needs but torch, installed at its first use."""
+    """Install transformers `version` into a folder, without torch, at its first use."""
     folder = into / f"transformers-{version}"
     if not (folder / "installed").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
@@ -45,7 +49,7 @@ def installed(version, into):
 
 
 def test(version, folder, chosen):
-    """pytest's status with that folder first on the path."""
+    """Run pytest with that folder first on the path; return its status."""
     print(f"transformers {version}", flush=True)
     path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", *(chosen or ["-n", "auto", *TESTS])]

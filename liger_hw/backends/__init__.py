@@ -1,8 +1,8 @@
-"""Which hardware tensors live on, its facts, and which backend serves it.
+"""Find the hardware of a tensor, its facts, and the backends that serve it.
 
-One file per vendor says which torch devices are its own and describes them; everything known of an architecture is one
-row of such a file. No driver is asked at import, because asking one before a fork poisons the child.
-`LIGER_HW_BACKEND` and `use_backend` force another choice.
+One file per vendor recognises and describes its torch devices; one row of it holds all facts about an architecture. No
+driver is queried at import, because a query before a fork breaks CUDA in the child. `LIGER_HW_BACKEND` and
+`use_backend` force another choice.
 """
 
 import functools
@@ -22,7 +22,7 @@ from liger_hw.spelling import check_known
 logger = logging.getLogger(__name__)
 
 VENDORS = {"nvidia": nvidia, "amd": amd, "intel": intel}
-# The facts are a plain GPU's: the Triton interpreter on a CPU runs any configuration that they give.
+# A CPU gets the facts of a common GPU: the Triton interpreter runs any configuration that follows from them.
 CPU = Device("cpu", "cpu", warp_size=32, num_cores=4, shared_memory=64 * 1024)
 
 
@@ -60,7 +60,7 @@ def describe(device: torch.device) -> Device:
 
 
 def detected(device: torch.device) -> Device:
-    """The `Device` that is really there, asked of its driver once."""
+    """Return the `Device` of a torch device; its driver is queried once."""
     known = _devices.get(device)
     if known is None:
         known = _devices[device] = describe(device)
@@ -69,7 +69,10 @@ def detected(device: torch.device) -> Device:
 
 @contextmanager
 def meta_tensors_are_on(device: torch.device):
-    """Within, take meta tensors to live on `device`: shows which configurations would run there, without running."""
+    """Treat meta tensors as tensors on `device` within the block.
+
+    So the configurations of `device` can be computed without a launch.
+    """
     _devices[_META] = detected(device)
     try:
         yield
@@ -78,9 +81,9 @@ def meta_tensors_are_on(device: torch.device):
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The `Device` whose launch configurations serve `tensor`: the one it lives on, unless another is forced."""
+    """Return the `Device` for launches on `tensor`: its own, or the forced one."""
     device = tensor.device
-    known = _devices.get(device) if _forced is None else None  # every launch comes this way: one look-up where possible
+    known = _devices.get(device) if _forced is None else None  # every launch calls this: one look-up in the common case
     if known is not None:
         return known
     name = forced()
@@ -88,7 +91,7 @@ def device_of(tensor: torch.Tensor) -> Device:
 
 
 def target(name: str, device: torch.device) -> Device:
-    """The `Device` that the backend name `name` means for tensors on `device`."""
+    """Return the `Device` that a backend name means for tensors on `device`."""
     here = detected(device)
     vendor, _, arch = name.partition(":")
     if vendor not in VENDORS or (here.vendor == vendor and arch in ("", here.arch)):
@@ -98,9 +101,9 @@ def target(name: str, device: torch.device) -> Device:
 
 
 def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """Why `device` would refuse a launch with these compiler options, its own among them; None if it would not.
+    """Return why `device` would refuse a launch with these compiler options, or None.
 
-    Its compiler is not asked: some end the process where they cannot compile.
+    Arithmetic decides, not the compiler: some compilers end the process where they fail.
     """
     lanes = num_warps * options.get("warp_size", device.warp_size)
     if lanes > device.max_threads:
@@ -109,15 +112,15 @@ def refusal(device: Device, num_warps: int, options: dict) -> str | None:
 
 
 def knobs(device: Device) -> dict[str, tuple]:
-    """Options of that vendor's compiler that a tuner may vary, with the values they may take."""
+    """Return the compiler options that a tuner may vary, with their possible values."""
     return VENDORS[device.vendor].KNOBS if device.vendor in VENDORS else {}
 
 
 # Forcing --------------------------------------------------------------------------------------------------------------
 
 _UNREAD = "LIGER_HW_BACKEND was not read yet"
-_forced: str | None = _UNREAD  # the backend that is forced now: that of the last open block, or the variable's
-_blocks: dict[object, str | None] = {}  # `use_backend` blocks that are open, in the order in which they were entered
+_forced: str | None = _UNREAD  # the forced backend: of the last open block, or of the variable
+_blocks: dict[object, str | None] = {}  # open `use_backend` blocks, in the order of their start
 _entering_or_leaving = threading.Lock()
 
 
@@ -130,13 +133,13 @@ def check_name(name: str) -> str:
 
 @functools.cache
 def _variable() -> str | None:
-    """The backend that LIGER_HW_BACKEND names, or None; read once, at first use."""
+    """Return the backend that LIGER_HW_BACKEND names, or None; read it once."""
     name = os.environ.get("LIGER_HW_BACKEND")
     return check_name(name) if name else None
 
 
 def forced() -> str | None:
-    """The backend that `use_backend` or LIGER_HW_BACKEND names, or None."""
+    """Return the backend that `use_backend` or LIGER_HW_BACKEND names, or None."""
     global _forced
     if _forced is _UNREAD:
         variable = _variable()
@@ -147,10 +150,10 @@ def forced() -> str | None:
 
 @contextmanager
 def use_backend(name: str | None):
-    """Run with one named backend, or with `None` for the automatic choice, whatever LIGER_HW_BACKEND says.
+    """Run the block with one named backend; `None` means the automatic choice.
 
-    The choice holds in every thread, because autograd runs backward on threads that inherit no context: a ContextVar
-    would not reach them. Of several open blocks, in one thread or in many, the one entered last rules.
+    The choice overrides LIGER_HW_BACKEND and holds in every thread: autograd runs backward on threads that inherit no
+    context, which a ContextVar would not reach. The block entered last decides, over all threads.
 
     Args:
         name: "reference", "triton", "nvidia", "amd", "intel", or a vendor with an architecture: "amd:gfx942".
@@ -173,9 +176,12 @@ def use_backend(name: str | None):
 
 
 def backends_for(device: torch.device) -> tuple[str, ...]:
-    """Names of the implementations that may serve tensors on `device`, most specific first.
+    """Return the names of implementations for tensors on `device`, most specific first.
 
-    Forced means forced: the reference is not in the chain then, and tensors that cannot run Triton are an error.
+    A forced backend excludes the reference.
+
+    Raises:
+        RuntimeError: the forced backend cannot run on `device`.
     """
     name = forced()
     if name == "reference":

@@ -8,8 +8,8 @@ from liger_hw.backends.core import Core
 from liger_hw.backends.device import Architecture, Device
 
 NAME = "AMD"
-KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies beside the numbers of a Config
-# Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
+KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies in addition to a Config
+# Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in benchmarks/evidence.
 LAUNCHER_SHORTCUT = False
 
@@ -22,7 +22,10 @@ def _row(arch, cards, device, core, **same_code):
 
 
 def _cdna(arch, cards, num_cores, shared_kib, l2_mib, bandwidth):
-    """wave64, 512 registers a lane shared by a SIMD's waves: a block of 1024 threads is 4 waves a SIMD, 128 each."""
+    """Make a row of a GPU with waves of 64 lanes.
+
+    A SIMD has 512 registers a lane: a program of 1024 threads is 4 waves a SIMD, with 128 registers a lane.
+    """
     device = {"warp_size": 64, "num_cores": num_cores, "shared_memory": shared_kib * KiB, "registers": 128,
               "core_threads": 2048, "l2": l2_mib * MiB, "bandwidth": bandwidth}  # fmt: skip
     core = Core(schedulers=4, registers=512, granule=8, warps=8, programs=16, shared=shared_kib * KiB)
@@ -30,9 +33,13 @@ def _cdna(arch, cards, num_cores, shared_kib, l2_mib, bandwidth):
 
 
 def _rdna(arch, cards, num_cores, registers, l2_mib, bandwidth, **same_code):
-    """wave32; a program may span the two CUs of a work-group processor and its 128 KiB, but holds 64 KiB at most.
+    """Make a row of a GPU with waves of 32 lanes.
 
-    `registers` a SIMD lane, over the 8 waves of a full block: 1536, or 1024 on the parts with the small file.
+    A program may span the two CUs of a work-group processor with 128 KiB, and use 64 KiB of it.
+
+    Args:
+        registers: registers of a SIMD's lane, for the 8 waves of a program of 1024 threads: 1536, or 1024 on parts with
+            the small register file.
     """
     device = {"warp_size": 32, "num_cores": num_cores, "shared_memory": 64 * KiB, "registers": registers // 8,
               "core_threads": 1024, "l2": l2_mib * MiB, "bandwidth": bandwidth}  # fmt: skip
@@ -42,7 +49,7 @@ def _rdna(arch, cards, num_cores, registers, l2_mib, bandwidth, **same_code):
 
 
 _rdna3 = partial(_rdna, llir="rdna3")
-_rdna4 = partial(_rdna, amdgcn="rdna4")  # LLVM knows nothing that sets them apart
+_rdna4 = partial(_rdna, amdgcn="rdna4")  # LLVM generates the same code for both
 
 # From ROCm's table of GPU specifications; registers from LLVM's occupancy model; cards from AMD's product pages, as
 # LLVM's list of targets names them. Cores, L2 and bandwidth of the part in the comment. The first row serves the bare
@@ -69,12 +76,12 @@ ARCHS = {row.device.arch: row.device for row in ROWS}
 
 
 def owns(device: torch.device) -> bool:
-    """Whether `device` is a GPU of this vendor."""
+    """Return whether `device` is a GPU of this vendor."""
     return device.type == "cuda" and torch.version.hip is not None
 
 
 def nearest(arch: str) -> Device:
-    """The known architecture that `arch` most likely resembles: same generation, then the longest common name."""
+    """Return the most similar architecture: same generation, then the longest common name."""
 
     def common_letters(known: str) -> int:
         return next((i for i, (a, b) in enumerate(zip(known, arch)) if a != b), min(len(known), len(arch)))
@@ -83,7 +90,7 @@ def nearest(arch: str) -> Device:
 
 
 def describe(device: torch.device) -> Device:
-    """The facts of `device`: its architecture's, with the numbers that the driver reports."""
+    """Return the facts of its architecture, with the numbers that the driver reports."""
     p = torch.cuda.get_device_properties(device)
     arch = p.gcnArchName.split(":")[0]  # "gfx942:sramecc+:xnack-" -> "gfx942"
     return nearest(arch).with_facts(
@@ -92,5 +99,5 @@ def describe(device: torch.device) -> Device:
 
 
 def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """None: this compiler has no limit of its own. (The threads of a program are limited on every vendor's.)"""
+    """Return None: this compiler refuses nothing that `backends.refusal` allows."""
     return None

@@ -1,8 +1,7 @@
-"""What one core holds, and how many programs of a kernel fit on it: plain data and arithmetic.
+"""Compute the occupancy of a core from the hardware's limits.
 
-Nothing here is measured: these are the hardware's own limits, so that the occupancy of a GPU that is not here can be
-computed. Sources: CUDA's occupancy calculator and arch_traits.h; LLVM's AMDGPU occupancy model (SIInstrInfo,
-AMDGPUBaseInfo) and ROCm's table of GPU specifications.
+This is plain data and arithmetic, so it works for GPUs that are absent. Sources: CUDA's occupancy calculator and
+arch_traits.h; LLVM's AMDGPU occupancy model (SIInstrInfo, AMDGPUBaseInfo) and ROCm's table of GPU specifications.
 """
 
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How full a core is.
+    """How many programs and warps a core holds.
 
     Attributes:
-        programs: programs of the kernel that one core holds.
+        programs: programs of the kernel that fit one core.
         warps: their warps.
-        share: `warps` divided by the warps that the core could keep, 0 to 1.
-        limit: the resource that has no room for one more program: "registers", "shared", "warps" or "programs".
+        share: `warps` divided by the core's maximum, 0 to 1.
+        limit: the resource that lacks room for another program: "registers", "shared", "warps" or "programs".
     """
 
     programs: int
@@ -30,16 +29,16 @@ class Core:
     """The limits of one core.
 
     Attributes:
-        schedulers: parts of the core that each keep their own warps and registers.
-        registers: registers a lane that one scheduler deals out: of w warps there, each has at most registers / w.
-        granule: a warp's registers are a multiple of it.
-        warps: warps that one scheduler keeps at most.
-        programs: programs that the core keeps at most.
+        schedulers: parts of the core with their own warps and registers.
+        registers: registers a lane of one scheduler: with w warps, each lane has at most registers / w.
+        granule: registers are allocated in multiples of it.
+        warps: most warps of one scheduler.
+        programs: most programs of the core.
         shared: bytes of shared memory of the core.
-        reserved: bytes of it that every program takes beside its own.
-        shared_granule: a program's bytes are a multiple of it.
-        compute_units: how many of `Device.num_cores` are this one core: 2 on RDNA, whose programs share a work-group
-            processor of two compute units; 1 elsewhere.
+        reserved: bytes of it that every program takes in addition to its own.
+        shared_granule: shared memory is allocated in multiples of it.
+        compute_units: compute units of `Device.num_cores` in this core: 2 on RDNA, whose programs share a work-group
+            processor; 1 elsewhere.
     """
 
     schedulers: int
@@ -53,12 +52,12 @@ class Core:
     compute_units: int = 1
 
     def warps_by_registers(self, registers: int) -> int:
-        """Warps that one scheduler keeps if each lane takes `registers`: what LLVM prints as Occupancy."""
+        """Return the warps of one scheduler at `registers` a lane; LLVM prints it as Occupancy."""
         granules = -(-max(registers, 1) // self.granule) * self.granule
         return min(self.registers // granules, self.warps)
 
     def occupancy(self, registers: int, shared: int, num_warps: int) -> Occupancy:
-        """Compute how full this core is of a kernel's programs.
+        """Compute the occupancy of this core by a kernel.
 
         Args:
             registers: registers a lane.
@@ -74,6 +73,6 @@ class Core:
         if shared:
             taken = -(-(shared + self.reserved) // self.shared_granule) * self.shared_granule
             room["shared"] = self.shared // taken
-        limit = min(room, key=room.get)  # the first of equal ones
+        limit = min(room, key=room.get)  # the first of equal resources
         programs = room[limit]
         return Occupancy(programs, programs * num_warps, programs * num_warps / total, limit)

@@ -7,12 +7,12 @@ import torch
 from liger_hw.backends.device import Architecture, Device
 
 NAME = "Intel"
-# Options of its Triton compiler. By default it compiles a kernel that spills again with 256 registers a hardware
-# thread, at half the resident threads; beyond 32 sub-groups of a work-group it does not, and refuses "256".
+# Options of its Triton compiler. By default it recompiles a kernel that spills with 256 registers a hardware thread, at
+# half the resident threads. Work-groups of more than 32 sub-groups it does not recompile, and it refuses "256" there.
 GRF_MODES = ("default", "128", "256", "auto")
 SUB_GROUPS = 32
-KNOBS = {"grf_mode": GRF_MODES, "warp_size": (16, 32)}  # options that the tuner varies beside the numbers of a Config
-# Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
+KNOBS = {"grf_mode": GRF_MODES, "warp_size": (16, 32)}  # options that the tuner varies in addition to a Config
+# Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in benchmarks/evidence.
 LAUNCHER_SHORTCUT = False
 
@@ -61,26 +61,26 @@ _VERSIONS |= {version: row.device.arch for row in ROWS for version in row.versio
 
 
 def owns(device: torch.device) -> bool:
-    """Whether `device` is a GPU of this vendor."""
+    """Return whether `device` is a GPU of this vendor."""
     return device.type == "xpu"
 
 
 def nearest(arch: str) -> Device:
-    """The known architecture that `arch` most likely resembles: its relative, or Battlemage for newer client parts."""
+    """Return the architecture's relative, or Battlemage for unknown parts."""
     return ARCHS[arch if arch in ARCHS else RELATIVES.get(arch, ("bmg",))[0]]
 
 
 def _arch_of(p, device: torch.device) -> str:
-    """The architecture's name, from the number in torch's properties, or else from Triton's Intel driver.
+    """Return the architecture's name, from torch's properties or Triton's Intel driver.
 
-    The number comes first: that driver is compiled at its first use by a SYCL compiler, and is absent without Triton.
+    torch comes first: a SYCL compiler builds the driver at its first use, and without Triton there is none.
     """
     version = getattr(p, "architecture", 0) >> 8 & 0xFFFFFFFF  # below the family's 32 bits, above a byte of zeros
     return _VERSIONS.get((version >> 22, version >> 14 & 0xFF)) or _driver_arch(device)
 
 
 def _driver_arch(device: torch.device) -> str:
-    """The architecture's name as Triton's Intel driver has it, in a dict, for the current device; or "unknown"."""
+    """Return the architecture's name in Triton's Intel driver, or "unknown"."""
     try:
         from triton.runtime import driver
 
@@ -91,7 +91,7 @@ def _driver_arch(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> Device:
-    """The facts of `device`: its architecture's, with the numbers that the driver reports."""
+    """Return the facts of its architecture, with the numbers that the driver reports."""
     p = torch.xpu.get_device_properties(device)
     arch = _arch_of(p, device)
     known = nearest(arch)
@@ -111,7 +111,7 @@ def describe(device: torch.device) -> Device:
 
 
 def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """Why the compiler would raise, or None. Triton's own autotuner does not survive these errors."""
+    """Return why the compiler would raise, or None; Triton's autotuner does not catch these errors."""
     if options["warp_size"] not in device.warp_sizes:
         return f"warp_size={options['warp_size']}, allowed: {', '.join(map(str, device.warp_sizes))}"
     if options["grf_mode"] not in GRF_MODES:

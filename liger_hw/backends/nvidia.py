@@ -6,8 +6,8 @@ from liger_hw.backends.core import Core
 from liger_hw.backends.device import Architecture, Device
 
 NAME = "NVIDIA"
-KNOBS = {}  # compiler options that the tuner varies beside the numbers of a Config
-# Whether a launch may go past Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: benchmarks/evidence.
+KNOBS = {}  # compiler options that the tuner varies in addition to a Config
+# Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: benchmarks/evidence.
 LAUNCHER_SHORTCUT = True
 
 KiB, MiB = 1024, 1024 * 1024
@@ -15,9 +15,9 @@ KiB, MiB = 1024, 1024 * 1024
 
 def _row(arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, bandwidth, in_matrix=True, **same_code):
     core = Core(
-        # 65,536 registers a core: 16,384 a scheduler, 512 a lane of its warps; dealt out 256 a warp, 8 a lane
+        # 65,536 registers a core: 16,384 a scheduler, 512 a lane; allocated in steps of 256 a warp, 8 a lane
         schedulers=4, registers=512, granule=8, warps=core_threads // 32 // 4, programs=programs,
-        # every program takes 1 KiB beside its own, so a core has 1 KiB more than one program may use
+        # every program takes 1 KiB in addition to its own, so a core has 1 KiB more than one program may use
         shared=(shared_kib + 1) * KiB, reserved=KiB, shared_granule=128,
     )  # fmt: skip
     device = Device(
@@ -54,19 +54,19 @@ CARDS = {  # part of a card's name -> memory bandwidth in GB/s, from its data sh
 
 
 def owns(device: torch.device) -> bool:
-    """Whether `device` is a GPU of this vendor."""
+    """Return whether `device` is a GPU of this vendor."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def nearest(arch: str) -> Device:
-    """The known architecture that `arch` most likely resembles: the newest that is not newer."""
+    """Return the newest known architecture that is not newer than `arch`."""
     number = int(arch.removeprefix("sm"))
     older = [known for known in ARCHS.values() if int(known.arch[2:]) <= number]
     return max(older, key=lambda known: int(known.arch[2:]), default=ARCHS["sm80"])
 
 
 def describe(device: torch.device) -> Device:
-    """The facts of `device`: its architecture's, with the numbers that the driver reports."""
+    """Return the facts of its architecture, with the numbers that the driver reports."""
     p = torch.cuda.get_device_properties(device)
     arch = f"sm{p.major}{p.minor}"
     return nearest(arch).with_facts(
@@ -81,5 +81,5 @@ def describe(device: torch.device) -> Device:
 
 
 def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """None: this compiler has no limit of its own. (The threads of a program are limited on every vendor's.)"""
+    """Return None: this compiler refuses nothing that `backends.refusal` allows."""
     return None

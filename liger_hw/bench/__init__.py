@@ -1,5 +1,6 @@
-"""`liger-hw bench`: every op against its peers and this machine's own limits; `liger-hw bench train`: whole steps.
+"""Measure ops, losses and training steps beside other libraries.
 
-`measure` knows clocks, `peers` other libraries, `operations` and `training` what is measured, `tables` and `page` how
-it is shown. Results are plain data, written as JSON after every shape, so that an interrupted run keeps what it has.
+`measure` has the clocks, `peers` the other libraries. `operations`, `losses` and `training` run the measurements;
+`formatting` and `charts` show them. `run_file` writes plain JSON after every shape, so an interrupted run keeps its
+results. `demo` and `report` serve `liger-hw demo`.
 """

@@ -1,7 +1,7 @@
-"""`liger-hw demo`: one small Llama trained on real text twice, plain and patched, and what that changes.
+"""Train one small Llama on real text twice, plain and patched, and compare: `liger-hw demo`.
 
-Both runs start from the same weights and see the same batches through the same optimiser. They take turns, a round of
-steps each, so that a clock that drifts drifts for both.
+Both runs start from the same weights and see the same batches through the same optimiser. They alternate in rounds of
+steps, so that a drifting clock affects both.
 """
 
 import importlib
@@ -30,7 +30,7 @@ PLAIN, PATCHED, PEER = "plain", "liger_hw", "liger-kernel"
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shape (its configuration's names in transformers) and how to train it here unless told otherwise."""
+    """The sizes of a model, by transformers' names, and the defaults of its training."""
 
     config: dict
     batch: int
@@ -72,25 +72,26 @@ class Run:
 
     Attributes:
         name: "plain", "liger_hw" or "liger-kernel".
-        patched: what `liger_hw.patch` says it did.
+        patched: the summary of `liger_hw.patch`.
+        globals: names that the peer replaced in transformers' module of Llama.
         losses: the loss of every step.
-        step_seconds: seconds a step took, one number for each timed round.
-        step_bytes: peak memory of one step: parameters, optimiser state, and what the step allocates beside them.
-        loss_bytes: peak memory of the head and the loss alone, forward and backward, above what they are given.
+        step_seconds: seconds of a step, one number for each timed round.
+        step_bytes: peak memory of one step: parameters, optimiser state, and the step's own allocations.
+        loss_bytes: peak memory of the head and the loss alone, forward and backward, without their inputs.
     """
 
     name: str
     model: torch.nn.Module = None
     optimizer: torch.optim.Optimizer = None
     patched: str = ""
-    globals: dict = field(default_factory=dict)  # what the peer put into transformers' module of Llama
+    globals: dict = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     step_bytes: int = 0
     loss_bytes: int = 0
 
     def step(self, batch):
-        """One optimiser step; its loss, on the device."""
+        """Make one optimiser step; return its loss, on the device."""
         self.optimizer.zero_grad()
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -103,7 +104,7 @@ class Run:
 
 @dataclass
 class Comparison:
-    """What the demo found. `settings` and `machine` are plain data for the report."""
+    """The runs of the demo, with `settings` and `machine` as plain data for the report."""
 
     runs: list[Run]
     settings: dict
@@ -124,15 +125,15 @@ def final_loss(run: Run) -> tuple[float, float]:
 
 
 def difference(one: Run, other: Run) -> list[float]:
-    """How far apart two runs' losses are, step by step."""
+    """Return the absolute difference of two runs' losses at every step."""
     return [abs(a - b) for a, b in zip(one.losses, other.losses)]
 
 
 def read_text(paths, enough: int = SAMPLE) -> list[str]:
-    """Files of text in a fixed random order, until they hold `enough` characters.
+    """Read files of text in a fixed random order, until they hold `enough` characters.
 
     Args:
-        paths: files, or folders searched for *.py, *.txt and *.md; none means this interpreter's standard library.
+        paths: files, or folders of *.py, *.txt and *.md files; empty means this interpreter's standard library.
 
     Raises:
         ValueError: a path does not exist or holds no text.
@@ -142,8 +143,10 @@ def read_text(paths, enough: int = SAMPLE) -> list[str]:
     for path in map(Path, paths or [library]):
         if not path.exists():
             raise ValueError(f"--text: got {path}, which does not exist, allowed: files and folders of text")
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        files += [file for file in found if file.is_file() and (file == path or file.suffix in (".py", ".txt", ".md"))]
+        candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files += [
+            file for file in candidates if file.is_file() and (file == path or file.suffix in (".py", ".txt", ".md"))
+        ]
     if not paths:
         files = [file for file in files if "site-packages" not in file.parts]
     random.Random(0).shuffle(files)
@@ -159,7 +162,7 @@ def read_text(paths, enough: int = SAMPLE) -> list[str]:
 
 
 def train_tokenizer(texts):
-    """A byte-level BPE of VOCABULARY entries (fewer where the text is too short for that many), trained on `texts`."""
+    """Train a byte-level BPE of VOCABULARY entries on `texts`; short texts give fewer entries."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -171,7 +174,9 @@ def train_tokenizer(texts):
 
 
 def make_batches(texts, tokenizer, steps, batch, seq) -> torch.Tensor:
-    """(steps, batch, seq) token ids: windows of the text at places drawn once, the same for every run.
+    """Cut token ids (steps, batch, seq) from random places of the text.
+
+    Every run gets the same ids.
 
     Raises:
         ValueError: the text is shorter than one sequence.
@@ -184,7 +189,7 @@ def make_batches(texts, tokenizer, steps, batch, seq) -> torch.Tensor:
 
 
 def build(name, shape: Model, seq, dtype, device) -> Run:
-    """A model with its optimiser. Equal arguments give equal weights, whatever the name."""
+    """Build a model with its optimiser; every name gets the same weights."""
     from transformers import AutoModelForCausalLM
 
     config = shape.configuration(max_position_embeddings=seq)
@@ -204,12 +209,12 @@ def build(name, shape: Model, seq, dtype, device) -> Run:
 
 
 def _modeling(model):
-    """The module of transformers that a model's class is from."""
+    """Return the module of transformers that defines the model's class."""
     return sys.modules[type(model).__module__]
 
 
 def _patch_by_peer(model) -> dict:
-    """Patch with liger-kernel; undo what that changes in transformers for the whole process, and return it."""
+    """Patch with liger-kernel; undo and return its changes to transformers' module."""
     modeling = _modeling(model)
     before = dict(vars(modeling))
     peer = importlib.import_module("liger_kernel.transformers")
@@ -221,7 +226,7 @@ def _patch_by_peer(model) -> dict:
 
 @contextmanager
 def active(run: Run):
-    """The turn of `run`: with the names that its library replaced in transformers, if it did."""
+    """Put the names that the library of `run` replaces into transformers' module within the block."""
     modeling = vars(_modeling(run.model))
     before = {name: modeling[name] for name in run.globals}
     modeling.update(run.globals)
@@ -249,7 +254,7 @@ def synchronize(device):
 
 
 def measure_memory(run: Run, batch: torch.Tensor):
-    """One more step, and the head with the loss alone, for their peak memory."""
+    """Measure the peak memory of one more step, and of head and loss alone."""
     with active(run):
         run.step_bytes = step_bytes(run, batch)
         run.optimizer.zero_grad()
@@ -258,7 +263,7 @@ def measure_memory(run: Run, batch: torch.Tensor):
 
 
 def step_bytes(run: Run, batch) -> int:
-    """Peak memory of one more step of a run that has made some: what stays from step to step, and what comes beside."""
+    """Return the peak memory of one more step: parameters, optimiser state and the step's allocations."""
     run.optimizer.zero_grad()
     state = [value for values in run.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     resident = sum(t.numel() * t.element_size() for t in (*run.model.parameters(), *run.model.buffers(), *state))
@@ -266,7 +271,7 @@ def step_bytes(run: Run, batch) -> int:
 
 
 def _loss_alone(model, batch):
-    """Forward and backward of all that `model` does after its decoder, from given hidden states."""
+    """Return a function that runs head and loss, forward and backward, on random hidden states."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     weight = model.lm_head.weight
@@ -283,14 +288,14 @@ def _loss_alone(model, batch):
 
 
 def compare(args, progress) -> Comparison:
-    """Train and measure every run that `args` (the command line's) asks for.
+    """Train and measure the runs of the command line `args`.
 
     Args:
-        progress: a `rich.progress.Progress` that is being shown.
+        progress: a visible `rich.progress.Progress`.
 
     Raises:
-        ValueError: an argument is out of range, names no text, or asks for a peer that cannot run here.
-        KeyboardInterrupt: before every run had a step to show; later, the comparison ends with what it has.
+        ValueError: an argument is out of range, names no text, or names a peer that cannot run here.
+        KeyboardInterrupt: a run has no timed step yet; later, Ctrl-C ends the comparison with the steps so far.
     """
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     if device.type != "cpu":
@@ -300,17 +305,17 @@ def compare(args, progress) -> Comparison:
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
     names = [PLAIN, PATCHED, *([PEER] if args.against else [])]
     if args.against and device.type == "cpu":
-        raise ValueError("--against: got liger, which runs on accelerators alone, and there is none here")
+        raise ValueError("--against: got liger, which runs on accelerators alone, and torch finds none here")
 
     stage = progress.add_task("text and tokenizer", total=3, note="")
     texts = read_text(args.text)
     progress.advance(stage)
     tokenizer = train_tokenizer(texts)
     progress.advance(stage)
-    batches = make_batches(texts, tokenizer, steps + 1, batch, seq).to(device)  # one more, for the memory
+    batches = make_batches(texts, tokenizer, steps + 1, batch, seq).to(device)  # the last one measures the memory
     progress.update(stage, advance=1, note=f"{tokenizer.get_vocab_size():,} entries from {len(texts)} files")
 
-    # Steps between two synchronisations, as a training loop that logs now and then; a CPU has none to wait for.
+    # five steps between synchronisations, as a training loop that logs now and then; a CPU needs none
     round_steps = 1 if device.type == "cpu" else 5
     warmup = min(round_steps if device.type != "cpu" else 3, steps - round_steps)
     bars = {name: progress.add_task(name, total=steps, note="", start=False) for name in names}
@@ -359,7 +364,7 @@ def compare(args, progress) -> Comparison:
 
 
 def _fit_together(shape: Model, dtype, device, count) -> bool:
-    """Whether the weights and optimiser states of all the runs leave an accelerator half its memory for the steps."""
+    """Return whether the weights and optimiser states of all runs fit half the memory."""
     if device.type == "cpu":
         return True
     from transformers import AutoModelForCausalLM
@@ -372,7 +377,7 @@ def _fit_together(shape: Model, dtype, device, count) -> bool:
 
 
 def machine(device: torch.device) -> dict:
-    """Where the demo ran: device, the implementation that served it, versions."""
+    """Describe the device, the implementation of the ops, and the versions."""
     import transformers
 
     here = backends.detected(device)

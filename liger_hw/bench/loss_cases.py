@@ -1,6 +1,6 @@
-"""The losses that `liger-hw bench losses` measures: inputs, and each loss by liger_hw, plain torch and liger_kernel.
+"""Define the losses that `liger-hw bench losses` measures, each by liger_hw, plain torch and liger_kernel.
 
-Plain torch is what one writes without a library: whole logits, log-softmax in fp32, the formula, autograd.
+Plain torch computes all logits, their log-softmax in fp32 and the formula, and differentiates by autograd.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,16 @@ BETA = 0.1
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sequences of a batch and their tokens; features and classes of the output layer.
+    """The sizes of a batch and of the output layer.
 
     Attributes:
-        long: tokens of a sequence for DPO. narrow: features of distillation's models. few: classes of multi-token
-            prediction.
+        sequences: sequences of the batch.
+        length: tokens of a sequence.
+        long: tokens of a sequence for DPO.
+        features: hidden size.
+        narrow: hidden size of the models of distillation.
+        classes: vocabulary.
+        few: vocabulary of multi-token prediction.
     """
 
     sequences: int
@@ -51,12 +56,12 @@ class LossCase:
     """One loss at one shape.
 
     Attributes:
-        op: what the table calls it.
+        op: its name in the table.
         label: rows (or sequences and their length), features, classes.
-        make: (device, dtype) -> its tensors; those that learn ask for a gradient.
+        make: (device, dtype) -> its tensors; trained ones require a gradient.
         providers: provider -> function of these tensors that returns the loss.
-        products: places of (x, weight) of each linear layer among the tensors.
-        plain_bytes: about what plain torch holds.
+        products: positions of (x, weight) of each linear layer among the tensors.
+        plain_bytes: an estimate of the memory that plain torch needs.
     """
 
     op: str
@@ -68,10 +73,10 @@ class LossCase:
 
 
 def cases(texts=(), sizes=REAL) -> list[LossCase]:
-    """Every loss, or those whose name and label contain one of `texts`.
+    """Return the losses whose name or label contains one of `texts`; by default all.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: no loss remains.
     """
     load_all()
     pairs, policy, distillation = partial(_pairs, sizes), partial(_policy, sizes), partial(_distillation, sizes)
@@ -99,11 +104,11 @@ def cases(texts=(), sizes=REAL) -> list[LossCase]:
         _multi_token(sizes),
     ]
     words = [text.lower() for text in texts]
-    found = [case for case in every if not words or any(w in f"{case.op} {case.label}".lower() for w in words)]
-    if not found:
+    selected = [case for case in every if not words or any(w in f"{case.op} {case.label}".lower() for w in words)]
+    if not selected:
         names = dict.fromkeys(case.op for case in every)
         raise ValueError(f"LOSSES: got {', '.join(texts)}, allowed: parts of {', '.join(names)}")
-    return found
+    return selected
 
 
 def _tensor(*shape, grad=False, scale=1.0):
@@ -115,12 +120,17 @@ def _tokens(classes, *shape):
 
 
 def _layer(*rows, features, classes, grad=True):
-    """Hidden states and weight, of logits of variance 1."""
+    """Make hidden states and a weight whose logits have variance 1."""
     return _tensor(*rows, features, grad=grad), _tensor(classes, features, grad=grad, scale=features**-0.5)
 
 
 def _case(name, sizes, makers, providers, products=((0, 1),), note="", values=14):
-    """`sizes`: rows in parts, features, classes. `values`: bytes that plain torch holds for each logit."""
+    """Make a `LossCase`.
+
+    Args:
+        sizes: factors of the rows, features, classes.
+        values: bytes that plain torch holds for each logit.
+    """
 
     def make(device, dtype):
         return tuple(maker(device, dtype) for maker in makers)
@@ -132,12 +142,12 @@ def _case(name, sizes, makers, providers, products=((0, 1),), note="", values=14
 
 
 def _chunks(memory):
-    """Our option, and a note of it."""
+    """Return our option and its note in the label."""
     return ({}, "") if memory is None else ({"chunk_memory": memory}, f", chunks of {memory / 2**30:.3g} GiB")
 
 
 def _by_liger(name, **options):
-    """A loss class of liger_kernel.chunked_loss, imported when it is first called."""
+    """Make a function that imports a loss of liger_kernel.chunked_loss at its first call."""
     modules = []
 
     def call(*args, **named):
@@ -145,8 +155,8 @@ def _by_liger(name, **options):
             from liger_kernel import chunked_loss
 
             modules.append(getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**options))
-        found = modules[0](*args, **named)
-        return found[0] if isinstance(found, tuple) else found
+        loss = modules[0](*args, **named)
+        return loss[0] if isinstance(loss, tuple) else loss
 
     return call
 
@@ -174,8 +184,8 @@ def _pairs(
         log_probs = _log_probs(x, weight, tokens)
         answers = log_probs.mean(-1) if average else log_probs.sum(-1)
         with torch.no_grad():
-            theirs = torch.zeros_like(answers) if ref_x is None else _log_probs(ref_x, ref_weight, tokens).sum(-1)
-        loss = PAIR_LOSSES[loss_type](Pairs(*answers.chunk(2), *theirs.chunk(2)), BETA, 0.0).mean()
+            of_reference = torch.zeros_like(answers) if ref_x is None else _log_probs(ref_x, ref_weight, tokens).sum(-1)
+        loss = PAIR_LOSSES[loss_type](Pairs(*answers.chunk(2), *of_reference.chunk(2)), BETA, 0.0).mean()
         return loss - alpha * log_probs[: sizes.sequences // 2].mean() if alpha else loss
 
     peer = liger and _by_liger(liger, beta=BETA)
@@ -190,10 +200,15 @@ def _pairs(
 def _answers(sizes, name, loss_type, liger, point):
     shape, layer = (sizes.sequences, sizes.length), {"features": sizes.features, "classes": sizes.classes}
 
-    def wanted(device, dtype):
+    def preferences(device, dtype):
         return torch.arange(sizes.sequences, device=device) % 2 == 0
 
-    makers = [*_layer(*shape, **layer), _tokens(sizes.classes, *shape), wanted, *_layer(*shape, **layer, grad=False)]
+    makers = [
+        *_layer(*shape, **layer),
+        _tokens(sizes.classes, *shape),
+        preferences,
+        *_layer(*shape, **layer, grad=False),
+    ]
 
     def fused(x, weight, tokens, preferred, ref_x, ref_weight):
         return unpaired_preference_loss(
@@ -203,8 +218,8 @@ def _answers(sizes, name, loss_type, liger, point):
     def plain(x, weight, tokens, preferred, ref_x, ref_weight):
         answers = _log_probs(x, weight, tokens).sum(-1)
         with torch.no_grad():
-            theirs = _log_probs(ref_x, ref_weight, tokens).sum(-1)
-        return UNPAIRED_LOSSES[loss_type](Answers(answers, theirs, preferred), BETA, **point).mean()
+            reference = _log_probs(ref_x, ref_weight, tokens).sum(-1)
+        return UNPAIRED_LOSSES[loss_type](Answers(answers, reference, preferred), BETA, **point).mean()
 
     peer = liger and _by_liger(liger, beta=BETA, use_ref_model=True)
 
@@ -222,11 +237,11 @@ def _policy(sizes, name, loss_type, level="token", by_hidden_states=False, liger
     options |= {"epsilon_high": 2.0} if loss_type == "cispo" else {}
     ours, note = _chunks(chunk_memory)
 
-    def recorded(device, dtype):
+    def old_log_probs(device, dtype):
         return torch.randn(shape, device=device) * 0.01 - 0.5 - torch.tensor(float(sizes.classes)).log().item()
 
-    makers = [*_layer(*shape, **layer), _tokens(sizes.classes, *shape), _tensor(sizes.sequences), recorded]
-    makers += _layer(*shape, **layer, grad=False) if by_hidden_states else [recorded]
+    makers = [*_layer(*shape, **layer), _tokens(sizes.classes, *shape), _tensor(sizes.sequences), old_log_probs]
+    makers += _layer(*shape, **layer, grad=False) if by_hidden_states else [old_log_probs]
 
     def fused(x, weight, tokens, advantages, old, *ref):
         ref = {"ref_x": ref[0], "ref_weight": ref[1]} if by_hidden_states else {"ref_log_probs": ref[0]}
@@ -299,9 +314,9 @@ def _divergence(sizes, op):
 
     def rows_of(grad):
         def make(device, dtype):
-            made = torch.randn(rows, sizes.classes, device=device, dtype=dtype).log_softmax(-1)
+            log_probs = torch.randn(rows, sizes.classes, device=device, dtype=dtype).log_softmax(-1)
             probabilities = op == "tvd" or (op == "kl_div" and not grad)
-            return (made.exp() if probabilities else made).requires_grad_(grad)
+            return (log_probs.exp() if probabilities else log_probs).requires_grad_(grad)
 
         return make
 

@@ -1,4 +1,7 @@
-"""`liger-hw bench losses`: times and memory of every loss beside plain torch, liger_kernel and bare matrix products."""
+"""Measure every loss beside plain torch, liger_kernel and its matrix products alone.
+
+The command is `liger-hw bench losses`.
+"""
 
 import contextlib
 import os
@@ -9,25 +12,25 @@ from pathlib import Path
 
 import torch
 
-from liger_hw.bench import memory, tables
+from liger_hw.bench import formatting, memory
 from liger_hw.bench.loss_cases import LIGER, REAL, SMALL, TORCH, cases
 from liger_hw.bench.measure import Clock
 from liger_hw.bench.operations import clean
 from liger_hw.bench.peers import FLOOR, OURS
-from liger_hw.bench.results import about, asked, kept, skip, write
+from liger_hw.bench.run_file import environment, new_benchmark, record_skip, saved_at_end, write
 from liger_hw.console import table
 
 PROVIDERS = {
     OURS: "",
     TORCH: "whole logits, log-softmax in fp32, autograd",
-    LIGER: "liger_kernel with its default options, which compile its chunks by torch.compile",
-    FLOOR: "torch.mm of the same sizes: the logits of every model, both gradients of the one that learns",
+    LIGER: "liger_kernel with its default options: torch.compile compiles its chunks",
+    FLOOR: "torch.mm of the same sizes: the logits of every model, both gradients of the trained one",
 }
-SECONDS = 1.0  # what the rounds of one loss may take
+SECONDS = 1.0  # the aim for all rounds of one loss
 
 
 def choose(names) -> list[str]:
-    """The providers to measure, ours first; all that are installed unless some are named.
+    """Return the providers to measure, ours first; by default all installed ones.
 
     Raises:
         ValueError: a name is unknown, or not installed.
@@ -43,10 +46,12 @@ def choose(names) -> list[str]:
 
 
 def select(texts, device) -> list:
-    """The cases whose name or label contains one of `texts`, all by default; small ones on a CPU.
+    """Return the cases whose name or label contains one of `texts`; by default all.
+
+    On a CPU the cases are small.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: no case remains.
     """
     return cases(texts, _sizes(device))
 
@@ -56,7 +61,7 @@ def _sizes(device):
 
 
 class Step:
-    """Forward and backward of one provider's version of a loss."""
+    """Run forward and backward of one provider's implementation of a loss."""
 
     def __init__(self, case, name, inputs):
         self.function, self.inputs = case.providers[name], inputs
@@ -67,7 +72,7 @@ class Step:
 
 
 class _Products:
-    """The matrix products that a loss cannot do without, into buffers that are there before."""
+    """Compute only the matrix products of a loss, into preallocated buffers."""
 
     def __init__(self, case, inputs):
         self.layers = []
@@ -87,35 +92,35 @@ class _Products:
 
 
 def run(chosen, providers, dtype, device, progress, file: Path) -> dict:
-    """Measure the cases `chosen`; the results, which are also written to `file` after each.
+    """Measure the cases `chosen`; write the results to `file` after each and return them.
 
     Args:
         providers: from `choose`.
-        progress: a `rich.progress.Progress` that is being shown.
+        progress: a visible `rich.progress.Progress`.
 
     Returns:
-        Plain data; `complete` is False if it was interrupted. Times are in milliseconds, of forward and backward;
-        `gradient_bytes` is what the gradients take of `peak_bytes`; `loss` is what each provider finds.
+        Plain data; `complete` is False after Ctrl-C. Times are milliseconds of forward and backward; `gradient_bytes`
+        is the gradients' part of `peak_bytes`; `loss` is each provider's loss.
     """
-    found = about(device) | asked(dtype, {name: PROVIDERS[name] for name in providers})
-    with kept(found, file):
+    benchmark = environment(device) | new_benchmark(dtype, {name: PROVIDERS[name] for name in providers})
+    with saved_at_end(benchmark, file):
         if device.type != "cpu":
             _compile(chosen, providers, dtype, device, progress)
         clock = Clock(device)
-        found["ceilings"] = clock.ceilings(dtype)
+        benchmark["ceilings"] = clock.ceilings(dtype)
         bar = progress.add_task("losses", total=len(chosen), note="")
         for case in chosen:
             progress.update(bar, note=f"{case.op} {case.label}")
-            _measure(case, providers, dtype, clock, found)
-            write(found, file)
+            _measure(case, providers, dtype, clock, benchmark)
+            write(benchmark, file)
             progress.advance(bar)
-    return found
+    return benchmark
 
 
-def _measure(case, providers, dtype, clock, found) -> None:
+def _measure(case, providers, dtype, clock, benchmark) -> None:
     inputs = case.make(clock.device, dtype)
     gradients = sum(x.nbytes for x in inputs if x.requires_grad)
-    calls, beside = {}, {}
+    calls, memory_of = {}, {}
     for name in [name for name in providers if name in case.providers]:
         try:
             if name == TORCH and clock.device.type == "cuda" and case.plain_bytes > torch.cuda.mem_get_info()[0]:
@@ -125,25 +130,25 @@ def _measure(case, providers, dtype, clock, found) -> None:
             calls[name] = step = Step(case, name, inputs)
             step()
             peak = memory.peak(step, clock.device)
-            beside[name] = {"loss": loss, "peak_bytes": peak, "gradient_bytes": gradients}
-        except Exception as error:  # a peer's failure is a finding, not our end
+            memory_of[name] = {"loss": loss, "peak_bytes": peak, "gradient_bytes": gradients}
+        except Exception as error:  # a peer may fail in any way; the others still run
             calls.pop(name, None)
-            skip(found, case, name, error)
+            record_skip(benchmark, case, name, error)
         clean(clock.device)
     if FLOOR in providers and case.products:
         calls[FLOOR] = _Products(case, inputs)
     for name, took in clock.interleave(calls, SECONDS).items():
         times = {key: value * 1e3 if key != "rounds" else value for key, value in took.items()}
         record = {"op": case.op, "shape": case.label, "mode": "full", "provider": name}
-        found["results"].append(record | times | beside.get(name, {}))
+        benchmark["results"].append(record | times | memory_of.get(name, {}))
     calls.clear()
     clean(clock.device)
 
 
 def _compile(chosen, providers, dtype, device, progress) -> None:
-    """Compile what the cases need, on several cores, into the caches of Triton and Inductor."""
+    """Compile the kernels of the cases in several processes, into the compilers' caches."""
     bar = progress.add_task("compiling", total=len(chosen), note="")
-    # plain torch is not among what runs here: without it, six losses fit an accelerator's memory at once
+    # without plain torch, which does not run here, six losses fit an accelerator's memory at once
     cores = max(min((os.cpu_count() or 2) // 2, 6), 1)
     with ProcessPoolExecutor(cores, get_context("spawn"), initializer=_one_thread) as workers:
         jobs = [workers.submit(_warm, case.op, case.label, providers, dtype, device) for case in chosen]
@@ -152,7 +157,7 @@ def _compile(chosen, providers, dtype, device, progress) -> None:
 
 
 def _one_thread() -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each has a pool of its own for every core
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each worker starts one process for every core
 
 
 def _warm(name, label, providers, dtype, device) -> None:
@@ -160,7 +165,7 @@ def _warm(name, label, providers, dtype, device) -> None:
     inputs = case.make(device, dtype)
     for provider in (OURS, LIGER):
         if provider in providers and provider in case.providers:
-            with contextlib.suppress(Exception):  # the measurement itself meets it again, and tells
+            with contextlib.suppress(Exception):  # the measurement meets the same error and records it
                 Step(case, provider, inputs)()
     del inputs
     clean(device)
@@ -174,32 +179,32 @@ HEADER = [
 ]  # fmt: skip
 
 
-def rows(found: dict) -> list[list[str]]:
-    """A line for each loss: times of forward and backward, and memory above the inputs and beside the gradients."""
-    skipped = {(s["op"], s["shape"], s["provider"]): s["why"] for s in found["skipped"]}
+def rows(benchmark: dict) -> list[list[str]]:
+    """Return a line for each loss: times, and memory without inputs and gradients."""
+    skipped = {(s["op"], s["shape"], s["provider"]): s["why"] for s in benchmark["skipped"]}
     lines = []
-    for (name, label, _), records in tables.by_shape(found).items():
+    for (name, label, _), records in formatting.by_shape(benchmark).items():
 
         def time(provider, name=name, label=label, records=records):
             if provider in records:
-                return f"{tables.number(records[provider]['median'])} ms"
+                return f"{formatting.number(records[provider]['median'])} ms"
             why = skipped.get((name, label, provider), "")
             return why if why == "out of memory" else "fails" if why else ""
 
         ours, floor = records.get(OURS), records.get(FLOOR)
         over = f"{ours['median'] / floor['median']:.2f}x" if ours and floor else ""
-        spaces = [_beside(records.get(provider)) for provider in (OURS, TORCH, LIGER)]
+        spaces = [_without_gradients(records.get(provider)) for provider in (OURS, TORCH, LIGER)]
         saved = f"{1 - spaces[0] / spaces[1]:.0%}" if spaces[0] is not None and spaces[1] else ""
         shown = ["" if space is None else f"{space / 2**20:,.0f} MiB" for space in spaces]
         lines.append([name, label, time(OURS), over, time(TORCH), time(LIGER), *shown, saved])
     return lines
 
 
-def _beside(record) -> int | None:
+def _without_gradients(record) -> int | None:
     return record["peak_bytes"] - record["gradient_bytes"] if record else None
 
 
-def show(found: dict) -> str:
-    """Everything for a terminal."""
-    lines = [f"{name}: {value}" for name, value in tables.facts(found).items()]
-    return "\n".join([*lines, "", table(HEADER, rows(found)), *tables.problems(found)])
+def show(benchmark: dict) -> str:
+    """Return the text for a terminal."""
+    lines = [f"{name}: {value}" for name, value in formatting.facts(benchmark).items()]
+    return "\n".join([*lines, "", table(HEADER, rows(benchmark)), *formatting.problems(benchmark)])

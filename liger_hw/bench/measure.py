@@ -1,4 +1,4 @@
-"""Clocks: how long a function takes on the device, in its kernels alone, and on the host."""
+"""Time functions on the device, in their kernels alone, and on the host."""
 
 import statistics
 import time
@@ -11,17 +11,17 @@ HOST_CALLS, HOST_ROUNDS = 60, 15  # a queue holds 1024 launches; 60 calls of ten
 
 
 def spread(seconds: list[float]) -> dict:
-    """Median and 20th and 80th percentile of some times."""
+    """Return the median and the 20th and 80th percentile of times."""
     ordered = sorted(seconds)
     low, high = (ordered[min(round(share * (len(ordered) - 1)), len(ordered) - 1)] for share in (0.2, 0.8))
     return {"median": statistics.median(ordered), "p20": low, "p80": high, "rounds": len(ordered)}
 
 
 class Clock:
-    """Times functions on one device, taking turns.
+    """Time functions on one device, interleaved.
 
-    On an accelerator a time is what events on the stream say, from a cold L2; where the host is slower than the device
-    it is the host's time. On a CPU it is the wall's, from whatever the caches hold.
+    On an accelerator events on the stream give the time, from a cold L2; where the host is slower than the device, this
+    is the host's time. On a CPU the wall clock gives the time, from warm caches.
     """
 
     def __init__(self, device: torch.device):
@@ -34,14 +34,14 @@ class Clock:
             torch.accelerator.synchronize(self.device)
 
     def interleave(self, functions: dict, seconds: float) -> dict:
-        """Seconds of one call of each function, in rounds of one call of each.
+        """Time rounds of one call of each function.
 
         Args:
-            functions: name -> what takes no arguments; each was called before.
-            seconds: what all rounds together may take; between 11 and 61 rounds, whatever that takes.
+            functions: name -> function without arguments; the caller has called each before.
+            seconds: the aim for all rounds together; there are 11 rounds at least and 61 at most.
 
         Returns:
-            name -> `spread` of its times.
+            name -> `spread` of its seconds.
         """
         names = list(functions)
         for name in 2 * names:
@@ -53,7 +53,7 @@ class Clock:
         rounds = min(max(int(seconds / (time.perf_counter() - start)), FEWEST), MOST)
         taken = {name: [] for name in names}
         for number in range(rounds):
-            shift = number % len(names)  # nobody always runs behind the same one
+            shift = number % len(names)  # no function always follows the same one
             for name, measured in self._round(functions, names[shift:] + names[:shift]):
                 taken[name].append(measured)
         self.synchronize()
@@ -63,7 +63,7 @@ class Clock:
         return [(name, self._once(functions[name])) for name in names]
 
     def _once(self, function):
-        """Call it; return what tells its seconds once the device is done."""
+        """Call `function`; return a function that gives its seconds after a synchronisation."""
         if self.on_cpu:
             start = time.perf_counter()
             function()
@@ -77,16 +77,16 @@ class Clock:
         return lambda: start.elapsed_time(end) / 1e3
 
     def seconds(self, function) -> float:
-        """The median of one function's times."""
+        """Return the median time of one function."""
         function()
         return self.interleave({"it": function}, 0.3)["it"]["median"]
 
     def graph(self, function):
-        """The same work as a captured graph's replay, which the host launches at once: only kernels are left to time.
+        """Capture `function` in a graph and return its replay, whose time has no host time.
 
-        Returns None where there are no graphs, or where `function` cannot be captured because it waits for the device.
+        Returns None without CUDA or ROCm, and if capture fails because `function` waits for the device.
         """
-        if self.device.type != "cuda":  # which is what torch calls AMD's devices, too
+        if self.device.type != "cuda":  # torch calls AMD's devices "cuda" too
             return None
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -106,7 +106,11 @@ class Clock:
         return graph.replay
 
     def host(self, functions: dict) -> dict:
-        """name -> `spread` of the host's seconds for one call, in blocks between which the device is waited for."""
+        """Time the host's part of one call of each function.
+
+        Returns:
+            name -> `spread` of seconds. The device is idle before each block of calls.
+        """
         taken = {name: [] for name in functions}
         for _ in range(HOST_ROUNDS):
             for name, function in functions.items():
@@ -120,7 +124,11 @@ class Clock:
         return {name: spread(times) for name, times in taken.items()}
 
     def ceilings(self, dtype: torch.dtype) -> dict:
-        """Bytes per second (read and written) of a large copy, operations per second of a large product."""
+        """Measure a large copy and a large matrix product.
+
+        Returns:
+            Bytes per second, read and written, and operations per second.
+        """
         size, side = (2**26, 1024) if self.on_cpu else (2**30, 8192)
         one, other = (torch.zeros(size, dtype=torch.int8, device=self.device) for _ in range(2))
         copy = 2 * size / self.seconds(lambda: one.copy_(other))

@@ -1,4 +1,4 @@
-"""How much memory a function needs at its worst moment, measured by the allocator that serves it."""
+"""Measure the peak memory of a function by the allocator that serves it."""
 
 import json
 import os
@@ -9,12 +9,12 @@ import torch
 
 
 def peak(function, device: torch.device) -> int:
-    """Bytes allocated on `device` at the worst moment of `function()`, above what was allocated when it began.
+    """Return the peak of bytes that `function()` allocates on `device`.
 
-    On an accelerator these are the caching allocator's own statistics. On a CPU they are the allocator's events as
-    torch.profiler records them: every tensor and every temporary inside an operator, but neither Python objects nor
-    memory that a library takes from the system by itself. Memory allocated before and freed inside does not count as
-    a gain there.
+    Bytes that are allocated before the call do not count. On an accelerator the numbers are the caching allocator's
+    statistics. On a CPU they are the allocator's events in torch.profiler: every tensor and every temporary inside an
+    operator, but neither Python objects nor memory that a library takes from the system directly. On a CPU, memory
+    allocated before the call and freed inside it does not lower the peak.
     """
     if device.type == "cpu":
         return _peak_on_cpu(function)
@@ -47,12 +47,12 @@ def _peak_on_cpu(function) -> int:
 
 @contextmanager
 def _without_stderr():
-    """Kineto prints two lines for every profile, past Python's sys.stderr; there is no setting against it."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Silence stderr: Kineto prints two lines for every profile and has no setting for it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)

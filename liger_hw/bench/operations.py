@@ -1,4 +1,4 @@
-"""Every op of the registry at the shapes of `model_cases`, beside its peers, in one run."""
+"""Measure every registered op at the shapes of `model_cases`, beside its peers, in one run."""
 
 import contextlib
 import gc
@@ -13,49 +13,49 @@ from liger_hw import backends, dispatch
 from liger_hw.bench import memory
 from liger_hw.bench.measure import Clock
 from liger_hw.bench.peers import FLOOR, OURS, PEERS
-from liger_hw.bench.results import about, asked, kept, skip, write
+from liger_hw.bench.run_file import environment, new_benchmark, record_skip, saved_at_end, write
 from liger_hw.kernels import load_all
 from liger_hw.testing import parity
 from liger_hw.testing.case import Case
 from liger_hw.testing.cases import CASES, model_cases, small_cases
 
 MODES = ("fwd", "bwd", "full", "host")
-SECONDS = 0.4  # what the rounds of one mode at one shape may take
+SECONDS = 0.4  # the aim for all rounds of one mode at one shape
 GRAPHS_BELOW = 5e-3  # seconds: above it the host does not matter, and a graph's own memory does
-HOST_BELOW = 2**21  # bytes: above it a device may be slower than the host
-CPU_BYTES, CPU_FLOPS = 2**25, 10**10  # the largest shape that a CPU is asked to run unless it is named
+HOST_BELOW = 2**21  # bytes moved: above it the device may be slower than the host
+CPU_BYTES, CPU_FLOPS = 2**25, 10**10  # the largest shape that runs on a CPU, unless --shapes names a larger one
 
 
 def select(ops, texts, modes, device) -> list[Case]:
-    """The cases that are measured on `device`.
+    """Return the cases to measure on `device`.
 
     Args:
-        ops: names of ops; none means all.
-        texts: only shapes that have these sizes or, where no shape has, whose label contains them; none means all (on
-            a CPU, all that take it seconds).
+        ops: names of ops; empty means all.
+        texts: sizes, or parts of labels where no shape has these sizes; empty means all shapes (on a CPU, the small
+            ones).
         modes: some of MODES.
 
     Raises:
-        ValueError: an op is unknown, or nothing is left.
+        ValueError: an op is unknown, or no case remains.
     """
-    found = model_cases(ops, further=True)
+    selected_cases = model_cases(ops, further=True)
     if texts:
-        sizes = {case.label.split()[0] for case in found}
-        found = [
-            case for case in found
+        sizes = {case.label.split()[0] for case in selected_cases}
+        selected_cases = [
+            case for case in selected_cases
             if any(text == case.label.split()[0] if text in sizes else text in case.label for text in texts)
         ]  # fmt: skip
     elif device.type == "cpu":
-        found = [case for case in found if _bytes(case) <= CPU_BYTES and _flops(case) <= CPU_FLOPS]
+        selected_cases = [case for case in selected_cases if _bytes(case) <= CPU_BYTES and _flops(case) <= CPU_FLOPS]
     if set(modes) == {"host"}:
-        found = [case for case in found if _bytes(case) <= HOST_BELOW]
-    if not found:
+        selected_cases = [case for case in selected_cases if _bytes(case) <= HOST_BELOW]
+    if not selected_cases:
         raise ValueError(f"--shapes: got {', '.join(texts) or 'none'}, which leaves no shape of these ops and modes")
-    return found
+    return selected_cases
 
 
 def cost(case, dtype=torch.bfloat16) -> dispatch.Cost:
-    """What the op must at least move and do at this shape."""
+    """Return the bytes and operations that the op needs at least at this shape."""
     return dispatch.OPS[case.op].cost_of(*case.make("meta", dtype), **case.options)
 
 
@@ -68,61 +68,61 @@ def _flops(case) -> int:
 
 
 def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
-    """Measure `cases`; the results, which are also written to `file` after each.
+    """Measure `cases`; write the results to `file` after each and return them.
 
     Args:
         cases: from `select`.
         providers: names of `peers.PEERS`.
         modes: some of MODES.
-        progress: a `rich.progress.Progress` that is being shown.
+        progress: a visible `rich.progress.Progress`.
 
     Returns:
-        Plain data; `complete` is False if it was interrupted.
+        Plain data; `complete` is False after Ctrl-C.
     """
-    found = about(device) | asked(dtype, {name: PEERS[name].note for name in providers})
-    with kept(found, file):
-        _prepare(cases, providers, dtype, device, found, progress)
+    benchmark = environment(device) | new_benchmark(dtype, {name: PEERS[name].note for name in providers})
+    with saved_at_end(benchmark, file):
+        _prepare(cases, providers, dtype, device, benchmark, progress)
         clock = Clock(device)
-        found["ceilings"] = clock.ceilings(dtype)
+        benchmark["ceilings"] = clock.ceilings(dtype)
         bar = progress.add_task("shapes", total=len(cases), note="")
         for case in cases:
-            if found["parity"][case.op]["error"] is None:
+            if benchmark["parity"][case.op]["error"] is None:
                 progress.update(bar, note=f"{case.op} {case.label}")
-                _measure(case, providers, modes, dtype, clock, found)
-                write(found, file)
+                _measure(case, providers, modes, dtype, clock, benchmark)
+                write(benchmark, file)
             progress.advance(bar)
-    return found
+    return benchmark
 
 
 # before anything is timed ---------------------------------------------------------------------------------------------
 
 
 def check_parity(op: str, dtype, device) -> dict:
-    """The parity cases of an op, here: how many there are, and the first failure."""
+    """Run the parity cases of an op here; return their number and the first error."""
     torch.manual_seed(0)
     number, error = 0, None if op in CASES else "it has no parity cases"
     for inputs, options in small_cases(op, dtype, device) if op in CASES else ():
         number += 1
         try:
             parity.check(dispatch.OPS[op], inputs, options, backends.forced())
-        except Exception as failure:  # whatever goes wrong, no time of this op is worth printing
+        except Exception as failure:  # after any failure the times of this op mean nothing
             error = f"{type(failure).__name__}: {failure}"
             break
     return {"cases": number, "error": error}
 
 
-def _prepare(cases, providers, dtype, device, found, progress) -> None:
-    """Fill in `found["parity"]`. Beside it, on an accelerator, compile what the shapes need, on all cores.
+def _prepare(cases, providers, dtype, device, benchmark, progress) -> None:
+    """Fill in `benchmark["parity"]`; on an accelerator, also compile the kernels of all shapes.
 
-    Processes of their own do both: a kernel that breaks the device's context breaks theirs. What they compile is found
-    again in the caches of Triton and Inductor.
+    Worker processes do both: a kernel that breaks the device's context breaks only the worker's. This process finds the
+    compiled kernels in the caches of Triton and Inductor.
     """
     ops = list(dict.fromkeys(case.op for case in cases))
     bar = progress.add_task("parity", total=len(ops), note="")
     if device.type == "cpu":
         for op in ops:
             progress.update(bar, note=op)
-            found["parity"][op] = check_parity(op, dtype, device)
+            benchmark["parity"][op] = check_parity(op, dtype, device)
             progress.advance(bar)
         return
     compiled = [name for name in providers if name not in ("torch", "eager", FLOOR)]
@@ -138,21 +138,21 @@ def _prepare(cases, providers, dtype, device, found, progress) -> None:
                 continue
             broken = done.exception()
             op = parities[done]
-            found["parity"][op] = {"cases": 0, "error": f"{broken!r}"} if broken else done.result()
+            benchmark["parity"][op] = {"cases": 0, "error": f"{broken!r}"} if broken else done.result()
             progress.update(bar, advance=1, note=op)
     finally:
         workers.shutdown(cancel_futures=True)
 
 
 def _start_worker() -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each has a pool of its own for every core
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each worker starts one process for every core
     load_all()
 
 
 def _warm(key, providers, dtype, device) -> None:
     (case,) = (case for case in model_cases([key[0]], further=True) if case.label == key[1])
     for name in providers:
-        with contextlib.suppress(Exception):  # the measurement itself meets it again, and tells
+        with contextlib.suppress(Exception):  # the measurement meets the same error and records it
             if subject := _subject(name, case, None, dtype, device):
                 with torch.no_grad():
                     subject.forward()
@@ -164,31 +164,31 @@ def _warm(key, providers, dtype, device) -> None:
 
 
 class Subject:
-    """One provider's version of an op, on its inputs."""
+    """One provider's implementation of an op, with its inputs."""
 
     def __init__(self, function, inputs):
         self.function, self.inputs = function, inputs
         self.leaves = [x for x in inputs if x.requires_grad]
         self.grads = None
-        self.kept = None
+        self.retained = None
 
     def forward(self):
         return self.function(*self.inputs)
 
     def full(self):
         outputs = self._outputs()
-        if not outputs:  # the floor makes its gradients by itself
+        if not outputs:  # the floor computes its gradients without autograd
             return None
         return torch.autograd.grad(outputs, self.leaves, self.grads)
 
     def keep(self):
-        """Run forward for `backward`, which may then be called again and again."""
-        self.kept = self._outputs()
-        if not self.kept:
+        """Run the forward whose graph `backward` then uses any number of times."""
+        self.retained = self._outputs()
+        if not self.retained:
             raise RuntimeError("nothing to differentiate")
 
     def backward(self):
-        return torch.autograd.grad(self.kept, self.leaves, self.grads, retain_graph=True)
+        return torch.autograd.grad(self.retained, self.leaves, self.grads, retain_graph=True)
 
     def _outputs(self):
         outputs = self.forward()
@@ -200,10 +200,13 @@ class Subject:
 
 
 def _subject(name, case, inputs, dtype, device) -> Subject | None:
-    """A provider at a shape, with inputs of its own where it writes over them; None where it has nothing for it."""
+    """Return a provider at a shape, or None if it lacks the op.
+
+    A provider that writes over its inputs gets its own.
+    """
     peer = PEERS[name]
     if "chunk_memory" in case.options and name not in (OURS, FLOOR):
-        return None  # an option of ours alone: measured where it is not set
+        return None  # only our op has this option; peers are measured at the case without it
     function = peer.make(case)
     if function is None:
         return None
@@ -211,8 +214,8 @@ def _subject(name, case, inputs, dtype, device) -> Subject | None:
     return Subject(function, case.make(device, dtype) if own else inputs)
 
 
-def _measure(case, providers, modes, dtype, clock, found) -> None:
-    """Everything about one shape, appended to `found["results"]`; what could not run goes to `found["skipped"]`."""
+def _measure(case, providers, modes, dtype, clock, benchmark) -> None:
+    """Measure one shape into `benchmark["results"]`; failures go to `benchmark["skipped"]`."""
     subjects, inputs = {}, None
     for name in providers:
         try:
@@ -225,14 +228,14 @@ def _measure(case, providers, modes, dtype, clock, found) -> None:
             subject.full()
             clock.synchronize()
             subjects[name] = subject
-        except Exception as error:  # a peer's failure is a finding, not our end
-            skip(found, case, name, error)
+        except Exception as error:  # a peer may fail in any way; the others still run
+            record_skip(benchmark, case, name, error)
             clean(clock.device)
-    limits = _limits(case, dtype, found["ceilings"])
+    limits = _limits(case, dtype, benchmark["ceilings"])
     times = {}
 
     def record(mode, name, spread, scale, **more):
-        found["results"].append({
+        benchmark["results"].append({
             "op": case.op, "shape": case.label, "mode": mode, "provider": name,
             **{key: value * scale if key != "rounds" else value for key, value in spread.items()}, **more,
         })  # fmt: skip
@@ -272,8 +275,11 @@ def clean(device) -> None:
 
 
 def _limits(case, dtype, ceilings):
-    """A function of a mode and the seconds it took: what had to be moved and done, and what share of the seconds that
-    takes at this machine's copy rate or at that of its matrix products, whichever is more."""
+    """Return a function of mode and seconds that gives bytes, operations and the limit's share.
+
+    The limit is the time of the bytes at the machine's copy rate, or of the operations at its matrix product rate: the
+    longer of the two.
+    """
     forward_bytes, backward_bytes, forward_flops, backward_flops = cost(case, dtype)
     needs = {
         "fwd": (forward_bytes, forward_flops),
@@ -290,7 +296,7 @@ def _limits(case, dtype, ceilings):
 
 
 def _kernels_alone(case, calls, times, clock) -> dict:
-    """Name -> milliseconds of the kernels without the host, for those that can be captured."""
+    """Time the kernels without the host, for calls that a graph can capture; in milliseconds."""
     graphs = {}
     for name, call in calls.items():
         if times[name]["median"] < GRAPHS_BELOW and not PEERS[name].waits(case):
@@ -303,7 +309,7 @@ def _kernels_alone(case, calls, times, clock) -> dict:
 
 
 def _backwards(subjects, clock) -> dict:
-    """Name -> spread of the backward alone, of those that allow several through one forward."""
+    """Time the backward alone, for providers that allow several through one forward."""
     direct = {}
     for name, subject in subjects.items():
         try:
@@ -312,16 +318,16 @@ def _backwards(subjects, clock) -> dict:
                 subject.backward()
             clock.synchronize()
             direct[name] = subject.backward
-        except Exception:  # each says it in its own way: the gradient was handed out, a buffer is freed, no memory
-            subject.kept = None
+        except Exception:  # a library may refuse a second backward in any way, or run out of memory
+            subject.retained = None
     took = clock.interleave(direct, SECONDS) if direct else {}
     for subject in subjects.values():
-        subject.kept = None
+        subject.retained = None
     return took
 
 
 def _difference(full, forward) -> dict:
-    """Of medians; the percentiles are as far from it as those of the whole step are from theirs."""
+    """Subtract the medians; keep the distances of the percentiles of the full step."""
     median = full["median"] - forward["median"]
     shifted = {key: full[key] - full["median"] + median for key in ("p20", "p80")}
     return {"median": median, **shifted, "rounds": full["rounds"]}

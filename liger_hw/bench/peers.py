@@ -1,4 +1,4 @@
-"""What liger_hw is measured against, and the only place that imports these libraries for it."""
+"""Describe the other implementations of each op and import their libraries on demand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ OURS, FLOOR = "liger_hw", "floor"
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody's version of our ops.
+    """One library's implementations of our ops.
 
     Attributes:
-        make: case -> a function of the case's inputs, or None where it has nothing for it.
-        package: what must be installed; None for torch alone.
+        make: case -> a function of the case's inputs, or None if the library lacks this op.
+        package: the package that it needs; None for torch alone.
         on_cpu: whether it runs without an accelerator.
-        overwrites: case -> whether it writes over its inputs. It then gets inputs of its own, and they are used again
-            and again, as its own benchmarks do: nothing is cloned in the time that is measured.
+        overwrites: case -> whether it writes over its inputs. It then gets its own inputs and reuses them, as the
+            library's benchmarks do: the measured time contains no clone.
         waits: case -> whether it waits for the device and so cannot be captured in a graph.
-        note: what a reader of its numbers should know.
+        note: a remark for readers of its numbers.
     """
 
     make: Callable[[Case], Callable | None]
@@ -40,7 +40,7 @@ class Peer:
 def _ours(case):
     op = dispatch.OPS[case.op]
     if case.op in ("swiglu", "geglu") and case.options.get("in_place"):
-        # as the module that owns them has them: not leaves
+        # autograd leaves cannot be written in place; a model passes intermediate tensors
         return lambda gate, up: op(gate.view_as(gate), up.view_as(up), **case.options)
     return partial(op, **case.options)
 
@@ -50,7 +50,7 @@ def _eager(case):
 
 
 def _compile(case):
-    torch._dynamo.reset()  # the references are compiled once a shape, and their code has a limit of that
+    torch._dynamo.reset()  # compiled once for each shape, and torch limits recompilations of one function
     return torch.compile(_eager(case), dynamic=False)
 
 
@@ -107,7 +107,7 @@ def _floor(case):
 
 
 class _Floor:
-    """The products that a linear cross entropy cannot do without, with torch.mm: logits, and both gradients."""
+    """Compute only the matrix products of a linear cross entropy: logits and both gradients."""
 
     def __init__(self):
         self.buffers = None
@@ -136,12 +136,12 @@ PEERS = {
         "liger_kernel",
         overwrites=lambda case: case.op != "fused_linear_cross_entropy",
         waits=_losses,
-        note="as installed: in place where it is so by default (norms over the incoming gradient, GLU over gate and up "
-        "in backward, RoPE over q and k, cross entropy over the logits), on the same tensors again and again",
+        note="with its defaults, which work in place (norms over the incoming gradient, GLU over gate and up "
+        "in backward, RoPE over q and k, cross entropy over the logits), on the same tensors in every round",
     ),
     "compile": Peer(_compile, on_cpu=True, note="torch.compile of our reference, for each shape, without CUDA graphs"),
-    "torch": Peer(_torch, on_cpu=True, note="torch's own fused operators; 16-bit logits have their loss in 16 bits"),
-    "eager": Peer(_eager, on_cpu=True, note="our reference, plain torch, loss in fp32"),
+    "torch": Peer(_torch, on_cpu=True, note="torch's own fused operators; the loss of 16-bit logits is in 16 bits"),
+    "eager": Peer(_eager, on_cpu=True, note="our reference in plain torch, loss in fp32"),
     "cce": Peer(
         _cce, "cut_cross_entropy", waits=_losses, note="with its default gradient filter, which skips small gradients"
     ),
@@ -152,10 +152,10 @@ NAMES = tuple(name for name in PEERS if name not in (OURS, FLOOR))
 
 
 def choose(names, device: torch.device) -> list[str]:
-    """The providers to measure, ours first.
+    """Return the providers to measure, ours first.
 
     Args:
-        names: peers by name; empty means those installed here (on a CPU, those that compile nothing).
+        names: names of peers; empty means all installed ones (on a CPU, those that compile nothing).
 
     Raises:
         ValueError: one of the names is unknown, not installed, or needs an accelerator that is not here.
@@ -164,7 +164,7 @@ def choose(names, device: torch.device) -> list[str]:
     for name in names:
         check_known("peer", name, NAMES)
         if on_cpu and not PEERS[name].on_cpu:
-            raise ValueError(f"--against: got {name}, which runs on accelerators alone, and there is none here")
+            raise ValueError(f"--against: got {name}, which runs on accelerators alone, and torch finds none here")
         if not _installed(name):
             package = PEERS[name].package.replace("_", "-") + ("-kernels" if name == "quack" else "")
             raise ValueError(f"--against: got {name}, which is not installed here: pip install {package}")

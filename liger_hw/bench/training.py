@@ -1,8 +1,8 @@
-"""Steps of training: Hugging Face models of published shapes with random weights, as they are and under each library.
+"""Measure training steps of Hugging Face models of published sizes, unpatched and under each library.
 
-Every setting has a process of its own, so that none inherits another's memory or compiled code. In it one model is
-trained as it is, compiled, patched by liger_hw and, last because it cannot be undone, patched by the peer: the same
-weights for all, built once.
+Every setting runs in its own process, so that none inherits another's memory or compiled code. The process builds one
+model with random weights and trains it unpatched, compiled, patched by liger_hw and, last because nothing undoes it,
+patched by the peer.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from pathlib import Path
 import torch
 
 import liger_hw
-from liger_hw.bench import demo, tables
+from liger_hw.bench import demo, formatting
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
-from liger_hw.bench.results import about, kept, write
+from liger_hw.bench.run_file import environment, saved_at_end, write
 from liger_hw.spelling import check_known
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 PROVIDERS = (EAGER, COMPILE, LIGER, OURS)
-ORDER = (EAGER, COMPILE, OURS, LIGER)  # in a process: the peer's changes to a model are not undone
+ORDER = (EAGER, COMPILE, OURS, LIGER)  # the peer is last because nothing undoes its changes to the model
 WARM_UP = 3
-POSITIONS = 2**22  # the longest context that is ever tried
+POSITIONS = 2**22  # the longest context that the search tries
 IMAGE_SIDE = 32  # patches of 14 pixels: an image of 448x448
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One model as it is trained here.
+    """One model with the sequences it trains on.
 
     Attributes:
-        model: its shape.
-        seqs: tokens of a sequence, each measured by itself.
+        model: its sizes.
+        seqs: lengths of sequences, each a measurement.
         images: every sequence begins with an image of 448x448 pixels.
     """
 
@@ -50,7 +50,7 @@ class Setting:
 
 
 def _family(family, *sizes, batch=4, seqs=(2048,), **more):
-    """A `Setting` of a text model with `demo.llama`'s sizes."""
+    """Make the `Setting` of a text model from the arguments of `demo.llama`."""
     return Setting(demo.Model(demo.llama(*sizes, **more), batch, seqs[0], 10, 1e-4, family=family), seqs)
 
 
@@ -95,10 +95,10 @@ DEFAULT = tuple(name for name in SETTINGS if name != "tiny")
 
 
 def choose(names, device) -> list[str]:
-    """The runs to compare, ours last.
+    """Return the providers to compare, ours last.
 
     Raises:
-        ValueError: one is unknown, not installed, or needs an accelerator that is not here.
+        ValueError: a provider is unknown, not installed, or needs an accelerator.
     """
     for name in names:
         check_known("peer", name, PROVIDERS[:-1])
@@ -110,15 +110,15 @@ def choose(names, device) -> list[str]:
 
 
 def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest) -> list[dict]:
-    """The runs, each as what its process is told.
+    """List the runs: one dictionary of plain data for each.
 
     Args:
         models: names of SETTINGS.
-        batch, seqs: instead of the models' own, or None.
+        batch, seqs: sizes, or None for each model's own.
         checkpointing: a list of booleans, or None for each model's own.
         steps: timed steps of a run.
-        dtype: of parameters and computation.
-        longest: search the longest sequence of a batch of one that fits the memory, instead of timing.
+        dtype: dtype of parameters and computation.
+        longest: search the longest sequence that fits the memory with a batch of one, instead of timing.
 
     Raises:
         ValueError: a model is unknown.
@@ -140,30 +140,23 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest) -
 
 
 def run(runs, device, progress, file: Path) -> dict:
-    """Make every run of a `plan`; the results, which are also written to `file` after each."""
-    found = about(device) | {"results": [], "complete": False}
+    """Make every run of a `plan`; write the results to `file` after each."""
+    benchmark = environment(device) | {"results": [], "complete": False}
     bar = progress.add_task("training", total=len(runs), note="")
-    with kept(found, file):
-        for _, group in itertools.groupby(runs, key=lambda asked: asked | {"provider": ""}):
-            group = sorted(group, key=lambda asked: ORDER.index(asked["provider"]))
-            progress.update(bar, note=tables.setting(group[0]))
-            for result, asked in zip(_in_a_process(group), group):
-                found["results"].append(asked | result)
-                write(found, file)
-                progress.update(bar, advance=1, note=f"{tables.setting(asked)}, {asked['provider']}")
-    return found
+    with saved_at_end(benchmark, file):
+        for _, group in itertools.groupby(runs, key=lambda planned: planned | {"provider": ""}):
+            group = sorted(group, key=lambda planned: ORDER.index(planned["provider"]))
+            progress.update(bar, note=formatting.setting(group[0]))
+            for result, planned in zip(_in_a_process(group), group):
+                benchmark["results"].append(planned | result)
+                write(benchmark, file)
+                progress.update(bar, advance=1, note=f"{formatting.setting(planned)}, {planned['provider']}")
+    return benchmark
 
 
 def _in_a_process(group: list[dict]) -> Iterator[dict]:
-    """The result of each run of a group, which differ in their provider alone.
-
-    Processes are forked from one that has imported what they need, where that exists, and has not touched a device.
-    """
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or holes end a run early
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload([__name__, "transformers.modeling_utils"])
+    """Yield the results of runs that differ only in their provider, from one new process."""
+    context = process_context(__name__)
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=main, args=(group, there))
     process.start()
@@ -174,7 +167,7 @@ def _in_a_process(group: list[dict]) -> Iterator[dict]:
                 yield here.recv()
             except EOFError:
                 process.join()
-                yield {"error": f"its process ended with status {process.exitcode}"}
+                yield {"error": f"the process of this run ended with status {process.exitcode}"}
     except BaseException:
         process.kill()
         raise
@@ -182,39 +175,52 @@ def _in_a_process(group: list[dict]) -> Iterator[dict]:
         process.join()
 
 
-# in that process -----------------------------------------------------------------------------------------------------
+def process_context(module: str):
+    """Return the multiprocessing context for processes that run functions of `module`.
+
+    Where the platform can, a process forks from a server that has imported the packages and has not touched a device.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module, "transformers.modeling_utils"])
+    return context
+
+
+# in the process of a setting ------------------------------------------------------------------------------------------
 
 
 def main(group: list[dict], answers) -> None:
-    """Make the runs of one setting; what each found goes through the connection `answers`."""
+    """Make the runs of one setting; send the result of each through the connection `answers`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     kind = torch.accelerator.current_accelerator()
     device = torch.device(kind.type, 0) if kind else torch.device("cpu")
-    made = None
-    for asked in group:
+    trained = None
+    for planned in group:
         try:
-            made = made or build(asked, device)
-            with _provided(asked["provider"], made.model):
-                answers.send(_measured(made, asked, device))
+            trained = trained or build(planned, device)
+            with _provided(planned["provider"], trained.model):
+                answers.send(_measured(trained, planned, device))
         except torch.OutOfMemoryError:
             answers.send({"error": "out of memory"})
         except Exception as error:  # a library may fail on a model in any way; the others still run
             answers.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
-        if made:
-            _free(made)
+        if trained:
+            _free(trained)
 
 
 @dataclasses.dataclass
 class Trained:
-    """A model with its optimiser."""
+    """Hold a model with its optimiser."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: dict):
-        """One optimiser step; its loss, on the device."""
+        """Make one optimiser step; return its loss, on the device."""
         self.optimizer.zero_grad()
         loss = self.model(**batch).loss
         loss.backward()
@@ -222,34 +228,39 @@ class Trained:
         return loss.detach()
 
 
-def build(asked: dict, device) -> Trained:
-    """The model of a run, on the device, with random weights."""
+def build(planned: dict, device) -> Trained:
+    """Build the model of a run on the device, with random weights."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    setting = SETTINGS[asked["model"]]
+    setting = SETTINGS[planned["model"]]
     config = setting.model.configuration()
     text = config.get_text_config()
-    text.use_cache, text.max_position_embeddings = False, asked["seq"] or POSITIONS
+    text.use_cache, text.max_position_embeddings = False, planned["seq"] or POSITIONS
     kind = AutoModelForImageTextToText if setting.images else AutoModelForCausalLM
     torch.manual_seed(0)
     with device:
-        model = kind.from_config(config, dtype=getattr(torch, asked["dtype"]))
+        model = kind.from_config(config, dtype=getattr(torch, planned["dtype"]))
     model.train()
-    if asked["checkpointing"]:
+    if planned["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # at a rate of zero AdamW does all of its work, and every provider's loss is that of the same weights
+    # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
     return Trained(model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True))
 
 
-@contextmanager
-def _provided(provider, model):
-    """`model` as a provider has it."""
+def change(provider: str, model) -> None:
+    """Patch or compile `model` as a provider does; eager leaves it unchanged."""
     if provider == OURS:
         liger_hw.patch(model)
     elif provider == COMPILE:
         model.compile()
     elif provider == LIGER:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+
+
+@contextmanager
+def _provided(provider, model):
+    """Apply a provider to `model` within the block."""
+    change(provider, model)
     try:
         yield
     finally:
@@ -258,22 +269,22 @@ def _provided(provider, model):
         torch._dynamo.reset()
 
 
-def _free(made):
-    made.optimizer.zero_grad()
+def _free(trained):
+    trained.optimizer.zero_grad()
     gc.collect()
-    if made.model.device.type != "cpu":
+    if trained.model.device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
-def _measured(made, asked, device) -> dict:
-    if asked["seq"] is None:
-        return {"longest": _longest(made, device)}
-    return _timed(made, _batch(made, asked["batch"], asked["seq"], device), asked["steps"])
+def _measured(trained, planned, device) -> dict:
+    if planned["seq"] is None:
+        return {"longest": _longest(trained, device)}
+    return _timed(trained, _batch(trained, planned["batch"], planned["seq"], device), planned["steps"])
 
 
-def _batch(made, batch, seq, device) -> dict:
-    """Random tokens, each predicted from those before; of a model of images, behind one image that is not."""
-    config, generator = made.model.config, torch.Generator().manual_seed(0)
+def _batch(trained, batch, seq, device) -> dict:
+    """Make random tokens with labels; a vision model gets an image before the text."""
+    config, generator = trained.model.config, torch.Generator().manual_seed(0)
     patch = getattr(config, "vision_config", None)
     special = [value for name, value in vars(config).items() if patch and name.endswith("token_id") and value]
     words = min([config.get_text_config().vocab_size, *special])
@@ -288,44 +299,47 @@ def _batch(made, batch, seq, device) -> dict:
     pixels = torch.randn(batch * IMAGE_SIDE**2, values, generator=generator)
     return {
         "input_ids": ids, "labels": ids.masked_fill(image, -100), "mm_token_type_ids": image.int(),
-        "pixel_values": pixels.to(device, made.model.dtype),
+        "pixel_values": pixels.to(device, trained.model.dtype),
         "image_grid_thw": torch.tensor([[1, IMAGE_SIDE, IMAGE_SIDE]] * batch, device=device),
     }  # fmt: skip
 
 
-def _timed(made, batch, steps) -> dict:
+def _timed(trained, batch, steps) -> dict:
     device, tokens = batch["input_ids"].device, batch["input_ids"].numel()
     for _ in range(WARM_UP):
-        made.step(batch)
+        trained.step(batch)
     seconds = []
     for _ in range(steps):
         demo.synchronize(device)
         start = time.perf_counter()
-        loss = made.step(batch)
+        loss = trained.step(batch)
         demo.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    found = spread(seconds)
+    times = spread(seconds)
     return {
-        "tokens_per_second": tokens / found["median"],
-        **{key: value * 1e3 if key != "rounds" else value for key, value in found.items()},
-        "peak_bytes": demo.step_bytes(made, batch),
+        "tokens_per_second": tokens / times["median"],
+        **{key: value * 1e3 if key != "rounds" else value for key, value in times.items()},
+        "peak_bytes": demo.step_bytes(trained, batch),
         "loss": float(loss),
     }
 
 
-def _longest(made, device) -> int:
-    """Tokens of the longest sequence of which two steps fit, to within a sixteenth; 0 if not even 1,024 fit."""
+def _longest(trained, device) -> int:
+    """Return the longest sequence of which two steps fit, to within a sixteenth.
+
+    0 if 1,024 tokens do not fit.
+    """
 
     def fits(seq) -> bool:
         try:
-            for _ in range(2):  # the second has the optimiser's state beside it
-                made.step(_batch(made, 1, seq, device))
+            for _ in range(2):  # the second step also holds the optimiser's state
+                trained.step(_batch(trained, 1, seq, device))
             demo.synchronize(device)
             return True
         except torch.OutOfMemoryError:
             return False
         finally:
-            _free(made)
+            _free(trained)
 
     good, bad, seq = 0, None, 1024
     while seq <= POSITIONS:

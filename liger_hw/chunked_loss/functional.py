@@ -8,6 +8,7 @@ from dataclasses import fields
 import torch
 from torch.nn.functional import logsigmoid
 
+from liger_hw.checks import check
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
@@ -49,6 +50,15 @@ def check_grpo_options(loss_type, max_completion_length):
         raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo'")
 
 
+def reference_of(use_ref_model, ref_input, ref_weight, ref_bias):
+    """Return the reference model's arguments of a preference loss; a ValueError where it is to be used and missing."""
+    if not use_ref_model:
+        return {}
+    for name, value in {"ref_input": ref_input, "ref_weight": ref_weight}.items():
+        check(value is not None, name, None, "a tensor of the reference model, or use_ref_model=False for none")
+    return {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
+
+
 def liger_fused_linear_dpo(
     _input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1,
     compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
@@ -56,7 +66,7 @@ def liger_fused_linear_dpo(
 ):  # fmt: skip
     """`preference_loss` with a reference model: see `LigerFusedLinearDPOLoss`."""
     check_dpo_options(loss_type, label_smoothing)
-    ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+    ref = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     options = {"discopop": {"tau": discopop_tau}, "bco_pair": {"delta": 0.0}}.get(loss_type, {})
     label_smoothing = 0.0 if loss_type == "sigmoid" else label_smoothing
     return _with_metrics(
@@ -114,7 +124,7 @@ def liger_fused_linear_kto(
     ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
 ):  # fmt: skip
     """`unpaired_preference_loss`: see `LigerFusedLinearKTOLoss`."""
-    ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+    ref = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     return _with_metrics(
         unpaired_preference_loss(
             _input, weight, target, preference_labels, bias, "kto", beta, average_log_prob, ignore_index=ignore_index,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw.checks import check
-from liger_hw.chunked_loss.own_losses import with_gradients
+from liger_hw.chunked_loss.own_losses import keep_gradients, scaled_gradients
 from liger_hw.losses.engine import logits_loss
 
 
@@ -60,8 +60,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             return logits_loss(part, x, weight, bias, (target, teacher_input)) / count
 
         tensors = student_input, student_weight, student_bias
-        (loss,), gradients = with_gradients(lambda *leaves: (mean_of(both, *leaves),), *tensors)
-        ctx.save_for_backward(*gradients)
+        (loss,) = keep_gradients(ctx, lambda *leaves: (mean_of(both, *leaves),), *tensors)
         if not return_soft_hard_loss:
             return loss
         detached = [None if x is None else x.detach() for x in tensors]
@@ -72,5 +71,5 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output, *_):
         """The gradients of the first six arguments."""
-        of_input, of_weight, of_bias = (None if g is None else g * grad_output for g in ctx.saved_tensors)
+        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
         return of_input, of_weight, None, None, None, of_bias

@@ -2,8 +2,8 @@
 
 import torch
 
-from liger_hw.chunked_loss.functional import items_of_all_ranks
-from liger_hw.chunked_loss.own_losses import joined, scaled_gradients, with_gradients
+from liger_hw.chunked_loss.functional import items_of_all_ranks, reference_of
+from liger_hw.chunked_loss.own_losses import joined, keep_gradients, scaled_gradients
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
@@ -51,6 +51,7 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         shape = selected_token_ids.shape
         linear = {"temperature": temperature, "ignore_index": IGNORED}
         if use_ref_model and ref_per_token_logps is None:
+            reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
             ref_per_token_logps = fused_linear_selective_log_softmax(
                 ref_input.reshape(*shape, -1), ref_weight, selected_token_ids, ref_bias, **linear
             )
@@ -71,8 +72,7 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         def loss_of(x, weight, bias):
             return sequence_loss(formula, x.reshape(*shape, -1), weight, selected_token_ids, bias, **linear)
 
-        (loss, *_), gradients = with_gradients(loss_of, _input, weight, bias)
-        ctx.save_for_backward(*gradients)
+        loss, *_ = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, tuple(joined(metrics_of_calls))
 
     @staticmethod

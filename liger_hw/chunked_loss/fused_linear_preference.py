@@ -2,7 +2,8 @@
 
 import torch
 
-from liger_hw.chunked_loss.own_losses import joined, loss_and_others, scaled_gradients, with_gradients
+from liger_hw.chunked_loss.functional import reference_of
+from liger_hw.chunked_loss.own_losses import joined, keep_gradients, loss_and_others, scaled_gradients
 from liger_hw.losses.preference import preference_loss
 
 __all__ = ["LigerFusedLinearPreferenceBase"]
@@ -52,16 +53,15 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
             others_of_calls.append(others)
             return loss * (target.shape[0] // 2)
 
-        ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+        ref_model = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
 
         def loss_of(x, weight, bias):
             return preference_loss(
                 x, weight, target, bias, formula, beta, alpha=alpha if compute_nll_loss else 0.0,
-                average_log_prob=average_log_prob, nll_labels=nll_target, ignore_index=ignore_index, **ref,
+                average_log_prob=average_log_prob, nll_labels=nll_target, ignore_index=ignore_index, **ref_model,
             )  # fmt: skip
 
-        (loss, *others), gradients = with_gradients(loss_of, _input, weight, bias)
-        ctx.save_for_backward(*gradients)
+        loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, (*others[:5], *joined(others_of_calls))
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 import torch
 
-from liger_hw.chunked_loss.own_losses import joined, loss_and_others, scaled_gradients, with_gradients
+from liger_hw.chunked_loss.functional import reference_of
+from liger_hw.chunked_loss.own_losses import joined, keep_gradients, loss_and_others, scaled_gradients
 from liger_hw.losses.preference import unpaired_preference_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
@@ -48,16 +49,15 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
             # each answer gets an equal share of the loss, so that their sum is the loss again
             return (loss * (target.shape[0] / len(answers.log_probs))).expand(len(answers.log_probs))
 
-        ref = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias} if use_ref_model else {}
+        ref_model = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
 
         def loss_of(x, weight, bias):
             return unpaired_preference_loss(
                 x, weight, target, preference_labels, bias, formula, average_log_prob=average_log_prob,
-                ignore_index=ignore_index, **ref,
+                ignore_index=ignore_index, **ref_model,
             )  # fmt: skip
 
-        (loss, *others), gradients = with_gradients(loss_of, _input, weight, bias)
-        ctx.save_for_backward(*gradients)
+        loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, (*others[:4], *joined(others_of_calls))
 
     @staticmethod

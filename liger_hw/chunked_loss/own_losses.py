@@ -17,14 +17,53 @@ def with_gradients(function, *tensors, grad_output=None):
     Returns:
         (its outputs, the first detached; the gradient for each tensor, None where it wants none).
     """
+    loss, others, leaves = _with_graph(function, tensors)
+    grad_output = torch.ones_like(loss) if grad_output is None else grad_output
+    return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
+
+
+def keep_gradients(ctx, function, *tensors):
+    """Call `function(*tensors)` and keep the gradients of its first output for `scaled_gradients`.
+
+    In fp16 they would be rounded, and underflow, before a loss scale is known, so the graph is kept in their place.
+
+    Args:
+        ctx: of an autograd function. function: returns (loss, *others). tensors: each may be None.
+
+    Returns:
+        its outputs, the first detached.
+    """
+    loss, others, leaves = _with_graph(function, tensors)
+    kind = tensors[0].device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    if autocast or tensors[0].dtype == torch.float16:
+        ctx.graph = loss, leaves
+    else:
+        ctx.save_for_backward(*_gradients(loss, leaves))
+    return loss.detach(), *others
+
+
+def scaled_gradients(ctx, grad_output):
+    """The kept gradients times the loss's. Derived classes pass that on alone, or in the tuple that they get."""
+    grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
+    if hasattr(ctx, "graph"):
+        return _gradients(*ctx.graph, grad_output)
+    return [g if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
+
+
+def _with_graph(function, tensors):
+    """Call `function` on leaves that want a gradient where the tensors do: (loss, others, leaves)."""
     leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    with torch.set_grad_enabled(bool(differentiable)):
+    with torch.set_grad_enabled(any(leaf is not None and leaf.requires_grad for leaf in leaves)):
         loss, *others = function(*leaves)
-        grad_output = torch.ones_like(loss) if grad_output is None else grad_output
+    return loss, others, leaves
+
+
+def _gradients(loss, leaves, grad_output=None):
+    """Differentiate the loss: the gradient for each leaf, None where it wants none."""
+    differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = iter(torch.autograd.grad(loss, differentiable, grad_output) if differentiable else ())
-    by_tensor = [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-    return (loss.detach(), *others), by_tensor
+    return [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 
 def loss_and_others(returned):
@@ -36,9 +75,3 @@ def loss_and_others(returned):
 def joined(others_of_calls):
     """Join the others of several calls: numbers are added up, rows put one after the other."""
     return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*others_of_calls)]
-
-
-def scaled_gradients(ctx, grad_output):
-    """The saved gradients times the loss's. Derived classes pass that on alone, or in the tuple that they get."""
-    grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
-    return [g if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]

@@ -1,4 +1,4 @@
-"""The command `liger-hw`: one file for each command, with its arguments and a thin function over what does the work."""
+"""Parse the command line of `liger-hw`: one file for each command."""
 
 import argparse
 import os
@@ -12,9 +12,9 @@ from liger_hw.kernels import load_all
 
 
 def main(argv=None) -> int:
-    """Run the command line `argv` (the process's own by default); its exit status."""
+    """Run the command line `argv` (default: the process's) and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:2] in (["bench", "train"], ["bench", "losses"]):  # of their own: their arguments are not those of ops
+    if argv[:1] == ["bench"] and argv[1:2] in (["train"], ["distributed"], ["losses"]):  # commands of two words
         argv[:2] = [" ".join(argv[:2])]
     args = _parser().parse_args(argv)
     load_all()

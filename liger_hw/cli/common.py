@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Share devices, dtypes and argument types among commands."""
 
 import argparse
 
@@ -9,18 +9,18 @@ META = torch.device("meta")
 
 
 def positive(text: str) -> int:
-    """The integer in `text`, for argparse, which shows the error."""
+    """Return the positive integer in `text`; argparse shows the error."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, allowed: a positive integer")
     return int(text)
 
 
 def accelerators() -> list[torch.device]:
-    """Every accelerator that torch sees."""
+    """Return every accelerator that torch sees."""
     kind = torch.accelerator.current_accelerator()
     return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
 
 
 def here() -> torch.device:
-    """The first accelerator, or the CPU."""
+    """Return the first accelerator, or the CPU."""
     return next(iter(accelerators()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`liger-hw demo`: train a small Llama, plain and patched, and compare."""
+"""Train a small Llama, plain and patched, and compare: `liger-hw demo`."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from liger_hw.cli import common
 def add(commands) -> None:
     command = commands.add_parser("demo", help="train a small Llama on real text, plain and patched, and compare")
     command.set_defaults(run=demo)
-    command.add_argument("--model", choices=("tiny", "1b", "8b"), default="tiny", help="its shape; weights are random")
+    command.add_argument("--model", choices=("tiny", "1b", "8b"), default="tiny", help="its sizes; weights are random")
     command.add_argument("--steps", type=common.positive, metavar="N", help="optimiser steps of each run")
     command.add_argument("--batch", type=common.positive, metavar="N", help="sequences in a batch")
     command.add_argument("--seq", type=common.positive, metavar="N", help="tokens in a sequence")
     command.add_argument("--dtype", choices=("fp32", "bf16"), help="fp32 on a CPU, bf16 elsewhere")
     command.add_argument("--text", nargs="+", metavar="PATH", help="files or folders (the standard library's source)")
-    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where to write (./report)")
     command.add_argument("--against", choices=("liger",), help="add a run patched by the package liger-kernel")
 
 
@@ -30,6 +30,6 @@ def demo(args) -> None:
     transformers.logging.set_verbosity_error()
     terminal = Console()
     with console.progress(terminal) as progress:
-        found = demo.compare(args, progress)
-    report.show(found, terminal)
-    terminal.print(f"report: [bold]{report.write(found, args.report)}[/bold]", highlight=False, soft_wrap=True)
+        comparison = demo.compare(args, progress)
+    report.show(comparison, terminal)
+    terminal.print(f"report: [bold]{report.write(comparison, args.report)}[/bold]", highlight=False, soft_wrap=True)

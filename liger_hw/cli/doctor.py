@@ -1,4 +1,4 @@
-"""`liger-hw doctor`: whether the ops are right on this machine, and whether it is what we take it for."""
+"""Check the ops and the facts of this machine's GPU: `liger-hw doctor`."""
 
 import json
 import os
@@ -18,25 +18,29 @@ def add(commands) -> None:
     command.add_argument("ops", nargs="*", metavar="OP | MODEL", help="ops to check (all); or a model type or a folder "
                          "with a config.json: each kernel beside the class that it replaces")  # fmt: skip
     command.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from that folder")
-    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where to write (./report)")
 
 
 def run(args) -> int | None:
-    """Examine, print what differs and what to do, write doctor.json; end with 1 if something was computed wrongly."""
+    """Examine this machine, print problems and advice, write doctor.json.
+
+    Returns 1 if an op is wrong.
+    """
     if len(args.ops) == 1 and args.ops[0] not in dispatch.OPS and _names_a_model(args.ops[0]):
         return _run_model(args)
     if common.accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
-    found = doctor.examine(
+    examination = doctor.examine(
         doctor.ops_here(args.ops), common.here(), info.gather(), lambda line: print(line, flush=True)
     )
-    header, *rows = doctor.rows(found)
+    header, *rows = doctor.rows(examination)
     if rows:
         print("", table(header, rows), sep="\n")
-    wrong = doctor.failures(found)
-    said = [found["interrupted"]] if found["interrupted"] else found["advice"]
-    print("", *wrong, *said, f"report: {doctor.write(found, args.report)}", sep="\n")
-    return 1 if wrong else 130 if found["interrupted"] else None
+    failures = doctor.failures(examination)
+    interrupted = examination["interrupted"]
+    last = [interrupted] if interrupted else examination["advice"]
+    print("", *failures, *last, f"report: {doctor.write(examination, args.report)}", sep="\n")
+    return 1 if failures else 130 if interrupted else None
 
 
 def _names_a_model(name: str) -> bool:

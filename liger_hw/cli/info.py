@@ -1,4 +1,4 @@
-"""`liger-hw info`: what was detected here, and what each op would use."""
+"""Show the detected hardware and each op's implementation: `liger-hw info`."""
 
 import dataclasses
 import json
@@ -11,22 +11,25 @@ from liger_hw import __version__, backends, console, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.cli import common
 from liger_hw.testing.cases import model_cases, step
+from liger_hw.tuning import contribution
 
 
 def add(commands) -> None:
-    command = commands.add_parser("info", help="what was detected here, and what each op would use")
+    command = commands.add_parser(
+        "info", help="show the detected hardware, and the implementation and launch configurations of each op"
+    )
     command.set_defaults(run=info)
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def info(args) -> None:
-    """Print what was detected, what is forced, and what each op would use, as tables or as JSON."""
-    found = gather()
-    print(json.dumps(found, indent=1) if args.json else _show(found))
+    """Print the detected hardware, the forced backend and the ops, as tables or as JSON."""
+    facts = gather()
+    print(json.dumps(facts, indent=1) if args.json else _show(facts))
 
 
 def gather() -> dict:
-    """Everything `liger-hw info` tells, as plain data."""
+    """Return the content of `liger-hw info` as plain data."""
     return {
         "versions": {
             "liger_hw": __version__,
@@ -48,11 +51,22 @@ def _about(device: torch.device) -> dict:
         "detected": dataclasses.asdict(backends.detected(device)),
         "configured_as": dataclasses.asdict(configured),
         "tables": {
-            tuning.SHIPPED: str(tuning.shipped_file(configured)),
-            tuning.LOCAL: str(tuning.cache_file(configured)),
+            tuning.SHIPPED: _table(tuning.shipped_file(configured)),
+            tuning.LOCAL: _table(tuning.cache_file(configured)),
         },
         "ops": {name: _served(op, device) for name, op in sorted(dispatch.OPS.items())},
         "configurations": _configurations(device),
+    }
+
+
+def _table(file: Path) -> dict:
+    """Return counts of a table: all entries, ignored ones, and those of another Triton."""
+    table = tuning.read_table(file)
+    return {
+        "file": str(file),
+        "entries": len(table),
+        "other_code": contribution.other_code(table) if AVAILABLE else [],
+        "other_triton": contribution.other_triton(table) if AVAILABLE else {},
     }
 
 
@@ -64,8 +78,11 @@ def _served(op, device) -> dict:
 
 
 def _configurations(device) -> list[dict]:
-    """The launch configurations at three shapes of each op, found by running the op on tensors without data."""
-    found = {}
+    """List the launch configurations of each op at three shapes.
+
+    The ops run on meta tensors, which launch nothing.
+    """
+    configurations = {}
     with backends.meta_tensors_are_on(device):
         if backends.device_of(torch.empty(0, device=common.META)).vendor == "cpu":
             return []
@@ -81,18 +98,18 @@ def _configurations(device) -> list[dict]:
                 for config, shape, target in tuning.configurations_of(run):
                     chosen = config(*shape, target)
                     entry = {"op": name, "shape": case.label, "key": config.key(*shape), **chosen.to_json()}
-                    found.setdefault((name, entry["key"]), entry | {"source": chosen.source})
-    return list(found.values())
+                    configurations.setdefault((name, entry["key"]), entry | {"source": chosen.source})
+    return list(configurations.values())
 
 
-def _show(found: dict) -> str:
-    lines = ["   ".join(f"{name} {number or 'not installed'}" for name, number in found["versions"].items())]
-    forced = f"{found['forced']} (LIGER_HW_BACKEND)" if found["forced"] else "nothing"
-    kernels = "run in Triton's interpreter" if found["interpreter"] else "compile"
+def _show(facts: dict) -> str:
+    lines = ["   ".join(f"{name} {number or 'not installed'}" for name, number in facts["versions"].items())]
+    forced = f"{facts['forced']} (LIGER_HW_BACKEND)" if facts["forced"] else "nothing"
+    kernels = "run in Triton's interpreter" if facts["interpreter"] else "compile"
     lines += [f"forced: {forced}   kernels {kernels if AVAILABLE else 'need the package triton'}   "
-              f"first-use tuning: {'on' if found['autotune'] else 'off'}"]  # fmt: skip
+              f"first-use tuning: {'on' if facts['autotune'] else 'off'}"]  # fmt: skip
     rows = []
-    for about in found["devices"]:
+    for about in facts["devices"]:
         if about["configured_as"]["vendor"] == "cpu":
             lines.append(f"{about['device']}: no accelerator")
             continue
@@ -101,12 +118,12 @@ def _show(found: dict) -> str:
             rows.append(["  configured as", *_facts(about["configured_as"])])
     if rows:
         lines += ["", console.table(["device", *FACTS], rows)]
-    described = []
-    for about in found["devices"]:
-        what = {key: about[key] for key in ("configured_as", "ops", "configurations")}
-        if what in described:  # the second of two equal GPUs
+    shown = []
+    for about in facts["devices"]:
+        content = {key: about[key] for key in ("configured_as", "ops", "configurations")}
+        if content in shown:  # the second of two equal GPUs
             continue
-        described.append(what)
+        shown.append(content)
         ops = [[name, served["implementation"] or "none"] for name, served in about["ops"].items()]
         lines += ["", console.table([f"op on {about['device']}", "implementation"], ops)]
         lines += sorted({served["error"] for served in about["ops"].values() if "error" in served})
@@ -118,14 +135,25 @@ def _show(found: dict) -> str:
         header = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
         if launches:
             lines += ["", console.table(header, launches)]
-            tables = [f"{kind} winners: {file}" for kind, file in about["tables"].items() if Path(file).is_file()]
-            lines += ["", *(tables or ["no table of winners is here: every configuration is the heuristic's"])]
+            lines += ["", *(_about_table(kind, table) for kind, table in about["tables"].items())]
         else:
-            lines += ["", "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows what one would."]
+            lines += [
+                "",
+                "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows that vendor's.",
+            ]
     return "\n".join(lines)
 
 
-FACTS = {  # column -> what it shows of a Device
+def _about_table(kind: str, table: dict) -> str:
+    notes = [f"{table['entries']} entries"] if table["entries"] else ["none"]
+    if table["other_code"]:
+        notes.append(f"{len(table['other_code'])} found on other code and ignored: {', '.join(table['other_code'])}")
+    for version, count in table["other_triton"].items():
+        notes.append(f"{count} found with Triton {version}, checked at their first launch")
+    return f"{kind} table: {table['file']}: {'; '.join(notes)}"
+
+
+FACTS = {  # column -> its text for a Device as a dictionary
     "vendor": lambda d: d["vendor"],
     "arch": lambda d: d["arch"],
     "name": lambda d: d["name"] or "-",

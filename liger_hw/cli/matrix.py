@@ -1,4 +1,4 @@
-"""`liger-hw matrix`: what was proven for which GPU, and how."""
+"""Merge and show the evidence for each GPU, or compile to make it: `liger-hw matrix`."""
 
 import json
 from pathlib import Path
@@ -7,45 +7,58 @@ from liger_hw import backends, dispatch
 from liger_hw.cli import common
 from liger_hw.console import table
 
-EVIDENCE = Path("benchmarks/evidence")  # of a checkout
+EVIDENCE = Path("benchmarks/evidence")  # in a checkout
 
 
 def add(commands) -> None:
-    command = commands.add_parser("matrix", help="what was proven for which GPU, and how; or prove what a compiler can")
+    command = commands.add_parser(
+        "matrix", help="show the evidence for each op on each GPU, or compile kernels for absent GPUs"
+    )
     command.set_defaults(run=matrix)
-    command.add_argument("files", nargs="*", type=Path, metavar="PATH", help="evidence: files, or folders of them")
-    command.add_argument("--complete", action="store_true", help="fail if an op lacks what another has")
+    command.add_argument(
+        "files", nargs="*", type=Path, metavar="PATH", help="files of evidence, or folders (./benchmarks/evidence)"
+    )
+    command.add_argument("--complete", action="store_true", help="fail if an op lacks evidence that another has")
     command.add_argument("--compile", action="store_true", help="compile every kernel for every architecture instead")
-    command.add_argument("--search", action="store_true", help="compile what is near each choice too, and compare")
+    command.add_argument(
+        "--mend",
+        action="store_true",
+        help="with --compile: replace choices that miss a gate, in liger_hw/tuning/tables",
+    )
+    command.add_argument(
+        "--search", action="store_true", help="compile neighbours of each launch configuration, and compare"
+    )
     command.add_argument("--backends", action="store_true", help="list every architecture as JSON instead")
-    command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="to compile for: only these (all)")
-    command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="to compile: only these (all)")
-    command.add_argument("--jobs", type=common.positive, metavar="N", help="processes that compile (all cores)")
-    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where it goes (./report)")
+    command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="architectures to compile for (all)")
+    command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="ops to compile (all)")
+    command.add_argument("--jobs", type=common.positive, metavar="N", help="compiling processes (one a core)")
+    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where to write (./report)")
 
 
 def matrix(args) -> int | None:
-    """Merge evidence, print the matrix, write matrix.json and matrix.html; or compile, which makes evidence; or search.
+    """Merge evidence, print the matrix, write matrix.json and matrix.html; or compile; or search.
 
-    Ends with 1 where a case failed.
+    Returns 1 if a case failed.
     """
     if args.backends:
         print(json.dumps(list(backends.ARCHITECTURES)))
         return None
+    if args.mend and not args.compile:
+        raise ValueError("--mend: got it without --compile, allowed: --compile --mend")
     if args.compile:
-        from liger_hw.proof import compiled
+        from liger_hw.proof import compiled, mend
 
-        return compiled.run(args.archs, args.ops, args.jobs, args.report)
+        return (mend if args.mend else compiled).run(args.archs, args.ops, args.jobs, args.report)
     if args.search:
-        from liger_hw.proof import search
+        from liger_hw.proof import ratings
 
-        return search.run(args.archs, args.ops, args.jobs, args.report)
+        return ratings.run(args.archs, args.ops, args.jobs, args.report)
     from liger_hw.proof import evidence, page
 
     files = args.files or [EVIDENCE]
     if not args.files and not EVIDENCE.is_dir():
-        raise ValueError(f"PATH: got none, and there is no {EVIDENCE} here, allowed: what pytest --evidence FILE, "
-                         "liger-hw matrix --compile, liger-hw doctor and liger-hw bench wrote")  # fmt: skip
+        raise ValueError(f"PATH: got none, and there is no {EVIDENCE} here, allowed: files of pytest --evidence FILE, "
+                         "liger-hw matrix --compile, liger-hw doctor and liger-hw bench")  # fmt: skip
     runs, cells = evidence.read(files)
     if not cells:
         raise ValueError(f"PATH: got {', '.join(map(str, files))}, in which there is no evidence")

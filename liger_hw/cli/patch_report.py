@@ -1,4 +1,4 @@
-"""`liger-hw patch-report`: what `liger_hw.patch` would replace in a model, and what it would leave and why."""
+"""Show which modules of a model `liger_hw.patch` would replace: `liger-hw patch-report`."""
 
 import json
 import sys
@@ -7,7 +7,9 @@ from liger_hw import console
 
 
 def add(commands) -> None:
-    command = commands.add_parser("patch-report", help="what patching a model would replace, and what not and why")
+    command = commands.add_parser(
+        "patch-report", help="show which modules of a model patching replaces, and why it leaves the others"
+    )
     command.set_defaults(run=patch_report)
     command.add_argument("model", metavar="MODEL", help="a model type of transformers, or a folder with a config.json")
     command.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from that folder")
@@ -15,7 +17,7 @@ def add(commands) -> None:
 
 
 def patch_report(args) -> None:
-    """Build the model without its weights, patch it and print what was done."""
+    """Build the model without its weights, patch it and print the summary."""
     _say("importing transformers")
     console.require("transformers")
     from liger_hw.patching.report import patch_report as report
@@ -32,6 +34,6 @@ def patch_report(args) -> None:
 
 
 def _say(step: str) -> None:
-    """Show on a terminal what happens now, in place of the step before; an empty one clears the line."""
+    """Show the current step on a terminal, in place of the last."""
     if sys.stderr.isatty():
         print(f"\r\033[K{step and step + ' ...'}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`liger-hw tune`: search better launch configurations for this machine."""
+"""Search better launch configurations for this machine: `liger-hw tune`."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ def add(commands) -> None:
     command.add_argument("ops", nargs="*", metavar="OP", help="ops to tune (all)")
     command.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
     command.add_argument("--dtype", choices=common.DTYPES, default="bf16")
-    command.add_argument("--output", type=Path, metavar="FILE", help="the table to write (this user's cache)")
+    command.add_argument("--output", type=Path, metavar="FILE", help="table to write (the user's cache)")
     command.add_argument(
-        "--contribute", action="store_true", help="then write what may be shipped to ./VENDOR-ARCH.json"
+        "--contribute", action="store_true", help="also write ./VENDOR-ARCH.json, a table for the package"
     )
-    command.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="instead: are these tables (those that "
-                         "are shipped) fit to ship?")  # fmt: skip
+    command.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="are these tables (the package's own) "
+                         "fit to ship? Tunes nothing")  # fmt: skip
 
 
 def tune(args) -> int | None:
-    """Search around the heuristics at the shapes of real models; write winners as they are found."""
+    """Search around the heuristics at the shapes of real models; write each winner at once."""
     if args.check is not None:
         return _check(args.check or contribution.shipped())
     console.require("rich")
@@ -34,9 +34,9 @@ def tune(args) -> int | None:
         raise ValueError(f"--shapes: got {', '.join(args.shapes)}, which no label of these ops contains")
     devices = common.accelerators()
     if not devices:
-        raise ValueError("measures launches on an accelerator, and torch finds none here")
+        raise ValueError("it measures launches on an accelerator, and torch finds none here")
     if backends.forced():
-        raise ValueError(f"measures this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
+        raise ValueError(f"it measures this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -56,28 +56,25 @@ def tune(args) -> int | None:
     print(f"winners: {table}")
     if args.contribute:
         file = contribution.contribute(table, device, Path())
-        print(f"{file}: put it into liger_hw/backends/ and open a pull request, or attach it to an issue" if file
+        print(f"{file}: put it into liger_hw/tuning/tables/ and open a pull request, or attach it to an issue" if file
               else "nothing to contribute: no winner beat its heuristic")  # fmt: skip
     return 130 if interrupted else None
 
 
 def _check(files: list[Path]) -> int | None:
-    wrong = [line for file in files for line in contribution.problems(file)]
+    problems = [line for file in files for line in contribution.problems(file)]
     for file in files:
-        if not any(line.startswith(f"{file}:") for line in wrong):
-            old = len(contribution.stale(file))
-            print(
-                f"{file}: fit to ship"
-                + (f"; {old} measured on other code or another Triton, and ignored" if old else "")
-            )
-    print("", *wrong, sep="\n")
+        if not any(line.startswith(f"{file}:") for line in problems):
+            ignored = len(contribution.other_code(tuning.read_table(file)))
+            print(f"{file}: fit to ship" + (f"; {ignored} measured on other code, and ignored" if ignored else ""))
+    print("", *problems, sep="\n")
     if not files:
-        print("no table is shipped")
-    return 1 if wrong else None
+        print("the package has no table")
+    return 1 if problems else None
 
 
 def _tune_case(case, device, args, report, note, terminal) -> None:
-    """Tune what one op's forward and backward launch, launch by launch; results go into `report` as they come."""
+    """Tune the launches of one op's forward and backward one by one; fill in `report`."""
     op = dispatch.OPS[case.op]
     serving = op.implementations[op.choose(device)]
 
@@ -95,11 +92,11 @@ def _tune_case(case, device, args, report, note, terminal) -> None:
 
 def _tuned(report: dict) -> str:
     rows = []
-    for key, found in sorted(report.items()):
-        won = "meta" in found
+    for key, result in sorted(report.items()):
+        won = "meta" in result
         rows.append([
-            key, f"{found['heuristic_ms']:.4f}", f"{found['ms']:.4f}",
-            f"{found['heuristic_ms'] / found['ms'] - 1:+.1%}" if won else "", found["candidates"],
-            f"{console.parameters(found['meta'])}, {found['num_warps']} warps" if won else "the heuristic",
+            key, f"{result['heuristic_ms']:.4f}", f"{result['ms']:.4f}",
+            f"{result['heuristic_ms'] / result['ms'] - 1:+.1%}" if won else "", result["candidates"],
+            f"{console.parameters(result['meta'])}, {result['num_warps']} warps" if won else "the heuristic",
         ])  # fmt: skip
     return console.table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)

@@ -1,4 +1,4 @@
-"""What other trainers need: a stand-in for `liger_kernel`, and plug-ins for those that have a place for one."""
+"""Serve trainers: a stand-in for `liger_kernel`, and plug-ins for trainers with an interface."""
 
 from liger_hw._lazy import lazy_names
 

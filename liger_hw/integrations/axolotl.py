@@ -1,10 +1,10 @@
-"""A plugin for Axolotl:
+"""Patch models in Axolotl, as a plugin.
 
     plugins:
       - liger_hw.integrations.axolotl.LigerHwPlugin
 
-in the place of `axolotl.integrations.liger.LigerPlugin`. It takes that plugin's keys, of which everything but
-`liger_cross_entropy` is on unless it is set to false, for every model type.
+It replaces `axolotl.integrations.liger.LigerPlugin` and takes its keys, for every model type. All keys but
+`liger_cross_entropy` default to true.
 """
 
 from axolotl.integrations.base import BasePlugin
@@ -36,10 +36,10 @@ class LigerHwArgs(BaseModel):
 
 
 class LigerHwPlugin(BasePlugin):
-    """Patches the model that Axolotl has built, before adapters and sharding."""
+    """Patch the model that Axolotl has built, before adapters and sharding."""
 
     def get_input_args(self):
-        """Where the plugin's keys are declared."""
+        """Return the name of the class that declares the plugin's keys."""
         return f"{LigerHwArgs.__module__}.{LigerHwArgs.__qualname__}"
 
     def register(self, cfg):
@@ -51,7 +51,7 @@ class LigerHwPlugin(BasePlugin):
         check(OTHER not in (cfg.get("plugins") or ()), "plugins", OTHER, f"one of it and {type(self).__module__}")
 
     def post_model_build(self, cfg, model):
-        """Patch `model` by the keys of `cfg`. `liger_cross_entropy` takes the place of the fused loss."""
+        """Patch `model` by the keys of `cfg`. `liger_cross_entropy` disables the fused loss."""
         flags = {}
         for key, names in FLAGS.items():
             value = getattr(cfg, key, None)

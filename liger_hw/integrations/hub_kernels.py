@@ -71,7 +71,7 @@ class Repository:
     layer: type
 
     def load(self):
-        """The layer's class."""
+        """Return the layer's class."""
         return self.layer
 
 
@@ -85,7 +85,7 @@ def _forward_of(module):
 
 
 def _prove(module):
-    """The op's forward of a module whose own forward it was proved to equal, or its own."""
+    """Return the op's forward if it provably equals the module's; else the module's."""
     cls = type(module)
     if LAYERS.get(cls.kernel_layer_name) is Rotary:
         function = types.MethodType(cls.forward, module)
@@ -110,11 +110,13 @@ def _proving_first(kernelize):
 
 
 def register_hub_kernels():
-    """Let `use_kernels=True` of transformers take this library's ops for every name in `LAYERS`, on every device in
-    `DEVICES`. A second call does nothing new; models that are kernelized already stay as they are.
+    """Make `use_kernels=True` of transformers use this library's ops.
+
+    The ops serve every name in `LAYERS` on every device in `DEVICES`. A second call changes nothing. Kernelized models
+    keep their kernels.
 
     Raises:
-        RuntimeError: the packages kernels and transformers that are installed do not fit each other.
+        RuntimeError: the installed kernels and transformers are incompatible.
     """
     if _replaced:
         return

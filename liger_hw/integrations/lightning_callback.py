@@ -1,4 +1,4 @@
-"""`liger_hw.patch` as a callback of Lightning's Trainer."""
+"""Call `liger_hw.patch` from a callback of Lightning's Trainer."""
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -10,12 +10,12 @@ from liger_hw.patching.patch import patch
 
 
 class LigerHwLightningCallback(Callback):
-    """Patches the module when a stage is set up, before the strategy wraps or shards it.
+    """Patch the module at a stage's set-up, before the strategy wraps or shards it.
 
-    Models that the module makes later, in `configure_model`, are its own to patch: call `liger_hw.patch` there.
+    A model that the module builds later, in `configure_model`, stays unpatched: call `liger_hw.patch` there.
 
     Args:
-        flags: of `liger_hw.patch`.
+        flags: the flags of `liger_hw.patch`.
 
     Raises:
         ValueError: as `liger_hw.patch`.

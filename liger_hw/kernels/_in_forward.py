@@ -50,6 +50,11 @@ def scale_in_place(
     launch(scale_gradients, grid, config, dloss, *gradients, *[dx] * absent, *sizes, *[0] * absent)
 
 
+def _rounded(gradient, dloss, dtype):
+    """gradient * dloss, rounded to `dtype` once, without another tensor in the wider one."""
+    return torch.mul(gradient, dloss, out=gradient.new_empty(gradient.shape, dtype=dtype))
+
+
 class GradientsInForward(Function):
     """The base of functions that make the gradients of their first output, a sum, in the forward.
 
@@ -58,32 +63,37 @@ class GradientsInForward(Function):
     """
 
     @staticmethod
-    def keep(ctx, gradients, op, with_kernels=True, scale=None, again="call it again"):
+    def keep(ctx, gradients, op, dtype, with_kernels=True, scale=None, again="call it again"):
         """Hold the gradients of the function's first arguments until the backward.
 
         Args:
             gradients: one for each of them; for those that need none, anything.
             op: what was called, and `again`: what to do for a second backward, both for the error that refuses it.
+            dtype: of the gradients that the backward hands out. Where they wait in a wider one (see `_fp16`), they are
+                rounded to it once they are multiplied.
             scale: (*gradients, incoming gradient), which multiplies in place; None for contiguous ones.
         """
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*gradients)
         else:  # nothing but the backward may hold them, or autograd copies what it could hand over
             ctx.gradients = gradients
-        ctx.op, ctx.with_kernels, ctx.scale, ctx.again = op, with_kernels, scale, again
+        ctx.op, ctx.dtype, ctx.with_kernels, ctx.scale, ctx.again = op, dtype, with_kernels, scale, again
 
     @staticmethod
     def backward(ctx, dloss, *_):
         if torch.compiler.is_compiling():
-            gradients = [gradient * dloss.to(gradient.dtype) for gradient in ctx.saved_tensors]
+            gradients = [(gradient * dloss.to(gradient.dtype)).to(ctx.dtype) for gradient in ctx.saved_tensors]
         elif ctx.gradients is None:
             raise RuntimeError(
                 f"{ctx.op} makes its gradients in the forward, and a first backward has taken them: for a second one "
                 f"{ctx.again}"
             )
         else:
-            gradients, ctx.gradients = ctx.gradients, None
-            if ctx.scale is None:
+            gradients, ctx.gradients = list(ctx.gradients), None
+            if gradients[0].dtype != ctx.dtype:
+                while gradients[0].dtype != ctx.dtype:  # the wide one is freed before the next is rounded
+                    gradients.append(_rounded(gradients.pop(0), dloss, ctx.dtype))
+            elif ctx.scale is None:
                 scale_in_place(*gradients, *[None] * (3 - len(gradients)), dloss, ctx.with_kernels)
             else:
                 ctx.scale(*gradients, dloss)

@@ -105,24 +105,21 @@ def row_block(cols, device, rows_live):
     return power_of_2(cols) if cols <= widest else widest // 2
 
 
+def two_on_a_core(block, device):
+    """Values a lane with which two programs of `block` values fit on a core: one loads while the other reduces."""
+    return power_of_2(2 * block // device.core_threads)
+
+
 def norm_forward_config(cols, device):
     """Configuration of a kernel that reduces one row and writes another; its meta-parameters are ROWS and COLS."""
-    # 32 values a lane: RMSNorm on an H200 is as fast as with any other choice within 1% from 1,024 to 16,384 columns,
-    # short rows (1,024) 6% faster than at 8, and 16,384 columns 46% faster than at 16, where one program fills a core
+    # A row in one block has 32 values a lane, and short rows share a program: on an H200 within 1% of any other choice
+    # from 1,024 to 16,384 columns. A row that is walked has 8 a lane, in half of the block where registers hold what is
+    # loaded ahead: on an H200 65,536 columns take 0.166 ms on 32 warps and 0.199 on 16.
     block, per_lane = row_block(cols, device, 1), 32
     if cols > block:
-        # A row that is walked, twice. Compilers unroll a walk of few steps and load ahead what registers cannot hold:
-        # in 16,384 columns on 32 warps the sum of two rows of 33,001 spills 8 bytes a lane on sm_90 and 128 on sm_120,
-        # in 8,192 on 8 warps of 64 layer norm of 65,536 spills 108 registers on gfx942. These spill nowhere; on an H200
-        # 65,536 columns take 0.166 ms in 8,192 on 32 warps and 0.199 on 16; on sm_100 32 warps spill 8 bytes a lane.
-        if device.async_copy:
-            block, per_lane = 8192, 8 if device.core_threads >= 2048 and not device.fast_memory else 16
-        else:
-            block, per_lane = 4096, 16 if device.warp_size <= 32 else 8
-    if block <= 128 and device.fast_memory:
-        # 32 spill 8 bytes in 123 columns there, by Triton 3.9
-        per_lane = 16
-    rows = max(1, min(16, 4096 // block))  # short rows share a program
+        block = (8 if device.async_copy else 4) * device.max_threads
+        per_lane = max(8, two_on_a_core(block, device))
+    rows = max(1, min(16, 4096 // block))
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
 
@@ -131,61 +128,29 @@ def norm_backward_config(cols, itemsize, device, read=2):
 
     Its meta-parameters are ROWS, COLS and the STAGES of the loop over rows. A row wider than COLS is several blocks.
     """
-    widest = widest_block(device, 4)
-    if cols > widest:
-        # RMSNorm on an H200, 16,384 columns: 87% of the copy rate with 32 values a lane, 68% with 64, which sm_120
-        # needs to keep all in registers, and sm_100 in fp16 by Triton 3.9. Two blocks of 8,192 are 3% faster than four
-        # of 4,096, and spill by Triton 3.9, in fp16, and with a residual's gradient.
-        fits = device.async_copy and device.core_threads >= 2048 and not device.fast_memory
-        per_lane = 32 if fits else 64
-        warps = row_warps(power_of_2(cols), device, per_lane)
-        return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, warps)
-    # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm on an H200 moves 94% of the
-    # copy rate at 8,192 columns, with 1 or 2 only 72%; at 4,096 86% against 74%.
-    block = power_of_2(cols)
-    # Not where a core asks for as much as a B200's, whose compiler spills 8 bytes with 32 to a lane and dw in 16 bits.
-    short = device.async_copy and itemsize == 2 and block < 4096 and not device.fast_memory
-    # Nor heads where a core has few threads: larger tiles of 40 and of 128 columns spill 8 bytes on sm_120.
-    short = short and (block > 128 or device.core_threads >= 2048)
-    # A quarter of the block and more is empty: half of the warps, and four stages. On an H200 RMSNorm with a residual's
-    # gradient is 21% faster so at 2,560 columns, 10% at 3,072, 14% at 5,120 and 16% at 6,144, layer norm 6 to 15%; with
-    # four stages a full block of 4,096 is 5% slower. fp32 is 15 to 17% faster at 2,304 columns, 7 to 9% at 3,072.
-    sparse = device.async_copy and device.core_threads >= 2048 and 4 * cols <= 3 * block
-    sparse = sparse and block >= 4096 and block * itemsize <= 16384
-    if short:
-        # Rows share a tile. RMSNorm and layer norm of bf16 on an H200 had, with tiles of 2,048 values and 16 to a lane:
-        # 56 and 38% of the copy rate at 128 columns (now 79 and 72%), 57 and 52% at 256 (68, 60%), 63 and 58% at 512
-        # (75, 65%), 66 and 62% at 1,024 (77, 70%), 68 and 62% at 2,048 (77, 70%). 32 to a lane spill at 128 columns.
-        tile, per_lane = (4096, 16) if block <= 128 else (2048, 32) if block <= 512 else (4096, 32)
-        rows = min(32, tile // block)
-    else:
-        # 16 to a lane spill 8 bytes: 4,096 columns of fp32 and a residual on sm_86, where three programs would fit, 123
-        # of bf16 on sm_100, and by Triton 3.9 on sm_86, 128 of fp32 on sm_100; 8 to a lane 128 of bf16 on sm_120
-        heads = block <= 128 and (device.fast_memory or device.core_threads < 2048 and cols % 8)
-        few = device.async_copy and (heads or block == 4096 and itemsize > 2)
-        # RDNA with more registers holds two programs of 16,384 columns so, one of 32 warps: by Triton 3.6's output
-        # for gfx1100, 1101, 1151, 1200 and 1201
-        large = block > 8192 and device.registers > 128 and itemsize == 2
-        # in fp32 8 warps are as fast on an H200 as 4, within 1%, and give every scheduler two to choose from
-        per_lane = 64 // itemsize if sparse else 32 if large else 8 if few else 16
-        rows = max(1, min(16, 2048 // block))
-    warps = row_warps(rows * block, device, per_lane)
-    lanes = warps * device.warp_size
-    stages = 4 if sparse else 3
-    least = 16384 // (block * itemsize) if sparse else 2 if lanes <= 256 else 1
-    # A loop of n stages keeps n - 1 steps in shared memory: two rows of 8,192 in bf16 and three stages are 64 KiB. With
-    # them are 1 KiB of the driver's, up to 256 bytes for sums, and one tile in fp32 where its layout changes, of heads
-    # and of rows that are no whole vectors. RMSNorm of fp32 on an H200 is so 18% faster at 5,120 columns, 11% at 6,144
-    # and 4% at 8,192, there with a residual's gradient 16%, than as two programs without.
-    changes = 4 * rows * block if block <= 128 or cols % 8 else 0
-    fit = device.shared_memory // ((stages - 1) * read * rows * block * itemsize + changes + 1280)
-    if device.async_copy and fit >= least:
-        # two programs, 16 KiB ahead each, are enough for an H200's 36 GB/s a core, not for a B200's 54
-        ahead = 2 * read * max(rows * block, 2048) * itemsize
-        programs = max(least, 256 // lanes if short else 1, -(-device.bytes_in_flight // ahead))
-        programs = min(programs, fit)
-    else:  # stages would hold the next rows in registers: more programs a core cover the latency instead
-        stages, programs = 1, max(1, 16_384 // (per_lane * lanes))
+    widest, block = widest_block(device, 4), power_of_2(cols)
+    if cols > widest:  # RMSNorm of 16,384 columns on an H200: 87% of the copy rate with 32 values a lane, 68% with 64
+        return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, row_warps(block, device, 32))
+    # Loads that go past the registers leave room for 64 bytes of a row a lane, and short rows share 4 warps. Heads, and
+    # full rows of 8 and 16 KiB, have 32; with a quarter of the block empty 64 and a fourth stage are 6 to 21% faster on
+    # an H200.
+    long = device.async_copy and block >= 4096 and block * itemsize <= 16384
+    sparse = long and 4 * cols <= 3 * block
+    half = block <= 128 or (long and not sparse)
+    per_lane = (32 if half else 64) // itemsize if device.async_copy else 16
+    rows = max(1, min(32, 128 * per_lane // block))
+    tile = rows * block
+    warps = row_warps(tile, device, max(per_lane, two_on_a_core(tile, device)))
+    # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm of 8,192 columns on an H200
+    # moves 94% of the copy rate, with 1 or 2 72%. Shared memory holds all stages but one, 1 KiB of the driver's, sums,
+    # and a tile in fp32 where rows are no whole vectors. Programs for 16 KiB of a tensor a stage have 64 KiB under way
+    # on a core, and a B200's needs 43. Where stages do not fit, more programs cover the latency.
+    step, reserved = read * tile * itemsize, 1280 + (4 * tile if cols % 8 else 0)
+    stages = min(4 if sparse else 3, 1 + (device.shared_memory - reserved) // step)
+    if stages < 3 or not device.async_copy:
+        return Config({"ROWS": rows, "COLS": block, "STAGES": 1}, warps, programs=max(1, 16384 // tile))
+    fit = device.shared_memory // ((stages - 1) * step + reserved)
+    programs = min(max(1, 16384 // (tile * itemsize)), fit)
     return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)
 
 
@@ -214,9 +179,8 @@ def wide_grid(config, rows, cols):
 @tuned
 def sum_partials_config(cols, device):
     # Many narrow programs: with 64 rows of 16 columns instead of 32 of 64 the whole backward of layer norm on an H200
-    # is 24% faster at 768 columns, of RMSNorm 8% at 2,048; from 8,192 columns on it is the same. Half of the warps are
-    # at most 1% slower there, and let a B200's core ask for all that it should.
-    rows, block, per_lane = (64, 16, 8 if device.fast_memory else 4) if cols < 8192 else (32, 64, 16)
+    # is 24% faster at 768 columns, of RMSNorm 8% at 2,048; from 8,192 columns on it is the same.
+    rows, block, per_lane = (64, 16, 4) if cols < 8192 else (32, 64, 16)
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
 

@@ -7,6 +7,8 @@ import torch
 from liger_hw._torch import has_wide_products
 from liger_hw.backends import device_of
 from liger_hw.checks import check
+from liger_hw.kernels._fp16 import kept_dtype, largest_finite, power_of_2_below
+from liger_hw.kernels._in_forward import scale_in_place
 
 MiB = 1024 * 1024
 
@@ -108,22 +110,26 @@ class ChunkedHead:
             torch.addmm(self.bias, self.x[part], self.weight.t(), out=logits)
         return logits
 
-    def run(self, step, needs_grad=None):
-        """Call `step(slice of rows, logits)` for every chunk.
+    def run(self, step, needs_grad=None, in_forward=False):
+        """Call `step(slice of rows, logits, gradients)` for every chunk.
 
         Args:
-            step: leaves the gradient of the logits in their place, where one is needed.
-            needs_grad: whether x, weight and bias need a gradient; None: the step makes none.
+            step: leaves the gradient of the logits in their place, where one is needed; where `gradients.scales`, times
+                `gradients.factor(...)`.
+            needs_grad: whether x, weight and bias need a gradient; None: the step makes none, its gradients are None.
+            in_forward: as in `Gradients`.
 
         Returns:
             the gradients as `Gradients.finished`, or None.
         """
         count = self.x.shape[0]
-        gradients = None if needs_grad is None else Gradients(self, needs_grad, -(-count // self.rows))
+        gradients = None
+        if needs_grad is not None:
+            gradients = Gradients(self, needs_grad, -(-count // self.rows), in_forward)
         for start in range(0, count, self.rows):
             part = slice(start, min(start + self.rows, count))
             logits = self.logits(part)
-            step(part, logits)
+            step(part, logits, gradients)
             if gradients is not None:
                 gradients.add(part, logits)
         return gradients and gradients.finished()
@@ -143,20 +149,48 @@ class Gradients:
 
     Args:
         slices: how many slices there will be.
+        in_forward: whether they are made before the incoming gradient is known. Of fp16 they are then fp32 until that
+            is multiplied in, and those of logits are stored times a power of two (see `_fp16`).
+
+    Attributes:
+        scales: whether gradients of logits must be multiplied by `factor`.
     """
 
-    def __init__(self, head, needs_grad, slices):
+    def __init__(self, head, needs_grad, slices, in_forward=False):
         self.x, self.weight, self.needs_grad = head.x, head.weight, needs_grad
-        self.dx, self.dw, self.db = empty_gradients(head.x, head.weight, head.bias, needs_grad)
+        self.dx, self.dw, self.db = empty_gradients(head.x, head.weight, head.bias, needs_grad, in_forward)
+        self.scales = in_forward and head.x.dtype == torch.float16 and any(needs_grad)
+        self.with_kernels, self.of_slice = head.plan.with_kernels, None
         if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > ROUNDINGS):
             self.dw = self.dw.new_empty(self.dw.shape, dtype=wide_dtype(self.dw))
         self.db = torch.zeros_like(self.db, dtype=wide_dtype(self.db))
         self.first = True
 
+    def factor(self, *values):
+        """Where `scales`, return what the next slice's gradient of logits must be multiplied by, () fp32.
+
+        It only ever falls, so that what is added up can follow it: a slice needs no more than the largest gradients of
+        all slices leave room for.
+
+        Args:
+            values: tensors on the device of `x` of which the largest finite magnitudes add up to the largest that the
+                gradient of one of the slice's logits can be.
+        """
+        factor = power_of_2_below(sum(largest_finite(value) for value in values))
+        if self.of_slice is None:
+            self.of_slice = factor
+            return factor
+        before, self.of_slice = self.of_slice, torch.minimum(factor, self.of_slice)
+        if any(self.needs_grad[1:]):
+            scale_in_place(self.dw, self.db, None, self.of_slice / before, self.with_kernels)
+        return self.of_slice
+
     def add(self, part, dlogits):
         for_x, for_weight, for_bias = self.needs_grad
         if for_x:
-            torch.mm(dlogits, self.weight, out=self.dx[part])
+            _product(self.dx[part], dlogits, self.weight)
+            if self.scales:
+                self.dx[part].div_(self.of_slice)
         if for_weight:
             _add_product(self.dw, dlogits.t(), self.x[part], self.first)
         if for_bias:
@@ -167,13 +201,29 @@ class Gradients:
         """Return dx, dw and db in the dtypes of their tensors; those that are not needed have no elements."""
         if self.x.shape[0] == 0:
             self.dw.zero_()
-        return self.dx, self.dw.to(self.weight.dtype), self.db.to(self.weight.dtype)
+        elif self.scales:
+            self.dw.div_(self.of_slice)
+            self.db.div_(self.of_slice)
+        dtype = self.dx.dtype
+        return self.dx, self.dw.to(dtype), self.db.to(dtype)
+
+
+def _product(out, a, b):
+    """out = a b, rounded once, to the dtype of `out`, which may be wider than theirs."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif has_wide_products(a.device.type):
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def _add_product(total, a, b, first):
     """total = a b (+ total), added up in the dtype of `total`, which may be wider than theirs."""
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif not has_wide_products(a.device.type) and a.dtype == torch.float16:  # whose products overflow
+        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.float(), b.float())
     elif not has_wide_products(a.device.type):
         total.copy_(torch.mm(a, b)) if first else total.add_(torch.mm(a, b))
     elif first:
@@ -182,6 +232,8 @@ def _add_product(total, a, b, first):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def empty_gradients(x, weight, bias, needs_grad):
+def empty_gradients(x, weight, bias, needs_grad, in_forward=False):
+    """Return memory for the gradients; no elements for those that are not needed. `in_forward`: as in `Gradients`."""
     tensors = x, weight, weight if bias is None else bias
-    return tuple(tensor.new_empty(tensor.shape if needed else 0) for tensor, needed in zip(tensors, needs_grad))
+    dtype = kept_dtype(x.dtype) if in_forward else x.dtype
+    return tuple(t.new_empty(t.shape if needed else 0, dtype=dtype) for t, needed in zip(tensors, needs_grad))

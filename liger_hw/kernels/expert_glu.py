@@ -25,7 +25,7 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 @tuned
 def expert_glu_backward_config(width, itemsize, device):
     # twice the values spill 8 bytes a lane on sm_90, tanh's of fp32
-    block = min(width, 512 if itemsize > 2 else 1024)
+    block = min(width, 2048 // itemsize)
     return Config({"COLS": block}, row_warps(block, device))
 
 

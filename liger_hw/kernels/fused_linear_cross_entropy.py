@@ -6,6 +6,8 @@ r"""Cross entropy of a linear layer's output whose logits never exist all at onc
 
 For "sum" and "mean" the gradients are made in the forward, where dlogits takes the place of the chunk's logits; the
 backward multiplies them by the incoming gradient unless that is 1. For "none" the backward makes the logits again.
+In fp16, of which a loss scale is part, dlogits are stored times a power of two and the gradients wait in fp32 for the
+incoming gradient: that takes 2NH + 2VH bytes more than bf16 until the backward, and there 2 max(NH, VH) beside them.
 
 Letters: N rows of H features, V columns. Operations: 2NVH for each of logits, dx and dW; a frozen input costs nothing.
 Memory beside the gradients: one chunk of logits. Traffic of a chunk of M rows: 2MV written and read for the logits, as
@@ -48,8 +50,8 @@ def fused_linear_cross_entropy(
     Args:
         x: (N, H), any floating dtype; plain torch computes others than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
-        target: (N,) int64 or int32, as in `cross_entropy`; so a value outside [0, V) makes the loss NaN, and with it
-            the gradients of everything that its row touches.
+        target: (N,) int64 or int32, as in `cross_entropy`; so a value outside [0, V) is an error on a CPU, and
+            elsewhere makes the loss NaN, and with it the gradients of everything that its row touches.
         bias: (V,) in the dtype of `x`, or None.
         ce_weight: (V,) class weights, or None.
         ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in
@@ -66,7 +68,7 @@ def fused_linear_cross_entropy(
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
         RuntimeError: a second backward through a "sum" or "mean", whose gradients the first has handed out.
     """
     call = fused_linear_cross_entropy.arguments(**locals())
@@ -101,7 +103,7 @@ def _rows(plan):
 
 
 def _fake_forward(x, weight, bias, targets, formula, plan, predict, needs_grad):
-    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needs_grad)
+    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needs_grad, True)
 
 
 @raw(_fake_forward)
@@ -113,13 +115,20 @@ def _fused_linear_cross_entropy(
 ]:  # fmt: skip
     loss, z_loss, partition, predicted = _empty_rows(x, predict)
 
-    def step(part, logits):
+    def step(part, logits, gradients):
+        of_part = targets._replace(target=targets.target[part])
+        if gradients.scales:
+            factor = gradients.factor(targets.largest_gradient(formula, len(weight)))
+            of_part = of_part.times(factor)
         _rows(plan).forward_rows(
-            logits, targets._replace(target=targets.target[part]), formula, loss[part], z_loss[part], partition[part],
-            predicted[part] if predict else None, any(needs_grad),
+            logits, of_part, formula, loss[part], z_loss[part], partition[part], predicted[part] if predict else None,
+            any(needs_grad),
         )  # fmt: skip
+        if gradients.scales:
+            loss[part] /= factor
+            z_loss[part] /= factor
 
-    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
+    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needs_grad, True)
 
 
 def _fake_backward(x, weight, bias, targets, partition, dloss, formula, plan, needs_grad):
@@ -131,7 +140,7 @@ def _fused_linear_cross_entropy_backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, partition: torch.Tensor,
     dloss: torch.Tensor, formula: Formula, plan: Plan, needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    def step(part, logits):
+    def step(part, logits, _):
         of_part = targets._replace(target=targets.target[part])
         _rows(plan).backward_rows(logits, of_part, formula, partition[part], dloss[part])
 
@@ -148,7 +157,7 @@ class FusedLinearCrossEntropyFunction(GradientsInForward):
         )
         again = "call it again, or use reduction='none' and reduce its result"
         FusedLinearCrossEntropyFunction.keep(
-            ctx, gradients, "fused_linear_cross_entropy", plan.with_kernels, again=again
+            ctx, gradients, "fused_linear_cross_entropy", x.dtype, plan.with_kernels, again=again
         )
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss.sum(), z_loss, predicted

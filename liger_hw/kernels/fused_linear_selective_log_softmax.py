@@ -51,7 +51,7 @@ def fused_linear_selective_log_softmax(
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
     """
     call = fused_linear_selective_log_softmax.arguments(**locals())
     x, weight, bias, tokens, scaling = _prepare(call)
@@ -60,7 +60,7 @@ def fused_linear_selective_log_softmax(
 
 def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory)
-    check_tokens(call.tokens, x.shape[:-1], x)
+    check_tokens(call.tokens, x.shape[:-1], x, len(weight), call.ignore_index)
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
 
@@ -87,7 +87,7 @@ def _fused_linear_selective_log_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     outputs = log_probs, entropy, lse, partition = empty_rows(x, entropy_needed, wide_dtype(x))
 
-    def step(part, logits):
+    def step(part, logits, _):
         of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
         row_functions(plan).forward_rows(logits, tokens[part], scaling, *of_part)
 
@@ -105,7 +105,7 @@ def _fused_linear_selective_log_softmax_backward(
     partition: torch.Tensor, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
     scaling: Scaling, plan: Plan, needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    def step(part, logits):
+    def step(part, logits, _):
         of_rows = entropy[part] if dentropy is not None else None, partition[part]
         incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
         row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)

@@ -15,7 +15,6 @@ difference of two large numbers.
 """
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -96,15 +95,12 @@ def layer_norm_backward_config(cols, itemsize, device):
 def layer_norm_wide_sums_config(cols, itemsize, device):
     # 16 values a lane leave registers for one program on a core: on an H200 65,536 columns take 0.381 ms so, and 0.337
     # with 32; 262,144 0.366 and 0.331; 16,384 of fp32 0.363 and 0.325
-    return norm_wide_sums_config(device, per_lane=32 if device.async_copy else 16)
+    return norm_wide_sums_config(device, per_lane=32)
 
 
 @tuned
 def layer_norm_wide_backward_config(itemsize, device):
-    config = norm_backward_config(1024, itemsize, device)
-    # with two sums a column, 16 values a lane spill 8 bytes: fp32 on sm_90, fp16 on sm_100
-    lanes = config.num_warps * device.warp_size
-    return replace(config, num_warps=2 * config.num_warps) if config["ROWS"] * config["COLS"] == 16 * lanes else config
+    return norm_backward_config(1024, itemsize, device)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -3,10 +3,9 @@
 import math
 import sys
 
-from liger_hw._torch import traced
 from liger_hw.checks import check
 from liger_hw.kernels.chunked_head import prepare_head
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.cross_entropy.formula import check_labels
 
 LARGEST = sys.float_info.max
 
@@ -16,19 +15,6 @@ def check_numbers(allowed="a finite number", least=-LARGEST, above=-math.inf, mo
     for name, value in numbers.items():
         fits = isinstance(value, (int, float)) and least <= value <= most and value > above
         check(fits, name, repr(value), allowed)
-
-
-def check_labels(name, labels, classes, ignore_index):
-    """Refuse what is no integer; and, where nobody waits for it, on a CPU, a label outside the vocabulary.
-
-    Elsewhere that makes the loss NaN.
-    """
-    check(labels.dtype in TARGET_DTYPES, name, labels, "int64 or int32")
-    if labels.device.type != "cpu" or traced(labels):
-        return
-    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
-    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
-    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
 
 
 def check_head(x, weight, names=("x", "weight")):

@@ -13,10 +13,10 @@ from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
 from liger_hw.kernels._autograd import rows_by_autograd
 from liger_hw.kernels.chunked_head import ChunkedHead, prepare_head, wide_dtype
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels
 from liger_hw.kernels.divergence import kind_of
-from liger_hw.kernels.divergence.of_logits import divergence_rows, soft_rows
-from liger_hw.losses.arguments import check_labels, check_numbers
+from liger_hw.kernels.divergence.of_logits import divergence_rows, largest_soft_gradient, soft_rows
+from liger_hw.losses.arguments import check_numbers
 from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known
 
@@ -106,17 +106,22 @@ def distillation_loss(
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
     labels = labels.contiguous()
 
-    def step(part, logits, differentiate):
+    def step(part, logits, differentiate, gradients):
         teacher = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
         teacher_logits = teacher.logits(slice(0, len(logits)))
         soft, hard = logits.new_zeros(2, len(logits), dtype=wide)
+        of_gradient = factors
+        if gradients.scales:
+            largest = largest_soft_gradient(logits, teacher_logits, labels[part] != ignore_index, kind, temperature)
+            of_gradient = factors * gradients.factor(factors[0] * largest, factors[1])
         if plan.with_kernels:
             divergence_rows(
-                logits, teacher_logits, labels[part], factors, soft, hard if hard_weight else None, kind, float(beta),
-                float(temperature), ignore_index, differentiate,
+                logits, teacher_logits, labels[part], of_gradient, soft, hard if hard_weight else None, kind,
+                float(beta), float(temperature), ignore_index, differentiate,
             )  # fmt: skip
         else:
-            incoming = [factors[0].expand(len(logits)), factors[1].expand(len(logits)) if hard_weight else None]
+            incoming = [row.expand(len(logits)) for row in of_gradient]
+            incoming = incoming if hard_weight else [incoming[0], None]
             rows_by_autograd(
                 lambda logits, rows: by_row(logits, teacher_logits[rows], labels[part][rows]), logits,
                 (soft, hard), incoming if differentiate else None,

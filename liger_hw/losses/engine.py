@@ -2,7 +2,9 @@
 
     for each chunk of rows:  logits = x W^T + b;  value += loss(logits, rows);  gradients += those of the chunk
 
-The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them.
+The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them. In
+fp16 they wait in fp32 for the incoming gradient, and so for a loss scale: of x (N, H) and weight (V, H) that takes
+2NH + 2VH bytes more than in bf16, and 2 max(NH, VH) more while the backward rounds them.
 `logits_loss` takes any torch function of logits. Losses of the log-probabilities of given tokens, by row or by group of
 sequences, are in `sequences`; what couples the whole batch is ordinary torch over `fused_linear_selective_log_softmax`.
 
@@ -15,6 +17,7 @@ import torch
 
 from liger_hw._torch import traced
 from liger_hw.checks import check, names_arguments
+from liger_hw.kernels._fp16 import largest_finite
 from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
@@ -39,7 +42,7 @@ class LossInForward(GradientsInForward):
     @staticmethod
     def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
         (value, *logged), gradients = compute(needs_grad)
-        LossInForward.keep(ctx, gradients, op, with_kernels)
+        LossInForward.keep(ctx, gradients, op, x.dtype, with_kernels)
         ctx.mark_non_differentiable(*logged)
         return value, *logged
 
@@ -60,8 +63,9 @@ def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
 
     Args:
         op: what was called, for errors.
-        step: (slice of rows, logits (M, V), whether a gradient is needed) -> (value (), *logged (M,)), all without a
-            graph; where one is needed it leaves the value's gradient in the place of the logits.
+        step: (slice of rows, logits (M, V), whether a gradient is needed, `Gradients`) -> (value (), *logged (M,)), all
+            without a graph; where one is needed it leaves the value's gradient in the place of the logits, as `run`
+            of `ChunkedHead` says.
         x: (N, H), N > 0. weight: (V, H). bias: (V,) or None.
         buffers: how many times the memory of a chunk's logits `step` takes, with the logits.
     """
@@ -69,8 +73,9 @@ def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
     def compute(needs_grad):
         outputs = []
         gradients = ChunkedHead(x, weight, bias, plan, buffers).run(
-            lambda part, logits: outputs.append(step(part, logits, any(needs_grad))), needs_grad
-        )
+            lambda part, logits, gradients: outputs.append(step(part, logits, any(needs_grad), gradients)), needs_grad,
+            True,
+        )  # fmt: skip
         values, *logged = zip(*outputs)
         return (torch.stack(values).sum(), *(torch.cat(rows) for rows in logged)), gradients
 
@@ -86,6 +91,21 @@ def taken(rows, part):
     return [row if row is None else row[part] for row in rows]
 
 
+def _gradient(value, logits, incoming=None, again=False):
+    return torch.autograd.grad(value, logits, incoming, retain_graph=again)[0]
+
+
+def _scaled_gradient(value, logits, gradients):
+    """Return the gradient of a chunk's logits of fp16 times a factor that its own size decides, by two backwards."""
+    first = _gradient(value, logits, again=True)
+    least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient can have underflown
+    factor = gradients.factor(largest_finite(first).clamp(min=least))
+    scaled = _gradient(value, logits, factor.to(value.dtype))
+    # A function that computes in fp16 can overflow on the way to a gradient that does not.
+    fits = (scaled.isfinite() | ~first.isfinite()).all()
+    return torch.where(fits, scaled, first.float() * factor)
+
+
 @names_arguments
 def logits_loss(
     loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
@@ -99,7 +119,9 @@ def logits_loss(
         x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
         rows: tensors of N rows, or None, that `loss` takes besides, as constants.
         chunk_memory: bytes that a chunk may take.
-        buffers: how many times the memory of a chunk's logits `loss` and its backward take, the logits included.
+        buffers: how many times the memory of a chunk's logits `loss` and its backward take, the logits included. In
+            fp16 four more are counted: `loss` is differentiated twice, the second time by a factor that the first
+            decides.
 
     Returns:
         the sum, a scalar in the dtype that `loss` returns.
@@ -117,12 +139,14 @@ def logits_loss(
     if plan is None:
         return loss(torch.nn.functional.linear(x, weight, bias), *rows)
 
-    def step(part, logits, differentiate):
+    def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)
         with torch.set_grad_enabled(differentiate):
             value = loss(leaf, *taken(rows, part))
         if differentiate:
-            logits.copy_(torch.autograd.grad(value, leaf)[0])
+            logits.copy_(_scaled_gradient(value, leaf, gradients) if gradients.scales else _gradient(value, leaf))
         return (value.detach(),)
 
+    if x.dtype == torch.float16:
+        buffers += 4
     return sum_over_chunks("logits_loss", step, x, weight, bias, plan, buffers)[0]

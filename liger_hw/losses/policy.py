@@ -15,9 +15,10 @@ import torch
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
+from liger_hw.kernels.cross_entropy.formula import check_labels
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_labels, check_numbers, prepare_reference
+from liger_hw.losses.arguments import check_head, check_numbers, prepare_reference
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.sequences import sequence_loss, token_loss
 from liger_hw.spelling import check_known
@@ -148,10 +149,15 @@ KL = {  # of the policy from the reference model, by log r = log_prob - ref_log_
 
 
 def vespo_weights(log_ratio, advantages, mask, ratio, options):
-    """phi(w) = exp(lambda + k log w - lambda w) of each sequence's importance weight w, without a gradient: (B, 1).
+    """phi(w) = exp(lambda + k log w - lambda w) of each sequence's importance weight w, without a gradient.
+
+    k and lambda are those of the advantage's sign: by sequence or, as the advantages, by token.
 
     Args:
         log_ratio, mask: (B, T). advantages: (B, 1) or (B, T). ratio: (B, 1), (B, T) or None.
+
+    Returns:
+        phi in the shape of `advantages`.
     """
     with torch.no_grad():
         least, most = math.log(1e-8), 20.0
@@ -263,7 +269,7 @@ def losses_of(log_probs, entropy, batch, options):
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     log_weights, phi = log_probs - old, None
     if options.loss_type == "vespo":
-        phi = vespo_weights(log_weights, batch.advantages[:, :1], batch.mask, batch.ratio, options)
+        phi = vespo_weights(log_weights, batch.advantages, batch.mask, batch.ratio, options)
     if options.importance_sampling_level == "sequence":
         log_weights = log_weights.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
         log_weights = log_weights.expand(log_probs.shape)

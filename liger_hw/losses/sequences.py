@@ -11,6 +11,7 @@ Operations: 2NVH for each of logits, dx and dW, and 2NVH (M - K) / M for groups 
 beside the gradients: `chunk_memory`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -46,11 +47,12 @@ def token_loss(
         (sum (), *others (N,)).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token outside the vocabulary, which elsewhere
+            makes the loss NaN.
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
-    check_tokens(tokens, x.shape[:1], x)
+    check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
     rows = detached(rows)
 
     def of_group(log_probs, entropy, part):
@@ -88,12 +90,13 @@ def sequence_loss(
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token outside the vocabulary, which elsewhere
+            makes the loss NaN.
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory)
     check(x.ndim == 3, "x", x, "floats (sequences, T, H)")
-    check_tokens(tokens, x.shape[:-1], x)
+    check_tokens(tokens, x.shape[:-1], x, len(weight), ignore_index)
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
     scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
     value, *by_token = _by_groups(
@@ -144,12 +147,13 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
         every = slice(0, groups)
         value, *others = formula(*of_groups((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
-    functions = row_functions(plan)
+    functions, of_logits = row_functions(plan), abs(scaling.logit_scale / scaling.temperature)
 
     def compute(needs_grad):
         head = ChunkedHead(x, weight, bias, plan, group=parts * length)
         fills = _plan(parts, groups, length, head.rows)
-        gradients = Gradients(head, needs_grad, sum(len(fill.dropped) + len(fill.kept) for fill in fills))
+        slices = sum(len(fill.dropped) + len(fill.kept) for fill in fills)
+        gradients = Gradients(head, needs_grad, slices, in_forward=True)
         log_probs, entropy, lse, partition = empty_rows(x, with_entropy, wide_dtype(x))
         entropy = entropy if with_entropy else None
         incoming = [row if row is None else torch.empty_like(row) for row in (log_probs, entropy)]
@@ -182,6 +186,12 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
             if not differentiate:
                 continue
             grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
+            if gradients.scales:
+                # p |log p + H| of the entropy's gradient is at most 1 + log V, and H at most log V
+                factor = gradients.factor(
+                    *(grad * size for grad, size in zip(grads, (of_logits, of_logits * (1 + math.log(len(weight))))))
+                )
+                grads = [grad * factor for grad in grads]
             for row, grad in zip(of_groups(incoming, fill.groups), grads):
                 row.copy_(grad)
             for part, logits in zip(fill.kept, kept):

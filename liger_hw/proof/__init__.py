@@ -1,1 +1,1 @@
-"""What was proven for which GPU, and how: written by the runs that saw it, merged, and shown; never typed by hand."""
+"""Record, merge and show the evidence that each op is right on each GPU."""

@@ -1,7 +1,7 @@
-"""What a compiled Triton kernel does to memory, read from the text of its intermediate code and of its assembly.
+"""Read a compiled kernel's memory accesses from its Triton IR and its assembly.
 
-Every load and store in a kernel's source has a place, "layer_norm.py:214:9", which the compilers carry along. Its tile
-is read from Triton's own IR, its instructions from PTX or AMD's assembly.
+Every load and store in a kernel's source has a place, "layer_norm.py:214:9", which the compilers keep as debug
+information. Triton's IR gives its tile, PTX or AMD's assembly its instructions.
 """
 
 import re
@@ -14,17 +14,17 @@ from liger_hw.tuning import power_of_2
 
 @dataclass(frozen=True)
 class Access:
-    """One `tl.load` or `tl.store` of a kernel's source, all its instances in the compiled code together.
+    """One `tl.load` or `tl.store` of a kernel's source, with all its instances in compiled code.
 
     Attributes:
         at: "cross_entropy/kernels.py:212:30".
         kind: "load" or "store".
-        pointer: the kernel's parameter that it goes through; "?" if the compiler no longer tells.
-        elements: of its tile, 1 for a scalar.
-        row: of those, how many are contiguous at most: the tile's last dimension.
+        pointer: the kernel's parameter that it reads or writes; "?" if the compiler lost it.
+        elements: elements of its tile; 1 for a scalar.
+        row: contiguous elements at most: the tile's last dimension.
         itemsize: bytes of an element.
-        loops: loops that it is in, one beside the other: 2 if a row is walked twice by one line.
-        widths: bytes a lane -> instructions; of none, where they stand under the place of another access.
+        loops: number of separate loops around it: 2 if two loops over a row share one line.
+        widths: bytes a lane -> number of instructions; 0 instructions if the compiler lists them under another access.
     """
 
     at: str
@@ -38,13 +38,15 @@ class Access:
 
     @property
     def widest(self) -> int:
-        """Bytes a lane of its widest instruction, 0 if none was found. (A kernel may hold a second copy of an access,
-        masked, for the end of its rows.)"""
+        """Return the bytes a lane of its widest instruction; 0 if it has none.
+
+        A kernel may hold a second, masked and narrower copy of an access for the end of its rows.
+        """
         return max((int(width) for width in self.widths), default=0)
 
 
 def width_wanted(access: Access, warp_size: int) -> int:
-    """Bytes a lane that an access of this tile can have: 16, or what fills a warp where the tile is small."""
+    """Return the bytes a lane that this tile allows: 16, fewer in small tiles."""
     lane = access.elements * access.itemsize // warp_size
     return max(min(16, power_of_2(lane + 1) // 2, access.row * access.itemsize), access.itemsize)
 
@@ -58,10 +60,10 @@ _PLACE = re.compile(r'"([^"]*\.py)":(\d+):(\d+)')
 
 
 def accesses_of(ttir: str) -> list[Access]:
-    """Every load and store in Triton's IR, without instructions; those of one place and pointer are one."""
+    """List the loads and stores in Triton's IR by place and pointer, without instructions."""
     aliases = dict(_ALIAS.findall(ttir))
-    parameters, made_of = dict(_PARAMETER.findall(ttir)), dict(_POINTER.findall(ttir))
-    found, loops, nested = {}, {}, []
+    parameters, source_of = dict(_PARAMETER.findall(ttir)), dict(_POINTER.findall(ttir))
+    accesses, loops, nested = {}, {}, []
     for number, line in enumerate(ttir.splitlines()):
         line = line.strip()
         if line.startswith("}") and nested:
@@ -77,20 +79,20 @@ def accesses_of(ttir: str) -> list[Access]:
         elements = 1
         for size in sizes:
             elements *= size
-        while pointer in made_of:
-            pointer = made_of[pointer]
+        while pointer in source_of:
+            pointer = source_of[pointer]
         at, name = _innermost(location, aliases), parameters.get(pointer, "?")
         bits = _BITS[tile_type or scalar_type]
         within = [number for number in nested if number is not None]
         loops.setdefault((at, kind, name), set()).update(within[-1:])
-        before = found.get((at, kind, name))
+        before = accesses.get((at, kind, name))
         if before is None or before.elements < elements:
-            found[at, kind, name] = Access(at, kind, name, elements, sizes[-1], bits // 8, 0, {})
-    return [replace(access, loops=len(loops[key])) for key, access in found.items()]
+            accesses[at, kind, name] = Access(at, kind, name, elements, sizes[-1], bits // 8, 0, {})
+    return [replace(access, loops=len(loops[key])) for key, access in accesses.items()]
 
 
 def _innermost(location: str, aliases: dict) -> str:
-    """The place in a file that a location means: of a call the callee's, of a name that of what is named."""
+    """Resolve a location through its aliases to a place in a file."""
     while True:
         place = _PLACE.search(location)
         alias = re.search(r"#loc\d*", location)
@@ -102,7 +104,7 @@ def _innermost(location: str, aliases: dict) -> str:
 
 
 def _short(path: str) -> str:
-    """A file's name, with its folder where the folder is a package of kernels: two are called kernels.py."""
+    """Return a file's name, with its folder if that is a package of kernels."""
     *folders, name = path.split("/")
     return f"{folders[-1]}/{name}" if folders and folders[-1] not in ("kernels", "language") else name
 
@@ -112,16 +114,18 @@ _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
 
 
 def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Access]:
-    """`accesses` with the instructions that carry them out; `instruction(line)` is (kind, bytes a lane) or None.
+    """Return `accesses` with the instructions that execute them.
 
-    Pointers that one place serves (a helper that is called for each) share its instructions.
+    Pointers that share a place, in a helper function, share its instructions. An instruction whose place the compiler
+    lost becomes an access of one element at "?".
 
-    Instructions whose place the compiler lost are added as accesses of one element at "?".
+    Args:
+        instruction: a line of assembly -> (kind, bytes a lane), or None.
     """
     files = {number: _short(f"{folder}/{name}" if name else folder) for number, folder, name in _FILE.findall(assembly)}
     widths, at, inline = {}, "?", None
     for line in assembly.splitlines():
-        if "inline asm" in line:  # its lines are numbered on from the place's own
+        if "inline asm" in line:  # the compiler numbers its lines on from the first one's place
             inline = 0 if "begin" in line else None
         location = _LOC.match(line)
         if location and not inline:
@@ -133,7 +137,7 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
         if moved:
             widths.setdefault((at, moved[0]), Counter())[moved[1]] += 1
     known = [replace(access, widths=dict(widths.get((access.at, access.kind), {}))) for access in accesses]
-    known = [access if access.widths else replace(access, widths=_beside(access, known)) for access in known]
+    known = [access if access.widths else replace(access, widths=_estimated_widths(access, known)) for access in known]
     places = {(access.at, access.kind) for access in accesses}
     lost = [
         Access("?", place[1], "?", 1, 1, 1, 0, dict(count)) for place, count in widths.items() if place not in places
@@ -141,15 +145,17 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
     return known + lost
 
 
-def _beside(access: Access, accesses: list[Access]) -> dict:
-    """The narrowest width, 0 times, among those of the same pointer and kind, and of tiles as large: AMD's compiler
-    prints the instructions of one clause under the place of the first. Where all others are smaller, the widest, which
-    is this one's if it is wider than theirs."""
+def _estimated_widths(access: Access, accesses: list[Access]) -> dict:
+    """Estimate the width of an access without instructions; returns {width: 0}.
+
+    AMD's compiler prints the instructions of one clause under the place of the first. The estimate is the narrowest
+    width of accesses to the same pointer with tiles at least as large; if all other tiles are smaller, the widest.
+    """
     others = [other for other in accesses if other.kind == access.kind and other.widths]
     same = [other for other in others if other.pointer == access.pointer] or others
-    alike = [width for other in same if other.elements >= access.elements for width in other.widths]
-    if alike:
-        return {min(alike): 0}
+    widths = [width for other in same if other.elements >= access.elements for width in other.widths]
+    if widths:
+        return {min(widths): 0}
     return {max(width for other in same for width in other.widths): 0} if same else {}
 
 
@@ -165,7 +171,7 @@ _AMD_WIDTHS = [
 
 
 def ptx_access(line: str) -> tuple[str, int] | None:
-    """What one line of PTX moves from or to global memory: its kind, and bytes a lane."""
+    """Return (kind, bytes a lane) of a line of PTX that accesses global memory."""
     if ".global" not in line:
         return None
     copy = _PTX_COPY.search(line)
@@ -179,7 +185,7 @@ def ptx_access(line: str) -> tuple[str, int] | None:
 
 
 def amd_access(line: str) -> tuple[str, int] | None:
-    """What one line of AMD's assembly moves from or to global memory: its kind, and bytes a lane."""
+    """Return (kind, bytes a lane) of a line of AMD's assembly that accesses global memory."""
     match = _AMD.match(line)
     if match is None:
         return None
@@ -187,7 +193,7 @@ def amd_access(line: str) -> tuple[str, int] | None:
 
 
 def library_calls(ttir: str) -> list[str]:
-    """Functions of the vendor's library that the source asks for by name."""
+    """List the functions of the vendor's library that the kernel calls."""
     return sorted(set(re.findall(r'tt\.extern_elementwise.*?symbol = "(\w+)"', ttir)))
 
 
@@ -195,14 +201,15 @@ _REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers a lane, and bytes of stack a lane, of the one kernel in a cubin: what `cuobjdump -res-usage` prints.
+    """Return registers and bytes of stack a lane of the kernel in a cubin.
 
-    Both stand in the section .nv.info, as (format, attribute, size) and, for these two, (symbol, value).
+    `cuobjdump -res-usage` prints the same. Both are attributes in the section .nv.info: (format, attribute, size), then
+    (symbol, value).
     """
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     entry, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     header = [struct.unpack_from("<IIQQQQ", cubin, sections + i * entry) for i in range(count)]
-    found = {}
+    attributes = {}
     for name, _, _, _, offset, size in header:
         start = header[names][4] + name
         if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
@@ -211,8 +218,8 @@ def cubin_usage(cubin: bytes) -> tuple[int, int]:
         while at < offset + size:
             form, attribute, value = struct.unpack_from("<BBH", cubin, at)
             at += 4
-            if form == 4:  # a value of `value` bytes follows; otherwise it stands in the header
+            if form == 4:  # `value` bytes of data follow; other formats have none
                 if attribute in (_REGISTERS, _FRAME):
-                    found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<II", cubin, at)[1])
+                    attributes[attribute] = max(attributes.get(attribute, 0), struct.unpack_from("<II", cubin, at)[1])
                 at += value
-    return found[_REGISTERS], found.get(_FRAME, 0)
+    return attributes[_REGISTERS], attributes.get(_FRAME, 0)

@@ -23,7 +23,7 @@ from liger_hw import console
 from liger_hw.backends import ARCHITECTURES
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
-from liger_hw.proof import crosscompile, results
+from liger_hw.proof import compile_cache, crosscompile
 from liger_hw.proof.assembly import width_wanted
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 from liger_hw.spelling import check_known
@@ -233,16 +233,16 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
         check_known("architecture", arch, DEVICES)
     for op in ops:
         check_known("op", op, OPS)
-    cache, found = results.Cache(), []
-    with results.processes(jobs) as pool, console.progress() as progress:
+    cache, found = compile_cache.Cache(), []
+    with compile_cache.processes(jobs) as pool, console.progress() as progress:
         try:
             task = progress.add_task("what launches", total=len(archs), note="")
             for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
                 found += of_arch.result()
                 progress.update(task, advance=1)
-            came = results.compile_all((use.launch for use in found), pool, cache, progress)
+            came = compile_cache.compile_all((use.launch for use in found), pool, cache, progress)
             if further:
-                came |= results.compile_all(further(found, came), pool, cache, progress)
+                came |= compile_cache.compile_all(further(found, came), pool, cache, progress)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

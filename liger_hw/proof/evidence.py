@@ -1,8 +1,8 @@
-"""Evidence: which op was found right for which GPU, by what kind of run.
+"""Read, merge and write evidence of the cases that ops passed on each GPU.
 
-A file of it is {"evidence": 1, "runs": {id: facts of the run}, "cells": [...]}; a cell counts the cases of one op,
-backend and dtype that one run saw pass and fail, and how it saw them. `liger-hw bench` writes no such file, but its
-results are read as the level "measured". Files from any number of machines, tiers and vendors are read together.
+An evidence file is {"evidence": 1, "runs": {id: facts of the run}, "cells": [...]}. A cell counts the cases of one op,
+backend, dtype and level that passed and failed in one run. The results of `liger-hw bench` also count, as the level
+"measured". `read` merges files from any number of machines, tiers and vendors.
 """
 
 import json
@@ -26,13 +26,13 @@ SAYS = {
     COMPILED: "its kernels were built by that GPU's compiler at real widths; registers, memory and accesses checked",
 }
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FAILURES = 3  # what a cell keeps of the messages
+FAILURES = 3  # messages of failures that a cell keeps
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The cases of one op, backend and dtype that one run saw.
+    """Count the cases of one op, backend, dtype and level in one run.
 
     Attributes:
         op: its name in `dispatch.OPS`.
@@ -40,7 +40,7 @@ class Cell:
         dtype: "fp32", "bf16" or "fp16".
         level: one of LEVELS.
         passed, failed: numbers of cases.
-        failures: what the first few that failed said.
+        failures: messages of the first few failures.
         run: the id of the run in the same file.
     """
 
@@ -59,15 +59,22 @@ class Cell:
 
 
 def about(level: str, device: torch.device | None = None) -> tuple[str, dict]:
-    """A new run's id, and its facts: level, device, versions, date, commit, command (of paths, the last part alone)."""
-    from liger_hw.bench import results
+    """Return a new run's id, and its level, device, versions, date, commit and command.
 
-    facts = results.about(device or torch.device("cpu"))
+    Paths in the command lose their folders.
+    """
+    from liger_hw.bench.run_file import environment
+
+    facts = environment(device or torch.device("cpu"))
     return uuid.uuid4().hex[:12], {"level": level} | facts | {"command": re.sub(r"\S*/", "", facts["command"])}
 
 
 def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:
-    """Write evidence in one step, a line for each cell; `more` stands beside it and is not read back here."""
+    """Replace an evidence file in one step, a line for each cell.
+
+    Args:
+        more: further keys of the file, which `read` ignores.
+    """
     rows = [json.dumps(vars(cell)) for cell in sorted(cells, key=lambda cell: (cell.key, cell.run))]
     head = json.dumps({"evidence": FORMAT, "runs": runs} | more, indent=1).removesuffix("\n}")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,20 +85,22 @@ def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:
 
 
 def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
-    """The runs and cells of files, and of the JSON files in folders; what stands in two files counts once.
+    """Read runs and cells from files, and from the JSON files in folders.
+
+    A cell that is in two files counts once.
 
     Raises:
-        ValueError: a path is absent, or a file named is neither evidence nor a result of `liger-hw bench`.
+        ValueError: a path is absent, or a named file is neither evidence nor a result of `liger-hw bench`.
     """
     runs, cells = {}, {}
     for path in paths:
         files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
         for file in files:
             try:
-                found = json.loads(file.read_text())
-                new_runs, new_cells = _of_bench(found) if "ceilings" in found else _of_evidence(found)
+                content = json.loads(file.read_text())
+                new_runs, new_cells = _of_bench(content) if "ceilings" in content else _of_evidence(content)
             except (OSError, KeyError, TypeError, ValueError) as error:
-                if path.is_dir() and not isinstance(error, OSError):  # a folder may hold other results as well
+                if path.is_dir() and not isinstance(error, OSError):  # a folder may also hold other results
                     continue
                 reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 raise ValueError(f"PATH: got {file}, allowed: evidence, a bench.json, or a folder ({reason})") from None
@@ -100,63 +109,63 @@ def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
     return runs, list(cells.values())
 
 
-def _of_evidence(found: dict) -> tuple[dict, list[Cell]]:
-    if found["evidence"] != FORMAT:
-        raise ValueError(f"evidence of format {found['evidence']!r}, allowed: {FORMAT}")
-    cells = [Cell(**cell) for cell in found["cells"]]
+def _of_evidence(content: dict) -> tuple[dict, list[Cell]]:
+    if content["evidence"] != FORMAT:
+        raise ValueError(f"evidence of format {content['evidence']!r}, allowed: {FORMAT}")
+    cells = [Cell(**cell) for cell in content["cells"]]
     for cell in cells:
-        if cell.level not in LEVELS or cell.run not in found["runs"]:
+        if cell.level not in LEVELS or cell.run not in content["runs"]:
             raise ValueError(f"a cell of level {cell.level!r} and run {cell.run!r}")
-    return found["runs"], cells
+    return content["runs"], cells
 
 
-def _of_bench(found: dict) -> tuple[dict, list[Cell]]:
-    """A result of `liger-hw bench`: an op that has times was right first, or it would have none."""
-    device, dtype = found["device"], DTYPES[getattr(torch, found["dtype"])]
+def _of_bench(benchmark: dict) -> tuple[dict, list[Cell]]:
+    """Read a result of `liger-hw bench`, which times only ops that pass their parity cases."""
+    device, dtype = benchmark["device"], DTYPES[getattr(torch, benchmark["dtype"])]
     if device["vendor"] not in backends.VENDORS:
         return {}, []
-    run = f"bench {found['date']} {device['arch']} {found['commit']}"
+    run = f"bench {benchmark['date']} {device['arch']} {benchmark['commit']}"
     shapes = {}
-    for record in found["results"]:
+    for record in benchmark["results"]:
         if record["provider"] == "liger_hw":
             shapes.setdefault(record["op"], set()).add(record["shape"])
     backend = f"{device['vendor']}:{device['arch']}"
     cells = []
     load_all()
-    for op, parity in found["parity"].items():
-        if op not in dispatch.OPS:  # a loss that is made of ops
+    for op, parity in benchmark["parity"].items():
+        if op not in dispatch.OPS:  # a loss, which ops compute
             continue
         error = parity["error"]
         cells.append(
             Cell(op, backend, dtype, MEASURED, len(shapes.get(op, ())), bool(error), [error] if error else [], run)
         )
-    facts = {key: found[key] for key in ("device", "versions", "date", "commit", "command")}
+    facts = {key: benchmark[key] for key in ("device", "versions", "date", "commit", "command")}
     cells = [cell for cell in cells if cell.passed or cell.failed]
     return {run: {"level": MEASURED} | facts} if cells else {}, cells
 
 
 def total(cells: Iterable[Cell]) -> dict[tuple, Cell]:
-    """Cells of the same op, backend, dtype and level as one, by that key: what one run saw fail stays failed."""
-    found = {}
+    """Add up the cells of the same op, backend, dtype and level over all runs."""
+    totals = {}
     for cell in cells:
-        before = found.get(cell.key, Cell(*cell.key, 0, 0))
+        before = totals.get(cell.key, Cell(*cell.key, 0, 0))
         failures = (before.failures + cell.failures)[:FAILURES]
-        found[cell.key] = Cell(*cell.key, before.passed + cell.passed, before.failed + cell.failed, failures)
-    return found
+        totals[cell.key] = Cell(*cell.key, before.passed + cell.passed, before.failed + cell.failed, failures)
+    return totals
 
 
 def missing(cells: Iterable[Cell], ops: Iterable[str]) -> list[str]:
-    """What a complete matrix of `ops` has and `cells` have not, as sentences.
+    """List what `cells` lack of a complete matrix of `ops`, as sentences.
 
-    Each op must have a case that passed on every backend, in every dtype, at every level that any op has one at.
+    Where one op has evidence for a backend, dtype and level, every op needs a case that passed there.
     """
-    found = total(cells)
-    columns = {(backend, dtype, level) for _, backend, dtype, level in found}
+    totals = total(cells)
+    columns = {(backend, dtype, level) for _, backend, dtype, level in totals}
     return [
         f"{op} on {backend} in {dtype}: not {level}"
         for backend, dtype, level in sorted(columns)
         for op in sorted(ops)
-        if not found.get((op, backend, dtype, level), Cell(op, backend, dtype, level, 0, 0)).passed
+        if not totals.get((op, backend, dtype, level), Cell(op, backend, dtype, level, 0, 0)).passed
     ]
 
 
@@ -164,37 +173,37 @@ class Recorder:
     """Count passed and failed parity checks, within `hooks.observe_checks(recorder.add)`."""
 
     def __init__(self):
-        self.found = {}  # (op, backend, dtype, level) -> [passed, failed, failures]
+        self.counts = {}  # (op, backend, dtype, level) -> [passed, failed, failures]
 
     def add(self, op, inputs, backend: str | None, error: Exception | None) -> None:
-        """One case of `op` on `backend`, which failed if there is an `error`."""
-        where = proven(op, inputs, backend)
-        if where is None:
+        """Count one case of `op` on `backend`; it failed if there is an `error`."""
+        key = proven(op, inputs, backend)
+        if key is None:
             return
-        counts = self.found.setdefault(where, [0, 0, []])
+        counts = self.counts.setdefault(key, [0, 0, []])
         counts[error is not None] += 1
         if error is not None and len(counts[2]) < FAILURES:
             counts[2].append(f"{type(error).__name__}: {error}"[:300])
 
     def cells(self, run: str) -> list[Cell]:
-        return [Cell(*where, *counts, run) for where, counts in self.found.items()]
+        return [Cell(*key, *counts, run) for key, counts in self.counts.items()]
 
     def dump(self) -> list:
-        """The counts as plain data, for another process's `load`."""
-        return [[*where, *counts] for where, counts in self.found.items()]
+        """Return the counts as plain data, for another process's `load`."""
+        return [[*key, *counts] for key, counts in self.counts.items()]
 
     def load(self, dumped: list) -> None:
         for op, backend, dtype, level, passed, failed, failures in dumped:
-            counts = self.found.setdefault((op, backend, dtype, level), [0, 0, []])
+            counts = self.counts.setdefault((op, backend, dtype, level), [0, 0, []])
             counts[0] += passed
             counts[1] += failed
             counts[2] = (counts[2] + failures)[:FAILURES]
 
 
 def proven(op, inputs, backend: str | None) -> tuple | None:
-    """(op, backend, dtype, level) that a check of `op` on `backend` speaks for; None where it speaks for no GPU.
+    """Return the (op, backend, dtype, level) that a check proves, or None.
 
-    Another vendor's configurations on this device prove nothing of that vendor's, nor of this one's.
+    A check of another vendor's configurations on this device proves nothing of either device.
     """
     tensor = next(x for x in inputs if torch.is_tensor(x) and x.is_floating_point())
     with use_backend(backend):

@@ -1,4 +1,4 @@
-"""The matrix as tables for terminals and documents, and as one HTML file that needs nothing beside it."""
+"""Show evidence as tables for terminals and documents, and as one HTML file."""
 
 import html
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from liger_hw.proof.evidence import DTYPES, LEVELS, SAYS, Cell, total
 
 
 def backends_of(cells: Iterable[Cell]) -> list[str]:
-    """Backends that have evidence: those of `ARCHITECTURES` in its order, then others."""
+    """Return the backends with evidence: those of `ARCHITECTURES` in its order, then others."""
     seen = {cell.backend for cell in cells}
     return [name for name in ARCHITECTURES if name in seen] + sorted(seen - set(ARCHITECTURES))
 
@@ -19,13 +19,13 @@ HEADER = ["GPU", "cards", *LEVELS]
 
 
 def rows(cells: list[Cell]) -> list[list[str]]:
-    """One row for each GPU: how many ops were proven at each level, in which dtypes, in how many cases."""
+    """Return one row for each GPU: the ops, cases and dtypes proven at each level."""
     every = {cell.op for cell in cells}
-    found = total(cells)
+    totals = total(cells)
     lines = []
     for backend in backends_of(cells):
         vendor, _, arch = backend.partition(":")
-        levels = (_cell([c for key, c in found.items() if key[1] == backend and key[3] == level], every)
+        levels = (_cell([c for key, c in totals.items() if key[1] == backend and key[3] == level], every)
                   for level in LEVELS)  # fmt: skip
         name = VENDORS[vendor].NAME if vendor in VENDORS else vendor
         cards = ARCHITECTURES[backend].cards if backend in ARCHITECTURES else ""
@@ -44,7 +44,7 @@ def _cell(cells: list[Cell], every: set) -> str:
 
 
 def problems(cells: Iterable[Cell], runs: dict | None = None) -> list[str]:
-    """What failed, in words: cases, and in `runs` tests that are no parity cases, or whose process crashed."""
+    """Describe failed cases, and other failed tests of `runs`."""
     lines = [
         f"{op} on {backend} in {dtype}, {level}: {cell.failed} of {cell.passed + cell.failed} cases failed: "
         + "; ".join(cell.failures)
@@ -53,19 +53,19 @@ def problems(cells: Iterable[Cell], runs: dict | None = None) -> list[str]:
     ]
     for facts in (runs or {}).values():
         tests = facts.get("tests", {})
-        failed = sum(number for outcome, number in tests.items() if outcome not in ("passed", "skipped"))
+        failed = sum(number for result, number in tests.items() if result not in ("passed", "skipped"))
         if failed:
             lines.append(f"{failed} tests failed in the run of {facts['date']}: {facts.get('command', '')}")
     return lines
 
 
 def run_rows(runs: dict) -> list[list[str]]:
-    """One row for each run: what it was, when, where, with which versions, and all tests of it."""
+    """Return one row for each run: level, date, device, versions, commit and tests."""
     lines = []
     for facts in sorted(runs.values(), key=lambda facts: (LEVELS.index(facts["level"]), facts["date"])):
         versions = ", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "triton", "liger_hw")
                              if facts["versions"].get(name))  # fmt: skip
-        tests = ", ".join(f"{number:,} {outcome}" for outcome, number in sorted(facts.get("tests", {}).items()))
+        tests = ", ".join(f"{number:,} {result}" for result, number in sorted(facts.get("tests", {}).items()))
         device = facts.get("device", {}).get("name", "")
         lines.append([facts["level"], facts["date"], device, versions, facts.get("commit") or "", tests])
     return lines
@@ -82,16 +82,16 @@ i.ok { background: #2f9e5b; } i.bad { background: #d6322d; } li { overflow-wrap:
 
 
 def write(runs: dict, cells: list[Cell], file: Path) -> Path:
-    """Write the page: the summary, each op in each dtype on each GPU, what failed, and the runs."""
-    found = total(cells)
+    """Write the HTML page: summary, failures, each op on each GPU, and the runs."""
+    totals = total(cells)
     failed = problems(cells, runs)
-    grids = "".join(_grid(vendor, found, cells) for vendor in VENDORS)
+    grids = "".join(_grid(vendor, totals, cells) for vendor in VENDORS)
     legend = "".join(f"<dt>{level}</dt><dd>{html.escape(text)}</dd>" for level, text in SAYS.items())
     bad = "<h2>Failed</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in failed) + "</ul>"
     page = f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>liger_hw: what was proven where</title><style>{STYLE}{MARKS}</style>
-<main><h1>What was proven where</h1>
+<title>liger_hw: evidence for each GPU</title><style>{STYLE}{MARKS}</style>
+<main><h1>Evidence for each GPU</h1>
 <p class="lead">{sum(cell.passed for cell in cells):,} cases passed, {sum(cell.failed for cell in cells):,} failed,
 in {len(runs)} runs. An op is counted at a level where every case of it passed.</p>
 <dl>{legend}</dl>
@@ -112,8 +112,8 @@ def _table(header, lines) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _grid(vendor: str, found: dict, cells: list[Cell]) -> str:
-    """One row for each op and dtype, one column for each of the vendor's GPUs; a square for each level."""
+def _grid(vendor: str, totals: dict, cells: list[Cell]) -> str:
+    """Draw the table of one vendor: rows of op and dtype, columns of GPUs."""
     backends = [name for name in backends_of(cells) if name.partition(":")[0] == vendor]
     if not backends:
         return ""
@@ -121,12 +121,12 @@ def _grid(vendor: str, found: dict, cells: list[Cell]) -> str:
     lines = []
     for op in sorted({cell.op for cell in cells}):
         for dtype in DTYPES.values():
-            marks = [[_mark(found.get((op, name, dtype, level)), level) for level in LEVELS] for name in backends]
+            marks = [[_mark(totals.get((op, name, dtype, level)), level) for level in LEVELS] for name in backends]
             squares = "".join(f'<td class="cell">{"".join(four)}</td>' for four in marks)
             lines.append(f"<tr><td>{html.escape(op)} {dtype}</td>{squares}</tr>")
     key = ", ".join(LEVELS)
     return f"""<h2>{VENDORS[vendor].NAME}</h2><p class="lead">Squares, from the left: {key}. Green: passed. Red: failed.
-Grey: not seen. The number of cases is under the pointer.</p>
+Grey: not run. Hover over a square for the number of cases.</p>
 <div class="scroll"><table class="grid"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>"""
 
 

@@ -1,1 +1,1 @@
-"""The parity rule, and the cases of every op that it is checked on."""
+"""Define the parity rule and the cases of every op."""

@@ -1,4 +1,4 @@
-"""What a case of an op is, and all the cases of one op."""
+"""Define the shapes and cases of an op."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ class Shape:
     """One shape of an op.
 
     Attributes:
-        label: sizes, readable: "8192x4096", "2x4096x32/8x128", and an option where there is one: "8192x32000 in place".
-        tensors: makes the op's tensors; those that want a gradient ask for it.
+        label: sizes, and options if there are any: "8192x4096", "2x4096x32/8x128", "8192x32000 in place".
+        tensors: makes the op's tensors; `requires_grad` says which get a gradient.
         options: the op's keyword arguments.
     """
 
@@ -39,14 +39,13 @@ class OpCases:
     """All cases of one op.
 
     Attributes:
-        small: yields (tensors, options), small enough for the interpreter and odd enough to meet every mask: for
-            parity, in tests, the doctor and the benchmark, and for the compile matrix. Tensors that want a gradient ask
-            for it.
-        wide: yields the same at widths of real models and at odd ones, in few rows: for the compile matrix.
-        models: shapes of real models, in the order of their sizes: for the tuner, the benchmark, the compile matrix and
+        small: yields (tensors, options), small enough for the interpreter and odd enough to reach every mask. Tests,
+            doctor and benchmark check parity on them; the compile matrix compiles them.
+        wide: yields (tensors, options) of few rows at real and odd widths, for the compile matrix.
+        models: shapes of real models in the order of their sizes, for the tuner, the benchmark, the compile matrix and
             `liger-hw info`.
-        further: shapes for the benchmark alone, which need no launch configuration of their own: other numbers of rows
-            and other options, odd widths, and sizes at which the host is slower than any device.
+        further: shapes for the benchmark alone: other numbers of rows, other options, odd widths, and sizes at which
+            the host is slower than any device.
     """
 
     small: Callable[[Inputs], Iterable[tuple[tuple, dict]]]

@@ -1,4 +1,4 @@
-"""The sizes of real models, from which the shapes of cases are made."""
+"""List the sizes of real models, which the shapes of cases use."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ TOKENS = 8192  # rows of a training step on one GPU: 8 sequences of 1024, or 2 o
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of one published model that its kernels see."""
+    """The sizes of one published model that determine the shapes of its kernels."""
 
     name: str
     hidden: int

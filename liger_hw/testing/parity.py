@@ -1,8 +1,8 @@
-"""The one parity check that every kernel test calls, and the benchmark before it prints a time.
+"""Check an op against its reference by the one rule of tests and benchmarks.
 
-A kernel passes when, against the reference in float64, its error is at most twice that of the reference run in the
-kernel's own dtypes plus one rounding of the result, in the worst element and in the root mean square. No tolerance is
-chosen by hand.
+Errors are differences from the reference in float64. A kernel's error may be at most twice the sum of two: the error of
+the reference in the kernel's dtypes, and one rounding of the result. This holds for the worst element and for the root
+mean square. Nobody sets a tolerance by hand.
 """
 
 import torch
@@ -12,8 +12,10 @@ from liger_hw.hooks import hooks
 
 
 def run(function, inputs, options, seed=1):
-    """Outputs and gradients of `function`, the outputs' gradients random (seeded apart from the inputs: with dy = x the
-    gradient of a norm vanishes)."""
+    """Return the outputs and gradients of `function` for random gradients of its outputs.
+
+    The seed differs from the inputs': with dy = x the gradient of a norm vanishes.
+    """
     leaves = [x.detach().clone(memory_format=torch.preserve_format) if torch.is_tensor(x) else x for x in inputs]
     for leaf, x in zip(leaves, inputs):
         if torch.is_tensor(x):
@@ -29,13 +31,17 @@ def run(function, inputs, options, seed=1):
 
 
 def check(op, inputs, options, backend):
-    """Hold `op` on `backend` to its reference. Inputs that ask for a gradient get it compared."""
+    """Compare `op` on `backend` with its reference: outputs, and gradients of inputs that require one.
+
+    Raises:
+        AssertionError: an output or a gradient differs by more than the rule allows.
+    """
     try:
         wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
-        exact, plain = run(op.reference, wide, options), run(op.reference, inputs, options)
+        exact, reference = run(op.reference, wide, options), run(op.reference, inputs, options)
         with use_backend(backend):
-            found = run(op, inputs, options)
-        compare(exact, plain, found, f"{op.__name__} on {backend}")
+            outputs = run(op, inputs, options)
+        compare(exact, reference, outputs, f"{op.__name__} on {backend}")
     except Exception as error:
         _tell_observer(op, inputs, backend, error)
         raise
@@ -47,37 +53,40 @@ def _tell_observer(op, inputs, backend, error):
         hooks.check_observer(op, inputs, backend, error)
 
 
-def compare(exact, plain, found, what):
-    """`found` against float64 `exact`, with the room that `plain`, the reference in the same dtypes, leaves it.
+def compare(exact, reference, outputs, name):
+    """Compare `outputs` with float64 `exact`; `reference`, in the same dtypes, sets the allowed error.
 
     Raises:
-        AssertionError: which output of `what` differs and how.
+        AssertionError: says which output of `name` differs and by how much.
     """
-    _hold(len(found) == len(exact) == len(plain), f"{what}: {len(found)} outputs, expected {len(plain)}")
-    for i, (e, p, f) in enumerate(zip(exact, plain, found)):
-        if e is None or f is None:
-            _hold(e is None and f is None and p is None, f"output {i} of {what} is None on one side only")
+    _hold(len(outputs) == len(exact) == len(reference), f"{name}: {len(outputs)} outputs, expected {len(reference)}")
+    for i, (e, r, out) in enumerate(zip(exact, reference, outputs)):
+        label = f"output {i} of {name}"
+        if e is None or out is None:
+            _hold(e is None and out is None and r is None, f"{label} is None on one side only")
             continue
-        _hold(f.shape == p.shape, f"output {i} of {what}: shape {tuple(f.shape)}, expected {tuple(p.shape)}")
-        _hold(f.dtype == p.dtype, f"output {i} of {what}: {f.dtype}, expected {p.dtype}")
-        if not f.is_floating_point():
-            _hold(torch.equal(f, p), f"output {i} of {what} differs")
+        _hold(out.shape == r.shape, f"{label}: shape {tuple(out.shape)}, expected {tuple(r.shape)}")
+        _hold(out.dtype == r.dtype, f"{label}: {out.dtype}, expected {r.dtype}")
+        if not out.is_floating_point():
+            _hold(torch.equal(out, r), f"{label} differs")
             continue
-        if f.numel() == 0:
+        if out.numel() == 0:
             continue
-        _hold(torch.equal(f.isfinite(), p.isfinite()), f"output {i} of {what} is not finite where it should be")
-        finite = p.isfinite()
-        e, p, f, eps = e[finite].double(), p[finite].double(), f[finite].double(), torch.finfo(f.dtype).eps
-        if f.numel() == 0:
+        _hold(
+            torch.equal(out.isfinite(), r.isfinite()), f"{label} is finite where the reference is not, or the reverse"
+        )
+        finite = r.isfinite()
+        e, r, out, eps = e[finite].double(), r[finite].double(), out[finite].double(), torch.finfo(out.dtype).eps
+        if out.numel() == 0:
             continue
-        for name, norm in (("worst", lambda t: t.abs().max()), ("rms", lambda t: t.square().mean().sqrt())):
-            room = 2 * (norm(p - e) + eps * norm(e))
-            error = norm(f - e)
-            _hold(error <= room, f"output {i} of {what}: {name} error {error:.3g}, allowed {room:.3g}")
+        for measure, norm in (("worst", lambda t: t.abs().max()), ("rms", lambda t: t.square().mean().sqrt())):
+            allowed = 2 * (norm(r - e) + eps * norm(e))
+            error = norm(out - e)
+            _hold(error <= allowed, f"{label}: {measure} error {error:.3g}, allowed {allowed:.3g}")
 
 
 def _hold(condition, message):
-    """An assertion that `python -O` keeps: the benchmark stands on it."""
+    """Raise an AssertionError unless `condition` holds, also under `python -O`."""
     if not condition:
         raise AssertionError(message)
 

@@ -1,44 +1,50 @@
-"""The decorator `tuned` makes a function the heuristic of a launch configuration; measured winners override it.
+"""Choose launch configurations: heuristics by the decorator `tuned`, and tables that override them.
 
     @tuned
     def rms_norm_forward_config(cols, itemsize, device) -> Config:      # pure: numbers and a Device in, Config out
         return ...
 
-Order: a winner measured on this machine, a winner shipped with the package, the heuristic. `X_config` is the
-configuration of the kernel `X` in the same file, "X(4096, 2)" the key of its winners for one shape; a winner is used
-only while that kernel's code and Triton are what was measured.
+A heuristic is what follows from the facts of a device. What measurement found beyond that, and what a compiler refuses,
+are entries of tables: those of this machine, those shipped in `tables/`, one file for each architecture.
 
-`config.py` says what a configuration is, `tables.py` reads the winners, `choice.py` makes the choice, and `search.py`
-measures and writes.
+Order: this machine's entry of the shape, the shipped entry of the shape, the shipped entry of its class of widths, the
+heuristic. `X_config` is the configuration of the kernel `X` in the same file, "X(4096, 2)" the key of its entry for one
+shape. An entry is valid for the hash of that kernel's code. Where Triton is another version, the first
+launch checks that the kernel still fits and spills nothing, and falls back to the heuristic with one warning.
+
+`config.py` says what a configuration is, `entries.py` reads tables, `choice.py` makes the choice, `search.py` measures
+and writes, and `contribution.py` checks tables before they are shipped.
 """
 
 from liger_hw.tuning.choice import CONFIGS, Refused, forget, override, refuse, tuned
-from liger_hw.tuning.config import HEURISTIC, LOCAL, SHIPPED, Config, power_of_2, row_warps
+from liger_hw.tuning.config import COMPILED, HEURISTIC, LOCAL, MEASURED, SHIPPED, Config, power_of_2, row_warps
+from liger_hw.tuning.entries import (
+    SHIPPED_TABLES,
+    cache_file,
+    cache_folder,
+    kernel_hash,
+    launchable,
+    read_own,
+    read_table,
+    shipped_file,
+    warn_once,
+    write_table,
+)  # fmt: skip
 from liger_hw.tuning.search import (
     autotuning,
     bench,
     calls_within,
     configurations_of,
     entry_for,
+    measured_entry,
     neighbours,
     record,
     tune,
 )  # fmt: skip
-from liger_hw.tuning.tables import (
-    cache_file,
-    cache_folder,
-    kernel_hash,
-    launchable,
-    measured_on,
-    read_own,
-    read_table,
-    shipped_file,
-    warn_once,
-)  # fmt: skip
 
 __all__ = [
-    "CONFIGS", "HEURISTIC", "LOCAL", "SHIPPED", "Config", "Refused", "autotuning", "bench", "cache_file",
-    "cache_folder", "calls_within", "configurations_of", "entry_for", "forget", "kernel_hash", "launchable",
-    "measured_on", "neighbours", "override", "power_of_2", "read_own", "read_table", "record", "refuse",
-    "row_warps", "shipped_file", "tune", "tuned", "warn_once",
+    "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "Refused",
+    "autotuning", "bench", "cache_file", "cache_folder", "calls_within", "configurations_of", "entry_for", "forget",
+    "kernel_hash", "launchable", "measured_entry", "neighbours", "override", "power_of_2", "read_own", "read_table",
+    "record", "refuse", "row_warps", "shipped_file", "tune", "tuned", "warn_once", "write_table",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
-"""The choice: a winner of this machine's table or the shipped one, or else the heuristic."""
+"""Choose a launch configuration: from this machine's table, the shipped table, or the heuristic."""
 
 import functools
+import inspect
 import json
 import sys
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from liger_hw._triton import AVAILABLE
-from liger_hw.tuning import tables
+from liger_hw.tuning import entries
 from liger_hw.tuning.config import LOCAL, SHIPPED, Config
 
 CONFIGS = {}  # name of the kernel -> tuned function, for the tools
@@ -22,8 +23,13 @@ def tuned(heuristic):
     if name in CONFIGS and CONFIGS[name].__module__ != module:
         raise ValueError(f"two kernels are called {name}: in {CONFIGS[name].__module__} and in {module}")
 
+    parameters = list(inspect.signature(heuristic).parameters)[:-1]  # the last is the device
+
     def key(*shape) -> str:
-        return f"{name}({', '.join(map(str, shape))})"
+        return entries.key_of(name, shape)
+
+    def class_key(*shape) -> str:
+        return entries.class_key_of(name, dict(zip(parameters, shape)))
 
     def kernel():
         return getattr(sys.modules[module], name)
@@ -35,11 +41,12 @@ def tuned(heuristic):
         if key(*shape) in _overrides:
             return replace(_overrides[key(*shape)], device=device)
         if AVAILABLE:
-            for file, source in ((tables.cache_file(device), LOCAL), (tables.shipped_file(device), SHIPPED)):
-                entry = _table(file).get(key(*shape))
-                winner = None if entry is None else _valid(entry, default, source, tables.kernel_hash(kernel()))
-                if winner is not None:
-                    return winner
+            for file, source in ((entries.cache_file(device), LOCAL), (entries.shipped_file(device), SHIPPED)):
+                for name_in_table in (key(*shape), class_key(*shape)):
+                    entry = _table(file).get(name_in_table)
+                    winner = None if entry is None else _valid(entry, default, source, entries.kernel_hash(kernel()))
+                    if winner is not None:
+                        return winner
         return default
 
     @functools.wraps(heuristic)
@@ -49,14 +56,14 @@ def tuned(heuristic):
         return look_up(*shape_and_device)
 
     config.heuristic = lambda *a: replace(heuristic(*a), device=a[-1])
-    config.key, config.kernel, config.forget = key, kernel, look_up.cache_clear
+    config.key, config.class_key, config.kernel, config.forget = key, class_key, kernel, look_up.cache_clear
     CONFIGS[name] = config
     return config
 
 
 @functools.cache
 def _table(file: Path) -> dict:
-    return tables.read_table(file)
+    return entries.read_table(file)
 
 
 def forget() -> None:
@@ -68,7 +75,7 @@ def forget() -> None:
 
 @contextmanager
 def asked():
-    """Within, what is looked up is added to the set that this yields: (tuned function, shape, device)."""
+    """Yield a set that collects each look-up in the block as (tuned function, shape, device)."""
     global _asked
     before, _asked = _asked, set()
     try:
@@ -78,7 +85,7 @@ def asked():
 
 
 def being_measured() -> bool:
-    """Whether configurations are being recorded or overridden."""
+    """Return whether a block records or overrides configurations."""
     return _asked is not None or bool(_overrides)
 
 
@@ -95,19 +102,19 @@ def override(key: str, config: Config):
 
 
 def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
-    """The Config in a table's entry, if it was measured on this code, can be launched, and was not refused before."""
+    """Return an entry's Config; None if its code differs or a launch refused it."""
     try:
-        if not tables.measured_on(entry, kernel):
+        if entry["kernel"] != kernel:
             return None
-        config = tables.launchable(entry, like, source)
+        config = entries.launchable(entry, like, source)
         return None if _name(config) in _refused else config
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        tables.warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
+        entries.warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
         return None
 
 
 class Refused(Exception):
-    """A winner that the compiler or the driver could not launch: the caller asks again and gets another."""
+    """A table's configuration that cannot be launched: the caller asks again and gets another."""
 
 
 _refused: set[str] = set()  # such winners, each with its key and device
@@ -118,9 +125,9 @@ def _name(config: Config) -> str:
 
 
 def refuse(config: Config, error: Exception) -> Refused:
-    """Take a winner of a table out of use, for this process; what to raise in place of `error`."""
+    """Take a table's configuration out of use in this process; return the error to raise."""
     _refused.add(_name(config))
-    tables.warn_once(
+    entries.warn_once(
         f"ignoring the {config.source} winner {_name(config)}, which cannot be launched here: {error!r}"[:500]
     )
     CONFIGS[config.key.partition("(")[0]].forget()

@@ -1,11 +1,12 @@
-"""What a configuration of a launch is, and the arithmetic that heuristics share."""
+"""Define the configuration of a launch, and the arithmetic that heuristics share."""
 
 from dataclasses import dataclass, field
 
 from liger_hw import backends
 from liger_hw.backends.device import Device
 
-HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"
+HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"  # where a configuration comes from
+MEASURED, COMPILED = "measured", "compiled"  # how the entry of a table was found
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it is part of every launch's key
@@ -24,6 +25,7 @@ class Config:
         device: the Device it was made for; `tuned` fills this in.
         source: "heuristic", "shipped" or "local".
         key: what tables call it: "rms_norm_forward(4096, 2)"; `tuned` fills this in.
+        triton: the version of Triton that the entry of its table was found with; empty for a heuristic's choice.
     """
 
     meta: dict
@@ -35,16 +37,17 @@ class Config:
     device: Device | None = None
     source: str = HEURISTIC
     key: str = ""
+    triton: str = ""
 
     def __getitem__(self, name):
         return self.meta[name]
 
     def grid_for(self, tiles: int) -> int:
-        """Programs of a grid that strides over `tiles`: a fixed number, but no idle ones; at least one."""
+        """Return the programs of a grid that strides over `tiles`: none idle, at least one."""
         return max(min(self.programs * self.device.num_cores, tiles), 1)
 
     def options(self, here: Device) -> dict:
-        """Launch options for the compiler of `here`. Another vendor's knobs would be unknown keywords to it."""
+        """Return launch options for the compiler of `here`, without another vendor's knobs."""
         mine = self.device.launch_options | self.knobs if self.device.vendor == here.vendor else {}
         # The default of enable_fp_fusion changes with Triton 3.10; stating it keeps the numbers.
         fusion = {"enable_fp_fusion": self.fp_fusion}
@@ -57,16 +60,16 @@ class Config:
         }  # fmt: skip
 
     def refusal(self) -> str | None:
-        """Why its device could not be launched on so, or None."""
+        """Return why its device refuses this launch, or None."""
         return backends.refusal(self.device, self.num_warps, self.device.launch_options | self.knobs)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`. (Here, so that heuristics need no Triton.)"""
+    """Return the smallest power of two that is at least `n`, without Triton."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def row_warps(elements: int, device: Device, per_lane: int = 8, most: int | None = None) -> int:
-    """Warps for a block of `elements`, `per_lane` to a lane, between one warp and `most` (or the device's limit)."""
+    """Return the warps for `elements` values, `per_lane` a lane, at most `most`."""
     limit = min(most or device.max_warps, device.max_warps)
     return min(max(power_of_2(elements) // (per_lane * device.warp_size), 1), limit)

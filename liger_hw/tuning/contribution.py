@@ -1,30 +1,37 @@
-"""Tables of winners as people hand them on: what is wrong with one, and the one that this machine's winners make."""
+"""Check tables before they are shipped, and make the table that ships this machine's winners."""
 
 import ast
 import inspect
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 from liger_hw import backends, tuning
+from liger_hw._triton import triton
 from liger_hw.backends.device import Device
 
-SHIPPED = Path(backends.__file__).parent
-FIELDS = {"meta", "num_warps", "num_stages", "programs", "knobs", "kernel", "triton", "device", "date", "ms",
-          "heuristic_ms"}  # fmt: skip
+FIELDS = {"meta", "num_warps", "num_stages", "programs", "kernel", "triton", "origin", "date"}
+MAY_HAVE = {  # origin -> fields that an entry of it may have beside FIELDS
+    tuning.MEASURED: {"knobs", "device", "ms", "heuristic_ms"},
+    tuning.COMPILED: {"knobs", "heuristic_missed"},
+}
+PATTERNS = {"kernel": "[0-9a-f]{16}", "triton": r"\d+\.\d+.*", "date": r"\d{4}-\d\d-\d\d", "device": ".*[A-Za-z].*",
+            "heuristic_missed": ".+"}  # fmt: skip
 
 
 def shipped() -> list[Path]:
-    """The tables that this package brings."""
-    return sorted(SHIPPED.glob("*.json"))
+    """List the tables of this package."""
+    return sorted(tuning.SHIPPED_TABLES.glob("*.json"))
 
 
 def problems(file: Path) -> list[str]:
-    """Why `file` cannot be shipped, in sentences; none if it can.
+    """List the reasons why `file` cannot be shipped, in sentences.
 
-    Its name says for which architecture it is, its keys which kernel at which numbers; each entry must be launchable
-    there, faster than the heuristic, and say where and when it was measured. Whether the kernel's code and Triton are
-    still those is not looked at: an entry that they are not is ignored when it is read.
+    Its name says for which architecture it is, its keys which kernel at which numbers. Each entry must be launchable
+    there and say how and when it was found: a measured one on which device, and faster than the heuristic where it has
+    times; a compiled one which gate the heuristic's choice missed. Whether the kernel's code is still the same is not
+    checked here: `other_code` lists entries of which it is not, which are ignored when they are read.
     """
     device = _device(file)
     if device is None:
@@ -35,19 +42,25 @@ def problems(file: Path) -> list[str]:
     except (OSError, ValueError) as error:
         return [f"{file}: {error}"]
     if not isinstance(table, dict) or not table:
-        return [f"{file}: got {type(table).__name__} of {len(table or ())}, allowed: an object of winners"]
+        return [f"{file}: got {type(table).__name__} of {len(table or ())}, allowed: an object of entries"]
     return [f"{file}: {key}: {wrong}" for key, entry in table.items() for wrong in _wrong(key, entry, device)]
 
 
-def stale(file: Path) -> list[str]:
-    """Keys of the entries in a valid table that were measured on other code or another Triton than is here."""
-    table = json.loads(file.read_text())
+def other_code(table: dict) -> list[str]:
+    """List the keys of entries whose kernels have other code here."""
     return [key for key, entry in table.items() if not _current(key, entry)]
 
 
+def other_triton(table: dict) -> dict[str, int]:
+    """Count the valid entries of each version of Triton that differs from the installed version."""
+    versions = Counter(str(entry.get("triton")) for key, entry in table.items() if _current(key, entry))
+    return {version: count for version, count in sorted(versions.items()) if version != triton.__version__}
+
+
 def _current(key: str, entry: dict) -> bool:
-    config = tuning.CONFIGS[key.partition("(")[0]]
-    return tuning.measured_on(entry, tuning.kernel_hash(config.kernel()))
+    config = tuning.CONFIGS.get(key.partition("(")[0])
+    known = config is not None and isinstance(entry, dict)
+    return known and entry.get("kernel") == tuning.kernel_hash(config.kernel())
 
 
 def _device(file: Path) -> Device | None:
@@ -62,7 +75,7 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
     if config is None:
         return ["no configuration is called so"]
     try:
-        shape = ast.literal_eval(f"({match[2]},)") if match[2] else ()
+        shape = shape_of(key)
     except (SyntaxError, ValueError):
         return ["its numbers are none"]
     wanted = list(inspect.signature(config).parameters)[:-1]
@@ -70,34 +83,49 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
         return [f"got {len(shape)} numbers, allowed: {', '.join(wanted)}"]
     if not isinstance(entry, dict):
         return [f"got {type(entry).__name__}, allowed: an object"]
+    origin = entry.get("origin")
+    if origin not in MAY_HAVE:
+        return [f"origin={origin!r}, allowed: {', '.join(MAY_HAVE)}"]
+    needed = FIELDS | ({"device"} if origin == tuning.MEASURED else {"heuristic_missed"})
     found = []
-    if missing := (FIELDS - {"knobs"}) - entry.keys():
+    if missing := needed - entry.keys():
         found.append(f"without {', '.join(sorted(missing))}")
-    if unknown := entry.keys() - FIELDS:
-        found.append(f"got {', '.join(sorted(unknown))}, allowed: {', '.join(sorted(FIELDS))}")
+    if unknown := entry.keys() - (allowed := FIELDS | MAY_HAVE[origin]):
+        found.append(f"got {', '.join(sorted(unknown))}, allowed: {', '.join(sorted(allowed))}")
+    if "<=" in key and origin == tuning.MEASURED:
+        found.append("measured for a class of widths, allowed: one width")
     if found:
         return found
     try:
         tuning.launchable(entry, config.heuristic(*shape, device), tuning.SHIPPED)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         found.append(str(error))
-    times = entry["ms"], entry["heuristic_ms"]
-    if not all(type(n) in (int, float) and n > 0 for n in times) or times[0] >= times[1]:
-        found.append(f"ms={times[0]} and heuristic_ms={times[1]}, allowed: a winner that is faster")
-    for name, pattern in (("kernel", "[0-9a-f]{16}"), ("triton", r"\d+\.\d+.*"), ("device", ".*[A-Za-z].*"),
-                          ("date", r"\d{4}-\d\d-\d\d")):  # fmt: skip
-        if not re.fullmatch(pattern, str(entry[name])):
+    times = [entry[name] for name in ("ms", "heuristic_ms") if name in entry]
+    if times and not (len(times) == 2 and all(type(n) in (int, float) for n in times) and 0 < times[0] < times[1]):
+        found.append(f"ms={times[0]} and heuristic_ms={times[-1]}, allowed: a winner that is faster")
+    for name, pattern in PATTERNS.items():
+        if name in entry and not re.fullmatch(pattern, str(entry[name])):
             found.append(f"{name}={entry[name]!r}, allowed: {pattern}")
     return found
 
 
+def shape_of(key: str) -> tuple:
+    """Return the numbers in a key; for a class of widths its power of two.
+
+    Raises:
+        SyntaxError, ValueError: the key holds something else.
+    """
+    numbers = re.sub(r"<=(\d+) (?:aligned|odd)(?=[,)])", r"\1", key).partition("(")[2].removesuffix(")")
+    return ast.literal_eval(f"({numbers},)") if numbers else ()
+
+
 def contribute(table: Path, device: Device, folder: Path) -> Path | None:
-    """Write those winners of `table` that may be shipped to a file of the name they would be shipped under.
+    """Merge the winners of `table` that may be shipped into the shipped table.
 
     Args:
-        table: this machine's, or the one that `liger-hw tune --output` wrote.
+        table: this machine's, or the output of `liger-hw tune --output`.
         device: where they were measured.
-        folder: where the file goes.
+        folder: where the file goes, under the name that it would be shipped under.
 
     Returns:
         The file, or None if there is no such winner.
@@ -114,6 +142,5 @@ def contribute(table: Path, device: Device, folder: Path) -> Path | None:
             if not _wrong(key, entry, device) and _current(key, entry)}  # fmt: skip
     if not kept:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    tuning.write_table(file, tuning.read_table(tuning.shipped_file(device)) | kept)
     return file

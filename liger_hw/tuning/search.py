@@ -1,4 +1,4 @@
-"""The search for winners: downhill from the heuristic, measured; and the writing of what it finds."""
+"""Search for winners, measured and downhill from the heuristic; write them to tables."""
 
 import functools
 import json
@@ -16,49 +16,61 @@ import torch
 from liger_hw import backends
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
-from liger_hw.tuning import choice, tables
-from liger_hw.tuning.config import LOCAL, Config
+from liger_hw.tuning import choice, entries
+from liger_hw.tuning.config import LOCAL, MEASURED, Config
 
 logger = logging.getLogger(__name__)
 
 
-def entry_for(config, shape, winner: Config, seconds: float, default_seconds: float) -> dict:
-    """What a table keeps of a winner, and how it was found."""
+def entry_for(config, winner: Config, origin: str, **evidence) -> dict:
+    """Return the entry of a configuration, with its evidence.
+
+    Args:
+        config: the kernel's tuned function.
+        winner: what it shall return.
+        origin: MEASURED or COMPILED.
+        evidence: what else the entry says of how it was found.
+    """
     return {
         **winner.to_json(),
-        "kernel": tables.kernel_hash(config.kernel()),
+        "kernel": entries.kernel_hash(config.kernel()),
         "triton": triton.__version__,
-        "device": winner.device.name,
+        "origin": origin,
         "date": time.strftime("%Y-%m-%d"),
-        "ms": _ms(seconds),
-        "heuristic_ms": _ms(default_seconds),
+        **evidence,
     }
 
 
-def record(file: Path, entries: dict) -> None:
-    """Merge winners into a table, and take out those given as None: readable JSON, under a lock, replaced in one step.
+def measured_entry(config, winner: Config, seconds: float, default_seconds: float) -> dict:
+    """Return the entry of a winner that was measured beside the heuristic's choice."""
+    times = {"ms": _ms(seconds), "heuristic_ms": _ms(default_seconds)}
+    return entry_for(config, winner, MEASURED, device=winner.device.name, **times)
 
-    A full disk or a read-only folder costs the winners and one warning, nothing else.
+
+def record(file: Path, changes: dict) -> None:
+    """Merge entries into a table, and remove those given as None.
+
+    This happens under a lock and replaces the file in one step. A full disk or a read-only folder costs the entries and
+    one warning.
     """
     from filelock import FileLock  # a dependency of torch
 
-    part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock", timeout=60):
-            merged = {key: entry for key, entry in (tables.read_table(file) | entries).items() if entry is not None}
-            part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
-            part.replace(file)
+            merged = {key: entry for key, entry in (entries.read_table(file) | changes).items() if entry is not None}
+            entries.write_table(file, merged)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        tables.warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
-        with suppress(OSError):
-            part.unlink()
+        entries.warn_once(f"the tuning table {file} could not be written, so its winners are lost: {error}")
     choice.forget()
 
 
 def neighbours(config: Config) -> list[Config]:
-    """What lies one halving or doubling away from `config` in one number, or in one number and the warps together, one
-    stage, or another value of one of its compiler's options; nothing that the device would refuse."""
+    """List the launchable configurations one step from `config`.
+
+    A step halves or doubles one number, or one number and the warps together, moves by one stage, or takes another
+    value of a compiler's option.
+    """
     found = []
 
     def add(meta, **changes):
@@ -87,19 +99,19 @@ def neighbours(config: Config) -> list[Config]:
 
 
 def bench(function) -> float:
-    """Seconds of one call on the device: the median of repeated runs with a cold L2."""
+    """Return the seconds of one call on the device: the median with a cold L2."""
     return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
 
 
 def configurations_of(function) -> list[tuple]:
-    """(tuned function, shape, device) of every configuration that `function()` looks up, in the order of their keys."""
+    """List (tuned function, shape, device) of each look-up in `function()`, ordered by key."""
     with choice.asked() as found:
         function()
     return sorted(found, key=lambda item: item[0].key(*item[1]))
 
 
 def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
-    """Search, for every configuration that `function()` looks up, from its heuristic downhill, and keep the winners.
+    """Search downhill from the heuristic of each configuration of `function()`, and keep winners.
 
     A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
 
@@ -118,7 +130,6 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         key = config.key(*shape)
         if only is not None and key not in only:
             continue
-        default = config.heuristic(*shape, device)
         times = {}  # candidate as text -> seconds
 
         def seconds(candidate, key=key, times=times):
@@ -127,6 +138,9 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 times[name] = _seconds(function, key, candidate)
             return times[name]
 
+        default = config.heuristic(*shape, device)
+        if seconds(default) == math.inf:  # the compiler refuses it here, and a table may have another
+            default = config(*shape, device)
         best, found = None, default
         while found is not best:
             best = found
@@ -136,13 +150,13 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 if seconds(candidate) < seconds(found):
                     found = candidate
                 progress(key, len(times), found)
-        file = file or tables.cache_file(device)
+        file = file or entries.cache_file(device)
         kept = None
         if seconds(best) < seconds(default) * (1 - margin):
             again, default_again = _seconds(function, key, best), _seconds(function, key, default)
             if again < default_again * (1 - margin):
-                kept = entry_for(config, shape, best, again, default_again)
-        if kept or key in tables.read_table(file):  # a winner of old may have lost to the heuristic
+                kept = measured_entry(config, best, again, default_again)
+        if kept or key in entries.read_table(file):  # a winner of old may have lost to the heuristic
             record(file, {key: kept})
         measured = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default))}
         report[key] = (kept or measured) | {"candidates": len(times)}
@@ -184,7 +198,7 @@ def _ms(seconds: float) -> float:
 
 
 def calls_within(function) -> list:
-    """Run `function()`; return each call of a `raw` function in it, as a function without arguments."""
+    """Run `function()`; return its calls of `raw` functions, as functions without arguments."""
     calls = []
 
     def remember(launches, args, repeatable):
@@ -230,7 +244,7 @@ def autotuning() -> bool:
 
 
 def _first_call(launches, args, repeatable: bool):
-    """Read the environment at the first call of a `raw` function, once, and not at import."""
+    """Read the environment once, at the first call of a `raw` function."""
     observer = _call_and_tune if autotuning() else None
     hooks.observe_always(observer)
     return launches(*args) if observer is None else observer(launches, args, repeatable)

@@ -10,7 +10,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "transformers"))  # for 
 
 @pytest.fixture
 def stand_in():
-    """`import liger_kernel` gives this library, whatever is installed here."""
+    """Serve `import liger_kernel` by this library, even if the original is installed."""
     from liger_hw import integrations
 
     integrations.install(replace=True)

@@ -1,5 +1,7 @@
-"""The places that trainers have for a plug-in. Where a trainer is not installed, what it does with a plug-in is written
-out here: the base class it derives from, the order of its calls, the function that it looks up by name."""
+"""Run the plug-ins in the interfaces of trainers.
+
+For a trainer that is not installed, the test copies its interface: base class, order of calls, names of functions.
+"""
 
 import enum
 import importlib
@@ -27,7 +29,7 @@ def swapped(model):
 
 
 def stand_in_modules(monkeypatch, **modules):
-    """Modules of a package that is not installed, by their names with __ for dots, and the module to test fresh."""
+    """Fake modules of an absent package, with __ for dots; reimport the tested module."""
     for name, members in modules.items():
         module = types.ModuleType(name.replace("__", "."))
         vars(module).update(members, __spec__=importlib.machinery.ModuleSpec(module.__name__, None))
@@ -93,7 +95,7 @@ def test_trainer_callback(how, tmp_path, plain_losses):
 # Lightning ------------------------------------------------------------------------------------------------------------
 
 
-class Callback:  # lightning.pytorch.callbacks.Callback, as far as it is used
+class Callback:  # the used part of lightning.pytorch.callbacks.Callback
     def setup(self, trainer, pl_module, stage):
         raise NotImplementedError
 
@@ -116,7 +118,7 @@ def test_lightning_callback(package, monkeypatch):
 # Axolotl --------------------------------------------------------------------------------------------------------------
 
 
-class BasePlugin:  # axolotl.integrations.base.BasePlugin of release 0.19, as far as it is used
+class BasePlugin:  # the used part of axolotl.integrations.base.BasePlugin of release 0.19
     def register(self, cfg): ...
 
     def get_input_args(self): ...
@@ -251,7 +253,7 @@ def test_trl_log_probabilities(trl, outputs, softcap):
 
 
 @pytest.mark.parametrize("why", ["outputs", "dtypes", "sharded"])
-def test_trl_keeps_what_the_op_does_not_serve(trl, why):
+def test_trl_serves_options_that_the_op_lacks(trl, why):
     ours, utils = trl
     ours.accelerate_trl()
     args = arguments(("log_probs", "is_top1") if why == "outputs" else ("log_probs",))

@@ -41,7 +41,7 @@ def original(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_comes_and_goes(clean):
+def test_install_and_uninstall(clean):
     assert not integrations.is_installed()
     integrations.install()
     integrations.install()  # nothing new
@@ -86,7 +86,7 @@ def test_transformers_looks_again(clean):
     assert not utils.is_liger_kernel_available()
 
 
-def test_what_is_imported_through_it_is_at_home_here(stand_in):
+def test_imported_names_are_those_of_this_package(stand_in):
     from liger_kernel.transformers import LigerRMSNorm
 
     pickled = pickle.dumps(LigerRMSNorm(8))
@@ -150,7 +150,7 @@ def test_run_reaches_every_process(form, tmp_path, clean):
     assert found.stdout.split("\n")[0] == f"['--flag', '-m'] __main__ {VERSION} {VERSION} {VERSION}"
 
 
-def test_run_says_what_is_wrong(tmp_path, original):
+def test_run_explains_errors(tmp_path, original):
     (tmp_path / "program.py").write_text("import liger_kernel; print(liger_kernel.__version__)")
     assert "no such file: nothing.py" in run("nothing.py", cwd=tmp_path).stderr
     refused = run("program.py", cwd=tmp_path)
@@ -166,7 +166,7 @@ def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path, clean):
     assert found.stdout.split() == ["1", VERSION], found.stderr
 
 
-def test_children_are_told_and_untold(clean, monkeypatch):
+def test_children_get_and_lose_the_stand_in(clean, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     integrations.install(children=True)
     integrations.install(children=True)

@@ -1,4 +1,4 @@
-"""Whole runs of trainers: the same losses in fp32 as the plain model's, in less memory."""
+"""Run trainers: losses in fp32 equal the plain model's, and need less memory."""
 
 import itertools
 import json
@@ -109,7 +109,7 @@ def step_bytes(model, batch):
 
 
 def test_a_step_takes_less_memory():
-    """By nearly the logits, which plain holds three times in fp32 (as logits, log-probabilities and their gradient)."""
+    """Plain holds the logits three times in fp32: logits, log-probabilities and gradient."""
     vocabulary = 8192
     rows = make_rows(8, 96, vocabulary)
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -188,7 +188,10 @@ TRAINERS = ("sft", "dpo", "grpo")
 
 @pytest.fixture(scope="module")
 def trl_runs(tmp_path_factory):
-    """mode -> trainer -> what it found. Each mode has a process: TRL looks for liger_kernel when it is imported."""
+    """Return mode -> trainer -> results.
+
+    Each mode has a process, because TRL looks for liger_kernel at import.
+    """
     if find_spec("trl") is None:
         pytest.skip("the package trl is not installed")
     script = Path(__file__).with_name("trl_training.py")

@@ -1,4 +1,6 @@
-"""Trains tiny models with TRL's trainers, prints losses and the memory of a step: trl_training.py MODE FOLDER
+"""Train tiny models with TRL's trainers; print losses and the memory of a step.
+
+    trl_training.py MODE FOLDER
 
 MODE is plain, patched (with TRL's own log-probabilities by this library, where TRL has them) or stand-in.
 """

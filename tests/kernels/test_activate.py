@@ -62,7 +62,7 @@ def test_at_zero_and_what_is_no_number(backend, device):
 
 @activations
 def test_in_place(activation, backend, device):
-    """The same gradient, in the memory of x; a second backward says why it cannot be."""
+    """The gradient reuses the memory of x; a second backward raises an error."""
     torch.manual_seed(0)
     leaf = torch.randn(6, 140, device=device, requires_grad=True)
     with use_backend(backend):

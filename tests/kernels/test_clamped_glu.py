@@ -46,7 +46,7 @@ def test_strided(options, backend, device):
 
 
 def test_at_the_limit_and_beyond(backend, device):
-    """At the limit the gradient passes, as torch.clamp has it; beyond it none does; what is no number stays none."""
+    """Gradients pass at the limit and vanish beyond it, as torch.clamp's; NaN stays NaN."""
     gate = torch.tensor([1.0, 1.5, -9.0, float("nan"), 0.5], device=device, requires_grad=True)
     up = torch.tensor([-1.0, 0.5, 2.0, 0.5, float("nan")], device=device, requires_grad=True)
     with use_backend(backend):

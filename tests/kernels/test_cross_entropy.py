@@ -154,7 +154,7 @@ def test_strides(view, in_place, backend, device):
 
 
 def test_masked_vocabulary(backend, device):
-    """Logits of -inf, as for tokens that do not exist, a whole block of them too."""
+    """Logits of -inf, as of masked tokens, also in a whole block."""
     torch.manual_seed(0)
     x = torch.randn(2, 20000, device=device)
     x[:, 5:] = float("-inf")

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=["kernels", "plain"])
 def engine(request, backend):
-    """The test runs on the kernels, and on whatever serves a CPU."""
+    """Run the test on the kernels and on a CPU's implementation."""
     with use_backend(backend if request.param == "kernels" else None):
         yield request.param
 

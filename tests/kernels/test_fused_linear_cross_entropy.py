@@ -69,7 +69,7 @@ def test_is_torchs(reduction, engine, device):
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunks_change_only_roundings(dtype, accum_dtype, engine, device, monkeypatch):
-    """From one chunk to one of each row, and up to the number of chunks that is added up in 16 bits."""
+    """One chunk to one for each row, up to the most that accumulate in 16 bits."""
     monkeypatch.setattr(chunked_head, "chunk_rows", lambda rows, row_bytes, chunk_memory, device: chunk_memory)
     x, w, y = case(24, dtype=dtype, device=device)
     exact = run(
@@ -243,7 +243,7 @@ def test_compiles_whole(reduction, plain, backend, device):
 
 @pytest.mark.skipif(not interpreting() and torch.accelerator.is_available(), reason="counts the CPU's allocations")
 def test_memory_on_a_cpu():
-    """The gradients, and beside them less than a third of what the logits alone would take."""
+    """Memory without the gradients is less than a third of the logits'."""
     x, w, y = case(1024, 8, 4096)
     logits = 1024 * 4096 * 4
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -69,7 +69,7 @@ def test_halves_are_not_copied(backend, device, monkeypatch):
 @forms
 @pytest.mark.parametrize("split", [halves, lambda x: (2 * x, 3 * x)], ids=["halves", "apart"])
 def test_in_place(op, options, split, backend, device):
-    """The same gradients, in the memory of gate and up; a second backward says why it cannot be."""
+    """Gradients reuse the memory of gate and up; a second backward raises an error."""
     torch.manual_seed(0)
     x = torch.randn(6, 140, device=device, requires_grad=True)
     dy = torch.randn_like(split(x)[0])

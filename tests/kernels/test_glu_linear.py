@@ -118,7 +118,7 @@ def test_keeps_gate_up_and_weight_alone(backend, device):
 
 
 def test_in_place(backend, device):
-    """The gradients in the memory of gate and up; a second backward says why it cannot be; without in_place it can."""
+    """With in_place, gradients reuse memory and a second backward raises an error."""
     leaf, _, weight, _ = tensors(6, 140, device=device)
     gate, up = 2 * leaf, 3 * leaf
     with use_backend(backend):

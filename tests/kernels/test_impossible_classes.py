@@ -1,4 +1,4 @@
-"""Logits of -inf, as of a masked vocabulary: values and gradients are those without the masked classes."""
+"""Check that classes with logits of -inf change no value and no gradient."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ def test_rounding_order(dtype, backend, device):
 
 @pytest.mark.parametrize("block", [128, 32])
 def test_far_from_zero(block, backend, device):
-    """Rows whose variance is a hundred-thousandth of their mean's square, in one block and in a loop."""
+    """Rows with variance 1e-5 of the squared mean, in one block and in a loop."""
     torch.manual_seed(0)
     x = (1000 + 4 * torch.randn(3, 80)).to(device, torch.float16).requires_grad_()
     w, b = (randn(80, dtype=torch.float16, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Weights that are no plain row of memory: a column of a matrix, one value for all, none.
+"""Check weights that are columns of a matrix, expanded values, or None.
 
 Kernels read value after value.
 """

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tokens_first(x):
-    """(B, H, T, D) in the memory order of a projection, as Hugging Face's attention makes it."""
+    """Make (B, H, T, D) with a projection's memory order, as Hugging Face's attention does."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_copied_and_memory_order_is_kept(layout, backend, device, mon
 
 
 def test_only_asked_for_gradients(backend, device):
-    """An output whose input wants no gradient wants none either, so that attention does not compute one for it."""
+    """An output requires a gradient only if its input does, to spare attention's backward."""
     q, k = randn(1, 2, 3, 8, device=device), randn(1, 2, 3, 8, grad=False, device=device)
     with use_backend(backend):
         q_out, k_out = rope(q, k, *angles(1, 3, 8, device=device))

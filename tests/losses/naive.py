@@ -4,7 +4,7 @@ import torch
 
 
 def token_log_probs(x, weight, tokens, bias=None, temperature=1.0, ignore_index=-100):
-    """(..., H) -> log-probability of each token (...), 0 where ignored, and the entropy; all logits at once."""
+    """Return log-probability and entropy of each token, from all logits; 0 if ignored."""
     logits = torch.nn.functional.linear(x, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_p = logits.log_softmax(-1)
@@ -14,7 +14,7 @@ def token_log_probs(x, weight, tokens, bias=None, temperature=1.0, ignore_index=
 
 
 def leaves(*tensors, dtype=None):
-    """Fresh copies of the tensors, those of floats in `dtype` and with the original's wish for a gradient."""
+    """Copy the tensors, floats in `dtype` and with the same requires_grad."""
     copies = []
     for t in tensors:
         if torch.is_tensor(t):

@@ -25,7 +25,7 @@ def supported(dtype, engine):
 
 
 def whole(labels, soft_loss, beta=0.3, temperature=1.0, weights=(0.5, 0.5)):
-    """Each loss written out once more, by all logits at once: loss, soft and hard part."""
+    """Compute each loss from all logits: loss, soft and hard part."""
 
     def function(x, w, b, *teacher):
         s, t = F.linear(x, w, b), F.linear(*teacher)

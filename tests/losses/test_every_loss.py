@@ -1,4 +1,4 @@
-"""What holds for every loss that the benchmark measures, at small sizes: it is plain torch's, and behaves.
+"""Check every loss of the benchmark at small sizes against plain torch.
 
 On an accelerator the kernels run, elsewhere the chunks of plain torch.
 """
@@ -11,6 +11,7 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.bench.loss_cases import OURS, SMALL, TORCH, cases
+from liger_hw.kernels.cross_entropy import formula
 from liger_hw.losses import arguments, distillation, multi_token, policy, preference
 
 CASES = {f"{case.op} {case.label}": case for case in cases(sizes=SMALL)}
@@ -49,7 +50,7 @@ def test_same_bits_again(case):
 
 
 def test_the_loss_is_wider_than_its_inputs(case):
-    """Rows are added up in fp32: a mean of bf16 losses rounded by row is off in the third digit."""
+    """Rows accumulate in fp32: rounding each row to bf16 would change the third digit."""
     inputs, _ = make(case, torch.bfloat16)
     loss = case.providers[OURS](*inputs)
     assert loss.dtype == torch.float32
@@ -82,7 +83,7 @@ def test_gradients_for_what_asks(case):
 
 @contextmanager
 def nobody_waits(monkeypatch):
-    """Inside, what makes the host wait for the device is an error: CUDA watches, or on a CPU the names in Python do."""
+    """Raise an error if the host waits for the device within the block."""
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -92,13 +93,20 @@ def nobody_waits(monkeypatch):
         return
 
     with monkeypatch.context() as patch, NobodyWaits():
-        for module in (arguments, distillation, multi_token, policy, preference):  # they look at labels on a CPU alone
+        for module in (
+            formula,
+            arguments,
+            distillation,
+            multi_token,
+            policy,
+            preference,
+        ):  # they look at labels on a CPU alone
             patch.setattr(module, "check_labels", lambda *args: None)
         yield
 
 
 class NobodyWaits(torch.overrides.TorchFunctionMode):
-    """A mode, as names set on torch.Tensor leave its type changed for good: it is a sequence from then on."""
+    """Watch by a mode, because names set on torch.Tensor would change its type for good."""
 
     NAMES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu", "numpy"}
 

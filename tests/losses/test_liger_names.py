@@ -12,6 +12,9 @@ from test_preference import case as answers_case
 
 import liger_hw.chunked_loss as modules
 from liger_hw.chunked_loss import functional
+from liger_hw.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_hw.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
+from liger_hw.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_hw.losses.policy import OBJECTIVES
 from liger_hw.testing.inputs import log_probs, randn
 from liger_hw.transformers import LigerFusedLinearJSD, LigerJSD, LigerKLDIVLoss, LigerTVDLoss, triton_grpo_loss
@@ -187,3 +190,36 @@ def test_functions_are_the_modules(device):
     module = modules.LigerFusedLinearDPOLoss()(w, x, labels, b, *ref)
     function = functional.liger_fused_linear_dpo(x, w, labels, b, *ref)
     assert torch.equal(module[0], function[0])
+
+
+BASES = {
+    "pairs": LigerFusedLinearPreferenceBase, "answers": LigerFusedLinearUnpairedPreferenceBase,
+    "completions": LigerFusedLinearPPOBase,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, {"ref_input": torch.zeros(2, 3, 8)}], ids=["neither", "input alone"])
+@pytest.mark.parametrize("name", ["dpo", "kto", *BASES])
+def test_a_reference_model_that_is_missing(name, given):
+    """Its log-probabilities would count as 0, which is another loss."""
+    x, w, labels, preferred = (
+        torch.zeros(2, 3, 8),
+        torch.zeros(5, 8),
+        torch.zeros(2, 3).long(),
+        torch.tensor([1, 0]) > 0,
+    )
+    dpo, kto = modules.LigerFusedLinearDPOLoss(), modules.LigerFusedLinearKTOLoss(use_ref_model=True)
+    base = BASES.get(name)
+    calls = {
+        "dpo": [lambda: dpo(w, x, labels, **given), lambda: functional.liger_fused_linear_dpo(x, w, labels, **given)],
+        "kto": [
+            lambda: kto(x, w, labels, None, preferred, **given),
+            lambda: functional.liger_fused_linear_kto(x, w, labels, preferred, **given),
+        ],
+        "pairs": [lambda: base.forward(base, None, x, w, labels, use_ref_model=True, **given)],
+        "answers": [lambda: base.forward(base, None, x, w, labels, preferred, use_ref_model=True, **given)],
+        "completions": [lambda: base.forward(base, None, x, w, labels, x, x, use_ref_model=True, **given)],
+    }
+    for call in calls[name]:
+        with pytest.raises(ValueError, match=f"^{'ref_weight' if given else 'ref_input'}: .*use_ref_model=False"):
+            call()

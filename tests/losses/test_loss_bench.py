@@ -34,7 +34,7 @@ def test_from_the_command_to_the_page(tmp_path, monkeypatch, capsys):
     assert "stale" not in text
 
 
-def test_what_fails_is_told():
+def test_failures_are_reported():
     def fail(*inputs):
         raise RuntimeError("no kernel")
 

@@ -1,4 +1,4 @@
-"""The kernels that only losses launch build, fit and read whole vectors without a GPU: see test_targets.py."""
+"""Check the kernels of losses as test_targets.py checks the ops'."""
 
 import os
 
@@ -7,14 +7,14 @@ import torch
 
 from liger_hw.kernels.divergence import KINDS
 from liger_hw.kernels.divergence.of_logits import divergence_rows
-from liger_hw.proof import compiled, crosscompile, results
+from liger_hw.proof import compile_cache, compiled, crosscompile
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 
 @pytest.fixture(scope="module")
 def cache():
-    return results.Cache()
+    return compile_cache.Cache()
 
 
 def launch_of(arch, kind, student_cols, teacher_cols, dtype=torch.bfloat16):
@@ -44,5 +44,5 @@ def test_every_divergence_of_logits(compiled_arch, kind, cache):
 
 def passes_every_gate(launch, cache):
     if launch.key not in cache.known:
-        cache.add(launch.key, results.attempt(launch))
+        cache.add(launch.key, compile_cache.attempt(launch))
     assert not compiled.judge(launch, cache.known[launch.key])

@@ -1,4 +1,4 @@
-"""No loss holds more than the gradients and a part of the logits, whatever plain torch would hold."""
+"""Check that no loss holds more than the gradients and a part of the logits."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def case(batch=3, length=5, features=8, classes=31, device="cpu"):
-    """Hidden states, weight and bias, and what a trainer has besides; old and reference close to the policy."""
+    """Make a trainer's tensors, with old and reference log-probabilities near the policy's."""
     torch.manual_seed(0)
     x, w, b = (randn(*s, device=device) for s in ((batch, length, features), (classes, features), (classes,)))
     tokens = torch.randint(0, classes, (batch, length), device=device)
@@ -29,7 +29,7 @@ def case(batch=3, length=5, features=8, classes=31, device="cpu"):
 def whole(
     tokens, advantages, mask, old_log_probs=None, ref_log_probs=None, vllm_is_ratio=None, num_items=None, **options
 ):
-    """Each published loss written out once more, by all logits at once: loss, KL, share clipped, entropy."""
+    """Compute each published loss from all logits: loss, KL, clipped share, entropy."""
     o = PolicyOptions(**options)
 
     def function(x, w, b):
@@ -140,6 +140,19 @@ def test_advantages_by_token(device):
     hold(whole(tokens, advantages, **options), fused(tokens, advantages, **options), inputs, torch.float32)
 
 
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_a_masked_first_token_decides_nothing(loss_type, device):
+    """A prompt's last tokens stay in some trainers' completions, masked: the others' losses are those without them."""
+    inputs, tokens, advantages, beside = case(device=device)
+    beside = {name: rows[:, 1:] for name, rows in beside.items()}
+    options = {"loss_type": loss_type, "beta": 0.1, "max_completion_length": 7}
+    x, w, b = leaves(*inputs, dtype=torch.float64)
+    expected = policy_loss(x[:, 1:], w, tokens[:, 1:], advantages, bias=b, **beside, **options).loss
+    beside = {name: torch.nn.functional.pad(rows, (1, 0)) for name, rows in beside.items()}
+    found = policy_loss(x, w, tokens, advantages, bias=b, **beside, **options).loss
+    torch.testing.assert_close(found, expected)
+
+
 def test_reference_model_by_hidden_states(engine, device):
     (x, w, b), tokens, advantages, beside = case(device=device)
     ref_x, ref_w = torch.randn(3, 5, 6, device=device), torch.randn(31, 6, device=device)
@@ -182,7 +195,7 @@ def test_no_completions(loss_type, device):
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_empty_completions_and_masked_rubbish(loss_type, device):
-    """A completion without a token costs nothing; what stands at masked positions is never looked at."""
+    """An empty completion costs nothing, and values at masked positions have no effect."""
     (x, w, b), tokens, advantages, beside = case(device=device)
     beside["mask"] = beside["mask"] & torch.tensor([[True], [True], [False]], device=device)
     clean = policy_loss(x, w, tokens, advantages, bias=b, loss_type=loss_type, **beside)
@@ -209,7 +222,7 @@ def test_extreme_logits(level, engine, device):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_completions_beyond_65536_tokens(level, device):
-    """On an accelerator the kernels run; the peer's have a program for each token in a dimension that ends there."""
+    """65,537 tokens exceed a grid dimension; the peer's kernels have a program a token there."""
     device = torch.accelerator.current_accelerator() or torch.device(device)
     torch.manual_seed(0)
     x, w = randn(1, 65537, 2, device=device), randn(3, 2, device=device)

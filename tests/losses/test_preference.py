@@ -17,7 +17,7 @@ def log_sigmoid(x):
     return F.logsigmoid(x)
 
 
-# Each published loss written out once more, of the log-probabilities of policy (c, r) and reference (C, R).
+# Each published loss, from log-probabilities of policy (c, r) and reference (C, R).
 PUBLISHED = {
     "sigmoid": lambda c, r, C, R, b, e: (
         -(1 - e) * log_sigmoid(b * ((c - C) - (r - R))) - e * log_sigmoid(-b * ((c - C) - (r - R)))
@@ -62,7 +62,7 @@ NO_REFERENCE = ("simpo", "orpo")
 
 
 def case(answers=6, length=5, features=8, classes=31, device="cpu"):
-    """Hidden states, weight and bias of a policy and a reference, and labels: answers of 5, 4, ... tokens."""
+    """Make tensors of a policy and a reference, and answers of 5, 4, ... tokens."""
     torch.manual_seed(0)
     x, w, b = (randn(*s, device=device) for s in ((answers, length, features), (classes, features), (classes,)))
     ref = [randn(*t.shape, device=device, grad=False) for t in (x[..., :6], w[:, :6], b)]
@@ -187,7 +187,7 @@ def test_reference_log_probs_are_its_hidden_states(engine, device):
 
 @pytest.mark.parametrize("loss_type", PAIR_LOSSES)
 def test_nothing_to_learn_from(loss_type, device):
-    """All labels ignored, an answer without tokens, one pair: finite, and no gradient where there is nothing."""
+    """Ignored labels, an empty answer and one pair give finite values and zero gradients."""
     (x, w, b), _, labels = case(2, device=device)
     options = {"average_log_prob": True, "alpha": 1.0, "label_smoothing": 0.1}
     loss = preference_loss(x, w, torch.full_like(labels, -100), b, loss_type, **options).loss
@@ -201,7 +201,7 @@ def test_nothing_to_learn_from(loss_type, device):
 
 
 def extremes(device):
-    """Answers of one token with logits of +-1e4: log-probabilities of 0 and -2e4, either way round.
+    """Answers of one token with logits of +-1e4: log-probabilities 0 and -2e4.
 
     In fp32: squared losses have gradients of 8e4 here, which fp16 cannot hold.
     """
@@ -297,7 +297,7 @@ def made_up():
 
 
 def test_a_pair_loss_is_one_function(made_up, device):
-    """Nothing else in the package knows it by its name: chunks, options, errors and the module follow from it."""
+    """A new formula needs no other change: chunks, options, errors and module follow."""
 
     @made_up
     def cubic(pairs, beta, smoothing, shift: float = 0.0, point: torch.Tensor | None = None):

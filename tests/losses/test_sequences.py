@@ -47,7 +47,7 @@ def test_any_memory_gives_the_same(parts, rows, with_entropy, engine, device):
 
 @pytest.mark.parametrize("parts, rows", [(2, 30), (2, 10), (2, 7), (1, 5), (2, 5), (2, 3)])
 def test_logits_that_fit_are_made_once(parts, rows, monkeypatch):
-    """The number of rows that are multiplied is what the module says: all, and once more those that do not fit."""
+    """The products compute all rows, and recompute only rows that did not fit."""
     (x, w, b), tokens = case()
     multiplied, logits = [], ChunkedHead.logits
 

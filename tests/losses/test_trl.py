@@ -56,7 +56,7 @@ def trainer(**attributes):
 
 
 class Model:
-    """Returns what TRL's fused output layer does of x (B, T, H): log-probabilities of the T tokens after the first."""
+    """Return log-probabilities of the T tokens after the first, like TRL's fused head."""
 
     def __init__(self, x, weight, bias):
         self.layer, self.training = (x, weight, bias), True
@@ -81,7 +81,7 @@ def same(loss, expected, leaves):
 
 
 def logged(theirs, name):
-    """A metric as the fp32 number it was: numbers of Python would be held to the roundings of float64."""
+    """Return a metric as an fp32 tensor, so that fp32's tolerance applies."""
     return torch.tensor(theirs._metrics["train"][name][0])
 
 
@@ -238,7 +238,7 @@ def test_selected_log_probabilities():
 
 
 def test_orpo_trainer():
-    """Both trainers' loss, gradients and metrics of the same model on the same pairs, of prompt, answer and padding."""
+    """Return both trainers' loss, gradients and metrics of one model and the same pairs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer

@@ -1,4 +1,4 @@
-"""The one comparison of training steps: nothing may differ but the order in which fp32 sums are taken.
+"""Compare training steps: only the order of fp32 sums may differ.
 
 Another order of a sum equals the first order with its weights moved by a rounding or a few. How far that moves a step
 depends on the model: 5 roundings of the gradient in Gemma 3, 400 in Bailing's hybrid. So the plain model itself is
@@ -87,7 +87,7 @@ class Reference:
         return _share(found - self.step.outputs.loss, self.room_of_loss)
 
     def logits(self, found):
-        """The difference of logits as a share of what is allowed; infinite where others are finite."""
+        """Return the difference of logits as a share of the limit; infinite if finiteness differs."""
         expected, finite = self.step.outputs.logits, self.step.outputs.logits.isfinite()
         if not torch.equal(finite, found.isfinite()):
             return float("inf")

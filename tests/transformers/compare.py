@@ -1,4 +1,4 @@
-"""One tiny model against its patched copy: loss, logits and every gradient in fp32, modules bit for bit in bf16."""
+"""Compare a tiny model with its patched copy."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ def learn(plain, patched, inputs):
 
 
 def round_alike(plain, patched, inputs):
-    """Names of the replaced modules of a bf16 model that do not return their original's bits.
+    """Name the replaced modules of a bf16 model that are not bitwise equal.
 
     Every module is called with what the plain model's forward called it with, or with random rows where that forward
     does not come by (a vision tower without an image).
@@ -110,7 +110,7 @@ def _same(expected, found, exact):
 
 
 def row(model_type, cls):
-    """Everything that is found out about one class of models, as a dictionary; `mismatch` says what differs.
+    """Compare one class of models; return figures, with differences in `mismatch`.
 
     Raises:
         zoo.NotTiny: there is no such tiny model.

@@ -22,7 +22,7 @@ def adapted(model, **options):
 
 
 def pair(patch_first, prepare=lambda model: model, family="llama", config=(), **options):
-    """A plain and a patched model with the same adapters, patched before or after they were added."""
+    """Make a plain and a patched model with the same adapters, patched before or after."""
     plain, patched = (prepare(tiny.model(family, **dict(config))) for _ in range(2))
     if patch_first:
         liger_hw.patch(patched)
@@ -75,7 +75,7 @@ def test_activations_recomputed(target, reentrant):
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 def test_merged_and_unmerged(target, patch_first):
-    """In place and taken out again, switched off, and for good; every time what the plain model does."""
+    """Merge, unmerge, disable and unload adapters: outputs equal the plain model's."""
     plain, patched = (m.eval() for m in pair(patch_first, target_modules=[*EVERYWHERE, target]))
 
     def check():
@@ -102,7 +102,7 @@ def test_merged_and_unmerged(target, patch_first):
 
 
 class Int8Linear(torch.nn.Linear):
-    """What a quantised layer looks like from outside: a Linear whose weight is neither floating point nor trainable."""
+    """A Linear whose weight is neither floating point nor trainable, like a quantised layer."""
 
     def __init__(self, linear):
         torch.nn.Module.__init__(self)

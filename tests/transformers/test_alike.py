@@ -1,4 +1,4 @@
-"""The comparison of training steps: another order of sums passes it, and small mistakes do not."""
+"""Check that alike.py passes another order of sums and catches small mistakes."""
 
 import contextlib
 
@@ -102,7 +102,7 @@ def test_a_small_mistake_is_noticed(family, mistake):
 
 
 def test_rounding_elsewhere_is_noticed_where_a_model_rounds():
-    """In fp32 a norm that multiplies before it rounds is the same norm; in bf16 it is another."""
+    """A norm that multiplies before it rounds is equal in fp32 and differs in bf16."""
     plain, patched = tiny.pair(dtype=torch.bfloat16)
     assert not compare.round_alike(plain, patched, tiny.tokens())
     norm = patched.model.norm

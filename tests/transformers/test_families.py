@@ -1,4 +1,4 @@
-"""Families of Hugging Face models against themselves, patched: modules bit for bit, the whole in loss and gradients."""
+"""Compare families of Hugging Face models with their patched copies."""
 
 import importlib.util
 import inspect

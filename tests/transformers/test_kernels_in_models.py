@@ -1,4 +1,4 @@
-"""A patched model whose ops run as Triton kernels, on whatever can run them here, against the plain model."""
+"""Compare a patched model whose ops run as Triton kernels with the plain model."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""Logits without memory behave as the tensor that they stand for, whatever a program does to them."""
+"""Check that lazy logits behave as ordinary logits in every program."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ warnings.filterwarnings("ignore", ".*non-leaf Tensor")
 
 
 class Pair:
-    """Lazy logits (2, 5, 12) and real ones of the same head, with graphs of their own."""
+    """Make lazy and ordinary logits (2, 5, 12) of one head, with separate graphs."""
 
     def __init__(self, recording=False, grad=True):
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every operation that torch's own tests know, of lazy logits and of the tensor that they stand for."""
+"""Run every operation of torch's own tests on lazy and on ordinary logits."""
 
 import warnings
 
@@ -16,7 +16,7 @@ WITHOUT_VALUES = ("empty", "new_empty")  # return memory as it comes
 
 
 def _suits(x):
-    """Whether logits with the values of `x` can be made: a product with the identity, exact for finite values."""
+    """Return whether a product with the identity can make logits equal to `x`: finite values."""
     dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.ndim >= 2 and x.numel() > 0
     return dense and x.is_contiguous() and x.dtype == torch.float32 and x.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""The loss of a patched model is the loss of the model, however it is asked for."""
+"""Check the loss of a patched model against the model's, in every way to ask for it."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""When an MLP does without the input of its last projection, and that nothing shows but the memory."""
+"""Check when an MLP drops the input of its last projection, and that only memory changes."""
 
 import copy
 import types

@@ -1,6 +1,6 @@
 """Every language model of transformers that can be made tiny, against itself patched.
 
-A few that show whatever happens to a part, by default; `--models all` for all of them, of which `--shard 1/4` runs a
+A few that show every treatment of a part, by default; `--models all` for all of them, of which `--shard 1/4` runs a
 quarter.
 """
 

@@ -1,4 +1,4 @@
-"""`apply_liger_kernel_to_*`: every family's function on a model, and on every model of the family to come."""
+"""Run every `apply_liger_kernel_to_*` on a model, and on later models of its family."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Rotary functions, experts and gated norms: what is recognised, what is not, and what goes to the original."""
+"""Check which rotary functions, experts and gated norms `patch` recognises."""
 
 import copy
 import itertools
@@ -74,7 +74,7 @@ def test_conjugated_rotations():
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_the_default_dtype_changes_no_proof(default):
-    """Of a process that makes its models in another one: probes are in fp32 and bf16 all the same."""
+    """Probes are in fp32 and bf16 under any default dtype."""
 
     def half_again(q, k, cos, sin, unsqueeze_dim=1):
         return half_scaled(q, k, cos, sin, unsqueeze_dim)

@@ -1,4 +1,4 @@
-"""`liger-hw patch-report`: from a model type, from a folder, from a folder with code of its own."""
+"""Run `liger-hw patch-report` on a model type, a folder, and a folder with code."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What patching does to a model besides making it faster: nothing."""
+"""Check that patching changes nothing but speed and memory."""
 
 import copy
 import importlib
@@ -327,7 +327,7 @@ def test_unpatch_says_what_it_could_not_restore(caplog):
 
 
 class Remote(torch.nn.Module):
-    """A norm as somebody's own model file might have it, under names that nobody knows."""
+    """A norm of a custom model file, with uncommon names."""
 
     def __init__(self, scaled):
         super().__init__()

@@ -14,7 +14,7 @@ transformers = tiny.transformers
 
 @pytest.fixture(autouse=True)
 def own_precision(monkeypatch):
-    """transformers 4.57 leaves a Trainer's precision in the environment, for those that follow in this process."""
+    """Restore the environment, where transformers 4.57 leaves a Trainer's precision."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 

@@ -26,7 +26,7 @@ LOGIT_KNOBS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_h
 
 
 def model(family="llama", dtype=torch.float32, seed=0, **config):
-    """A plain model. Fresh norm weights are all one and knobs of the logits 1.0, which hides their arithmetic."""
+    """Build a plain model with perturbed norm weights and logit scales, which show errors."""
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     with torch.random.fork_rng(devices=[]):
@@ -67,7 +67,7 @@ def is_lazy(outputs):
 
 
 def assert_learns_alike(plain, patched, fused=True, **inputs):
-    """The same loss and the same gradient of every parameter, by the rule of alike.py; returns both outputs."""
+    """Assert equal loss and gradients by the rule of alike.py; return both outputs."""
     reference = alike.Reference(plain, lambda model: call(model, **inputs))
     found = alike.step(patched, lambda model: call(model, **inputs))
     assert is_lazy(found.outputs) == fused, "the logits were computed" if fused else "the logits were not computed"

@@ -47,7 +47,7 @@ OTHER_TOKEN = r"\w*(token_id|token_index|tok_id)|\w*_(start|end)_id"
 
 
 def rows():
-    """(model type, class name) of every class in the lists, in their order, but those that 4.57 calls deprecated."""
+    """List (model type, class name) of every class that 4.57 does not call deprecated."""
     found, deprecated = {}, getattr(configuration_auto, "DEPRECATED_MODELS", ())
     for name in MAPS:
         lists = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})  # older versions have fewer
@@ -124,7 +124,7 @@ class NotTiny(Exception):
 
 
 def build(model_type, cls):
-    """A tiny plain fp32 model in training, its weights perturbed, and inputs that it learns from.
+    """Build a tiny fp32 model with perturbed weights, and inputs for training.
 
     Raises:
         NotTiny: it cannot be built, or its own forward does not run on text alone.
@@ -166,7 +166,7 @@ def _model(model_type, cls, seed=0):
 
 
 def inputs(model, model_type, batch=2, length=12, seed=0):
-    """What its forward learns from: token ids, labels, and whatever it does not do without."""
+    """Make the forward's inputs: token ids, labels, and other required arguments."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 100, (batch, length), generator=generator)
     labels = ids.clone()

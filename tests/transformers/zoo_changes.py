@@ -1,4 +1,4 @@
-"""What some models need beyond the rules of zoo.py: in their configurations, to be tiny and whole, and beside text."""
+"""List the exceptions of models to the rules of zoo.py."""
 
 import torch
 

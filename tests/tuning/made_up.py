@@ -39,12 +39,12 @@ del tuning.CONFIGS["made_up"]  # it is there for the tests below alone
 
 def entry(**changes):
     found = Config({"ROWS": 4, "COLS": 512}, num_warps=8, device=H200)
-    return tuning.entry_for(made_up_config, (1024, 2), found, 1e-3, 2e-3) | changes
+    return tuning.measured_entry(made_up_config, found, 1e-3, 2e-3) | changes
 
 
 KEY = made_up_config.key(1024, 2)
 
 
 def ship(table):
-    tuning.tables.shipped_file(H200).write_text(json.dumps(table))
+    tuning.entries.shipped_file(H200).write_text(json.dumps(table))
     tuning.forget()

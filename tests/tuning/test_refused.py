@@ -13,7 +13,7 @@ from liger_hw._triton import triton
 from liger_hw.hooks import hooks
 from liger_hw.kernels import _in_place
 from liger_hw.testing.cases import model_cases, step
-from liger_hw.tuning import HEURISTIC
+from liger_hw.tuning import HEURISTIC, SHIPPED
 
 pytestmark = NEEDS_TRITON
 
@@ -24,7 +24,7 @@ class Compiler:
     params = [SimpleNamespace(name="X", is_constexpr=False)]
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.compiled = [], []
 
     def __getitem__(self, grid):
         def launch(x, *meta, num_warps, **options):
@@ -35,6 +35,14 @@ class Compiler:
             return SimpleNamespace(run=None, function=None, packed_metadata=None)
 
         return launch
+
+    def warmup(self, x, *meta, grid, num_warps, **options):
+        self.compiled.append(num_warps)
+        return SimpleNamespace(
+            metadata=SimpleNamespace(shared=10**6 if num_warps == 16 else 0),
+            n_spills=2 if num_warps == 8 else 0,
+            _init_handles=lambda: None,
+        )
 
 
 @pytest.fixture
@@ -69,6 +77,28 @@ def test_a_winner_that_cannot_be_launched_costs_one_warning(mutates, path, compi
     tuning.forget()
     assert made_up_config(1024, 2, H200).source == HEURISTIC  # not again, whoever tunes in this process
     assert len(caplog.records) == 2 and all("cannot be launched here" in r.message for r in caplog.records)
+
+
+def test_a_winner_of_another_triton_is_checked_before_it_runs(compiler, caplog):
+    """One that spills, one that takes too much shared memory, and one that is as good as it was."""
+
+    @dispatch.raw(lambda x: torch.empty_like(x))
+    def _launches_checked(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        launch.launch(compiler, (1, 1, 1), made_up_config(1024, 2, H200), y)
+        return y
+
+    tuning.record(tuning.cache_file(H200), {KEY: entry(triton="3.0.0")})
+    ship({KEY: entry(num_warps=16, triton="3.0.1")})
+    assert torch.equal(_launches_checked(torch.ones(3)), torch.full((3,), 2.0))
+    assert compiler.compiled == [8, 16] and compiler.asked == [4], "neither ran, and the heuristic is not checked"
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    first, second = (record.message for record in caplog.records)
+    assert "spills 2 registers" in first and "not by 3.0.0" in first and "1000000 bytes of shared memory" in second
+    ship({KEY: entry(num_warps=4, triton="3.0.1", programs=4)})
+    _launches_checked(torch.ones(3))
+    assert compiler.compiled == [8, 16, 4] and compiler.asked == [4, 4]
+    assert made_up_config(1024, 2, H200).source == SHIPPED and len(caplog.records) == 2
 
 
 def test_a_heuristic_that_cannot_be_launched_is_an_error(compiler):

@@ -17,7 +17,7 @@ from made_up import H200, KEY, NEEDS_TRITON, entry, made_up_config, ship
 from liger_hw import tuning
 from liger_hw._triton import tl, triton
 from liger_hw.backends import nvidia
-from liger_hw.tuning import HEURISTIC, LOCAL, SHIPPED
+from liger_hw.tuning import COMPILED, HEURISTIC, LOCAL, SHIPPED
 
 pytestmark = NEEDS_TRITON
 
@@ -55,17 +55,46 @@ def test_other_architectures_have_other_tables():
     assert tuning.cache_file(H200).name == "nvidia-sm90.json"
 
 
-@pytest.mark.parametrize("stale", [{"kernel": "0123456789abcdef"}, {"triton": "3.0.0"}], ids=["kernel", "triton"])
-def test_stale_winners_are_ignored_without_a_word(stale, caplog):
-    tuning.record(tuning.cache_file(H200), {KEY: entry(**stale)})
+def test_winners_of_other_code_are_ignored_without_a_word(caplog):
+    tuning.record(tuning.cache_file(H200), {KEY: entry(kernel="0123456789abcdef")})
     ship({KEY: entry()})
     assert made_up_config(1024, 2, H200).source == SHIPPED
     assert not caplog.records
 
 
-def hash_of(source, constants):
+def test_winners_of_another_triton_serve():
+    """The first launch checks them: test_refused.py."""
+    ship({KEY: entry(triton="3.0.0")})
+    found = made_up_config(1024, 2, H200)
+    assert (found.source, found.triton) == (SHIPPED, "3.0.0")
+    assert made_up_config(2048, 2, H200).triton == ""
+
+
+@pytest.mark.parametrize(
+    "cols, key",
+    [
+        (4096, "made_up(4096, 2)"), (8, "made_up(8, 2)"), (4608, "made_up(<=8192 aligned, 2)"),
+        (4104, "made_up(<=8192 odd, 2)"), (8191, "made_up(<=8192 odd, 2)"), (48, "made_up(<=64 aligned, 2)"),
+    ],
+)  # fmt: skip
+def test_a_compiled_entry_serves_a_class_of_widths(cols, key):
+    assert made_up_config.class_key(cols, 2) == key
+    ship({key: entry(origin=COMPILED)})
+    assert made_up_config(cols, 2, H200).num_warps == 8
+    for other in (cols * 2, cols + 1 if cols % 16 == 0 else 4 * cols):
+        assert made_up_config(other, 2, H200).source == HEURISTIC
+    ship({key: entry(origin=COMPILED), made_up_config.key(cols, 2): entry(num_warps=16)})
+    assert made_up_config(cols, 2, H200).num_warps == 16, "what was measured at this width comes first"
+
+
+def test_only_a_width_has_classes():
+    assert tuning.CONFIGS["rms_norm_backward"].class_key(4608, 2, 3) == "rms_norm_backward(<=8192 aligned, 2, 3)"
+    assert tuning.CONFIGS["rope_rotate"].class_key(32, 64) == "rope_rotate(32, 64)"
+
+
+def hash_of(source, constants, module="made_up_module"):
     """The hash of `kernel` in a module of this source."""
-    space = {"triton": triton, "tl": tl, "__name__": "made_up_module", **constants}
+    space = {"triton": triton, "tl": tl, "__name__": module, **constants}
     file = f"<made up {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(compile(source, file, "exec"), space)
@@ -89,6 +118,7 @@ def test_the_kernel_hash():
         return hash_of(SOURCE.replace(before, after), {"SCALE": scale})
 
     same = hash_of(SOURCE, {"SCALE": 2})
+    assert same == hash_of(SOURCE, {"SCALE": 2}, "another_module")
     assert same == changed("    tl.store", "    # why\n\n    tl.store")
     assert same == changed("(X, helper(tl.load(X)))", "(\n        X, helper(tl.load(X)),\n    )")
     assert same != changed("x * SCALE", "x + SCALE")  # in a function it calls

@@ -71,7 +71,7 @@ def test_knobs_in_a_table(caplog):
     """An option of the compiler is kept with a winner, and no other compiler ever sees it."""
     bmg = VENDORS["intel"].ARCHS["bmg"]
     tuned_for = Config({"ROWS": 4, "COLS": 512}, num_warps=8, knobs={"grf_mode": "256"}, device=bmg)
-    tuning.record(tuning.cache_file(bmg), {KEY: tuning.entry_for(made_up_config, (1024, 2), tuned_for, 1e-3, 2e-3)})
+    tuning.record(tuning.cache_file(bmg), {KEY: tuning.measured_entry(made_up_config, tuned_for, 1e-3, 2e-3)})
     found = made_up_config(1024, 2, bmg)
     assert found.source == LOCAL and found.options(bmg)["grf_mode"] == "256"
     assert "grf_mode" not in found.options(H200)

@@ -19,6 +19,7 @@ import torch
 
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._fp16 import power_of_2_below
 from liger_hw.kernels._in_forward import GradientsInForward
 from liger_hw.kernels.cross_entropy.formula import (
     CrossEntropyOutput,
@@ -46,8 +47,9 @@ def cross_entropy(
     Args:
         logits: (N, V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
             rows costs no copy.
-        target: (N,) int64 or int32. A value outside [0, V) that is not `ignore_index` makes that row's loss and
-            gradient NaN, and so the reduced loss: nothing is read out of bounds, and the host waits for no check.
+        target: (N,) int64 or int32. A value outside [0, V) that is not `ignore_index` is an error on a CPU. Elsewhere,
+            and in a compiled graph, it makes that row's loss and gradient NaN, and so the reduced loss: nothing is read
+            out of bounds, and the host waits for no check.
         weight: (V,) class weights, or None for 1.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits.
         label_smoothing: share of the target's probability spread over all classes (arXiv:1512.00567).
@@ -60,14 +62,15 @@ def cross_entropy(
         num_items: number, or tensor of one, that "mean" divides by instead: Hugging Face's `num_items_in_batch`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
         in_place: where a gradient is wanted it is made in the forward, over `logits`, which the caller must own: the
-            logits are lost and the gradient takes no memory (logits with a column stride are copied first). Under
-            torch.compile memory is the compiler's to plan, and this changes nothing.
+            logits are lost and the gradient takes no memory (logits with a column stride are copied first). In fp16 it
+            waits for the incoming gradient times a power of two, so that none is lost before a loss scale arrives.
+            Under torch.compile memory is the compiler's to plan, and this changes nothing.
 
     Returns:
         The loss in fp32 (fp64 for fp64 logits), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
         RuntimeError: a second backward through an `in_place` loss.
     """
     call = cross_entropy.arguments(**locals())
@@ -197,10 +200,17 @@ class CrossEntropyInPlaceFunction(GradientsInForward):
 
     @staticmethod
     def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
+        factor, scale = None, _cross_entropy_scale
+        if logits.dtype == torch.float16:
+            factor = power_of_2_below(targets.largest_gradient(formula, logits.shape[1]))
+            targets, scale = targets.times(factor), lambda dx, dloss: _cross_entropy_scale(dx, dloss / factor)
         loss, *others = _cross_entropy_forward_in_place(logits, targets, formula, with_z_loss, predict)
+        if factor is not None:
+            loss /= factor
+            others = [of_rows / factor if of_rows.is_floating_point() else of_rows for of_rows in others]
         torch.autograd.graph.increment_version(logits)  # a backward that saved the logits must hear of it
         CrossEntropyInPlaceFunction.keep(
-            ctx, (logits.detach(),), "cross_entropy(in_place=True)", scale=_cross_entropy_scale,
+            ctx, (logits.detach(),), "cross_entropy(in_place=True)", logits.dtype, scale=scale,
             again="pass in_place=False",
         )  # fmt: skip
         ctx.mark_non_differentiable(*others)

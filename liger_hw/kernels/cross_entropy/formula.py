@@ -3,13 +3,17 @@
 `call` is a named tuple of all arguments of one of the two ops.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
+from liger_hw._torch import traced
+from liger_hw._triton import interpreting
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import widen
 from liger_hw.kernels._autograd import rows_by_autograd
+from liger_hw.kernels._fp16 import largest_finite
 from liger_hw.kernels.cross_entropy.totals import divisors
 from liger_hw.spelling import check_known
 
@@ -94,6 +98,44 @@ class Targets(NamedTuple):
                 denominator = torch.where(denominator == 0, 1, denominator)
         return cls(target, class_weight, weight_sum, denominator, count)
 
+    def largest_gradient(self, formula, vocabulary):
+        """Bound the gradient of a logit of fp16 in a row's loss and z-loss, () fp32 without waiting for the device."""
+        weight = self.class_weight
+        of_loss = torch.ones((), device=self.target.device) if weight is None else largest_finite(weight)
+        of_loss = of_loss if self.denominator is None else of_loss / self.denominator.abs()
+        of_lse = 0.0
+        if formula.lse_square_scale:
+            largest_logit = formula.softcap or abs(formula.logit_scale) * torch.finfo(torch.float16).max
+            of_lse = 2 * abs(formula.lse_square_scale) * (largest_logit + math.log(vocabulary))
+            count = self.denominator if self.count is None else self.count
+            of_lse = of_lse if count is None else of_lse / count.abs()
+        return (of_loss + of_lse) * abs(formula.logit_scale)
+
+    def times(self, factor):
+        """Return the targets of losses, and gradients, `factor` () times as large."""
+        count = None if self.count is None else self.count / factor
+        denominator = 1 / factor if self.denominator is None else self.denominator / factor
+        return self._replace(denominator=denominator, count=count)
+
+
+def check_labels(name, labels, classes, ignore_index):
+    """Refuse what is no integer; and, where nobody waits for it, on a CPU, a label outside the vocabulary.
+
+    Elsewhere, and in a compiled graph, that makes the loss NaN.
+    """
+    check(labels.dtype in TARGET_DTYPES, name, labels, "int64 or int32")
+    if labels.device.type != "cpu" or traced(labels):
+        return
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
+    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
+
+
+def check_labels_of_op(name, labels, classes, ignore_index):
+    """Do as `check_labels`, but in the interpreter, where kernels do on a CPU what they do on a GPU, as on a GPU."""
+    if not interpreting():
+        check_labels(name, labels, classes, ignore_index)
+
 
 def check_call(call, rows_name, weight_name, vocabulary):
     """Refuse what neither op can compute, by the names of its arguments of rows and of class weights."""
@@ -102,6 +144,7 @@ def check_call(call, rows_name, weight_name, vocabulary):
     count, device = rows.shape[0], rows.device
     if not (target.dtype in TARGET_DTYPES and target.shape == (count,) and target.device == device):
         refuse("target", target, f"int64 or int32 of shape ({count},) on {device}, one for each row of {rows_name}")
+    check_labels_of_op("target", target, vocabulary, call.ignore_index)
     if class_weight is not None:
         fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
         fits = fits and class_weight.device == device

@@ -13,45 +13,27 @@ from liger_hw.kernels._logits import (
     row_gradient_config,
     score,
 )
+from liger_hw.kernels._math import two_on_a_core
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 
 @tuned
 def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
-    # Blocks are read ahead where that costs no registers. H200, 8,192 rows of bf16, in ms: without gradient 128,256
-    # columns take 0.52 with 4,096 on 4 warps, 32,000 columns 0.16. With it, in one run of 16 configurations:
-    # 128,256 columns 1.300 with 32,768 on 32 warps, two blocks ahead (1.359 with 16,384 on 16, five ahead; 1.399 on 32,
-    # none ahead), but 100,352 columns 1.146 so and 1.061 with 16,384 on 32 warps, none ahead, which is also the best at
-    # 32,000 columns (0.285; 32,768 on 32: 0.414) and, within 2%, at 50,257.
-    long = cols * itemsize > 220_000
-    if not device.async_copy:
-        stages, block, values = 1, 8192, 16
-    elif not gradient:
-        stages, block, values = 4, 4096, 32
-    elif device.core_threads < 2048:  # 8 warps: more would have too few registers each
-        stages, block, values = 6 if long else 1, 16384 // itemsize, 64 // itemsize
-    elif not plain:  # halved below; a softcap at 256,000 columns of 4,096 rows: 2.66 so, 2.90 with 8,192 five ahead
-        stages, block, values = 4, 8192, 32
-    elif long:
-        stages, block, values = 3, 65536 // itemsize, 32
-    else:
-        # 32 warps of a core with fast memory spill 8 bytes a lane, and fp32 in 16,384 columns anywhere
-        stages, block, values = 1, 32768 // itemsize, 16 if itemsize == 2 and not device.fast_memory else 32
-    if not plain:  # softcap, smoothing and predictions hold twice as many values a lane
-        block, values = block // 2, values // 2
-        # on sm_100 4,096 columns of fp32 on 8 warps spill 8 bytes a lane, and by Triton 3.9 2,048
-        if device.async_copy and itemsize > 2:
-            block, values = min(block, 1024 if device.fast_memory else 2048), 8
-    block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
+    # Three blocks are read ahead where two programs' fit: without gradient 8,192 rows of 128,256 columns in bf16 take
+    # 0.52 ms on an H200. With it a long row takes the largest blocks of which two fit ahead (1.300 ms), a shorter one
+    # 32 KiB and none ahead (100,352 columns: 1.061 ms; 1.146 as a long row; 32,000: 0.285 and 0.414). Softcap,
+    # smoothing and predictions hold twice as many values a lane.
+    block, values = (4096, 32) if device.async_copy else (8192, 16)
+    if not plain:
+        block, values = 8192 // itemsize, 32 // itemsize
     staged = itemsize if plain else itemsize + 4  # of the logits, and of fp32 class weights
-    while (stages - 1) * block * staged > device.shared_memory - 1024:
-        # with 99 KiB fewer blocks ahead rather than fewer than 8 warps: 2,048 columns on 4 warps, five ahead, would be
-        # the one program of a core, a warp for each scheduler; 4,096 on 8, two ahead, are two programs
-        if stages > 3 and row_warps(block, device, per_lane=values) <= 8:
-            stages = 3
-        else:
-            block //= 2
+    stages = min(4, 1 + device.shared_memory // (2 * block * staged)) if device.async_copy else 1
+    if plain and gradient and device.async_copy:
+        long, largest = cols * itemsize > 220_000, power_of_2(device.shared_memory // 2) // 2
+        stages, block, values = (3, largest // itemsize, 32) if long else (1, 32768 // itemsize, 8 * itemsize)
+    block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
+    values = max(values, two_on_a_core(block, device))
     # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
     return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values), fp_fusion=False)
 

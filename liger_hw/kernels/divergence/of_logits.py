@@ -13,6 +13,8 @@ divergence and for the gradient, the last two backwards and forwards so that the
 student's is written once. The cosine needs no reading between the first and the last.
 """
 
+import math
+
 import torch
 
 from liger_hw._triton import tl, triton
@@ -251,3 +253,19 @@ def soft_rows(student, teacher, kind, beta, temperature):
     if kind == "cosine":
         return 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1)
     return elements(student.log_softmax(-1), teacher.log_softmax(-1), kind, beta).sum(-1)
+
+
+def largest_soft_gradient(student, teacher, keep, kind, temperature):
+    """Bound the gradient of a student's logit in the soft loss of any row, a number or () fp32.
+
+    Args:
+        student, teacher: (N, V), (N, V') logits. keep: (N,), the rows that count, as the others may hold anything.
+    """
+    if kind == "cosine":
+        norms = torch.linalg.vector_norm(student, dim=1, dtype=torch.float32).clamp(min=1e-8)
+        return 2 / norms.masked_fill(~keep, float("inf")).amin()
+    if kind == "reverse_kl":  # q_j |log q_j - log p_j - KL|; -log p_j and KL are at most the teacher's range + log V
+        least, most = teacher.aminmax(dim=1)
+        reach = (most.float().clamp(min=0) - least.float().clamp(max=0)).masked_fill(~keep, 0).amax() / temperature
+        return (reach + math.log(max(student.shape[1], teacher.shape[1])) + 1) / temperature
+    return 1 / temperature

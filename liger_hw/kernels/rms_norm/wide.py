@@ -29,9 +29,8 @@ from liger_hw.tuning import tuned
 
 @tuned
 def rms_norm_wide_sums_config(cols, itemsize, device):
-    # 32 values a lane are 10% slower on an H200 (65,536 columns: 0.366 ms, 0.332 with 16), and let a core of 48 warps
-    # have two programs instead of one
-    return norm_wide_sums_config(device, per_lane=32 if device.async_copy and device.core_threads < 2048 else 16)
+    # 32 values a lane are 10% slower on an H200 (65,536 columns: 0.366 ms, 0.332 with 16)
+    return norm_wide_sums_config(device, per_lane=16)
 
 
 @tuned

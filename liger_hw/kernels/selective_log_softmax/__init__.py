@@ -42,8 +42,9 @@ def selective_log_softmax(
     Args:
         logits: (..., V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
             rows of a (N, V) view costs no copy.
-        tokens: (...) int64 or int32. A value outside [0, V) that is not `ignore_index` makes that row's log-probability
-            and gradient NaN: nothing is read out of bounds, and the host waits for no check.
+        tokens: (...) int64 or int32. A value outside [0, V) that is not `ignore_index` is an error on a CPU. Elsewhere,
+            and in a compiled graph, it makes that row's log-probability and gradient NaN: nothing is read out of
+            bounds, and the host waits for no check.
         temperature: the logits are divided by it, last.
         softcap: logits become `softcap * tanh(logits / softcap)` first (Gemma2ForCausalLM), after `logit_scale`.
         logit_scale: logits are multiplied by it first, in fp32 (CohereForCausalLM).
@@ -57,7 +58,7 @@ def selective_log_softmax(
         log-probabilities (...) in fp32 (fp64 for fp64 logits); a `SelectedLogProbs` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
         RuntimeError: a second backward through an `in_place` call.
     """
     call = selective_log_softmax.arguments(**locals())
@@ -67,7 +68,7 @@ def selective_log_softmax(
 def _prepare(call):
     logits, tokens = call.logits, call.tokens
     check(logits.ndim >= 1 and logits.is_floating_point() and logits.shape[-1] > 0, "logits", logits, "floats (..., V)")
-    check_tokens(tokens, logits.shape[:-1], logits)
+    check_tokens(tokens, logits.shape[:-1], logits, logits.shape[-1], call.ignore_index)
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), scaling
 

@@ -7,7 +7,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.dispatch import widen
 from liger_hw.kernels._autograd import rows_by_autograd
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels_of_op
 
 
 class SelectedLogProbs(NamedTuple):
@@ -41,9 +41,10 @@ class Scaling(NamedTuple):
         return cls(int(ignore_index), softcap, float(logit_scale), float(temperature))
 
 
-def check_tokens(tokens, shape, like):
+def check_tokens(tokens, shape, like, vocabulary, ignore_index):
     fits = tokens.dtype in TARGET_DTYPES and tokens.shape == shape and tokens.device == like.device
     check(fits, "tokens", tokens, f"int64 or int32 of shape {tuple(shape)} on {like.device}")
+    check_labels_of_op("tokens", tokens, vocabulary, ignore_index)
 
 
 def output_of(call, log_probs, entropy, lse):

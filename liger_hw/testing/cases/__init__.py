@@ -1,6 +1,7 @@
-"""The cases of every op: one file per family of ops, each with a table CASES of op -> `OpCases`.
+"""Collect the cases of every op from the files of this folder.
 
-The one list behind the parity, the compile and the benchmark matrix, the tuner, the doctor and `liger-hw info`.
+Each file has a table CASES: op -> `OpCases`. Parity tests, compile matrix, benchmark, tuner, doctor and `liger-hw info`
+read this one list.
 """
 
 import importlib
@@ -23,21 +24,21 @@ CASES: dict[str, OpCases] = {
 
 
 def small_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterable[tuple[tuple, dict]]:
-    """The op's small cases as (tensors, options), see `OpCases.small`. Values are drawn one case after the other."""
+    """Yield the op's small cases as (tensors, options), see `OpCases.small`."""
     return CASES[op].small(Inputs(dtype, device))
 
 
 def wide_cases(op: str, dtype: torch.dtype, device: torch.device | str = "meta") -> Iterable[tuple[tuple, dict]]:
-    """The op's wide cases as (tensors, options), see `OpCases.wide`."""
+    """Yield the op's wide cases as (tensors, options), see `OpCases.wide`."""
     return CASES[op].wide(Inputs(dtype, device))
 
 
 def model_cases(ops: Iterable[str] = (), further: bool = False) -> list[Case]:
-    """The shapes of real models of the ops named, or of every op, op by op; no shape twice.
+    """List the shapes of real models, op by op; no shape twice.
 
     Args:
-        ops: names of ops; none means all.
-        further: with the shapes that only the benchmark looks at.
+        ops: names of ops; empty means all.
+        further: also list the shapes of the benchmark alone.
 
     Raises:
         ValueError: an op is unknown, or has no case.
@@ -54,7 +55,7 @@ def model_cases(ops: Iterable[str] = (), further: bool = False) -> list[Case]:
 
 
 def step(op, inputs, options) -> None:
-    """Run forward and backward of `op`, with gradients of one; made for shapes and launches, not for values."""
+    """Run forward and backward of `op` with gradients of 1, for its shapes and launches."""
     outputs = op(*inputs, **options)
     outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y is not None and y.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])

@@ -1,4 +1,4 @@
-"""Clamped SwiGLU, of one tensor that holds gate and up or of two."""
+"""Cases of clamped SwiGLU: gate and up in one tensor, or in two."""
 
 from liger_hw.testing.case import OpCases, Shape
 from liger_hw.testing.models import TOKENS

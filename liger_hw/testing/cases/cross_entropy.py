@@ -1,4 +1,4 @@
-"""Cross entropy of logits, and of hidden states and a head."""
+"""Cases of cross entropy of logits, and of hidden states and a head."""
 
 import torch
 
@@ -86,7 +86,7 @@ def linear_losses(new):
             yield (frozen[0], frozen[1], y, frozen[2]), {"reduction": reduction, "return_token_accuracy": True}
     yield (x, w, y), {"accum_dtype": torch.float32, "chunk_memory": 300}
     yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
-    # looped rows; x is frozen because 40,000 terms in another order differ by more than a rounding
+    # looped rows; x is frozen because 40,000 summands in another order differ by more than a rounding
     x, w = new.randn(2, 4, grad=False), new.randn(40000, 4)
     yield (x, w, torch.tensor([39999, 0], device=new.device)), {}
 
@@ -99,7 +99,7 @@ def wide_linear_losses(new):
 
 
 def logits_shape(rows, vocabulary, note="", **options):
-    """Of an op of logits and labels."""
+    """Make the shape of an op of logits and labels."""
     return Shape(
         f"{rows}x{vocabulary}{note}", lambda new: (new.large(rows, vocabulary), new.large_targets(rows, vocabulary)),
         options,
@@ -107,9 +107,9 @@ def logits_shape(rows, vocabulary, note="", **options):
 
 
 def head_shape(rows, hidden, vocabulary, note="", **options):
-    """Of an op of hidden states, a head and labels.
+    """Make the shape of an op of hidden states, a head and labels.
 
-    The logits have variance 1: of larger ones the softmax is so sharp that a kernel may skip most of the gradient.
+    The logits have variance 1: larger ones make a softmax so sharp that a kernel may skip most of the gradient.
     """
 
     def tensors(new):

@@ -1,4 +1,4 @@
-"""Divergences between the distributions of a student and a teacher."""
+"""Cases of divergences between the distributions of a student and a teacher."""
 
 import torch
 
@@ -38,7 +38,7 @@ def tvds(new):
 
 
 def wide(*options):
-    """Of any two rows, since compiled code is not run."""
+    """Make the wide cases; their values are arbitrary, because the compile matrix runs no kernel."""
 
     def cases(new):
         for vocabulary in (128256, 50257):
@@ -53,7 +53,7 @@ def wide_jsds(new):
 
 
 def shapes(student_probabilities, teacher_probabilities):
-    """Of an op that takes probabilities, or their logarithms."""
+    """Make the shapes of an op that takes probabilities or their logarithms."""
 
     def shape(rows, vocabulary):
         def tensors(new):

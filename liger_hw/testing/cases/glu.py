@@ -1,4 +1,4 @@
-"""Gated and plain activations, alone and before a projection."""
+"""Cases of gated and plain activations, alone and before a projection."""
 
 import torch
 
@@ -11,7 +11,7 @@ WITHOUT_GATE = (("gelu_new", 10240), ("relu_squared", 9216))  # MLPs of Phi-2 an
 
 
 def gated(*options):
-    """Small cases of an op of gate and up, with each of `options`."""
+    """Make the small cases of an op of gate and up, with each of `options`."""
 
     def cases(new):
         for shape in [(5, 123), (3, 1024), (2, 3, 2500), (1,), (0, 16)]:

@@ -1,4 +1,4 @@
-"""RMSNorm, with and without the residual's sum, and layer norm."""
+"""Cases of RMSNorm, with and without the residual addition, and of layer norm."""
 
 import torch
 
@@ -35,7 +35,7 @@ def wide_rms_norms(new):
 
 
 def with_residual(cases):
-    """The cases of an op of x and weight, for one of x, residual and weight."""
+    """Add a residual to the cases of an op of x and weight."""
 
     def cases_with_residual(new):
         for (x, w), options in cases(new):
@@ -63,7 +63,7 @@ def wide_layer_norms(new):
 
 
 def shapes(sizes, matrices, parameters):
-    """Of an op of so many tensors of (rows, cols), then so many of (cols,)."""
+    """Make the shapes of an op of `matrices` tensors (rows, cols) and `parameters` tensors (cols,)."""
 
     def shape(rows, cols):
         def tensors(new):

@@ -1,4 +1,4 @@
-"""Rotary position embeddings."""
+"""Cases of rotary position embeddings."""
 
 import torch
 
@@ -35,7 +35,7 @@ def wide(new):
 
 def shape(batch, seq, heads, kv_heads, head_dim):
     def tensors(new):
-        # as attention makes them: (B, T, H, D) in memory, seen as (B, H, T, D)
+        # attention's layout: (B, T, H, D) in memory, transposed to (B, H, T, D)
         q, k = (new.large(batch, seq, count, head_dim, grad=False).transpose(1, 2).requires_grad_()
                 for count in (heads, kv_heads))  # fmt: skip
         return q, k, new.large(1, seq, head_dim, grad=False), new.large(1, seq, head_dim, grad=False)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, of logits, and of hidden states and a head."""
+"""Cases of log-probabilities of given tokens, from logits, and from hidden states and a head."""
 
 import torch
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from liger_hw import tuning
-from liger_hw.proof import compiled, search
+from liger_hw.proof import compiled, ratings
 from liger_hw.proof.assembly import Access
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
-from liger_hw.proof.search import Rating
+from liger_hw.proof.ratings import Rating
 
 PERFECT = Rating(1.0, 1.0, 1.0, 1.0, 1.0, 1)
 
@@ -34,32 +34,32 @@ def found(registers=64, width=16, elements=4096, shared=0, **more):
 
 
 def test_enough_of_all():
-    assert search.rate(launched(), found()) == PERFECT
+    assert ratings.rate(launched(), found()) == PERFECT
     assert PERFECT.perfect and str(PERFECT) == "enough of all"
 
 
 def test_a_missed_gate_is_worth_nothing():
-    assert search.rate(launched(), "CompilationError: no") == search.NOTHING
-    assert not search.rate(launched(), dataclasses.replace(found(), scratch=4)).clean
+    assert ratings.rate(launched(), "CompilationError: no") == ratings.NOTHING
+    assert not ratings.rate(launched(), dataclasses.replace(found(), scratch=4)).clean
 
 
 def test_narrow_accesses_count_in_part():
-    assert search.rate(launched(), found(width=8)) == dataclasses.replace(PERFECT, width=0.5)
+    assert ratings.rate(launched(), found(width=8)) == dataclasses.replace(PERFECT, width=0.5)
 
 
 def test_registers_and_stages_decide_what_is_under_way():
-    few = search.rate(launched(warps=16, stages=1), found(registers=128))  # one program, 8 KiB, of 29 KB
-    more = search.rate(launched(warps=16, stages=1), found(registers=64))  # two programs
+    few = ratings.rate(launched(warps=16, stages=1), found(registers=128))  # one program, 8 KiB, of 29 KB
+    more = ratings.rate(launched(warps=16, stages=1), found(registers=64))  # two programs
     assert few.under_way == pytest.approx(more.under_way / 2) and 0.2 < few.under_way < 0.3
-    assert search.rate(launched(warps=16, stages=5), found(registers=128)).under_way == 1
+    assert ratings.rate(launched(warps=16, stages=5), found(registers=128)).under_way == 1
     # registers hold what is ahead where loads do not go to shared memory, and the model counts one tile
     tile = {"registers": 250, "elements": 256}
-    assert search.rate(launched("gfx942", 4, 256, stages=5), found(**tile)).under_way < 1
+    assert ratings.rate(launched("gfx942", 4, 256, stages=5), found(**tile)).under_way < 1
 
 
 def test_a_fixed_number_of_programs_is_no_more_than_that():
     one, two = (launched(warps=4, stages=1, programs=n, kernel="rms_norm_backward") for n in (1, 2))
-    assert search.rate(two, found()).waves == 2 * search.rate(one, found()).waves == 1.0
+    assert ratings.rate(two, found()).waves == 2 * ratings.rate(one, found()).waves == 1.0
 
 
 def test_dominated_is_as_good_in_all_and_clearly_better_in_one():
@@ -71,23 +71,23 @@ def test_dominated_is_as_good_in_all_and_clearly_better_in_one():
         (dataclasses.replace(PERFECT, reads=2), short, False),  # nor is a row read twice
         (PERFECT, dataclasses.replace(PERFECT, under_way=0.95), False),  # nothing that a planning number decides
     ]:
-        assert search.dominates([this], [that]) is wanted
-    assert search.dominates([PERFECT, PERFECT], [PERFECT, short])
-    assert not search.dominates([PERFECT, short], [short, PERFECT]), "a choice is one for every launch of its key"
+        assert ratings.dominates([this], [that]) is wanted
+    assert ratings.dominates([PERFECT, PERFECT], [PERFECT, short])
+    assert not ratings.dominates([PERFECT, short], [short, PERFECT]), "a choice is one for every launch of its key"
 
 
 def test_one_program_on_a_core_has_nothing_to_overlap_with():
-    alone = search.rate(launched(warps=32, stages=1, cols=16384), found(registers=64, elements=16384))
+    alone = ratings.rate(launched(warps=32, stages=1, cols=16384), found(registers=64, elements=16384))
     assert alone == dataclasses.replace(PERFECT, overlap=0.5)
-    assert search.rate(launched(warps=32, stages=2), found(registers=64)).overlap == 0.5, "measured: it gains nothing"
-    assert search.rate(launched(warps=32, stages=3), found(registers=64)).overlap == 1, "the next tiles are under way"
-    assert search.rate(launched("gfx1100", warps=32, stages=3), found(registers=192)).overlap == 0.5, "in registers"
+    assert ratings.rate(launched(warps=32, stages=2), found(registers=64)).overlap == 0.5, "measured: it gains nothing"
+    assert ratings.rate(launched(warps=32, stages=3), found(registers=64)).overlap == 1, "the next tiles are under way"
+    assert ratings.rate(launched("gfx1100", warps=32, stages=3), found(registers=192)).overlap == 0.5, "in registers"
 
 
 def test_one_program_that_asks_for_twice_enough_needs_no_second():
     one = launched(warps=32, stages=1, cols=32768)  # 64 KiB and 32, where an H200 wants 29 KB
-    assert search.rate(one, found(registers=64, elements=32768)).overlap == 1
-    assert search.rate(one, found(registers=64, elements=16384)).overlap == 0.5
+    assert ratings.rate(one, found(registers=64, elements=32768)).overlap == 1
+    assert ratings.rate(one, found(registers=64, elements=16384)).overlap == 0.5
 
 
 def test_one_program_has_its_core_s_cache_for_a_row_that_it_reads_twice():
@@ -95,33 +95,33 @@ def test_one_program_has_its_core_s_cache_for_a_row_that_it_reads_twice():
     twice = dataclasses.replace(once, accesses=(dataclasses.replace(once.accesses[0], loops=2),))
     both = dataclasses.replace(once, accesses=(*once.accesses, dataclasses.replace(once.accesses[0], pointer="Y")))
     walked, whole = launched(warps=32, stages=1), launched(warps=32, stages=1, cols=32768)
-    assert [search.rate(walked, of).overlap for of in (once, twice, both)] == [0.5, 1, 0.5]
-    assert search.rate(whole, dataclasses.replace(twice, registers=64)).overlap == 0.5, "it is in registers"
+    assert [ratings.rate(walked, of).overlap for of in (once, twice, both)] == [0.5, 1, 0.5]
+    assert ratings.rate(whole, dataclasses.replace(twice, registers=64)).overlap == 0.5, "it is in registers"
 
 
 def test_candidates_are_the_tuners():
     launch = launched()
-    near = search.candidates(launch).values()
+    near = ratings.candidates(launch).values()
     assert {(n.config["meta"]["COLS"], n.config["num_warps"]) for n in near} >= {(2048, 4), (4096, 4), (8192, 16)}
     for n in near:
         assert n.constants["COLS"] == n.config["meta"]["COLS"] and n.options["num_warps"] == n.config["num_warps"]
         assert n.options.keys() == launch.options.keys() and n.constants["cols"] == 32000
     whole = launched(cols=32768)
-    assert {n.config["meta"]["COLS"] for n in search.candidates(whole).values()} == {32768}, "one block stays one"
+    assert {n.config["meta"]["COLS"] for n in ratings.candidates(whole).values()} == {32768}, "one block stays one"
 
 
 def test_the_best_neighbour_is_found():
     use = compiled.Use(launched(warps=16, stages=1), "cross_entropy", "bf16", False, "model", ["8192x32000"])
-    results = {near.key: found(registers=128) for near in [use.launch, *search.candidates(use.launch).values()]}
+    results = {near.key: found(registers=128) for near in [use.launch, *ratings.candidates(use.launch).values()]}
     wanted = {"COLS": 4096, "STAGES": 1}, 8
     better = next(
-        n for n in search.candidates(use.launch).values() if (n.config["meta"], n.config["num_warps"]) == wanted
+        n for n in ratings.candidates(use.launch).values() if (n.config["meta"], n.config["num_warps"]) == wanted
     )
     results[better.key] = found(registers=64)
-    (line,) = search.dominated([use], results)
+    (line,) = ratings.dominated([use], results)
     assert line["better"]["num_warps"] == 8 and line["better_rating"]["under_way"] > line["rating"]["under_way"]
     results[use.launch.key] = found(registers=40)
-    assert search.dominated([dataclasses.replace(use, launch=launched())], {launched().key: found()}) == []
+    assert ratings.dominated([dataclasses.replace(use, launch=launched())], {launched().key: found()}) == []
 
 
 def test_a_neighbour_must_be_as_good_at_every_launch_of_the_key():
@@ -130,14 +130,14 @@ def test_a_neighbour_must_be_as_good_at_every_launch_of_the_key():
     uses = [
         compiled.Use(of, "cross_entropy", "bf16", False, "model", [label]) for of, label in ((few, "a"), (other, "b"))
     ]
-    results = {near.key: found(registers=128) for of in (few, other) for near in [of, *search.candidates(of).values()]}
-    name = next(n for n, of in search.candidates(few).items() if of.options["num_warps"] == 8)
-    results[search.candidates(few)[name].key] = found(registers=64)
-    results[search.candidates(other)[name].key] = found(registers=64)
-    (line,) = search.dominated(uses, results)
+    results = {near.key: found(registers=128) for of in (few, other) for near in [of, *ratings.candidates(of).values()]}
+    name = next(n for n, of in ratings.candidates(few).items() if of.options["num_warps"] == 8)
+    results[ratings.candidates(few)[name].key] = found(registers=64)
+    results[ratings.candidates(other)[name].key] = found(registers=64)
+    (line,) = ratings.dominated(uses, results)
     assert line["better"]["num_warps"] == 8
-    results |= {n.key: "does not compile" for n in search.candidates(other).values() if n.key != other.key}
-    (line,) = search.dominated(uses, results)
+    results |= {n.key: "does not compile" for n in ratings.candidates(other).values() if n.key != other.key}
+    (line,) = ratings.dominated(uses, results)
     assert line["better"] is None
 
 
@@ -145,4 +145,4 @@ def test_what_was_measured_is_not_searched_around():
     few = launched(warps=16, stages=1)
     winner = dataclasses.replace(few, config=few.config | {"source": "shipped"})
     use = compiled.Use(winner, "cross_entropy", "bf16", False, "model", ["8192x32000"])
-    assert search.dominated([use], {few.key: found(registers=128)}) == []
+    assert ratings.dominated([use], {few.key: found(registers=128)}) == []

@@ -1,16 +1,16 @@
-"""Results as text: the table after a run, what changed between two, and the table of the README."""
+"""Format the results of a benchmark as text, and the changes between two runs."""
 
 from liger_hw.bench.peers import FLOOR, OURS
 from liger_hw.bench.report import size
 from liger_hw.console import table
 
-NOISE = 0.03  # a smaller change is not worth a line, nor is one within both runs' spreads
+NOISE = 0.03  # smaller changes are not listed, nor changes within both runs' spreads
 
 
-def by_shape(found: dict) -> dict:
-    """(op, shape, mode) -> provider -> record, in the order of measurement."""
+def by_shape(benchmark: dict) -> dict:
+    """Return (op, shape, mode) -> provider -> record, in the order of measurement."""
     shapes = {}
-    for record in found["results"]:
+    for record in benchmark["results"]:
         shapes.setdefault((record["op"], record["shape"], record["mode"]), {})[record["provider"]] = record
     return shapes
 
@@ -21,17 +21,22 @@ def fastest_peer(records: dict) -> dict | None:
 
 
 def kernels(record: dict) -> float:
-    """Milliseconds of the kernels alone, or of calls that could not be captured."""
+    """Return milliseconds of the kernels alone, or of the call if no graph captured it."""
     return record.get("gpu") or record["median"]
 
 
+def kernels_time(record: dict) -> str:
+    """Format the time of `kernels`."""
+    return f"{number(kernels(record))} ms"
+
+
 def kernels_share(record: dict) -> float | None:
-    """What of the machine's limit those milliseconds reach."""
+    """Return the share of the machine's limit that the time of `kernels` reaches."""
     return record["share"] and record["share"] * record["median"] / kernels(record)
 
 
 def number(value: float) -> str:
-    """Of milliseconds or microseconds: four significant digits or so."""
+    """Format a time with about four significant digits."""
     if value < 0.01:
         return f"{value:.3g}"
     return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
@@ -51,10 +56,13 @@ HEADER = [
 ]  # fmt: skip
 
 
-def rows(found: dict) -> list[list[str]]:
-    """A line for each op, shape and mode that has a time of ours; milliseconds, microseconds for the host's times."""
+def rows(benchmark: dict) -> list[list[str]]:
+    """Return a line for each op, shape and mode with a time of ours.
+
+    Times are milliseconds; microseconds for the host's.
+    """
     lines = []
-    for (op, shape, mode), records in by_shape(found).items():
+    for (op, shape, mode), records in by_shape(benchmark).items():
         ours, peer, floor = records.get(OURS), fastest_peer(records), records.get(FLOOR)
         if ours is None:
             continue
@@ -70,48 +78,51 @@ def rows(found: dict) -> list[list[str]]:
     return lines
 
 
-def facts(found: dict) -> dict[str, str]:
-    """What holds for the run as a whole."""
-    device, versions = found["device"], found["versions"]
+def facts(benchmark: dict) -> dict[str, str]:
+    """Return the facts of the whole run."""
+    device, versions = benchmark["device"], benchmark["versions"]
     named = f"{device['name']} ({device['vendor']} {device['arch']})"
     lines = {"device": named, "clock": device["clock"]}
-    if "dtype" in found:
-        lines["dtype"] = found["dtype"]
-    if "ceilings" in found:
-        lines["copy"] = f"{found['ceilings']['bytes_per_second'] / 1e12:.3f} TB/s, read and written"
-        lines["matrix product"] = f"{found['ceilings']['flops_per_second'] / 1e12:.2f} TFLOP/s"
+    if "dtype" in benchmark:
+        lines["dtype"] = benchmark["dtype"]
+    if "ceilings" in benchmark:
+        lines["copy"] = f"{benchmark['ceilings']['bytes_per_second'] / 1e12:.3f} TB/s, read and written"
+        lines["matrix product"] = f"{benchmark['ceilings']['flops_per_second'] / 1e12:.2f} TFLOP/s"
     lines["versions"] = ", ".join(f"{package} {number}" for package, number in versions.items() if number)
     return lines | {
-        "commit": found["commit"] or "unknown", "date": found["date"], "backend": found["backend"],
-        "command": found["command"],
+        "commit": benchmark["commit"] or "unknown", "date": benchmark["date"], "backend": benchmark["backend"],
+        "command": benchmark["command"],
     }  # fmt: skip
 
 
-def problems(found: dict) -> list[str]:
-    """What a reader of the table must know: ops that are wrong here, providers that could not run, an early end."""
+def problems(benchmark: dict) -> list[str]:
+    """Return a line for each wrong op, each failed provider, and an early end."""
     lines = [
-        f"RED: {op} is not measured, its parity fails here: {result['error']}"
-        for op, result in found["parity"].items()
+        f"RED: {op} is not measured because its parity fails here: {result['error']}"
+        for op, result in benchmark["parity"].items()
         if result["error"]
     ]
-    lines += [f"skipped: {s['op']} {s['shape']} by {s['provider']}: {s['why']}" for s in found["skipped"]]
-    return lines if found["complete"] else [*lines, "interrupted: not everything was measured"]
+    lines += [f"skipped: {s['op']} {s['shape']} by {s['provider']}: {s['why']}" for s in benchmark["skipped"]]
+    return lines if benchmark["complete"] else [*lines, "interrupted: some measurements are missing"]
 
 
-def show(found: dict) -> str:
-    """Everything for a terminal."""
-    lines = [f"{name}: {value}" for name, value in facts(found).items()]
-    green = sum(result["cases"] for result in found["parity"].values() if not result["error"])
+def show(benchmark: dict) -> str:
+    """Return the text for a terminal."""
+    lines = [f"{name}: {value}" for name, value in facts(benchmark).items()]
+    green = sum(result["cases"] for result in benchmark["parity"].values() if not result["error"])
     lines += [f"parity: {green} cases pass", ""]
-    return "\n".join([*lines, table(HEADER, rows(found)), *problems(found)])
+    return "\n".join([*lines, table(HEADER, rows(benchmark)), *problems(benchmark)])
 
 
 TRAINING = ["model", "", "tokens/s", "p20-p80 ms", "peak memory", "longest context", "liger_hw is"]
 
 
-def training_rows(found: dict) -> list[list[str]]:
-    """A line for each training run; last comes how liger_hw's compares with it, in speed (or context) and memory."""
-    runs = by_setting(found)
+def training_rows(benchmark: dict) -> list[list[str]]:
+    """Return a line for each training run.
+
+    The last cell is the ratio of liger_hw's speed (or context) and memory to the run's.
+    """
+    runs = by_setting(benchmark)
     lines = []
     for label, records in runs.items():
         ours = records.get(OURS, {})
@@ -134,29 +145,35 @@ def training_rows(found: dict) -> list[list[str]]:
     return lines
 
 
-def by_setting(found: dict) -> dict:
-    """Label of a training run -> provider -> record."""
+def by_setting(benchmark: dict) -> dict:
+    """Return label of a training run -> provider -> record."""
     runs = {}
-    for record in found["results"]:
+    for record in benchmark["results"]:
         runs.setdefault(setting(record), {})[record["provider"]] = record
     return runs
 
 
 def setting(run: dict) -> str:
-    """What a training run trains: "llama-1b 8x1024", "llama-8b longest context, checkpointing"."""
+    """Return the label of a training run, such as "llama-1b 8x1024".
+
+    Others are "llama-8b longest context, checkpointing" and, of sharded training on 4 processes, "llama-8b 8x1024 fsdp2
+    on 4".
+    """
     sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
+    if "engine" in run:
+        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}"
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}"
 
 
-def show_training(found: dict) -> str:
-    """Everything of a training benchmark for a terminal."""
-    lines = [f"{name}: {value}" for name, value in facts(found).items()]
-    lines += ["", table(TRAINING, training_rows(found))]
-    return "\n".join(lines if found["complete"] else [*lines, "interrupted: not everything was measured"])
+def show_training(benchmark: dict) -> str:
+    """Return the text of a training benchmark for a terminal."""
+    lines = [f"{name}: {value}" for name, value in facts(benchmark).items()]
+    lines += ["", table(TRAINING, training_rows(benchmark))]
+    return "\n".join(lines if benchmark["complete"] else [*lines, "interrupted: some measurements are missing"])
 
 
 def compare(before: dict, after: dict) -> str:
-    """What got faster and slower from one run to another: by more than 3% and beyond both runs' spreads."""
+    """List the times that differ by more than 3% and beyond both spreads."""
     old = {key + (name,): record for key, records in by_shape(before).items() for name, record in records.items()}
     new = {key + (name,): record for key, records in by_shape(after).items() for name, record in records.items()}
     both = [key for key in new if key in old]
@@ -175,12 +192,12 @@ def compare(before: dict, after: dict) -> str:
             ]))  # fmt: skip
     changes.sort(key=lambda item: item[0])
     header = ["change", "", "op", "shape", "mode", "provider", "before", "after", "memory"]
-    told = f"{len(changes)} of {len(both)} times differ by more than {NOISE:.0%} and beyond their spreads"
+    summary = f"{len(changes)} of {len(both)} times differ by more than {NOISE:.0%} and beyond their spreads"
     if len(old) != len(both) or len(new) != len(both):
-        told += f"; only before: {len(old) - len(both)}, only after: {len(new) - len(both)}"
+        summary += f"; only before: {len(old) - len(both)}, only after: {len(new) - len(both)}"
     where = [f"before: {_run(before)}", f"after:  {_run(after)}"]
-    return "\n".join([*where, told, *([table(header, [row for _, row in changes])] if changes else [])])
+    return "\n".join([*where, summary, *([table(header, [row for _, row in changes])] if changes else [])])
 
 
-def _run(found: dict) -> str:
-    return f"{found['device']['name']}, {found['date']}, commit {found['commit'] or 'unknown'}"
+def _run(benchmark: dict) -> str:
+    return f"{benchmark['device']['name']}, {benchmark['date']}, commit {benchmark['commit'] or 'unknown'}"

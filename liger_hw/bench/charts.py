@@ -1,11 +1,11 @@
-"""Results as pictures and as one HTML file that needs nothing beside it."""
+"""Draw the results of a benchmark as charts and write them into one HTML file."""
 
 import base64
 import html
 import io
 from pathlib import Path
 
-from liger_hw.bench import tables
+from liger_hw.bench import formatting
 from liger_hw.bench.peers import FLOOR, OURS
 from liger_hw.bench.report import STYLE, definitions, pictures_style, size
 
@@ -20,13 +20,16 @@ td:nth-child(-n+3), th:nth-child(-n+3) { text-align: left; }
 """
 
 
-def figures(found: dict):
-    """Yield the pictures with their names, as matplotlib's figures: the roofline, each op's times and memory, hosts."""
+def figures(benchmark: dict):
+    """Yield the name and matplotlib figure of each chart.
+
+    The charts are the roofline, each op's times and memory, and host times.
+    """
     pyplot = pictures_style()
-    grouped = tables.by_shape(found)
+    grouped = formatting.by_shape(benchmark)
     points = {key: records[OURS] for key, records in grouped.items() if key[2] in ("fwd", "full") and OURS in records}
     if points:
-        yield "roofline", _roofline(points, found["ceilings"], pyplot)
+        yield "roofline", _roofline(points, benchmark["ceilings"], pyplot)
     for op in dict.fromkeys(op for op, _, _ in grouped):
         for mode, title in (("full", "forward + backward"), ("fwd", "forward"), ("bwd", "backward")):
             shapes = {shape: records for (o, shape, m), records in grouped.items() if (o, m) == (op, mode)}
@@ -44,7 +47,11 @@ def figures(found: dict):
 
 
 def overview(full: dict):
-    """Yield times and memory of a few shapes of several ops, from their label -> provider -> record."""
+    """Yield the charts of times and of memory of several ops.
+
+    Args:
+        full: label -> provider -> record.
+    """
     pyplot = pictures_style()
     yield "times", _shares("Forward + backward", full, pyplot)
     yield "memory", _memories("Forward + backward", full, pyplot)
@@ -53,8 +60,8 @@ def overview(full: dict):
 def _shares(title, shapes, pyplot):
     return _bars(
         f"{title}, kernels alone: share of this machine's limit (longer is better)", shapes, pyplot,
-        lambda record: tables.kernels_share(record) or 0.0,
-        lambda record: f"{tables.number(tables.kernels(record))} ms  {tables.percent(tables.kernels_share(record))}",
+        lambda record: formatting.kernels_share(record) or 0.0,
+        lambda record: f"{formatting.kernels_time(record)}  {formatting.percent(formatting.kernels_share(record))}",
     )  # fmt: skip
 
 
@@ -73,7 +80,7 @@ def _roofline(points, ceilings, pyplot):
     for (op, _, mode), record in points.items():
         moved, done = record["bytes"], record["flops"]
         intensities.append(done / moved)
-        colour, seconds = palette[ops.index(op) % len(palette)], tables.kernels(record) / 1e3
+        colour, seconds = palette[ops.index(op) % len(palette)], formatting.kernels(record) / 1e3
         face = colour if mode == "full" else "none"
         axis.plot(done / moved, done / seconds / 1e12, "o", color=colour, markerfacecolor=face, markersize=6)
     ridge = product / copy
@@ -88,7 +95,7 @@ def _roofline(points, ceilings, pyplot):
         color="#1d2430",
     )  # fmt: skip
     axis.set(
-        xscale="log", yscale="log", title="Roofline: what the op must do, over the time its kernels took",
+        xscale="log", yscale="log", title="Roofline: the op's operations over the time of its kernels",
         xlabel="operations for each byte that must move", ylabel="TFLOP/s", xlim=(low, high),
     )  # fmt: skip
     axis.set_ylim(top=4 * product / 1e12)
@@ -104,7 +111,7 @@ def _roofline(points, ceilings, pyplot):
 
 
 def _bars(title, shapes, pyplot, value, label, scaled=False):
-    """Horizontal bars, a group for each shape, in it one for each provider, with the number at its end."""
+    """Draw a group of horizontal bars for each shape, one bar for each provider."""
     providers = [name for name in COLOURS if any(name in records for records in shapes.values())]
     count = sum(len(records) for records in shapes.values())
     height = 0.19 * count + 0.16 * len(shapes) + 0.9
@@ -137,7 +144,7 @@ def _bars(title, shapes, pyplot, value, label, scaled=False):
 
 
 def picture(figure, kind: str) -> bytes:
-    """A figure as a file of the kind "png" or "svg"; it is closed."""
+    """Return `figure` as the bytes of a "png" or "svg" file, and close it."""
     from matplotlib import pyplot
 
     data = io.BytesIO()
@@ -146,29 +153,31 @@ def picture(figure, kind: str) -> bytes:
     return data.getvalue()
 
 
-def write(found: dict, file: Path) -> Path:
-    """Write the page of `operations`' results."""
-    limit = "The limit of a time is what must be moved at this machine's own copy rate or computed at its own matrix \
-product rate, whichever takes longer."
-    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.problems(found))
-    every = [[*key, name, *_numbers(record)]
-             for key, records in tables.by_shape(found).items() for name, record in records.items()]  # fmt: skip
+def write(benchmark: dict, file: Path) -> Path:
+    """Write the HTML page of `operations`' results."""
+    limit = (
+        "The limit of a time is the time of the bytes at this machine's copy rate or of the operations at its matrix \
+product rate: the longer of the two."
+    )
+    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in formatting.problems(benchmark))
+    grouped = formatting.by_shape(benchmark)
+    every = [[*key, name, *_numbers(record)] for key, records in grouped.items() for name, record in records.items()]
     header = ["op", "shape", "mode", "provider", "median", "p20", "p80", "rounds", "kernels alone", "of the limit",
               "memory", "how"]  # fmt: skip
     tables_of_numbers = f"""
-<h2>Against the fastest peer</h2><div class="scroll">{_table(tables.HEADER, tables.rows(found))}</div>
+<h2>Against the fastest peer</h2><div class="scroll">{_table(formatting.HEADER, formatting.rows(benchmark))}</div>
 <h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>
 <div class="scroll">{_table(header, every)}</div>"""
-    notes = {name: note for name, note in found["providers"].items() if note}
-    return _page(found, file, limit, bad, figures(found), tables_of_numbers, notes)
+    notes = {name: note for name, note in benchmark["providers"].items() if note}
+    return _page(benchmark, file, limit, bad, figures(benchmark), tables_of_numbers, notes)
 
 
-def training_figures(found: dict):
-    """Yield the pictures of `training`'s results, each with its name."""
+def training_figures(benchmark: dict):
+    """Yield the name and figure of each chart of `training`'s results."""
     pyplot = pictures_style()
     runs = {label: {name: record for name, record in records.items() if "error" not in record}
-            for label, records in tables.by_setting(found).items()}  # fmt: skip
-    timed = {label: records for label, records in runs.items() if any("peak_bytes" in r for r in records.values())}
+            for label, records in formatting.by_setting(benchmark).items()}  # fmt: skip
+    timed = {label: records for label, records in runs.items() if any("median" in r for r in records.values())}
     longest = {label: records for label, records in runs.items() if any("longest" in r for r in records.values())}
     if timed:
         yield "tokens per second", _bars(
@@ -176,8 +185,11 @@ def training_figures(found: dict):
             lambda record: record["tokens_per_second"], lambda record: f"{record['tokens_per_second']:,.0f}",
             scaled=True,
         )  # fmt: skip
+    with_memory = {label: measured for label, records in timed.items()
+                   if (measured := {name: r for name, r in records.items() if r["peak_bytes"]})}  # fmt: skip
+    if with_memory:
         yield "training memory", _bars(
-            "Peak memory of a step, of each setting's largest (shorter is better)", timed, pyplot,
+            "Peak memory of a step, of each setting's largest (shorter is better)", with_memory, pyplot,
             lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
         )  # fmt: skip
     if longest:
@@ -187,40 +199,53 @@ def training_figures(found: dict):
         )  # fmt: skip
 
 
-def write_training(found: dict, file: Path) -> Path:
-    """Write the page of `training`'s results."""
-    lead = "Steps of training, random weights and tokens, fused AdamW; every model in a process of its own."
-    numbers = f'<div class="scroll">{_table(tables.TRAINING, tables.training_rows(found))}</div>'
-    bad = "" if found["complete"] else '<p class="bad">interrupted: not everything was measured</p>'
-    return _page(found, file, lead, bad, training_figures(found), numbers, {})
+def write_training(benchmark: dict, file: Path, lead: str, header, rows, problems=()) -> Path:
+    """Write the HTML page of results of training.
+
+    Args:
+        lead: the first sentence, which describes the results.
+        header, rows: the table.
+        problems: lines of warnings.
+    """
+    numbers = f'<div class="scroll">{_table(header, rows)}</div>'
+    problems = [*problems, *([] if benchmark["complete"] else ["interrupted: some measurements are missing"])]
+    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in problems)
+    return _page(benchmark, file, lead, bad, training_figures(benchmark), numbers, {})
 
 
-def _page(found, file, lead, bad, drawn, numbers, notes) -> Path:
+def _page(benchmark, file, lead, bad, drawn, numbers, notes) -> Path:
     pictures = ""
     for name, figure in drawn:
         data = base64.b64encode(picture(figure, "svg")).decode()
         pictures += f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">\n'
-    about = tables.facts(found)
-    others = f"<h2>The others</h2>{definitions(notes)}" if notes else ""
+    about = formatting.facts(benchmark)
+    peers = f"<h2>The peers</h2>{definitions(notes)}" if notes else ""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>liger-hw bench</title><style>{STYLE}{WIDE}</style>
 <main><h1>liger-hw bench</h1>
-<p class="lead">{html.escape(about["device"])}, {html.escape(found["date"])}. {lead}</p>
+<p class="lead">{html.escape(about["device"])}, {html.escape(benchmark["date"])}. {lead}</p>
 {bad}{pictures}{numbers}
-<h2>How it was run</h2>{definitions(about)}
-{others}
+<h2>The run</h2>{definitions(about)}
+{peers}
 </main></html>
 """, encoding="utf-8")  # fmt: skip
     return file
 
 
 def _numbers(record) -> list[str]:
-    times = [tables.number(record[key]) for key in ("median", "p20", "p80")]
-    kernels = tables.number(record["gpu"]) if record.get("gpu") else ""
+    times = [formatting.number(record[key]) for key in ("median", "p20", "p80")]
+    kernels = formatting.number(record["gpu"]) if record.get("gpu") else ""
     how = "full - fwd" if record.get("derived") else ""
-    return [*times, str(record["rounds"]), kernels, tables.percent(record.get("share")), tables.memory(record), how]
+    return [
+        *times,
+        str(record["rounds"]),
+        kernels,
+        formatting.percent(record.get("share")),
+        formatting.memory(record),
+        how,
+    ]
 
 
 def _table(header, rows) -> str:

@@ -1,4 +1,4 @@
-"""Results: where and when they came about, what they begin with, and how they are kept."""
+"""Describe the environment of a benchmark run and write its results as JSON."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from liger_hw.console import installed_version
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers")
 
 
-def about(device) -> dict:
-    """Where and when: device, versions, commit, command."""
+def environment(device) -> dict:
+    """Describe the device, versions, date, commit and command of this run."""
     here = backends.detected(device)
     name = here.name or f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     return {
@@ -36,7 +36,7 @@ def about(device) -> dict:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package lies in, with a + where something is not committed."""
+    """Return the commit of this checkout, "+" after it if files differ; else None."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -49,8 +49,8 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout else "")
 
 
-def asked(dtype, notes: dict) -> dict:
-    """What results begin with: what was asked for, and room for what is found. `notes`: of the providers."""
+def new_benchmark(dtype, notes: dict) -> dict:
+    """Return the empty results of a benchmark; `notes` maps each provider to a remark."""
     return {
         "dtype": str(dtype).removeprefix("torch."), "providers": notes, "parity": {}, "results": [], "skipped": [],
         "complete": False,
@@ -58,23 +58,25 @@ def asked(dtype, notes: dict) -> dict:
 
 
 @contextmanager
-def kept(found: dict, file: Path):
-    """Within, Ctrl-C ends the work and not the program; what was found is written, complete or not."""
+def saved_at_end(benchmark: dict, file: Path):
+    """Write the results when the block ends; Ctrl-C ends the block, not the program."""
     try:
         yield
-        found["complete"] = True
+        benchmark["complete"] = True
     except KeyboardInterrupt:
         pass
-    write(found, file)
+    write(benchmark, file)
 
 
-def write(found: dict, file: Path) -> None:
+def write(benchmark: dict, file: Path) -> None:
+    """Replace the file in one step: readers see the old results or the new ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.write_text(json.dumps(benchmark, indent=1) + "\n")
     part.replace(file)
 
 
-def skip(found, case, name, error) -> None:
+def record_skip(benchmark, case, name, error) -> None:
+    """Record why the provider `name` has no time for `case`."""
     why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
-    found["skipped"].append({"op": case.op, "shape": case.label, "provider": name, "why": why[:300]})
+    benchmark["skipped"].append({"op": case.op, "shape": case.label, "provider": name, "why": why[:300]})

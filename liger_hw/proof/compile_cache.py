@@ -1,4 +1,4 @@
-"""What came of compiling launches: made in several processes, and kept in the user's cache as soon as it is there."""
+"""Compile launches in several processes and keep each result in the user's cache."""
 
 import gc
 import itertools
@@ -17,7 +17,10 @@ from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 
 
 class Cache:
-    """Results by `Launch.key`, one to a line of a file: what is written is kept, whatever ends the process."""
+    """Keep results by `Launch.key` in a file, one to a line.
+
+    A result is on disk as soon as it exists, so an interrupted process loses none.
+    """
 
     def __init__(self, folder: Path | None = None):
         folder = folder or tuning.cache_folder()
@@ -35,7 +38,7 @@ class Cache:
             try:
                 key, result = json.loads(line)
                 self.known[key] = result if isinstance(result, str) else Resources.from_json(result)
-            except (TypeError, ValueError):  # the line that was being written when a process was killed
+            except (TypeError, ValueError):  # a killed process may leave an incomplete line
                 continue
 
     def add(self, key: str, result: Resources | str) -> None:
@@ -49,7 +52,7 @@ class Cache:
             tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
 
     def keep(self, keys: set) -> None:
-        """Forget all but these, if that is most of the file."""
+        """Drop all other results if they are at least half of the file."""
         if len(self.known) < 2 * len(keys):
             return
         part = self.file.with_suffix(f".{os.getpid()}.part")
@@ -65,29 +68,29 @@ class Cache:
 
 
 def attempt(launch: Launch) -> Resources | str:
-    """What compiling `launch` gives: its resources, or the message of the error."""
+    """Compile `launch`; return its resources, or the message of the error."""
     try:
         return crosscompile.compiled(launch)
-    except Exception as error:  # compilers fail in many ways; each is a result
+    except Exception as error:  # a compiler may fail in any way, which is a result too
         return f"{type(error).__name__}: {error}"[-2000:]
 
 
 def processes(jobs: int | None) -> ProcessPoolExecutor:
-    """So many of them, one for each core by default, each with one thread."""
+    """Start `jobs` processes, one for each core by default, each with one thread."""
     return ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), get_context("spawn"), initializer=_begin)
 
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    gc.disable()  # 303 kernels take 24.6 s where they took 27.6; garbage is collected between two of them
+    gc.disable()  # 303 kernels take 24.6 s instead of 27.6; the process collects garbage after each batch
 
 
 def compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dict:
-    """Compile what the cache does not have, and keep every result as it comes: key -> result."""
+    """Compile the launches that the cache lacks; return key -> result of all."""
     keys = {launch.key: launch for launch in launches}
     todo = sorted((launch for key, launch in keys.items() if key not in cache.known), key=_front)
     task = progress.add_task("compiling", total=len(keys), completed=len(keys) - len(todo), note="")
-    batches = [list(alike) for _, alike in itertools.groupby(todo, _front)]
+    batches = [list(group) for _, group in itertools.groupby(todo, _front)]
     for future in as_completed([pool.submit(_attempt_all, batch) for batch in batches]):
         for key, result in future.result():
             cache.add(key, result)
@@ -96,12 +99,12 @@ def compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dic
 
 
 def _front(launch: Launch) -> tuple:
-    """What launches have in common that share stages of a compilation, see `Architecture.same_code`."""
+    """Return a key that launches share if they share compiler stages, see `Architecture.same_code`."""
     return DEVICES[launch.arch].vendor, launch.what
 
 
 def _attempt_all(launches: list[Launch]) -> list[tuple[str, Resources | str]]:
     results = [(launch.key, attempt(launch)) for launch in launches]
     gc.collect()
-    gc.freeze()  # what is still there is imported, and need not be looked at again
+    gc.freeze()  # the remaining objects belong to imported modules: the collector need not visit them
     return results

@@ -1,4 +1,10 @@
-"""Tables of winners: where they are, and what of an entry may be believed."""
+"""Read and write tables: their files, the widths of an entry, and its validity.
+
+A table is a JSON file for one architecture: key -> entry. A key is a kernel and the numbers that its heuristic takes,
+"rms_norm_forward(4608, 2)", or a class of widths in the place of `cols`, "rms_norm_forward(<=8192 aligned, 2)". The
+origin of an entry says how it was found: "measured" by `liger-hw tune` on the hardware, at one width, or "compiled" by
+`liger-hw matrix --compile --mend` because the compiler refused the heuristic's choice, for a class of widths.
+"""
 
 import ast
 import functools
@@ -11,13 +17,14 @@ import os
 import stat
 import tempfile
 import textwrap
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from liger_hw import backends
-from liger_hw._triton import triton
 from liger_hw.backends.device import Device
-from liger_hw.tuning.config import Config
+from liger_hw.tuning.config import Config, power_of_2
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +84,41 @@ def cache_file(device: Device) -> Path:
     return cache_folder() / f"{device.vendor}-{device.arch}.json"
 
 
+SHIPPED_TABLES = Path(__file__).parent / "tables"
+
+
 def shipped_file(device: Device) -> Path:
-    return Path(backends.__file__).parent / f"{device.vendor}-{device.arch}.json"
+    return SHIPPED_TABLES / f"{device.vendor}-{device.arch}.json"
+
+
+def key_of(name: str, arguments: Iterable) -> str:
+    """Return the key of a kernel's entry for one shape."""
+    return f"{name}({', '.join(map(str, arguments))})"
+
+
+def class_key_of(name: str, arguments: dict) -> str:
+    """Return the key of a kernel's entry for the class of widths of `cols`.
+
+    The class is the next power of two, and whether rows of that many columns begin at multiples of 16 values, which is
+    what Triton distinguishes. A power of two is a class of its own, and so is a shape without `cols`: the key is
+    `key_of`'s.
+    """
+    cols = arguments.get("cols", 1)
+    if cols == power_of_2(cols):
+        return key_of(name, arguments.values())
+    width_class = f"<={power_of_2(cols)} {'odd' if cols % 16 else 'aligned'}"
+    return key_of(name, (arguments | {"cols": width_class}).values())
 
 
 def read_table(file: Path) -> dict:
-    """The winners in `file`: key -> entry. Absent is empty; unreadable or malformed is empty with one warning."""
+    """Read the entries of `file` by key.
+
+    An absent file is empty; so is an unreadable or malformed one, with one warning.
+    """
     try:
         table = json.loads(read_own(file))
         if not isinstance(table, dict):
-            raise ValueError(f"expected an object of winners, got {type(table).__name__}")
+            raise ValueError(f"expected an object of entries, got {type(table).__name__}")
         return table
     except FileNotFoundError:
         return {}
@@ -101,8 +133,10 @@ def warn_once(message: str) -> None:
 
 
 def kernel_hash(kernel) -> str:
-    """A hash of a Triton kernel's code, of the jit functions it calls and of the constants they name; comments and
-    layout do not count."""
+    """Hash the code of a Triton kernel, of its jit functions and their constants.
+
+    Comments, layout and the modules that these are in do not count.
+    """
     seen, todo = {}, [kernel.fn]
     while todo:
         function = todo.pop()
@@ -115,14 +149,14 @@ def kernel_hash(kernel) -> str:
         constants = {word: value for word, value in named.items() if isinstance(value, (int, float, str))}
         seen[name] = f"{ast.unparse(tree)}{constants}"  # not ast.dump, whose output changes with Python's version
         todo += [value.fn for value in named.values() if inspect.isfunction(getattr(value, "fn", None))]
-    return hashlib.sha256("".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(sorted(seen.values())).encode()).hexdigest()[:16]
 
 
 _LARGEST_TILE = 2**20  # elements of one Triton tensor
 
 
 def launchable(entry: dict, like: Config, source: str) -> Config:
-    """The Config in a table's entry for the device of `like`, whose parameters it must have.
+    """Make the Config of a table's entry, with the device and the parameters of `like`.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: what is wrong with it.
@@ -131,7 +165,9 @@ def launchable(entry: dict, like: Config, source: str) -> Config:
         raise ValueError(f"meta={entry['meta']}, allowed: {', '.join(like.meta)}")
     meta = {name: entry["meta"][name] for name in like.meta}  # in the kernel's order
     launch = {name: entry[name] for name in ("num_warps", "num_stages", "programs")}
-    config = replace(like, meta=meta, source=source, knobs=entry.get("knobs", {}), **launch)
+    if not isinstance(entry["triton"], str):
+        raise ValueError(f"triton={entry['triton']!r}, allowed: a version")
+    config = replace(like, meta=meta, source=source, triton=entry["triton"], knobs=entry.get("knobs", {}), **launch)
     tile = [size for name, size in config.meta.items() if name != "STAGES"]
     counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
     if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
@@ -146,6 +182,14 @@ def launchable(entry: dict, like: Config, source: str) -> Config:
     return config
 
 
-def measured_on(entry, kernel: str) -> bool:
-    """Whether an entry is of this code of its kernel, given as its hash, and of this Triton."""
-    return (entry["kernel"], entry["triton"]) == (kernel, triton.__version__)
+def write_table(file: Path, table: dict) -> None:
+    """Write a table as readable JSON, in one step."""
+    part = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        part.replace(file)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise

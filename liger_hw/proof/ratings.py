@@ -139,28 +139,36 @@ def _ahead(launch: Launch, device) -> int:
 
 
 def candidates(launch: Launch) -> dict[str, Launch]:
-    """The launch with each neighbour of its configuration that changes code or grid, by what it changes.
-
-    A row that is one block stays one, and one that is walked is: the other may be another kernel's. No block is so wide
-    that half of it is empty.
-    """
+    """The launch with each neighbour of its configuration that changes code or grid, by what it changes."""
     names = ("meta", "num_warps", "num_stages", "programs")
     config = Config(**{name: launch.config[name] for name in names}, device=DEVICES[launch.arch])
     found = {}
     for near in tuning.neighbours(config):
-        if near.options(config.device).keys() != config.options(config.device).keys():
-            continue  # an option of one compiler: the tuner's to measure
-        options = launch.options | {"num_warps": near.num_warps}
-        made = replace(
-            launch,
-            constants=launch.constants | near.meta,
-            options=options,
-            config=near.to_json() | {"source": "neighbour", "key": launch.config["key"]},
-        )
-        cols = launch.constants.get("cols", math.inf)
-        if compiled.walks(made) == compiled.walks(launch) and near.meta.get("COLS", 0) < 2 * cols:
-            found[str((near.meta, near.num_warps, near.programs))] = made
+        # a knob is an option of one compiler, the tuner's to measure; num_stages changes none of these kernels
+        if not near.knobs and near.num_stages == config.num_stages and may_take(launch, near):
+            found[str((near.meta, near.num_warps, near.programs))] = launch_with(launch, near)
     return found
+
+
+def launch_with(launch: Launch, config: Config) -> Launch:
+    """The launch with another configuration of its kernel."""
+    return replace(
+        launch,
+        constants=launch.constants | config.meta,
+        options=launch.options | {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config=config.to_json() | {"source": config.source, "key": launch.config["key"]},
+    )
+
+
+def may_take(launch: Launch, config: Config) -> bool:
+    """Whether a configuration is in the space that is searched around a launch.
+
+    A row that is one block stays one, and one that is walked is: the other may be another kernel's. No block is so wide
+    that half of it is empty.
+    """
+    cols = launch.constants.get("cols", math.inf)
+    same_path = compiled.walks(launch_with(launch, config)) == compiled.walks(launch)
+    return same_path and config.meta.get("COLS", 0) < 2 * cols
 
 
 def _choices(uses: Iterable[Use]) -> list[list[Use]]:

@@ -1,0 +1,203 @@
+"""Build a model in shards, patch it and measure its steps, in one process."""
+
+import gc
+import os
+import time
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from liger_hw.bench import demo, training
+
+WARM_UP = 2  # steps before the first length, which compile; later lengths need one
+SECONDS = 20  # a length ends after this time, with at least one timed step
+
+
+def main(rank: int, world: int, cells: list[dict], folder: str, answers) -> None:
+    """Measure `cells`, which differ only in their length; send each answer through `answers`.
+
+    Args:
+        rank: this process's rank.
+        world: number of processes, one for each accelerator.
+        cells: lengths in ascending order, as `distributed.plan` makes them.
+        folder: an empty folder for the processes' rendezvous.
+        answers: a connection. An answer is the result of `_measure`, or {"error": reason}, which is the last one.
+    """
+    try:
+        _run(rank, world, cells, folder, answers)
+    except Exception as error:  # a library may fail on a model in any way; the driver ends the other processes
+        # NCCL's own allocations fail with an error of another type
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            answers.send({"error": "out of memory"})
+        else:
+            answers.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
+
+
+def _run(rank, world, cells, folder, answers):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    kind = torch.accelerator.current_accelerator()
+    if kind:
+        torch.accelerator.set_device_index(rank)
+        device = torch.device(kind.type, rank)
+    else:
+        torch.set_num_threads(max(1, os.cpu_count() // world))
+        device = torch.device("cpu")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))  # DeepSpeed reads them
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device), init_method=f"file://{folder}/store", rank=rank, world_size=world,
+        device_id=device if kind else None,
+    )  # fmt: skip
+    trained = ENGINES[cells[0]["engine"]](cells, device)
+    for cell in cells:
+        answers.send(_measure(trained, cell, WARM_UP if cell is cells[0] else 1, device))
+
+
+@contextmanager
+def _parameters_on_meta():
+    """Build modules with parameters on meta within the block; buffers get values."""
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module, name, parameter):
+        if parameter is not None:
+            parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def _model(cells):
+    """Build the model of `cells`, patched by the provider, with activation checkpointing."""
+    from transformers import AutoModelForCausalLM
+
+    config = training.SETTINGS[cells[0]["model"]].model.configuration(max_position_embeddings=cells[-1]["seq"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    training.change(cells[0]["provider"], model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _initialise(shards, config, device):
+    """Fill this rank's shards, (name, shard, ndim of the parameter), with random values."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    for name, shard, ndim in shards:
+        if ndim > 1:
+            shard.normal_(0, config.initializer_range, generator=generator)
+        else:
+            shard.fill_(0 if name.endswith("bias") else 1)
+
+
+class FSDP2:
+    """Shard by torch's `fully_shard`: each decoder layer is a unit, the rest another.
+
+    Parameters, gradients and optimizer states are fp32. Layers compute in bf16 on an accelerator, in fp32 on a CPU.
+    """
+
+    def __init__(self, cells, device):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        with _parameters_on_meta():
+            model = _model(cells)
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
+        options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": precision}
+        for layer in model.base_model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        buffers = dict(model.named_buffers())
+        model.to_empty(device=device)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+            _initialise(((name, p.to_local(), p.ndim) for name, p in model.named_parameters()), model.config, device)
+        self.model = model
+        # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+    def step(self, ids):
+        """Make one optimizer step; return its loss, on the device."""
+        self.optimizer.zero_grad()
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def release(self):
+        """Free the gradients."""
+        self.optimizer.zero_grad()
+
+
+class ZeRO3:
+    """Shard by DeepSpeed's stage 3, with the precisions of `FSDP2`."""
+
+    def __init__(self, cells, device):
+        import deepspeed
+
+        dtype = compute_dtype(device)
+        config = {
+            "train_micro_batch_size_per_gpu": cells[0]["batch"], "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": dtype == torch.bfloat16}, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        deepspeed.init_distributed(dist_backend=dist.get_backend())
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
+            model = _model(cells)
+        shards = ((name, p.ds_tensor, len(p.ds_shape)) for name, p in model.named_parameters())
+        with torch.no_grad():
+            _initialise(shards, model.config, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        self.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(self, ids):
+        loss = self.model(input_ids=ids, labels=ids).loss
+        self.model.backward(loss)
+        self.model.step()
+        return loss.detach()
+
+    def release(self):
+        """Do nothing: DeepSpeed frees gradients in its step."""
+
+
+ENGINES = {"fsdp2": FSDP2, "zero3": ZeRO3}
+
+
+def compute_dtype(device) -> torch.dtype:
+    """Return the dtype of the layers' arithmetic."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _measure(trained, cell, warm_up, device) -> dict:
+    """Measure the seconds of timed steps, the loss of every step and the allocator's peak.
+
+    The peak is None on a CPU.
+    """
+    trained.release()
+    gc.collect()
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
+        torch.accelerator.empty_cache()  # memory that earlier lengths reserved
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    vocabulary = training.SETTINGS[cell["model"]].model.config["vocab_size"]
+    ids = torch.randint(vocabulary, (cell["batch"], cell["seq"]), generator=generator).to(device)
+    losses = [trained.step(ids) for _ in range(warm_up)]
+    if not on_cpu:
+        torch.accelerator.reset_peak_memory_stats()
+    seconds, longest = [], torch.zeros((), device=device)
+    while len(seconds) < cell["steps"] and longest.item() < SECONDS:
+        demo.synchronize(device)
+        start = time.perf_counter()
+        losses.append(trained.step(ids))
+        demo.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        longest.fill_(sum(seconds))
+        dist.all_reduce(longest, dist.ReduceOp.MAX)  # all ranks make the same number of steps
+    return {
+        "seconds": seconds, "losses": torch.stack(losses).tolist(),
+        "peak_bytes": None if on_cpu else torch.accelerator.max_memory_allocated(),
+        "reserved_bytes": None if on_cpu else torch.accelerator.max_memory_reserved(),
+    }  # fmt: skip

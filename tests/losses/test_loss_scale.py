@@ -1,0 +1,277 @@
+"""In fp16 under a loss scale every gradient is that of plain torch.
+
+fp16 holds nothing below 6e-8, and a gradient of logits divided by the rows of a batch is soon less: one that is made in
+the forward must not be lost before the scale arrives in the backward. Each loss runs in fp16 under scales up to 2^24
+and is held to float64, with the room that plain fp16 leaves, rows of large and of small gradients apart: a class that
+no label names has gradients a thousandth of the others'.
+
+The kernels run in the interpreter, or at a batch's real size on an accelerator.
+"""
+
+import pytest
+import torch
+from test_own_losses import DPO
+from torch.nn.functional import linear, log_softmax
+
+import liger_hw
+from liger_hw import use_backend
+from liger_hw._triton import interpreting
+from liger_hw.dispatch import widen
+from liger_hw.losses.distillation import SOFT_LOSSES
+from liger_hw.losses.engine import logits_loss
+from liger_hw.losses.policy import OBJECTIVES
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
+
+SCALES = [2.0**k for k in (0, 8, 16, 24)]
+LARGE = not interpreting() and torch.accelerator.is_available()
+SEQUENCES, LENGTH, FEATURES, CLASSES = (8, 512, 64, 16384) if LARGE else (4, 2, 8, 67)
+MEMORY = 2**25 if LARGE else 2 * 3 * 72  # 1,024 rows of logits, or 3
+ITEMS = 2.0**22  # what "mean" divides by: gradients of logits of 2e-7 and less
+
+
+def head(device):
+    """Return hidden states and weight whose probabilities are 1 to 1e-8, and one token for each position."""
+    torch.manual_seed(0)
+    x, w = torch.randn(SEQUENCES, LENGTH, FEATURES), torch.randn(CLASSES, FEATURES) * 5 * FEATURES**-0.5
+    y = torch.randint(CLASSES // 2, (SEQUENCES, LENGTH))
+    y[0, 0] = -100
+    return *(t.to(device, torch.float16) for t in (x, w)), y.to(device)
+
+
+def rows(x, y):
+    return x.flatten(0, 1), y.flatten()
+
+
+def by_logits(function):
+    """Make a loss of the head's tensors of one of logits; the output layer is plain torch's in every run."""
+
+    def loss(x, w, y):
+        x, y = rows(x, y)
+        return function(linear(x, w), y)
+
+    return loss
+
+
+def by_rows(function):
+    def loss(x, w, y):
+        x, y = rows(x, y)
+        return function(x, w, y)
+
+    return loss
+
+
+def old_log_probs(x, w, y):
+    """Return log-probabilities near the policy's, the same in every run."""
+    exact = log_softmax(linear(x.detach().double(), w.detach().double()), -1).gather(-1, y.clamp(min=0)[..., None])
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x.device)
+    return (exact[..., 0] + 0.3 * noise).to(torch.promote_types(x.dtype, torch.float32)), noise
+
+
+def distil(x, w, y, **options):
+    generator = torch.Generator().manual_seed(2)
+    teacher = torch.randn(CLASSES, FEATURES, generator=generator).to(w.device, torch.float16).to(w.dtype)
+    x, y = rows(x, y)
+    options = {"soft_weight": 2.0**-18, "hard_weight": 2.0**-18, "chunk_memory": 2 * MEMORY} | options
+    return liger_hw.distillation_loss(x, w, x.detach(), teacher, y, **options).loss
+
+
+def policy(x, w, y, **options):
+    """Return the policy loss divided by ITEMS, by the function where it divides by a number of tokens."""
+    old, noise = old_log_probs(x, w, y)
+    divides = options["loss_type"] in ("dapo", "cispo", "vespo")
+    loss = liger_hw.policy_loss(
+        x, w, y.clamp(min=0), noise[:, 0].float(), y != -100, old_log_probs=old, ref_log_probs=old - 0.1,
+        num_items=ITEMS if divides else None, chunk_memory=MEMORY, **options,
+    ).loss  # fmt: skip
+    return loss if divides else loss / (ITEMS / y.numel())
+
+
+def pairs(x, w, y, **options):
+    options = {"average_log_prob": True, "label_smoothing": 0.1, "chunk_memory": MEMORY} | options
+    return liger_hw.preference_loss(x, w, y, **options).loss / 2.0**10
+
+
+def own_pairs(x, w, y):
+    ref = x.detach() / 2, w.detach()
+    if liger_hw.backends.forced() == "reference":
+        return pairs(x, w, y, beta=0.3, alpha=0.7, average_log_prob=False, label_smoothing=0.0, ref_x=ref[0],
+                     ref_weight=ref[1]) * 2.0**2  # fmt: skip
+    return DPO.apply(x, w, y, None, *ref, None, 1)[0] / 2.0**8
+
+
+def answers(x, w, y, **options):
+    preferred = torch.arange(SEQUENCES, device=x.device) % 2 == 0
+    return liger_hw.unpaired_preference_loss(x, w, y, preferred, chunk_memory=MEMORY, **options).loss / 2.0**10
+
+
+def divergence(op, probabilities=False, **options):
+    def loss(logits, y):
+        q = log_softmax(widen(logits), -1).to(logits.dtype)
+        p = log_softmax(widen(logits).detach().roll(1, 1), -1).to(logits.dtype)
+        q, p = (q.exp(), p.exp()) if probabilities else (q, p)
+        return getattr(liger_hw, op)(q, p, **options) / (ITEMS / 2.0**8)
+
+    return by_logits(loss)
+
+
+def cross_entropy(**options):
+    options = {"num_items": ITEMS} | options
+    return by_logits(lambda logits, y: liger_hw.cross_entropy(logits, y, **options).sum())
+
+
+def fused_cross_entropy(**options):
+    options = {"num_items": ITEMS, "chunk_memory": MEMORY} | options
+    return by_rows(lambda x, w, y: liger_hw.fused_linear_cross_entropy(x, w, y, **options).sum())
+
+
+def selected(x, w, y, **options):
+    out = liger_hw.fused_linear_selective_log_softmax(x, w, y, return_entropy=True, chunk_memory=MEMORY, **options)
+    return (out.log_probs + 0.1 * out.entropy).sum() / ITEMS
+
+
+def square_of_logits(logits, y):
+    picked = log_softmax(widen(logits), -1).gather(1, y.clamp(min=0)[:, None])[:, 0]
+    return torch.where(y == -100, 0, picked.square()).sum() / ITEMS
+
+
+def by_token(log_probs, entropy, weights):
+    return (log_probs.square() + 0.1 * entropy) * weights, entropy
+
+
+def by_group(log_probs, entropy, groups):
+    return log_probs.sum((0, 2)).square().sum() / ITEMS
+
+
+PLAIN_OPTIONS = {"num_items": None, "reduction": "sum"}
+LOSSES = {
+    "cross_entropy": cross_entropy(),
+    "cross_entropy in place": cross_entropy(in_place=True),
+    "cross_entropy in place, sum": cross_entropy(in_place=True, **PLAIN_OPTIONS),
+    "cross_entropy in place, rows": cross_entropy(in_place=True, num_items=None, reduction="none"),
+    "cross_entropy in place, options": cross_entropy(
+        in_place=True, label_smoothing=0.1, lse_square_scale=1e-2, softcap=20.0, logit_scale=0.5
+    ),
+    "fused_linear_cross_entropy": fused_cross_entropy(),
+    "fused_linear_cross_entropy, sum": fused_cross_entropy(**PLAIN_OPTIONS),
+    "fused_linear_cross_entropy, mean": fused_cross_entropy(num_items=None),
+    "fused_linear_cross_entropy, rows": fused_cross_entropy(num_items=None, reduction="none"),
+    "fused_linear_cross_entropy, options": fused_cross_entropy(
+        label_smoothing=0.1, lse_square_scale=1e-2, softcap=20.0, logit_scale=0.5, use_token_scaling=True
+    ),
+    "selective_log_softmax": by_logits(lambda z, y: liger_hw.selective_log_softmax(z, y).sum() / ITEMS),
+    "selective_log_softmax in place": by_logits(
+        lambda z, y: liger_hw.selective_log_softmax(z, y, in_place=True).sum() / ITEMS
+    ),
+    "fused_linear_selective_log_softmax": by_rows(selected),
+    "jsd": divergence("jsd"),
+    "reverse KL": divergence("jsd", beta=1.0),
+    "kl_div": divergence("kl_div", log_target=True, reduction="batchmean"),
+    "tvd": divergence("tvd", probabilities=True),
+    "logits_loss": by_rows(lambda x, w, y: logits_loss(square_of_logits, x, w, None, (y,), MEMORY, 1)),
+    "token_loss": by_rows(
+        lambda x, w, y: liger_hw.token_loss(
+            by_token, x, w, y, None, (torch.full_like(y, 1 / ITEMS, dtype=torch.float32),), with_entropy=True,
+            chunk_memory=MEMORY,
+        )[0]
+    ),
+    "sequence_loss": lambda x, w, y: liger_hw.sequence_loss(by_group, x, w, y, chunk_memory=MEMORY)[0],
+    "multi_token_loss": lambda x, w, y: liger_hw.multi_token_loss(
+        [x, x], w, y, head_weights=(2.0**-18, 2.0**-19), chunk_memory=MEMORY
+    ).loss,
+    "a preference loss of one's own": own_pairs,
+    "GSPO": lambda x, w, y: policy(x, w, y, loss_type="grpo", importance_sampling_level="sequence"),
+    **{f"distillation, {k}": lambda x, w, y, k=k: distil(x, w, y, soft_loss=k) for k in SOFT_LOSSES},
+    **{f"policy, {k}": lambda x, w, y, k=k: policy(x, w, y, loss_type=k) for k in OBJECTIVES},
+    **{f"pairs, {k}": lambda x, w, y, k=k: pairs(x, w, y, loss_type=k) for k in PAIR_LOSSES},
+    **{f"answers, {k}": lambda x, w, y, k=k: answers(x, w, y, loss_type=k) for k in UNPAIRED_LOSSES},
+}  # fmt: skip
+
+
+def gradients(loss, tensors, scale, dtype, backend):
+    x, w, y = tensors
+    x, w = (t.detach().to(dtype).requires_grad_() for t in (x, w))
+    with use_backend(backend):
+        (loss(x, w, y) * scale).backward()
+    return x.grad.flatten(0, -2), w.grad
+
+
+def hold(exact, plain, ours, what, groups=4):
+    """Hold rows of like size to the parity rule; a rounding of what is below 6e-5 is one of fp16's smallest number.
+
+    Where plain torch's gradient of logits overflows and the gradient itself does not, ours may be finite, and right.
+    """
+    eps, least, largest = torch.finfo(torch.float16).eps, 2.0**-24, 65520.0
+    overflows, fits = exact.abs() > largest * (1 + 4 * eps), exact.abs() < largest * (1 - 4 * eps)
+    assert not ours[overflows].isfinite().any(), f"{what}: finite where fp16 overflows"
+    assert ours[fits & plain.isfinite()].isfinite().all(), f"{what}: not finite where plain torch is"
+    for group in exact.abs().amax(-1).argsort(descending=True).chunk(groups):
+        e, p, o = (t[group].double() for t in (exact, plain, ours))
+        both, alone = p.isfinite() & o.isfinite(), ~p.isfinite() & o.isfinite()
+        assert ((o - e)[alone].abs() <= 8 * eps * e.abs().max()).all(), f"{what}: wrong where plain torch overflows"
+        if not both.any():
+            continue
+        e, p, o = e[both], p[both], o[both]
+        for name, norm in (("worst", lambda t: t.abs().max()), ("rms", lambda t: t.square().mean().sqrt())):
+            room = 2 * (norm(p - e) + max(eps * norm(e), least))
+            error = norm(o - e)
+            assert error <= room, f"{what}: {name} error {error:.3g}, allowed {room:.3g}, of gradients of {norm(e):.3g}"
+
+
+def check(name, backend, device):
+    loss, tensors = LOSSES[name], head(device)
+    exact = gradients(loss, tensors, 1.0, torch.float64, "reference")
+    for scale in SCALES:
+        plain = gradients(loss, tensors, scale, torch.float16, "reference")
+        ours = gradients(loss, tensors, scale, torch.float16, backend)
+        for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
+            hold(e * scale, p, o, f"{name}, scale {scale:g}, gradient of {tensor}")
+
+
+# In the interpreter each way from the logits to the gradients once: the formulas above it are the same torch.
+WAYS = (
+    "cross_entropy in place", "cross_entropy in place, rows", "cross_entropy in place, options",
+    "fused_linear_cross_entropy, sum", "fused_linear_cross_entropy, rows", "fused_linear_cross_entropy, options",
+    "selective_log_softmax in place", "jsd", "tvd", "logits_loss", "token_loss", "GSPO", "distillation, jsd",
+    "distillation, reverse_kl", "distillation, cosine", "answers, kto",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES if LARGE else WAYS)
+def test_with_kernels(name, backend, device):
+    check(name, backend, device)
+
+
+IN_CHUNKS = [name for name in LOSSES if name.split()[0] not in ("cross_entropy", "jsd", "reverse", "kl_div", "tvd")]
+
+
+@pytest.mark.parametrize("name", IN_CHUNKS)
+@pytest.mark.skipif(interpreting() or LARGE, reason="chunks by autograd run on a CPU without the interpreter")
+def test_by_autograd(name):
+    check(name, None, "cpu")
+
+
+@pytest.mark.skipif(interpreting(), reason="what autocast does is no kernel's")
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "token_loss", "a preference loss of one's own"])
+def test_fp16_by_autocast(name):
+    """Parameters in fp32 get their gradients through the same casts as plain torch's."""
+    device = torch.accelerator.current_accelerator().type if LARGE else "cpu"
+    loss, (x, w, y) = LOSSES[name], head(device)
+    exact = gradients(loss, (x, w, y), 1.0, torch.float64, "reference")
+    with torch.autocast(device, dtype=torch.float16):
+        plain, ours = (gradients(loss, (x, w, y), 2.0**16, torch.float32, backend) for backend in ("reference", None))
+    for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
+        assert o.dtype == torch.float32
+        hold(e * 2.0**16, p, o, f"{name} under autocast, gradient of {tensor}")
+
+
+@pytest.mark.skipif(interpreting(), reason="compiled graphs run no interpreter")
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "jsd", "kl_div"])
+def test_fp16_compiled(name):
+    device = torch.accelerator.current_accelerator().type if LARGE else "cpu"
+    loss, tensors = LOSSES[name], head(device)
+    exact = gradients(loss, tensors, 1.0, torch.float64, "reference")
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    plain = gradients(loss, tensors, 2.0**16, torch.float16, "reference")
+    ours = gradients(compiled, tensors, 2.0**16, torch.float16, None)
+    for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
+        hold(e * 2.0**16, p, o, f"{name} compiled, gradient of {tensor}")

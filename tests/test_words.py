@@ -1,0 +1,111 @@
+"""Check the plain words of CONTRIBUTING.md in everything that people read."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+UNFINISHED = {  # rooms whose text does not keep the rules yet
+    "liger_hw/chunked_loss", "liger_hw/kernels", "liger_hw/losses", "liger_hw/patching", "liger_hw/proof/compiled.py",
+    "liger_hw/proof/crosscompile.py", "liger_hw/proof/doctor.py", "liger_hw/proof/resources.py",
+    "liger_hw/proof/ratings.py", "liger_hw/stand_in", "liger_hw/transformers",
+}  # fmt: skip
+SOURCES = [
+    file
+    for folder in ("liger_hw", "examples", "tools", "ci")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if not any((ROOT / room == file or ROOT / room in file.parents) for room in UNFINISHED)
+]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+RIDDLES = re.compile(
+    r"\b(whatever|whichever|whoever|whence|thereof|somebody|the ones? that|comes? with|came with|hands? on|stands? for|"
+    r"made again|whose turn|plain's|(gave|gives|return) (its|their) bits|"
+    r"what (?!to )\w+ (is|are|was|were|does|do|did))\b",
+    re.IGNORECASE,
+)
+NO_IMPERATIVE = re.compile(
+    r"(A|All|An|As|At|Each|Every|For|How|If|In|Its|No|None|Of|One|Or|So|Some|The|Their|What|When|Where|Whether|Which|Why)\b"
+)
+WORDS = 15
+
+
+def docstrings(tree):
+    """Yield every documented node of `tree` with its docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if text := ast.get_docstring(node):
+                yield node, text
+
+
+def faults(source: str) -> list[str]:
+    """List the broken rules of a Python file, with line numbers."""
+    lines, tree = [], ast.parse(source)
+    for node, text in docstrings(tree):
+        first, place = text.splitlines()[0], f"line {getattr(node, 'lineno', 1)}"
+        if len(first.split()) > WORDS:
+            lines.append(f"{place}: the docstring's first line has more than {WORDS} words: {first}")
+        if not first.endswith("."):
+            lines.append(f"{place}: the docstring's first line does not end with a period: {first}")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and NO_IMPERATIVE.match(first):
+            lines.append(f"{place}: the docstring's first line is no imperative: {first}")
+    texts = [(node.lineno, node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    texts += [
+        (token.start[0], token.string)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    return lines + [
+        f"line {line}: {riddle[0]!r} in: {text[:100]!r}"
+        for line, text in texts
+        if isinstance(text, str) and (riddle := RIDDLES.search(text))
+    ]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_sources(file):
+    assert not faults(file.read_text())
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_pages(file):
+    riddles = [f"line {i}: {match[0]!r}" for i, line in enumerate(file.read_text().splitlines(), 1)
+               for match in RIDDLES.finditer(line)]  # fmt: skip
+    assert not riddles
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_and_file_names(file):
+    text = file.read_text()
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (file.parent / path).resolve() if path else file
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    for name in re.findall(r"`((?:liger_hw|tests|tools|docs|ci|benchmarks|examples)/[\w/.-]*)`", text):
+        example = "sigmoid_gate" in name  # the op that CONTRIBUTING.md adds
+        assert example or (ROOT / name).exists(), name
+    files = {
+        path.name for room in ("liger_hw", "tests", "tools", "examples", "ci") for path in (ROOT / room).rglob("*.py")
+    }
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert name in files, name
+
+
+def test_the_check_sees_every_fault():
+    source = '''
+def f():
+    """What comes of it, for whatever reason, and
+    more."""
+    raise ValueError("somebody did it")  # the one that
+'''
+    assert len(faults(source)) == 5  # no period, no imperative, three riddles
