@@ -30,7 +30,7 @@ def progress(console=None):
 
 
 class _Lines:
-    """A progress bar of rich's where no terminal shows it: a line on stderr now and then.
+    """Print a line of progress now and then where no terminal shows a bar.
 
     It has the methods of `rich.progress.Progress` that are used here; all else is that bar's own.
     """

@@ -1,4 +1,4 @@
-"""Train mini models of every family of liger-kernel's list, unpatched and patched, and compare what they become.
+"""Train mini models of liger-kernel's families, unpatched and patched, and compare them.
 
     make converge                             # or: python tools/converge.py --report benchmarks/converge-h100
     python tools/converge.py llama gemma2     # some model types
@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def families():
-    """(model type, class name) of the families, as transformers' auto classes list them."""
+    """Return (model type, class name) of the families, from transformers' auto classes."""
     import zoo
 
     from liger_hw.transformers.families import FAMILIES, MODEL_TYPES
@@ -39,7 +39,7 @@ def families():
 
 
 def train(model, inputs, **more):
-    """Train `model`; its losses, log-probabilities of every token after the last step, and weights."""
+    """Train `model`; return its losses, last log-probabilities and weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
@@ -59,7 +59,7 @@ def train(model, inputs, **more):
 
 
 def distances(found, expected):
-    """How far apart two trainings are: the largest difference of a loss and of a likely token, the norm of weights."""
+    """Return how far apart two trainings are in losses, likely tokens and weights."""
     likeliest = expected["log-probabilities"].topk(LIKELIEST).indices
     tokens = (r["log-probabilities"].gather(-1, likeliest) for r in (found, expected))
     return {
@@ -74,7 +74,7 @@ def _largest(x):
 
 
 def compare(model_type, cls, dtype, device, dropout=0.0, patch=None):
-    """One row of the result, a dictionary; "shares" are of what is allowed, above 1 a difference.
+    """Return one row of the result; a share above 1 in "shares" is a difference.
 
     Args:
         dtype: a key of `DTYPES`.
@@ -124,12 +124,12 @@ def _move(model, eps):
 
 
 def worst(row):
-    """The largest share of what is allowed; 0 where the model was left out."""
+    """Return the largest share of what is allowed; 0 where the model was left out."""
     return max((share for of in row.get("shares", {}).values() for share in of.values()), default=0.0)
 
 
 def table(rows):
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = ["| model | dtype | attention dropout | loss | worst share of what is allowed: without logits, with |",
              "|---|---|---|---|---|"]  # fmt: skip
     for row in rows:

@@ -119,7 +119,7 @@ LAST = 10  # steps whose losses are the result: that of one step is of one batch
 
 
 def final_loss(run: Run) -> tuple[float, float]:
-    """The mean loss of a run's last steps, and the standard deviation from batch to batch."""
+    """Return the mean loss of the last steps and its standard deviation over batches."""
     losses = torch.tensor(run.losses[-LAST:], dtype=torch.float64)
     return losses.mean().item(), losses.std().item() if len(losses) > 1 else 0.0
 

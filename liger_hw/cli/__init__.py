@@ -25,7 +25,7 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has enough: `liger-hw patch-report llama | head`
+    except BrokenPipeError:  # the reader of the output has enough: `liger-hw patch-report llama | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 0
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:

@@ -52,7 +52,7 @@ def _names_a_model(name: str) -> bool:
 
 
 def _run_model(args) -> int | None:
-    """Compare each kernel with the class that it replaces; end with 1 where one breaks the rule."""
+    """Compare each kernel with the class that it replaces; return 1 if one fails."""
     console.require("transformers")
     from liger_hw.proof import models
 

@@ -1,4 +1,4 @@
-"""What `liger-hw doctor MODEL` does: run, on this machine, each kernel beside the class of the model that it replaces.
+"""Run each kernel beside the class of a model that it replaces: `liger-hw doctor MODEL`.
 
 A probe of `patch` compares the class with the op's reference, in small widths on the CPU. Here the class and its
 replacement run with the model's own widths where the model would run, on the same random weights and inputs, forward
@@ -30,7 +30,7 @@ HEADER = ["", "class", "replaced by", "runs as", "dtype", "forward", "gradients"
 
 
 def compare(model: str, device: torch.device, trust_remote_code=False, say=lambda line: None):
-    """Yield a dictionary for each kind of module that `liger_hw.patch` replaces in `model`, and each dtype.
+    """Yield a row for each kind of module that patching replaces, and each dtype.
 
     Its keys: "class", "op", "by" (the implementation that runs here), "dtype", "forward" and "gradients" (the largest
     difference as a share of the largest value, 0.0 where every bit agrees, None where nothing was compared), "error"
@@ -61,7 +61,7 @@ def compare(model: str, device: torch.device, trust_remote_code=False, say=lambd
 
 
 def implementation(op, device, dtype=torch.float32) -> str:
-    """The implementation of an op that serves `device` here."""
+    """Return the name of the implementation that serves `device` here."""
     name = dispatch.OPS[op].choose(device, dtype)
     return f"{name}, interpreted" if name != "reference" and interpreting() else name
 
@@ -93,7 +93,7 @@ def _compared(module, match, dtype, device):
 
 
 class _Skipped(Exception):
-    """Why a module is not compared."""
+    """Say why a module is not compared."""
 
 
 def _leaf(x, device):
@@ -102,7 +102,7 @@ def _leaf(x, device):
 
 
 def _apart(found, expected):
-    """The largest difference as a share of the largest value."""
+    """Return the largest difference as a share of the largest value."""
     shares = [
         ((f.double() - e.double()).abs().max() / e.double().abs().max().clamp(min=1e-30)).item()
         for f, e in zip(found, expected)
@@ -112,7 +112,7 @@ def _apart(found, expected):
 
 
 def _functions(module, match, dtype, device, generator):
-    """Yield (the class's function for float64, for `dtype`, the replacement, their inputs, how many outputs)."""
+    """Yield (the class's function for float64, for `dtype`, the replacement, inputs, output count)."""
 
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
@@ -195,7 +195,7 @@ def _floats(inputs, device):
 
 
 def _call(module, names, fixed, weights):
-    """A function of the floating point inputs: a call of the module with these weights."""
+    """Return a function of the floating point inputs that calls the module with these weights."""
 
     def call(*floats):
         given = iter(floats)
@@ -206,7 +206,7 @@ def _call(module, names, fixed, weights):
 
 
 def _candidates(module, match, random):
-    """Inputs that a module of this kind may take, until one is taken."""
+    """Yield inputs that a module of this kind may take."""
     sizes = dict.fromkeys(itertools.chain.from_iterable(tuple(p.shape)[::-1] for p in module.parameters()))
     for width in [*sizes, WIDTH]:
         if match.kind == "gated_norm":
@@ -222,12 +222,12 @@ def _candidates(module, match, random):
 
 
 def failures(rows) -> list[str]:
-    """What the rule found wrong, in words."""
+    """Return the failures as text."""
     return [f"{row['class']} in {row['dtype']}: {row['error']}" for row in rows if row["error"]]
 
 
 def table_rows(rows) -> list[list[str]]:
-    """The rows as cells, without a header."""
+    """Return the rows as cells, without a header."""
     return [
         ["WRONG" if row["error"] else "", row["class"], row["op"], row["by"], row["dtype"],
          row["skipped"] or _shown(row["forward"]), "" if row["skipped"] else _shown(row["gradients"])]
@@ -240,7 +240,7 @@ def _shown(share):
 
 
 def advice(device) -> list[str]:
-    """What a run here does not tell."""
+    """Return lines on the limits of a run on this device."""
     if device.type != "cpu" or interpreting() and backends.forced():
         return []
     return ["no accelerator is here: what ran is the definition of each op in plain torch, and not a kernel. Run this "

@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _own_temporary_folder(folder: Path) -> Path:
-    """Make `folder`, where every user may write; return another one where somebody else could have made it."""
+    """Make `folder` for this user alone, or return another where that fails."""
     try:
         if not os.path.lexists(folder):
             folder.mkdir(mode=0o700)
@@ -68,7 +68,7 @@ def read_own(file: Path) -> str:
 
     Raises:
         OSError: it is absent or unreadable; no regular file, as reading a pipe may wait for ever; larger than
-            `LARGEST_FILE`; or neither of this user, nor of root or whoever installed this library.
+            `LARGEST_FILE`; or neither of this user, nor of root, nor of the user who installed this library.
     """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
