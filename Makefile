@@ -5,6 +5,8 @@
 # make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all 16
 # make interpret   run the kernels' tests in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: for one GPU
 # make mutants     plant mistakes in kernels; their tests must fail
+# make fuzz        run random programs on tiny models, plain and patched; LIGER_HW_FUZZ=10000 sets how many
+# make converge    train mini models of every family of liger-kernel's list, plain and patched, and compare
 # make lint        check style and format
 # make versions    test models and trainers on the oldest and the newest transformers; ARGS="--all": on all
 # make trl         test losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
@@ -38,7 +40,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile interpret mutants lint versions trl clean
+.PHONY: setup demo test models compile interpret fuzz converge mutants lint versions trl clean
 
 setup: $(READY)
 
@@ -66,6 +68,12 @@ compile: $(READY)
 
 interpret: $(READY)
 	$(INTERPRET) $(ARGS)
+
+fuzz: $(READY)
+	$(RUN) tests/fuzz/run.py $(ARGS)
+
+converge: $(READY)
+	$(RUN) tools/converge.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

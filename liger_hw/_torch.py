@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "PLAIN", "TorchDispatchMode", "autograd_records", "dispatch_modes", "grouped_mm", "has_global_module_hooks",
-    "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks", "traced", "transforms_active",
+    "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
+    "transforms_active",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -56,6 +57,11 @@ def saved_tensors_hooks():
 def grouped_mm():
     """Return torch's grouped matrix product, public or not yet."""
     return getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+def saved_tensors_may_change():
+    """Tell whether the program is within torch.autograd.graph.allow_mutation_on_saved_tensors."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
 @functools.cache

@@ -237,9 +237,12 @@ def test_demo_end_to_end(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
     assert "rms_norm" in patched.patched and "swiglu" in patched.patched
 
     shown = capsys.readouterr().out
-    words = "final loss", "tokens/s", "peak memory of a step", "peak memory of the loss alone", "backend: cpu", "CPU"
+    words = "mean loss of last 5 steps", "their standard deviation", "tokens/s, median round", "peak memory of a step"
+    words += "peak memory of the loss alone", "backend: cpu", "CPU", "No kernel ran"
     assert all(word in shown for word in words)
+    assert demo.final_loss(plain)[0] == pytest.approx(sum(plain.losses) / 5)
     page = (tmp_path / "report" / "report.html").read_text()
+    assert "No kernel ran" in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "<script" not in page and "url(" not in page
     pictures = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
     files = [(tmp_path / "report" / name).read_bytes() for name in ("loss.png", "bars.png")]
@@ -309,3 +312,26 @@ def test_peak_memory_is_the_allocators():
     assert peak(function, torch.device("cpu")) == 2 * 2**22
     kept = torch.ones(2**20)
     assert peak(lambda: kept.add_(1), torch.device("cpu")) < 2**16
+
+
+def test_python_m_liger_hw_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "liger_hw", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("liger_hw ")
+
+
+def test_a_reader_that_has_enough_ends_it_quietly():
+    """`liger-hw info | head -1`."""
+    command = [sys.executable, "-m", "liger_hw", "info", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "BrokenPipe" not in process.stderr.read() and process.wait() == 0
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0)
+    with console.progress() as progress:
+        task = progress.add_task("shapes", total=3, note="")
+        progress.update(task, note="rms_norm")
+        progress.advance(task)
+    assert capsys.readouterr().err == "shapes: 0/3  rms_norm\nshapes: 1/3  rms_norm\n"

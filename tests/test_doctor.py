@@ -1,4 +1,9 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -126,9 +131,47 @@ def test_a_gpu_that_is_not_as_expected(monkeypatch, tmp_path, capsys):
     assert "liger-hw tune swiglu --contribute" in shown and "an issue with it attached is welcome" in shown
 
 
+@pytest.mark.parametrize("name, sheet", [("NVIDIA H100 80GB HBM3", 3352), ("NVIDIA H100 PCIe", 2039),
+                                         ("NVIDIA H200", 4800), ("", 4800), ("NVIDIA H999", 0)])  # fmt: skip
+def test_cards_of_one_architecture_have_their_own_rates(name, sheet, monkeypatch, tmp_path, capsys):
+    card = H200.with_facts(name=name)
+    moved = a_gpu(monkeypatch, card, 0.85 * (sheet or 1000) * 1e9, 2)
+    seconds = moved / (0.8 * (sheet or 1000) * 1e9)
+    monkeypatch.setattr("liger_hw.bench.measure.Clock.seconds", lambda self, f: seconds)
+    assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0
+    checks = {check["what"]: check for check in report(tmp_path)["checks"]}
+    assert "DIFFERS" not in capsys.readouterr().out and ("copy rate" in checks) == bool(sheet)
+    assert not sheet or f"60% of {sheet} GB/s" in checks["copy rate"]["expected"]
+    assert checks["spills of 1 kernels"]["found"] == "at most 2, in 1 kernels"
+
+
+def test_interrupted_it_says_what_was_done_and_leaves_nothing(tmp_path):
+    """In a process of its own, as the terminal's Ctrl-C goes to each of its processes."""
+    command = [
+        sys.executable,
+        "-m",
+        "liger_hw.cli",
+        "doctor",
+        "swiglu",
+        "rope",
+        "layer_norm",
+        "rms_norm",
+        "--report",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+    first = process.stdout.readline()  # of many ops
+    os.killpg(process.pid, signal.SIGINT)
+    shown, said = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in said and "leaked" not in said, said
+    assert "cases of its kernels passed" in first and "ops were checked" in shown and "report: " in shown, shown
+    assert report(tmp_path)["interrupted"].startswith("interrupted: ")
+
+
 def test_a_process_that_crashes_is_one_failure(monkeypatch):
     class Pool:
-        def __init__(self, workers, context):
+        def __init__(self, workers, context, *initializer):
             self.alone = workers == 1
 
         def __enter__(self):

@@ -115,6 +115,15 @@ class Comparison:
         return self.settings["batch"] * self.settings["seq"] / median(run.step_seconds)
 
 
+LAST = 10  # steps whose losses are the result: that of one step is of one batch, which may be an outlier
+
+
+def final_loss(run: Run) -> tuple[float, float]:
+    """Return the mean loss of the last steps and its standard deviation over batches."""
+    losses = torch.tensor(run.losses[-LAST:], dtype=torch.float64)
+    return losses.mean().item(), losses.std().item() if len(losses) > 1 else 0.0
+
+
 def difference(one: Run, other: Run) -> list[float]:
     """Return the absolute difference of two runs' losses at every step."""
     return [abs(a - b) for a, b in zip(one.losses, other.losses)]

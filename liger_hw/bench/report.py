@@ -4,7 +4,7 @@ import base64
 import html
 from pathlib import Path
 
-from liger_hw.bench.demo import PATCHED, PEER, PLAIN, Comparison, difference
+from liger_hw.bench.demo import LAST, PATCHED, PEER, PLAIN, Comparison, difference, final_loss
 
 COLOURS = {PLAIN: "#8b93a1", PATCHED: "#e4572e", PEER: "#3d7ea6"}
 MiB = 2**20
@@ -29,14 +29,19 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
     return [
         ["", *(run.name for run in comparison.runs), *(f"{patched.name} / {other.name}" for other in others)],
-        ["final loss", *(f"{run.losses[-1]:.4f}" for run in comparison.runs), *("" for _ in others)],
+        [
+            f"mean loss of last {min(LAST, len(plain.losses))} steps",
+            *(f"{final_loss(run)[0]:.4f}" for run in comparison.runs),
+            *("" for _ in others),
+        ],
+        ["their standard deviation", *(f"{final_loss(run)[1]:.4f}" for run in comparison.runs), *("" for _ in others)],
         [
             "greatest difference of the loss",
             "",
             *(f"{max(difference(plain, run)):.1e}" for run in comparison.runs[1:]),
             *("" for _ in others),
         ],
-        line("tokens/s", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
+        line("tokens/s, median round", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
         line("peak memory of a step", lambda run: run.step_bytes, size),
         line("peak memory of the loss alone", lambda run: run.loss_bytes, size),
     ]
@@ -54,6 +59,17 @@ def facts(comparison: Comparison) -> dict[str, str]:
     }
 
 
+def caution(comparison: Comparison) -> str:
+    """Return a warning that no kernel ran, or an empty text."""
+    machine = comparison.machine
+    if not machine["device"].startswith("CPU") or "(forced)" in machine["backend"]:
+        return ""
+    return (
+        "No kernel ran: on a CPU the ops are their definitions in plain torch. Speed and memory here are not those of "
+        "a GPU; the loss without logits saves its memory on both."
+    )
+
+
 def show(comparison: Comparison, console) -> None:
     """Print the table to a `rich.console.Console`."""
     from rich.table import Table
@@ -68,6 +84,8 @@ def show(comparison: Comparison, console) -> None:
     console.print(table)
     for name, value in facts(comparison).items():
         console.print(f"{name}: [bold]{value}[/bold]", highlight=False)
+    if caution(comparison):
+        console.print(caution(comparison), highlight=False)
 
 
 def pictures_style():
@@ -121,7 +139,7 @@ def _bar_figure(comparison, pyplot):
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
     figure.get_layout_engine().set(wspace=0.1)
     panels = (
-        ("Tokens per second", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
+        ("Tokens per second, median", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
         ("Peak memory of a step", lambda run: run.step_bytes, size),
         ("Peak memory of the loss alone", lambda run: run.loss_bytes, size),
     )
@@ -173,7 +191,7 @@ def write(comparison: Comparison, folder: Path) -> Path:
 plain and patched.{"" if comparison.complete else " Interrupted before its last step."}</p>
 <table><tr>{"".join(f"<th>{html.escape(cell)}</th>" for cell in header)}</tr>{table}</table>
 <h2>Loss</h2>{pictures[0]}
-<h2>Speed and memory</h2>{pictures[1]}
+<h2>Speed and memory</h2>{f"<p>{caution(comparison)}</p>" if caution(comparison) else ""}{pictures[1]}
 <h2>The run</h2>
 {definitions(about | {name: str(comparison.settings[name]) for name in ("text", "order", "warm-up steps")})}
 <h2>Replaced modules</h2>

@@ -1,6 +1,7 @@
 """Parse the command line of `liger-hw`: one file for each command."""
 
 import argparse
+import os
 import sys
 
 import torch
@@ -18,10 +19,15 @@ def main(argv=None) -> int:
     args = _parser().parse_args(argv)
     load_all()
     try:
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of the output has enough: `liger-hw patch-report llama | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 0
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
         print(f"liger-hw {args.command}: {error}", file=sys.stderr)
         return 2

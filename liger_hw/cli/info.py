@@ -110,10 +110,14 @@ def _show(facts: dict) -> str:
               f"first-use tuning: {'on' if facts['autotune'] else 'off'}"]  # fmt: skip
     rows = []
     for about in facts["devices"]:
+        if about["configured_as"]["vendor"] == "cpu":
+            lines.append(f"{about['device']}: no accelerator")
+            continue
         rows.append([about["device"], *_facts(about["detected"])])
         if about["configured_as"] != about["detected"]:
             rows.append(["  configured as", *_facts(about["configured_as"])])
-    lines += ["", console.table(["device", *FACTS], rows)]
+    if rows:
+        lines += ["", console.table(["device", *FACTS], rows)]
     shown = []
     for about in facts["devices"]:
         content = {key: about[key] for key in ("configured_as", "ops", "configurations")}

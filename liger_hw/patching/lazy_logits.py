@@ -427,7 +427,13 @@ def _derived(func, logits, args, kwargs):
 # The graph ------------------------------------------------------------------------------------------------------------
 
 
-class HeadFunction(Function):
+class FunctionOfLazyLogits(Function):
+    """A function on the way from a head to its loss, which ordinary logits do without."""
+
+    instead = ADVICE
+
+
+class HeadFunction(FunctionOfLazyLogits):
     """F.linear(hidden, weight, bias) as `LazyLogits`."""
 
     @staticmethod
@@ -460,7 +466,7 @@ class HeadFunction(Function):
         )
 
 
-class StepFunction(Function):
+class StepFunction(FunctionOfLazyLogits):
     """One more step."""
 
     @staticmethod
@@ -497,7 +503,7 @@ class StepFunction(Function):
         return grad, None
 
 
-class StandIn(Function):
+class StandIn(FunctionOfLazyLogits):
     """The values of a tensor, as the output of a leaf that has its shape and no memory."""
 
     @staticmethod
@@ -509,7 +515,7 @@ class StandIn(Function):
         return grad, None
 
 
-class FusedFunction(Function):
+class FusedFunction(FunctionOfLazyLogits):
     """What a fused op computes of the operands of lazy logits, in a graph of its own.
 
     Args:

@@ -17,8 +17,8 @@ import threading
 
 import torch
 
-from liger_hw._torch import has_global_module_hooks, is_plain
-from liger_hw.checks import refuse
+from liger_hw._torch import has_global_module_hooks, is_plain, saved_tensors_may_change, transforms_active
+from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, fuse, scale_and_softcap
@@ -81,6 +81,7 @@ def causal_lm_loss(
     lazy = _fits_fused_loss(logits)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
     options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if kwargs.get(name) is not None}
+    fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # of others `original` takes fp32 logits
     if not fits or targets.dtype != torch.int64 or not (lazy or fused_ce or options):
         if isinstance(logits, TracedLogits):
             logits = logits.compute()
@@ -177,6 +178,7 @@ def _only_multiplies(head):
     """Whether calling `head` is F.linear of its weight and bias, and nothing else looks on.
 
     Hooks may look at logits, or bring the weight (offloading, ZeRO-3); those of FSDP2, which gather it, are known.
+    Torch cannot copy logits without memory for a graph whose tensors may be written to.
     """
     hooks = [
         *head._forward_hooks.values(), *head._forward_pre_hooks.values(),
@@ -187,6 +189,8 @@ def _only_multiplies(head):
         and not hasattr(head, "parametrizations")
         and all(_is_of_fsdp2(hook) for hook in hooks)
         and not has_global_module_hooks()
+        and not saved_tensors_may_change()
+        and not transforms_active()  # of torch.func, which takes other autograd functions
     )
 
 
@@ -206,6 +210,7 @@ class HeadMatch(Match):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
             computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+            computes_alike &= hidden.dtype in KERNEL_DTYPES  # of others Hugging Face's loss takes fp32 logits
             if not computes_alike or not is_plain(hidden, weight, self.bias) or hidden.numel() == 0:
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole

@@ -25,6 +25,17 @@ def patch_report(model, trust_remote_code=False, on_step=lambda step: None, **fl
         (the model's class name, the `Summary` of `liger_hw.patch`).
 
     Raises:
+        ValueError: as `build_without_weights`.
+    """
+    built = build_without_weights(model, trust_remote_code, on_step)
+    on_step(f"probing the {sum(1 for _ in built.modules())} modules of {type(built).__name__}")
+    return type(built).__name__, patch(built, **flags)
+
+
+def build_without_weights(model, trust_remote_code=False, on_step=lambda step: None):
+    """Build a model on the meta device from its configuration; arguments as `patch_report`.
+
+    Raises:
         ValueError: there is no such model type or folder, or transformers has no class of models for the
             configuration or cannot build one from it.
     """
@@ -33,13 +44,11 @@ def patch_report(model, trust_remote_code=False, on_step=lambda step: None, **fl
     on_step(f"building {config.model_type} without its weights")
     try:
         with torch.device("meta"):
-            built = _build(config, trust_remote_code)
+            return _build(config, trust_remote_code)
     except ValueError:
         raise
     except Exception as error:  # of the model's own code, of any kind
         raise ValueError(f"model: transformers cannot build {model} from this configuration: {error!r}") from error
-    on_step(f"probing the {sum(1 for _ in built.modules())} modules of {type(built).__name__}")
-    return type(built).__name__, patch(built, **flags)
 
 
 def _config(model, trust_remote_code):

@@ -135,10 +135,10 @@ def _leads(names, leading):
 
 
 def _cases(rotation, dtypes, **kwargs):
-    return [_case(rotation, *pair, **kwargs) for pair in dtypes]
+    return [case_of(rotation, *pair, **kwargs) for pair in dtypes]
 
 
-def _case(rotation, dtype, table_dtype, partial=False, flat=False, batch=2, length=5, width=16):
+def case_of(rotation, dtype, table_dtype, partial=False, flat=False, batch=2, length=5, width=16):
     """Arguments for a function, as a model would give them. The two halves of the tables differ, as no model's do."""
     random = functools.partial(random_rows, generator())
     axis = rotation.axis or 1

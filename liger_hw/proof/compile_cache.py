@@ -31,7 +31,7 @@ class Cache:
             if stale != self.file:
                 stale.unlink(missing_ok=True)
         try:
-            lines = self.file.read_text().splitlines()
+            lines = tuning.read_own(self.file).splitlines()
         except OSError:
             return
         for line in lines:

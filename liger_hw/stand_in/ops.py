@@ -1,7 +1,8 @@
 """The autograd functions of `liger_kernel.ops`: classes whose `apply` is a function of this library.
 
 Arguments by which liger_kernel's kernels reuse memory, or by which one of its implementations is chosen (`in_place`,
-`row_mode`, `*_impl`, `*_mode`, `BLOCK_SIZE`), are accepted without effect.
+`row_mode`, `*_impl`, `*_mode`, `BLOCK_SIZE`), are accepted without effect. So is `compute_params` of tiled MLPs, which
+tells ZeRO when a gradient is whole; it changes no number without ZeRO, and was not tried with it.
 """
 
 import torch

@@ -147,6 +147,10 @@ class LigerMultiTokenAttention(nn.Module):
         self.dilation, self.weight = conv.dilation, conv.weight
         self.register_parameter("bias", conv.bias)
 
+    def reset_parameters(self):
+        """Give weight and bias new random values, as torch.nn.Conv2d does at first."""
+        nn.Conv2d.reset_parameters(self)
+
     def forward(self, scores):
         return functional.liger_multi_token_attention(
             scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.sparse

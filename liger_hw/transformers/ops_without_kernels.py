@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw._torch import grouped_mm
-from liger_hw.checks import check
+from liger_hw.checks import KERNEL_DTYPES, check
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.rms_norm import rms_norm
 
@@ -136,15 +136,23 @@ def attention_residual(blocks, w_query, w_norm, eps=1e-6):
     return (depth.unsqueeze(-1) * wide).sum(0).to(blocks.dtype)
 
 
+def _product_of_each_group(rows, weights, offs):
+    """Multiply rows (S, K), in groups that end at `offs`, by weights (E, K, N)."""
+    ends = offs.tolist()
+    return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
+
+
 def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
     """Mixture of SwiGLU experts: the sum over a token's experts of weight * down(silu(gate) * up).
 
-    Torch's grouped matrix products, with the op `swiglu` between them.
+    Torch's grouped matrix products, with the op `swiglu` between them. Where torch's refuse (float64, or rows of H or I
+    values that are no multiple of 16 bytes), a product for each expert, which waits for the device.
 
     Args:
         x: (T, H). gate_up_proj: (E, 2I, H). down_proj: (E, H, I). top_k_index, top_k_weights: (T, K).
     """
-    multiply = grouped_mm()
+    aligned = all(size * x.element_size() % 16 == 0 for size in down_proj.shape[1:])
+    multiply = grouped_mm() if aligned and x.dtype in KERNEL_DTYPES else _product_of_each_group
     chosen, order = top_k_index.reshape(-1).sort()
     counts = torch.zeros(len(gate_up_proj), dtype=torch.int32, device=x.device)
     offsets = counts.index_add(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(0, dtype=torch.int32)

@@ -24,6 +24,7 @@ from liger_hw.tuning.entries import (
     cache_folder,
     kernel_hash,
     launchable,
+    read_own,
     read_table,
     shipped_file,
     warn_once,
@@ -44,6 +45,6 @@ from liger_hw.tuning.search import (
 __all__ = [
     "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "Refused",
     "autotuning", "bench", "cache_file", "cache_folder", "calls_within", "configurations_of", "entry_for", "forget",
-    "kernel_hash", "launchable", "measured_entry", "neighbours", "override", "power_of_2", "read_table", "record",
-    "refuse", "row_warps", "shipped_file", "tune", "tuned", "warn_once", "write_table",
+    "kernel_hash", "launchable", "measured_entry", "neighbours", "override", "power_of_2", "read_own", "read_table",
+    "record", "refuse", "row_warps", "shipped_file", "tune", "tuned", "warn_once", "write_table",
 ]  # fmt: skip

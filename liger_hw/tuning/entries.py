@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import stat
 import tempfile
 import textwrap
 from collections.abc import Iterable
@@ -27,16 +28,56 @@ from liger_hw.tuning.config import Config, power_of_2
 
 logger = logging.getLogger(__name__)
 
+LARGEST_FILE = 16 * 2**20  # bytes of a cache file that is read; tables of every kernel and shape have some 100 KB
+
+
+def _user():
+    return os.getuid() if hasattr(os, "getuid") else 0  # Windows gives every file to user 0
+
 
 def cache_folder() -> Path:
     """Return the folder of this user's winners and compiled results: LIGER_HW_CACHE_DIR, or ~/.cache/liger_hw."""
     chosen = os.environ.get("LIGER_HW_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
     try:
-        return Path.home() / ".cache" / "liger_hw"
+        return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "liger_hw"
     except RuntimeError:  # a container's user without a name or a home
-        return Path(tempfile.gettempdir()) / f"liger_hw-{os.getuid()}"
+        return _own_temporary_folder(Path(tempfile.gettempdir()) / f"liger_hw-{_user()}")
+
+
+@functools.cache
+def _own_temporary_folder(folder: Path) -> Path:
+    """Make `folder` for this user alone, or return another where that fails."""
+    try:
+        if not os.path.lexists(folder):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError:  # nothing to read, and writing says why
+        return folder
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not found.st_mode & 0o077:
+        return folder
+    own = Path(tempfile.mkdtemp(prefix="liger_hw-"))
+    warn_once(
+        f"{folder} is not used: it is no folder that this user alone may write to. Until this process ends, {own} is "
+        f"used; set LIGER_HW_CACHE_DIR to a folder of your own to keep results"
+    )
+    return own
+
+
+def read_own(file: Path) -> str:
+    """Return the text of a file of winners or results.
+
+    Raises:
+        OSError: it is absent or unreadable; no regular file, as reading a pipe may wait for ever; larger than
+            `LARGEST_FILE`; or neither of this user, nor of root, nor of the user who installed this library.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is not a regular file")
+    if found.st_size > LARGEST_FILE:
+        raise OSError(f"it has {found.st_size} bytes, allowed: {LARGEST_FILE}")
+    if found.st_uid not in (_user(), 0, os.stat(__file__).st_uid):
+        raise OSError(f"it belongs to user {found.st_uid}, allowed: this user ({_user()}) or root")
+    return file.read_text()
 
 
 def cache_file(device: Device) -> Path:
@@ -75,7 +116,7 @@ def read_table(file: Path) -> dict:
     An absent file is empty; so is an unreadable or malformed one, with one warning.
     """
     try:
-        table = json.loads(file.read_text())
+        table = json.loads(read_own(file))
         if not isinstance(table, dict):
             raise ValueError(f"expected an object of entries, got {type(table).__name__}")
         return table

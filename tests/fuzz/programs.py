@@ -9,6 +9,7 @@ ends, as the two have gone different ways.
 import contextlib
 import copy
 import io
+import pickle
 import sys
 import threading
 from pathlib import Path
@@ -31,9 +32,11 @@ FAMILIES = {
     "llama tied": {"tie_word_embeddings": True},
 }
 REFUSALS = ("skip_logits=False", "a second", "use_backend('reference')", "in_place=False")
-LENIENT = (
-    "appears to not have been used in the graph",
-)  # of logits written under no_grad: the patched model's has one
+LENIENT = (  # where only the plain model raises
+    "appears to not have been used in the graph",  # of logits written under no_grad: the patched model's has one
+    # a weight written between forward and backward: the patched model keeps a copy, or needs it no longer
+    "modified by an inplace operation",
+)
 _templates = {}
 
 
@@ -56,7 +59,12 @@ class Side:
     def __init__(self, model):
         self.model, self.out, self.value = model, None, None
         self.optimizer, self.handles, self.seen = None, [], []
+        self.written = False  # whether some logits were written to
         self.rounds = False  # whether anything ran in bf16
+
+    def unhook(self):
+        while self.handles:
+            self.handles.pop().remove()
 
     def observed(self):
         """Everything that a program can see, by name."""
@@ -131,6 +139,7 @@ def write(side, choice):
     with torch.no_grad() if choice // 6 % 3 == 0 else contextlib.nullcontext():
         if side.out is not None:
             WRITES[choice % len(WRITES)](side.out.logits)
+            side.written = True
 
 
 def backward(side, choice):
@@ -164,6 +173,8 @@ def step(side, choice):
     if choice // 4 % 2:
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
     side.optimizer.step()
+    if side.optimizer.defaults.get("fused"):  # torch does not notice this write: a backward of the forward before
+        side.out = side.value = None  # would mix gradients of two weights, in another way for each model
 
 
 def zero_grad(side, choice):
@@ -208,8 +219,8 @@ def hook(side, choice):
 
 
 def logits_hook(side, choice):
-    if side.out is None or not side.out.logits.requires_grad:
-        return
+    if side.out is None or not side.out.logits.requires_grad or side.written:
+        return  # torch 2.13 itself crashes at a hook on a view that was written to under no_grad
     if choice % 3 == 0:
         side.out.logits.retain_grad()
     elif choice % 3 == 1:
@@ -220,8 +231,7 @@ def logits_hook(side, choice):
 
 
 def unhook(side, choice):
-    while side.handles:
-        side.handles.pop().remove()
+    side.unhook()
 
 
 def checkpointing(side, choice):
@@ -299,9 +309,202 @@ def teacher(side, choice):
     side.value = torch.nn.functional.kl_div(student, target.float().softmax(-1), reduction="batchmean") + side.out.loss
 
 
+def scaled_step(side, choice):
+    """A step of mixed precision with a loss scale, as Trainer does with fp16 or bf16; some scales overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=(16.0, 2.0**14, 2.0**120)[choice % 3])
+    optimizer = OPTIMIZERS[choice // 3 % 2](side.model.parameters())
+    dtype = (torch.bfloat16, torch.float16)[choice // 6 % 2]
+    side.rounds = True
+    torch.manual_seed(choice)
+    with torch.autocast("cpu", dtype):
+        side.out = side.model(**tiny.tokens(2, 6, seed=choice % 5), use_cache=False)
+    scaler.scale(side.out.loss).backward()
+    if choice // 12 % 2:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scale = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() < scale:  # overflow: which values did is a matter of rounding, that no step was done is not
+        side.model.zero_grad()
+
+
+def read_under_autocast(side, choice):
+    if side.out is not None:
+        side.rounds = True
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(choice % 3)):
+            side.value = side.out.logits @ torch.ones(side.out.logits.shape[-1], 2)
+
+
+def threads(side, choice):
+    """Forwards of one model in two threads at once; the second one's result is kept, its backward runs here."""
+    side.unhook()  # which thread's hooks see their forward first is nobody's to say
+    outputs, failures = [None, None], []
+
+    def run(i):
+        try:
+            outputs[i] = side.model(**tiny.tokens(2, 5 + i, seed=choice % 5 + i), use_cache=False)
+            if choice % 2:
+                float(outputs[i].logits.sum())
+        except Exception as error:
+            failures.append(error)
+
+    running = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    training = side.model.training
+    side.model.eval()  # two threads would draw dropout from one generator in no order
+    try:
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    finally:
+        side.model.train(training)
+    if failures:
+        raise failures[0]
+    side.value, side.out = outputs[0].loss.detach(), outputs[1]
+
+
+def backward_elsewhere(side, choice):
+    failures = []
+
+    def run():
+        try:
+            backward(side, choice)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+def pickled(side, choice):
+    """The whole model through pickle or torch.save, or its logits."""
+    if choice % 3 == 0:
+        side.unhook()
+        side.model, side.out, side.value, side.optimizer = pickle.loads(pickle.dumps(side.model)), None, None, None
+    elif choice % 3 == 1:
+        side.unhook()
+        file = io.BytesIO()
+        torch.save(side.model, file)
+        file.seek(0)
+        side.model, side.out, side.value, side.optimizer = torch.load(file, weights_only=False), None, None, None
+    elif side.out is not None:
+        side.value = pickle.loads(pickle.dumps(side.out.logits.detach()))
+
+
+def cast(side, choice):
+    """The model in another dtype, and back again in some of the programs."""
+    dtype = (torch.bfloat16, torch.float32, torch.float64)[choice % 3]
+    side.rounds |= dtype is torch.bfloat16
+    side.model, side.out, side.value, side.optimizer = side.model.to(dtype), None, None, None
+
+
+def clone_of_outputs(side, choice):
+    if side.out is None:
+        return
+    if choice % 3 == 0:
+        side.value = side.out.logits.clone()
+    elif choice % 3 == 1:
+        side.value = copy.copy(side.out).logits.float().mean()
+    else:
+        side.value = copy.deepcopy(side.out.logits.detach())
+
+
+def around(side, choice):
+    """A forward and its backward within something that looks at the graph."""
+    contexts = (
+        torch.autograd.graph.save_on_cpu, torch.autograd.detect_anomaly, torch.autograd.set_multithreading_enabled,
+        torch.autograd.graph.allow_mutation_on_saved_tensors,
+    )  # fmt: skip
+    torch.manual_seed(choice)
+    kind = choice % 4
+    with contexts[kind](False) if kind == 2 else contexts[kind]():
+        side.out = side.model(**tiny.tokens(2, 6, seed=choice % 5), use_cache=False)
+        loss = side.out.loss if choice // 4 % 2 else side.out.loss + side.out.logits.float().logsumexp(-1).mean()
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
+
+
+def outer_checkpoint(side, choice):
+    """The whole model, or its loss, within torch's checkpoint."""
+    side.unhook()  # torch recomputes for each graph, and a fused loss has one of its own: hooks are called once more
+    inputs = tiny.tokens(2, 6, seed=choice % 5)
+
+    def loss(ids, labels):
+        outputs = side.model(input_ids=ids, labels=labels, use_cache=False)
+        return outputs.loss + (outputs.logits.float().mean() if choice % 2 else 0)
+
+    torch.manual_seed(choice)
+    side.value = torch.utils.checkpoint.checkpoint(loss, inputs["input_ids"], inputs["labels"], use_reentrant=False)
+    if side.value.requires_grad:
+        side.value.backward()
+    side.out = None
+
+
+def functional(side, choice):
+    """A forward with other weights, as meta-learning does."""
+    weights = {name: p.detach() * 1.1 for name, p in side.model.named_parameters()}
+    weights = {name: w.requires_grad_(choice % 2 == 0) for name, w in weights.items()}
+    torch.manual_seed(choice)
+    inputs = tiny.tokens(2, 6, seed=choice % 5) | {"use_cache": False}
+    side.out = torch.func.functional_call(side.model, weights, (), inputs)
+    if choice % 2 == 0:
+        side.value = torch.autograd.grad(side.out.loss, list(weights.values())[0], retain_graph=True)[0]
+
+
+def second_order(side, choice):
+    """A gradient penalty: autograd through a gradient."""
+    torch.manual_seed(choice)
+    inputs = tiny.tokens(2, 6, seed=choice % 5)
+    embeds = side.model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    if choice % 2:
+        del inputs["labels"]
+    side.out = side.model(inputs_embeds=embeds, **inputs, use_cache=False)
+    loss = side.out.loss if choice % 2 == 0 else side.out.logits.float().logsumexp(-1).mean()
+    (grad,) = torch.autograd.grad(loss, embeds, create_graph=True)
+    side.value = grad.square().sum()
+    side.value.backward()
+
+
+def generate(side, choice):
+    training = side.model.training
+    ids = tiny.tokens(1, 5, seed=choice % 5)["input_ids"]
+    # not sampled: two models that agree to 1e-6 may draw another token
+    side.value = side.model.eval().generate(
+        ids, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
+    ).logits[0]  # fmt: skip
+    side.model.train(training)
+
+
+def evaluate(side, choice):
+    training = side.model.training
+    with GRAD_MODES[2 + choice % 3]():
+        side.out = side.model.eval()(**_tokens(choice), use_cache=False)
+        side.value = torch.cat([side.out.logits.float()])
+    side.model.train(training)
+
+
+def compiled(side, choice):
+    """Rarely, as it takes seconds."""
+    if choice >= 2 or not isinstance(side.model.training, bool) or not side.model.training:
+        return
+    torch._dynamo.reset()
+    torch.manual_seed(choice)
+    run = torch.compile(side.model, backend="aot_eager")
+    side.out, loss = None, run(**tiny.tokens(2, 6, seed=choice), use_cache=False).loss
+    if loss.requires_grad:
+        loss.backward()
+    side.value = loss
+
+
 ACTIONS = (
     forward, forward, forward, read, read, write, backward, backward, gradient_of_logits, step, zero_grad, mode, hook,
     logits_hook, unhook, checkpointing, copied, saved, threaded, freeze, change_weights, repatch, own_loss, teacher,
+    forward, backward, step, scaled_step, read_under_autocast, threads, backward_elsewhere, pickled, cast,
+    clone_of_outputs, around, outer_checkpoint, functional, second_order, generate, evaluate, compiled,
 )  # fmt: skip
 
 
@@ -367,10 +570,11 @@ def run(family, program):
                 raise Difference(f"{trace}: plain raises {type(expected).__name__}: {expected}, patched does not")
             return expected
         seen = [side.observed() | {"value": side.value} for side in sides]
-        # fp32: another order of sums; bf16: a few roundings, which gradients that cancel are made of
+        # fp32: another order of sums, of which a gradient that cancels keeps 10 eps of the largest; bf16: a few
+        # roundings, which gradients that cancel are made of: by up to 0.19 plain itself differs from fp32 (gemma2)
         gradients = [g for name, g in seen[0].items() if name.startswith("grad") and g is not None]
         largest = max((g.abs().max().item() for g in gradients), default=0.0)
-        tolerance, floor = (5e-2, max(1e-3, 2e-2 * largest)) if sides[0].rounds else (2e-3, max(1e-3, 1e-4 * largest))
+        tolerance, floor = (1.5e-1, max(1e-3, 2e-2 * largest)) if sides[0].rounds else (2e-3, max(1e-3, 1e-3 * largest))
         for name, value in seen[0].items():
             try:
                 alike = _alike(seen[1].get(name), value, tolerance, floor)

@@ -1,4 +1,4 @@
-"""Random programs of `programs.py`; LIGER_HW_FUZZ=10000 runs that many with new seeds, `make fuzz` does so."""
+"""Random programs of `programs.py`, in a run of the tests; `make fuzz` runs thousands, with progress (`run.py`)."""
 
 import os
 

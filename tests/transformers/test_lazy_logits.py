@@ -1,6 +1,7 @@
 """Check that lazy logits behave as ordinary logits in every program."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -520,3 +521,34 @@ def test_saving(tmp_path):
         loaded.append(torch.load(buffer))
     assert type(loaded[1]) is torch.Tensor and torch.equal(*loaded)
     assert liger_hw.unpatch(patched) is None
+
+
+def _penalty(model, loss_of):
+    embeds = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    outputs = tiny.call(model, inputs_embeds=embeds, labels=tiny.tokens(2, 6)["labels"])
+    return torch.autograd.grad(loss_of(outputs), embeds, create_graph=True)[0].square().sum()
+
+
+@pytest.mark.parametrize(
+    "loss_of", [lambda o: o.loss, lambda o: o.logits.float().logsumexp(-1).mean(), lambda o: o.logits.mean()]
+)
+def test_second_order_gradients_are_an_error_that_names_the_option(loss_of):
+    _, patched = tiny.pair()
+    with pytest.raises(RuntimeError, match="no second-order gradients.*skip_logits=False"):
+        _penalty(patched, loss_of)
+
+
+def test_second_order_gradients_by_that_option():
+    plain, patched = tiny.pair()
+    patched.forward = functools.partial(patched.forward, skip_logits=False)
+    torch.testing.assert_close(_penalty(patched, lambda o: o.loss), _penalty(plain, lambda o: o.loss))
+
+
+def test_gradients_by_torch_func():
+    labels = tiny.tokens(2, 6)["labels"]
+    embeds = torch.randn(2, 6, 64)
+    plain, patched = (
+        torch.func.grad(lambda x, model=model: tiny.call(model, inputs_embeds=x, labels=labels).loss)(embeds)
+        for model in tiny.pair()
+    )
+    torch.testing.assert_close(patched, plain, rtol=1e-3, atol=1e-5)

@@ -221,3 +221,23 @@ def test_all_labels_ignored_is_no_loss():
     loss = patched(**inputs).loss
     loss.backward()
     assert loss == 0 and not any(p.grad.any() for p in patched.parameters())
+
+
+@pytest.mark.parametrize("flags", [{}, {"cross_entropy": True, "fused_linear_cross_entropy": False}], ids=str)
+def test_float64_keeps_the_dtype_of_their_loss(flags):
+    """Hugging Face's loss is fp32 whatever the logits are."""
+    plain, patched = tiny.pair(dtype=torch.float64, flags=flags)
+    expected, found = tiny.call(plain, **tiny.tokens()), tiny.call(patched, **tiny.tokens())
+    assert found.loss.dtype is expected.loss.dtype is torch.float32
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+
+
+def test_saved_tensors_may_change():
+    """Two gradients of lazy logits were an internal error of torch there."""
+    plain, patched = tiny.pair()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        for model in (plain, patched):
+            outputs = tiny.call(model, **tiny.tokens())
+            (outputs.loss + outputs.logits.float().logsumexp(-1).mean()).backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)

@@ -165,14 +165,17 @@ def test_attention_residual(blocks):
     assert torch.equal(functional.liger_attn_res(list(v), query, weight), functional.liger_attn_res(v, query, weight))
 
 
-def test_experts():
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (62, 96), (64, 47)])
+def test_experts(hidden, intermediate):
+    """Torch's grouped product takes rows of a multiple of 16 bytes alone."""
     from liger_hw.transformers import LigerExperts
 
-    module = LigerExperts(transformers.MixtralConfig(**tiny.TINY, num_local_experts=4))
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_local_experts": 4}
+    module = LigerExperts(transformers.MixtralConfig(**tiny.TINY | sizes))
     with torch.no_grad():
         for p in module.parameters():
             p.normal_(std=0.1)
-    x, weights = random(10, 64), random(10, 2, seed=1).softmax(-1)
+    x, weights = random(10, hidden), random(10, 2, seed=1).softmax(-1)
     index = torch.stack([torch.randperm(3)[:2] for _ in range(10)])  # nobody chooses the last one
     rows = []
     for t in range(10):
@@ -183,8 +186,8 @@ def test_experts():
         rows.append(sum(parts))
     leaves = x, module.gate_up_proj, module.down_proj
     alike(module(x, index, weights), torch.stack(rows), *leaves, rtol=1e-4, atol=1e-5)
-    as_sequences = module(x.view(2, 5, 64), index.view(2, 5, 2), weights.view(2, 5, 2))
-    torch.testing.assert_close(as_sequences, torch.stack(rows).view(2, 5, 64), rtol=1e-4, atol=1e-5)
+    as_sequences = module(x.view(2, 5, hidden), index.view(2, 5, 2), weights.view(2, 5, 2))
+    torch.testing.assert_close(as_sequences, torch.stack(rows).view(2, 5, hidden), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")

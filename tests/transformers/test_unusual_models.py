@@ -189,6 +189,12 @@ def test_offloading_by_accelerate(how, first, tmp_path):
         torch.testing.assert_close(found.logits, expected.logits)
         if labelled:
             torch.testing.assert_close(found.loss, expected.loss)
+    gradients = []
+    for model in (plain, patched):  # offloaded weights get no gradient
+        embeds = torch.randn(2, 17, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        tiny.call(model, inputs_embeds=embeds, labels=tiny.tokens()["labels"]).loss.backward()
+        gradients.append(embeds.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
     liger_hw.unpatch(patched)
     with torch.no_grad():
         assert torch.equal(tiny.call(patched, **inputs).logits, expected.logits)

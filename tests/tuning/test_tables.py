@@ -3,6 +3,7 @@
 import linecache
 import logging
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -145,6 +146,83 @@ def test_a_corrupt_table_costs_one_warning(text, caplog):
         tuning.forget()
         assert made_up_config(1024, 2, H200).source == SHIPPED
     assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING
+
+
+def _pipe(file):
+    os.mkfifo(file)
+
+
+def _device(file):
+    file.symlink_to("/dev/zero")
+
+
+def _enormous(file):
+    with open(file, "wb") as out:
+        out.truncate(2**40)  # sparse
+
+
+def _of_another_user(file):
+    if os.getuid() != 0:
+        pytest.skip("only root gives a file away")
+    file.write_text("{}")
+    os.chown(file, 4242, 4242)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(_pipe, "not a regular file"), (_device, "not a regular file"), (_enormous, "allowed: 16777216"),
+     (_of_another_user, "belongs to user 4242")],
+)  # fmt: skip
+def test_what_is_no_table_of_ours_is_not_read(make, why, caplog):
+    """A pipe or a device would be read for ever, at the first launch."""
+    file = tuning.cache_file(H200)
+    file.parent.mkdir(parents=True)
+    make(file)
+    signal.alarm(20)  # ends the whole run: nothing else ends a read of a pipe
+    assert made_up_config(1024, 2, H200).source == HEURISTIC
+    signal.alarm(0)
+    assert len(caplog.records) == 1 and why in caplog.text
+
+
+def test_the_cache_folder_may_begin_with_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", "~/winners")
+    assert tuning.cache_folder() == tmp_path / "winners"
+
+
+@pytest.fixture
+def homeless(monkeypatch, tmp_path):
+    """A container's user without a home, who has a temporary directory alone."""
+
+    def no_home(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LIGER_HW_CACHE_DIR")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"liger_hw-{os.getuid()}"
+
+
+def test_the_folder_of_a_user_without_a_home_is_the_users_alone(homeless):
+    assert tuning.cache_folder() == homeless
+    assert homeless.stat().st_mode & 0o777 == 0o700
+    assert tuning.cache_folder() == homeless
+
+
+@pytest.mark.parametrize("trap", ["link", "open to all", "file"])
+def test_a_folder_that_another_user_could_have_made_is_not_used(trap, homeless, tmp_path, caplog):
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        homeless.symlink_to(tmp_path / "elsewhere")
+    elif trap == "open to all":
+        homeless.mkdir()
+        homeless.chmod(0o777)
+    else:
+        homeless.write_text("")
+    found = tuning.cache_folder()
+    assert found.parent == tmp_path and found != homeless and found == tuning.cache_folder()
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert len(caplog.records) == 1 and "set LIGER_HW_CACHE_DIR" in caplog.text
 
 
 def test_a_table_that_is_no_text(caplog):

@@ -1,0 +1,34 @@
+"""Mini models trained patched become what they become unpatched; `make converge` trains every family."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import converge  # noqa: E402
+
+import liger_hw  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "dropout"),
+    [("llama", "fp32", 0.1), ("gemma2", "bf16", 0.0), ("llava", "fp32", 0.0)],
+)
+def test_trained_alike(model_type, dtype, dropout):
+    cls = next(cls for name, cls in converge.families() if name == model_type)
+    row = converge.compare(model_type, cls, dtype, CPU, dropout)
+    assert converge.worst(row) <= 1, row
+    assert row["last loss"] < row["first loss"] - 0.1
+
+
+def test_a_mistake_shows():
+    def wrong(model):
+        liger_hw.patch(model)
+        model.lm_head.weight.register_hook(lambda grad: grad * 0.5 + 0.01)
+
+    row = converge.compare("llama", "LlamaForCausalLM", "fp32", CPU, patch=wrong)
+    assert converge.worst(row) > 1
