@@ -26,7 +26,16 @@ SCALES = [2.0**k for k in (0, 8, 16, 24)]
 LARGE = not interpreting() and torch.accelerator.is_available()
 SEQUENCES, LENGTH, FEATURES, CLASSES = (8, 512, 64, 16384) if LARGE else (4, 2, 8, 67)
 MEMORY = 2**25 if LARGE else 2 * 3 * 72  # 1,024 rows of logits, or 3
+pytestmark = [pytest.mark.xdist_group("loss scale")] if LARGE else []  # 20 GB: one process at a time
 ITEMS = 2.0**22  # what "mean" divides by: gradients of logits of 2e-7 and less
+
+
+@pytest.fixture(autouse=True)
+def no_cached_memory():
+    """Other processes may need what float64 took."""
+    yield
+    if LARGE:
+        torch.accelerator.empty_cache()
 
 
 def head(device):
@@ -199,15 +208,17 @@ def hold(exact, plain, ours, what, groups=4):
     """Hold rows of like size to the parity rule; a rounding of what is below 6e-5 is one of fp16's smallest number.
 
     Where plain torch's gradient of logits overflows and the gradient itself does not, ours may be finite, and right.
+    A sum of large gradients that cancel may fall on either side of fp16's largest number.
     """
     eps, least, largest = torch.finfo(torch.float16).eps, 2.0**-24, 65520.0
-    overflows, fits = exact.abs() > largest * (1 + 4 * eps), exact.abs() < largest * (1 - 4 * eps)
-    assert not ours[overflows].isfinite().any(), f"{what}: finite where fp16 overflows"
-    assert ours[fits & plain.isfinite()].isfinite().all(), f"{what}: not finite where plain torch is"
     for group in exact.abs().amax(-1).argsort(descending=True).chunk(groups):
         e, p, o = (t[group].double() for t in (exact, plain, ours))
+        noise = 8 * eps * e.abs().max()
+        assert not o[e.abs() > largest + noise].isfinite().any(), f"{what}: finite where fp16 overflows"
+        fits = (e.abs() < largest - noise) & p.isfinite()
+        assert o[fits].isfinite().all(), f"{what}: not finite where plain torch is"
         both, alone = p.isfinite() & o.isfinite(), ~p.isfinite() & o.isfinite()
-        assert ((o - e)[alone].abs() <= 8 * eps * e.abs().max()).all(), f"{what}: wrong where plain torch overflows"
+        assert ((o - e)[alone].abs() <= noise).all(), f"{what}: wrong where plain torch overflows"
         if not both.any():
             continue
         e, p, o = e[both], p[both], o[both]
