@@ -164,7 +164,8 @@ def main():
     jobs = [(m, c, dtype, device, 0.0) for m, c in chosen for dtype in DTYPES]
     jobs += [(m, c, "fp32", device, 0.1) for m, c in chosen if c.endswith("ForCausalLM")]
     begin, shown, rows = time.monotonic(), time.monotonic(), []
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(args.jobs, get_context("spawn"))
+    try:
         for done in as_completed([pool.submit(_work, job) for job in jobs]):
             rows.append(done.result())
             row = rows[-1]
@@ -173,18 +174,24 @@ def main():
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 print(f"{len(rows)}/{len(jobs)} in {shown - begin:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(rows)} of {len(jobs)}")
+    finally:
+        pool.shutdown(cancel_futures=True)
     rows.sort(key=lambda row: (row["model"], row["class"], row["dtype"], row["dropout"]))
     wrong = [row for row in rows if "error" in row or worst(row) > 1]
     args.report.parent.mkdir(parents=True, exist_ok=True)
-    about = {"device": torch.cuda.get_device_name() if device.type == "cuda" else str(device),
-             "torch": torch.__version__, "steps": STEPS}  # fmt: skip
+    name = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
+    about = {"device": name, "torch": torch.__version__, "steps": STEPS, "complete": len(rows) == len(jobs)}
     args.report.with_suffix(".json").write_text(json.dumps(about | {"rows": rows}, indent=1))
-    head = f"{about['device']}, torch {about['torch']}, {STEPS} steps, {time.monotonic() - begin:.0f} s\n\n"
+    head = f"{name}, torch {torch.__version__}, {STEPS} steps, {len(rows)} of {len(jobs)} trainings\n\n"
     args.report.with_suffix(".md").write_text(head + table(rows))
     trained = sum("shares" in row for row in rows)
     print(
         f"{trained} trainings compared, {len(wrong)} differ, {len(rows) - trained} left out or failed: {args.report}.md"
     )
+    if len(rows) < len(jobs):
+        return 130
     return 1 if wrong else 0
 
 
