@@ -21,11 +21,14 @@ else:
     AVAILABLE = True
 
 
-def interpreting() -> bool:
-    """Tell whether Triton's interpreter runs kernels on the CPU: TRITON_INTERPRET=1 was set before the import."""
-    return AVAILABLE and not isinstance(_probe, triton.runtime.JITFunction)
-
-
 @triton.jit
 def _probe():
     pass
+
+
+_INTERPRETING = AVAILABLE and not isinstance(_probe, triton.runtime.JITFunction)
+
+
+def interpreting() -> bool:
+    """Tell whether Triton's interpreter runs kernels on the CPU: TRITON_INTERPRET=1 was set before the import."""
+    return _INTERPRETING  # torch.compile of torch 2.11 cannot trace how it is found out

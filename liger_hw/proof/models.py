@@ -243,5 +243,5 @@ def advice(device) -> list[str]:
     """Return lines on the limits of a run on this device."""
     if device.type != "cpu" or interpreting() and backends.forced():
         return []
-    return ["no accelerator is here: what ran is the definition of each op in plain torch, and not a kernel. Run this "
+    return ["no accelerator is here: plain torch ran the definition of each op, and no kernel. Run this "
             "where the model trains, or under TRITON_INTERPRET=1 LIGER_HW_BACKEND=nvidia (slow)"]  # fmt: skip

@@ -24,6 +24,7 @@ from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
 
 SCALES = [2.0**k for k in (0, 8, 16, 24)]
 LARGE = not interpreting() and torch.accelerator.is_available()
+DEVICE = torch.accelerator.current_accelerator().type if LARGE else "cpu"
 SEQUENCES, LENGTH, FEATURES, CLASSES = (8, 512, 64, 16384) if LARGE else (4, 2, 8, 67)
 MEMORY = 2**25 if LARGE else 2 * 3 * 72  # 1,024 rows of logits, or 3
 pytestmark = [pytest.mark.xdist_group("loss scale")] if LARGE else []  # 20 GB: one process at a time
@@ -248,8 +249,8 @@ WAYS = (
 
 
 @pytest.mark.parametrize("name", LOSSES if LARGE else WAYS)
-def test_with_kernels(name, backend, device):
-    check(name, backend, device)
+def test_with_kernels(name, backend):
+    check(name, backend, DEVICE)
 
 
 IN_CHUNKS = [name for name in LOSSES if name.split()[0] not in ("cross_entropy", "jsd", "reverse", "kl_div", "tvd")]
@@ -265,10 +266,9 @@ def test_by_autograd(name):
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "token_loss", "a preference loss of one's own"])
 def test_fp16_by_autocast(name):
     """Parameters in fp32 get their gradients through the same casts as plain torch's."""
-    device = torch.accelerator.current_accelerator().type if LARGE else "cpu"
-    loss, (x, w, y) = LOSSES[name], head(device)
+    loss, (x, w, y) = LOSSES[name], head(DEVICE)
     exact = gradients(loss, (x, w, y), 1.0, torch.float64, "reference")
-    with torch.autocast(device, dtype=torch.float16):
+    with torch.autocast(DEVICE, dtype=torch.float16):
         plain, ours = (gradients(loss, (x, w, y), 2.0**16, torch.float32, backend) for backend in ("reference", None))
     for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
         assert o.dtype == torch.float32
@@ -278,8 +278,7 @@ def test_fp16_by_autocast(name):
 @pytest.mark.skipif(interpreting(), reason="compiled graphs run no interpreter")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "jsd", "kl_div"])
 def test_fp16_compiled(name):
-    device = torch.accelerator.current_accelerator().type if LARGE else "cpu"
-    loss, tensors = LOSSES[name], head(device)
+    loss, tensors = LOSSES[name], head(DEVICE)
     exact = gradients(loss, tensors, 1.0, torch.float64, "reference")
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     plain = gradients(loss, tensors, 2.0**16, torch.float16, "reference")
