@@ -193,7 +193,7 @@ def test_launches_that_a_compiler_refuses(device, num_warps, knobs, words):
 @pytest.mark.parametrize(
     "vendor, unknown, like",
     [
-        (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm130", "sm121"),
+        (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm199", "sm121"),
         (amd, "gfx908", "gfx90a"), (amd, "gfx940", "gfx942"), (amd, "gfx1103", "gfx1100"), (amd, "gfx1152", "gfx1150"),
         (intel, "ptl_h", "lnl"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
     ],
