@@ -102,6 +102,6 @@ def score(x, logit_scale, softcap):
 
 
 def alignment(x) -> tuple[int | None, bool]:
-    """Return the elements past a 16-byte boundary (None: 0), and whether all rows are aligned."""
+    """Return `x`'s offset from a 16-byte boundary in elements (None: 0), and row alignment."""
     misaligned = x.data_ptr() % 16 // x.element_size() or None
     return misaligned, misaligned is None and x.stride(0) * x.element_size() % 16 == 0

@@ -49,7 +49,7 @@ def chunk_rows(rows, row_bytes, chunk_memory, device):
     Args:
         row_bytes: bytes of a row of logits. chunk_memory: bytes a chunk may take.
         device: a Device. A CPU gains nothing from chunks of over a tenth of the rows. A GPU's exceed 4,096 rows only to
-            keep to ROUNDINGS: 8,192 save reads and writes of dW alone (H200: -1 to 4% faster, for twice the memory).
+            keep to ROUNDINGS: 8,192 only save accesses to dW (H200, four shapes: -1 to 4% faster, twice the memory).
     """
     tile = 16 if device.vendor == "cpu" else 256
     useful = max(rows // 10, 16) if device.vendor == "cpu" else max(4096, -(-rows // (ROUNDINGS * tile)) * tile)

@@ -23,11 +23,11 @@ TARGET_DTYPES = (torch.int64, torch.int32)
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Output of the loss functions when `return_*` asks for more than the loss.
+    """Output of the loss functions; attributes that no `return_*` asks for are None.
 
     Attributes:
         loss: the loss, z-loss included.
-        z_loss: the z-loss alone, reduced like the loss, for logging: it has no gradient. None unless asked for.
+        z_loss: the z-loss alone, reduced like the loss, for logging: it has no gradient.
         token_accuracy: share of the rows not ignored whose largest logit is the target's; by row under "none".
         predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored.
     """

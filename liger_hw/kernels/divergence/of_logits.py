@@ -255,7 +255,7 @@ def soft_rows(student, teacher, kind, beta, temperature):
 
 
 def largest_soft_gradient(student, teacher, keep, kind, temperature):
-    """Bound the gradient of a student's logit in any row's soft loss.
+    """Bound a student logit's gradient in any row's soft loss, a number or () fp32.
 
     Args:
         student, teacher: (N, V), (N, V') logits. keep: (N,), the rows that count; other rows may hold any values.

@@ -11,7 +11,7 @@ from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels_o
 
 
 class SelectedLogProbs(NamedTuple):
-    """Output of the selective log-softmax ops when `return_*` asks for more than log-probabilities.
+    """Output of the selective log-softmax ops if `return_*` asks for more than log-probabilities.
 
     Attributes:
         log_probs: log-probability of each row's token.

@@ -193,7 +193,7 @@ def selective_log_softmax_backward(
 
 
 def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
-    """Write the log-probabilities, entropies and partitions of the rows of `logits`, all in fp32.
+    """Write the log-probability, entropy, log-sum-exp and partition of rows of `logits`, in fp32.
 
     Args:
         logits: rows of unit stride. log_probs, lse: (N,). entropy: (N,) or None.
