@@ -132,9 +132,8 @@ def norm_backward_config(cols, itemsize, device, read=2):
     widest, block = widest_block(device, 4), power_of_2(cols)
     if cols > widest:  # RMSNorm of 16,384 columns on an H200: 87% of the copy rate with 32 values a lane, 68% with 64
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, row_warps(block, device, 32))
-    # Asynchronous loads bypass the registers and so allow 64 bytes of a row a lane; short rows share 4 warps. Heads,
-    # and full rows of 8 and 16 KiB, take 32 bytes. With a quarter of the block empty, 64 bytes and a fourth stage are 6
-    # to 21% faster on an H200.
+    # Asynchronous loads bypass registers: 64 bytes of a row a lane fit; short rows share 4 warps. Heads and full rows
+    # of 8 and 16 KiB take 32. With a quarter of the block empty, 64 and a fourth stage are 6 to 21% faster (H200).
     long = device.async_copy and block >= 4096 and block * itemsize <= 16384
     sparse = long and 4 * cols <= 3 * block
     half = block <= 128 or (long and not sparse)
