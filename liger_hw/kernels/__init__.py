@@ -1,10 +1,10 @@
-"""One file per family of ops. Each file registers its ops when it is imported."""
+"""Kernels, one file for each family of ops; importing a file registers its ops."""
 
 import importlib
 import pkgutil
 
 
 def load_all() -> None:
-    """Import every kernel file, so that `dispatch.OPS` and `tuning.CONFIGS` hold everything there is."""
+    """Import every kernel file, so that `dispatch.OPS` and `tuning.CONFIGS` are complete."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")

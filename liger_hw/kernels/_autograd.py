@@ -1,20 +1,20 @@
-"""Losses of rows of logits by autograd, a few rows at a time: how chunks are computed where no Triton runs."""
+"""Compute losses of rows of logits by autograd, slice by slice, without Triton."""
 
 import torch
 
 from liger_hw._torch import autograd_records
 
-SLICE_BYTES = 2**18  # of logits in fp32: autograd holds eight times as much of a cross entropy, eighteen of a jsd
+SLICE_BYTES = 2**18  # of fp32 logits; autograd holds 8 times as much for a cross entropy, 18 times for a jsd
 
 
 def rows_by_autograd(function, logits, outputs=(), incoming=None):
-    """Evaluate a definition row by row and, given incoming gradients, write its gradient over the logits.
+    """Evaluate `function` on slices of rows and optionally write its gradient over the logits.
 
     Args:
         function: (logits (M, V), slice of rows) -> tensors (M,).
         logits: (N, V).
-        outputs: where these tensors go, (N,) each; None: nowhere.
-        incoming: the gradient (N,) of each of them, or None. None alone: write no gradient.
+        outputs: the tensors, (N,) each, that receive the results; None: the result is dropped.
+        incoming: the incoming gradient (N,) of each result, or None for one; None: write no gradient.
     """
     size = max(SLICE_BYTES // (logits.shape[1] * max(logits.itemsize, 4)), 1)
     for start in range(0, len(logits), size):

@@ -1,4 +1,4 @@
-"""Autograd functions of scalar losses whose gradients are made in the forward, while the logits are there."""
+"""Autograd functions of scalar losses that compute their gradients in the forward, from the logits."""
 
 import torch
 
@@ -11,8 +11,8 @@ from liger_hw.tuning import Config, row_warps, tuned
 
 @tuned
 def scale_gradients_config(device):
-    # 287 MB of bf16 take 0.170 ms on an H200 so, and 0.193 with 8 warps and 4 programs; 2 warps take 0.166, and spill
-    # in fp32
+    # H200, 287 MB of bf16: 0.170 ms with this configuration, 0.193 with 8 warps and 4 programs, 0.166 with 2 warps,
+    # which spill in fp32
     return Config({"BLOCK": 4096}, row_warps(4096, device, per_lane=32), programs=8)
 
 
@@ -37,7 +37,7 @@ def scale_gradients(DLOSS, DX, DW, DB, x_size, w_size, b_size, BLOCK: tl.constex
 def scale_in_place(
     dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dloss: torch.Tensor, with_kernels: bool
 ) -> None:
-    """Multiply up to three contiguous gradients by the incoming one, a scalar, unless it is 1."""
+    """Multiply up to three contiguous gradients by the scalar incoming gradient, unless it is 1."""
     gradients = [gradient for gradient in (dx, dw, db) if gradient is not None]
     if not with_kernels:
         for gradient in gradients:
@@ -51,15 +51,15 @@ def scale_in_place(
 
 
 def _rounded(gradient, dloss, dtype):
-    """gradient * dloss, rounded to `dtype` once, without another tensor in the wider one."""
+    """Return gradient * dloss, rounded once to `dtype`, without another wide tensor."""
     return torch.mul(gradient, dloss, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 class GradientsInForward(Function):
-    """The base of functions that make the gradients of their first output, a sum, in the forward.
+    """Base of functions that compute the gradients of a sum in the forward.
 
-    A forward calls `keep`. The first backward multiplies the gradients by the incoming one, on the device, and hands
-    them out; there is no second.
+    The sum is the first output. A forward calls `keep`. The first backward multiplies the gradients by the incoming
+    one, on the device, and returns them. A second backward raises an error.
     """
 
     @staticmethod
@@ -67,15 +67,15 @@ class GradientsInForward(Function):
         """Hold the gradients of the function's first arguments until the backward.
 
         Args:
-            gradients: one for each of them; for those that need none, anything.
-            op: what was called, and `again`: what to do for a second backward, both for the error that refuses it.
-            dtype: of the gradients that the backward hands out. Where they wait in a wider one (see `_fp16`), they are
-                rounded to it once they are multiplied.
-            scale: (*gradients, incoming gradient), which multiplies in place; None for contiguous ones.
+            gradients: one for each of these arguments; any value for an argument that needs none.
+            op: the op's name for the error that refuses a second backward; `again`: the advice in that error.
+            dtype: of the gradients that the backward returns. A gradient kept in a wider dtype (see `_fp16`) is rounded
+                to it after the multiplication.
+            scale: (*gradients, incoming gradient) -> None, multiplies in place; None for contiguous gradients.
         """
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*gradients)
-        else:  # nothing but the backward may hold them, or autograd copies what it could hand over
+        else:  # the backward must hold the only reference, or autograd copies the gradients
             ctx.gradients = gradients
         ctx.op, ctx.dtype, ctx.with_kernels, ctx.scale, ctx.again = op, dtype, with_kernels, scale, again
 
@@ -91,7 +91,7 @@ class GradientsInForward(Function):
         else:
             gradients, ctx.gradients = list(ctx.gradients), None
             if gradients[0].dtype != ctx.dtype:
-                while gradients[0].dtype != ctx.dtype:  # the wide one is freed before the next is rounded
+                while gradients[0].dtype != ctx.dtype:  # frees each wide gradient before it rounds the next
                     gradients.append(_rounded(gradients.pop(0), dloss, ctx.dtype))
             elif ctx.scale is None:
                 scale_in_place(*gradients, *[None] * (3 - len(gradients)), dloss, ctx.with_kernels)

@@ -1,6 +1,6 @@
-"""Gradients of gated linear units over the memory of their inputs: where that is safe, and what else must learn of it.
+"""Write the gradients of gated linear units over their inputs, where that is safe.
 
-An autograd function that uses this sets ctx.activation, ctx.in_place and ctx.overwritten in its forward.
+An autograd function that uses this module sets ctx.activation, ctx.in_place and ctx.overwritten in its forward.
 """
 
 import torch
@@ -10,10 +10,10 @@ from liger_hw.kernels._math import rows_of
 
 
 def goes_in_place(gate, up, in_place):
-    """Tell whether the gradients of `gate` and `up` (or None) are to take their memory: asked for, and possible.
+    """Tell whether the gradients of `gate` and `up` (or None) overwrite them.
 
     Raises:
-        ValueError: asked for where it would overwrite something else.
+        ValueError: `in_place` is set, and the gradients would overwrite other memory.
     """
     if not in_place or up is not None and gate.dtype != up.dtype or torch.compiler.is_compiling():
         return False
@@ -23,7 +23,7 @@ def goes_in_place(gate, up, in_place):
 
 
 def saved_inputs(ctx):
-    """Return the tensors that a forward saved, unless a backward has written over them."""
+    """Return the tensors that a forward saved, unless a backward has overwritten them."""
     if ctx.overwritten:
         raise RuntimeError(
             "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote "
@@ -33,20 +33,20 @@ def saved_inputs(ctx):
 
 
 def gradients(ctx, gate, up, dy, backward, backward_in_place):
-    """Return the gradients of `gate` and `up`, by one of two raw functions: in memory of their own, or in place."""
+    """Return the gradients of `gate` and `up`, in new memory or in place."""
     for_gate, for_up = ctx.needs_input_grad[:2]
     if ctx.in_place and for_gate and (up is None or for_up):
         backward_in_place(gate, up, dy, ctx.activation)
         ctx.overwritten = True
         for x in (gate,) if up is None else (gate, up):
-            torch.autograd.graph.increment_version(x)  # another function that saved it must hear of it
+            torch.autograd.graph.increment_version(x)  # so that another function that saved it raises an error
         return gate.detach(), None if up is None else up.detach()
     dgate, dup = backward(gate, up, dy, ctx.activation, for_gate, for_up)
     return dgate if for_gate else None, dup if for_up else None
 
 
 def _check_memory(gate, up):
-    """Refuse inputs over which gradients cannot be written without touching anything else."""
+    """Refuse inputs whose gradients cannot be written over them without overwriting other values."""
     named = {"x": gate} if up is None else {"gate": gate, "up": up}
     for name, x in named.items():
         check(not x.is_leaf, name, "a leaf that wants a gradient", "with in_place, an intermediate result")
@@ -57,7 +57,7 @@ def _check_memory(gate, up):
 
 
 def _disjoint(a, b):
-    """Tell whether no value of `a` lies in `b`, both rows: apart, or side by side in rows of one stride and dtype."""
+    """Tell whether `a` and `b` share no memory; rows of one stride may alternate."""
     if a.numel() == 0:
         return True
     cols = a.shape[-1]

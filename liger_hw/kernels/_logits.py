@@ -1,4 +1,4 @@
-"""What kernels over rows of logits share: how a row of any width and alignment is walked, and its scores."""
+"""Address rows of logits of any width and alignment, and compute their scores."""
 
 from typing import Any, NamedTuple
 
@@ -8,24 +8,24 @@ from liger_hw.tuning import Config, power_of_2, row_warps
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.0e38)  # a running maximum that a row of -inf does not turn into inf - inf
+LOWEST = tl.constexpr(-3.0e38)  # start of a running maximum: with -inf a row of -inf would compute inf - inf
 
 
 def row_gradient_config(cols, itemsize, device):
-    """Configuration of a kernel of which every program writes COLS columns of a row's gradient."""
-    # On an H200 2 warps on 1,024 columns are the fastest or within 1% of it, of bf16 and fp32, from 32,000 to 256,000
-    # columns. Than 16 warps on 8,192 they are, in bf16 of 128,256 and 50,257 columns, cross entropy: 2 and 7% faster,
-    # with a softcap and smoothing 14 and 32%; selective log-softmax with an entropy 23 and 21%.
+    """Return the configuration of a kernel that writes COLS columns of gradient a program."""
+    # H200, bf16 and fp32, 32,000 to 256,000 columns: 2 warps on 1,024 columns are the fastest or within 1% of it. In
+    # bf16 of 128,256 and 50,257 columns they beat 16 warps on 8,192 by 2 and 7% in cross entropy, by 14 and 32% with a
+    # softcap and smoothing, and by 23 and 21% in selective log-softmax with an entropy.
     block = min(power_of_2(cols), 1024)
-    # fused, products would be others than the forward's
+    # fused multiply-adds would make products differ from the forward's
     return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
 
 
 class Row(NamedTuple):
-    """Where a row of logits lies, so that its accesses keep 16 bytes whatever its width and alignment.
+    """Place of a row of logits, split so that accesses take 16 bytes.
 
-    A row is `head` columns to its first 16-byte boundary, `body` columns in whole vectors, and less than one vector
-    more. Head and rest are its edges; the body needs a mask by vectors at most.
+    This holds at any width and alignment. `head` columns precede the first 16-byte boundary, `body` columns fill whole
+    vectors, and less than one vector remains. Head and rest are its edges; the body needs at most a mask by vectors.
 
     Attributes:
         first, middle: pointers to the row's first column and to its body.
@@ -58,14 +58,14 @@ def body_pointer(X, index, stride, head, misaligned, VECTOR: tl.constexpr, ALIGN
         return X + tl.multiple_of(index * stride, VECTOR)
     elif misaligned is None:
         return X + tl.multiple_of(index * stride + head, VECTOR)
-    else:  # not every compiler hears it in this form
+    else:  # some compilers ignore the hint in this form
         return tl.multiple_of(X + (index * stride + head), 16)
 
 
 @triton.jit
 def body_mask(row, at, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
     """Mask of the columns of the body among `at`."""
-    if ALIGNED and cols < VECTOR:  # no body, of which any COLS would be a divisor
+    if ALIGNED and cols < VECTOR:  # the body is empty, and any COLS would divide its width, 0
         return at < 0
     elif ALIGNED:
         return in_row(at, cols // VECTOR * VECTOR, COLS)
@@ -102,6 +102,6 @@ def score(x, logit_scale, softcap):
 
 
 def alignment(x) -> tuple[int | None, bool]:
-    """Elements from the last 16-byte boundary to `x`, None for 0, and whether every row of `x` begins on one."""
+    """Return `x`'s offset from a 16-byte boundary in elements (None: 0), and row alignment."""
     misaligned = x.data_ptr() % 16 // x.element_size() or None
     return misaligned, misaligned is None and x.stride(0) * x.element_size() % 16 == 0

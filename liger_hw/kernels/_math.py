@@ -1,4 +1,4 @@
-"""Triton pieces that more than one kernel file uses."""
+"""Triton functions and launch configurations that several kernel files share."""
 
 import functools
 
@@ -39,7 +39,7 @@ def activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
         y = x * rounded(tl.sigmoid(rounded(1.702 * x, dtype)), dtype)
     else:
         tl.static_assert(ACTIVATION == "relu_squared")
-        y = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, it keeps what is not a number
+        y = tl.where(x < 0.0, 0.0, x)  # keeps NaN, unlike a maximum
         y *= y
     return rounded(y, dtype)
 
@@ -94,27 +94,27 @@ def load_parameter(P, at, absent, cols: tl.constexpr, COLS: tl.constexpr):
 
 
 def widest_block(device, rows_live):
-    """The widest row that is one block: `rows_live` of it, in fp32, leave room in a full block's registers."""
+    """Return the widest one-block row of which `rows_live` fp32 copies fit the registers."""
     values = min(32, device.registers // (2 * rows_live))
     return device.max_threads * power_of_2(values + 1) // 2
 
 
 def row_block(cols, device, rows_live):
-    """A whole row where it fits one block, else half of the widest block, in a loop."""
+    """Return a block for a whole row, else half of the widest, for a loop."""
     widest = widest_block(device, rows_live)
     return power_of_2(cols) if cols <= widest else widest // 2
 
 
 def two_on_a_core(block, device):
-    """Values a lane with which two programs of `block` values fit on a core: one loads while the other reduces."""
+    """Return values a lane so that two programs share a core and overlap loads."""
     return power_of_2(2 * block // device.core_threads)
 
 
 def norm_forward_config(cols, device):
-    """Configuration of a kernel that reduces one row and writes another; its meta-parameters are ROWS and COLS."""
+    """Return the configuration (ROWS, COLS) of a kernel that reduces a row and writes another."""
     # A row in one block has 32 values a lane, and short rows share a program: on an H200 within 1% of any other choice
-    # from 1,024 to 16,384 columns. A row that is walked has 8 a lane, in half of the block where registers hold what is
-    # loaded ahead: on an H200 65,536 columns take 0.166 ms on 32 warps and 0.199 on 16.
+    # from 1,024 to 16,384 columns. A row read in a loop has 8 values a lane, in half of the block where registers hold
+    # the loads ahead: on an H200 65,536 columns take 0.166 ms on 32 warps and 0.199 on 16.
     block, per_lane = row_block(cols, device, 1), 32
     if cols > block:
         block = (8 if device.async_copy else 4) * device.max_threads
@@ -124,16 +124,16 @@ def norm_forward_config(cols, device):
 
 
 def norm_backward_config(cols, itemsize, device, read=2):
-    """Configuration of a kernel whose programs stride over rows, read two or three, write one and sum over rows.
+    """Return the configuration of a norm's backward, whose programs stride over rows.
 
-    Its meta-parameters are ROWS, COLS and the STAGES of the loop over rows. A row wider than COLS is several blocks.
+    A program reads two or three tensors, writes one and sums over rows. The meta-parameters are ROWS, COLS and the
+    STAGES of its loop over rows. A row wider than COLS takes several blocks.
     """
     widest, block = widest_block(device, 4), power_of_2(cols)
     if cols > widest:  # RMSNorm of 16,384 columns on an H200: 87% of the copy rate with 32 values a lane, 68% with 64
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, row_warps(block, device, 32))
-    # Loads that go past the registers leave room for 64 bytes of a row a lane, and short rows share 4 warps. Heads, and
-    # full rows of 8 and 16 KiB, have 32; with a quarter of the block empty 64 and a fourth stage are 6 to 21% faster on
-    # an H200.
+    # Asynchronous loads bypass registers: 64 bytes of a row a lane fit; short rows share 4 warps. Heads and full rows
+    # of 8 and 16 KiB take 32. With a quarter of the block empty, 64 and a fourth stage are 6 to 21% faster (H200).
     long = device.async_copy and block >= 4096 and block * itemsize <= 16384
     sparse = long and 4 * cols <= 3 * block
     half = block <= 128 or (long and not sparse)
@@ -141,10 +141,10 @@ def norm_backward_config(cols, itemsize, device, read=2):
     rows = max(1, min(32, 128 * per_lane // block))
     tile = rows * block
     warps = row_warps(tile, device, max(per_lane, two_on_a_core(tile, device)))
-    # Reads of the next rows must be under way while a row is reduced: with 3 stages RMSNorm of 8,192 columns on an H200
-    # moves 94% of the copy rate, with 1 or 2 72%. Shared memory holds all stages but one, 1 KiB of the driver's, sums,
-    # and a tile in fp32 where rows are no whole vectors. Programs for 16 KiB of a tensor a stage have 64 KiB under way
-    # on a core, and a B200's needs 43. Where stages do not fit, more programs cover the latency.
+    # Reads of the next rows must be in flight while a row is reduced: RMSNorm of 8,192 columns on an H200 reaches 94%
+    # of the copy rate with 3 stages, 72% with 1 or 2. Shared memory holds all stages but one, 1 KiB of the driver's,
+    # sums, and an fp32 tile where rows are not whole vectors. Programs of 16 KiB of a tensor a stage keep 64 KiB in
+    # flight on a core, and a B200's core needs 43. Where stages do not fit, more programs hide the latency.
     step, reserved = read * tile * itemsize, 1280 + (4 * tile if cols % 8 else 0)
     stages = min(4 if sparse else 3, 1 + (device.shared_memory - reserved) // step)
     if stages < 3 or not device.async_copy:
@@ -155,31 +155,31 @@ def norm_backward_config(cols, itemsize, device, read=2):
 
 
 def norm_wide_sums_config(device, per_lane):
-    """Configuration of a kernel that reduces one row of two tensors; its meta-parameters are COLS and STAGES."""
+    """Return the configuration (COLS, STAGES) of a kernel that reduces one row of two tensors."""
     block = device.max_threads * 8
     return Config({"COLS": block, "STAGES": 1}, row_warps(block, device, per_lane))
 
 
 @functools.cache
 def in_registers(cols, itemsize, device):
-    """Whether a program of a norm's backward holds a row of two tensors: as one block, or as several in 16 bits.
+    """Tell whether a program of a norm's backward holds two rows in registers.
 
-    Several at a width whose accesses are no whole vectors spill (16,383 columns, compiled for an A100 to an RTX 50).
+    Several blocks need 16 bits and whole vectors: 16,383 columns spill (compiled for an A100 to an RTX 50).
     """
     widest = widest_block(device, 4)
     return cols <= widest or (cols <= 2 * widest and itemsize == 2 and cols % 8 == 0)
 
 
 def wide_grid(config, rows, cols):
-    """Blocks of columns, and groups of rows, that a wide norm's backward is divided into."""
+    """Return the blocks of columns and groups of rows of a wide norm's backward."""
     blocks = -(-cols // config["COLS"])
     return blocks, max(config.grid_for(blocks * -(-rows // config["ROWS"])) // blocks, 1)
 
 
 @tuned
 def sum_partials_config(cols, device):
-    # Many narrow programs: with 64 rows of 16 columns instead of 32 of 64 the whole backward of layer norm on an H200
-    # is 24% faster at 768 columns, of RMSNorm 8% at 2,048; from 8,192 columns on it is the same.
+    # Many narrow programs: on an H200, 64 rows of 16 columns instead of 32 of 64 make the whole backward of layer norm
+    # 24% faster at 768 columns, of RMSNorm 8% at 2,048. From 8,192 columns on both take the same time.
     rows, block, per_lane = (64, 16, 4) if cols < 8192 else (32, 64, 16)
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
@@ -195,28 +195,28 @@ def sum_partials(PARTIAL, OUT, rows, cols, ROWS: tl.constexpr, COLS: tl.constexp
     tl.store(OUT + col, tl.sum(total, 0), col < cols)
 
 
-# Elements that one program takes by itself. RMSNorm's backward of 16 rows of 2,048 (H200): 9.0 us on the device, 3.5
-# with a program for each row and a launch to add up their sums, which takes 24 us of the host's 133 for a step.
+# Elements that one program handles alone. RMSNorm's backward of 16 rows of 2,048 (H200) takes 9.0 us on the device, and
+# 3.5 with a program a row plus a launch to add their sums; that launch costs the host 24 us of a step's 133.
 ONE_PROGRAM = 2**15
 
 
 def programs_for(config, rows, cols):
-    """How many programs stride over `rows`, ROWS at a time. One where those are few: its partial sums are the sums.
+    """Return how many programs stride over `rows`, ROWS at a time.
 
-    Not of rows of several blocks: with sums of 16 bits 16,384 columns spill 32 bytes a lane on an H200. None where
-    there is no column, and so no weight to read.
+    A few rows take one program, whose partial sums are the sums. Rows of several blocks do not: with 16-bit sums 16,384
+    columns spill 32 bytes a lane on an H200. Without columns the result is 0, as there is no weight to read.
     """
     few = rows * cols <= ONE_PROGRAM and cols <= config["COLS"]
     return min(cols, 1) if few else config.grid_for(-(-rows // config["ROWS"]))
 
 
 def empty_partials(like: torch.Tensor, programs: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for the partial sums of so many programs, in fp32, or of a single one for the sum, as `dtype`: (cols,)."""
+    """Return memory for partial sums: (programs, cols) fp32, or (cols,) `dtype` for one program."""
     return like.new_empty((programs, cols), dtype=torch.float32) if programs > 1 else like.new_empty(cols, dtype=dtype)
 
 
 def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum over programs of what `empty_partials` made, as `dtype`: (cols,). Always in the same order."""
+    """Sum `partial` over programs, always in the same order, to (cols,) of `dtype`."""
     if partial.ndim == 1:
         return partial
     rows, cols = partial.shape
@@ -227,25 +227,25 @@ def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_rows(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous memory for a tensor like `x`. `new_empty(x.shape)` takes 2.5 us, this 0.9 (x86)."""
+    """Return contiguous memory like `x`: 0.9 us; `new_empty(x.shape)` takes 2.5 (x86)."""
     return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
 
 
 def in_order(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A weight or bias as kernels read it, value after value; a column of a matrix or an expanded value is copied."""
+    """Return a weight or bias with unit stride; copy one with other strides."""
     return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
 
 
 def rows_and_cols(x: torch.Tensor) -> tuple[int, int]:
-    """How many rows of its last dimension `x` has, and their width."""
+    """Return the number of rows of the last dimension of `x`, and their width."""
     cols = x.shape[-1]
     return (x.numel() // cols if cols else 0), cols
 
 
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`x` as rows of its last dimension with unit stride inside a row, and the stride between rows.
+    """Return `x` as rows with unit stride inside a row, and the stride between rows.
 
-    A view wherever the strides allow it; the shape of what is returned is not for use.
+    The result is a view where the strides allow it. Do not use its shape.
     """
     if x.is_contiguous():
         return x, x.shape[-1]

@@ -1,4 +1,4 @@
-"""An output layer whose logits exist for one chunk of rows at a time, and its gradients added up over the chunks."""
+"""Compute an output layer's logits by chunks of rows, and accumulate its gradients over them."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,16 @@ from liger_hw.kernels._in_forward import scale_in_place
 
 MiB = 1024 * 1024
 
-# Roundings of a 16-bit sum, one after each chunk. Of 16,384 rows with skewed targets 32 of them make half of the error
-# that the parity rule allows (worst 0.55, rms 0.34; 8: 0.28, 0.18; 64: 1.04, 0.48); a sum in fp32 would take twice the
+# Roundings of a 16-bit sum, one a chunk. Of 16,384 rows with skewed targets 32 roundings make half of the error that
+# the parity rule allows (worst 0.55, rms 0.34; 8: 0.28, 0.18; 64: 1.04, 0.48). An fp32 sum would take twice the
 # weight's memory.
 ROUNDINGS = 32
 
 
 def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight", "bias")):
-    """Refuse what does not fit; under autocast, the linear layer's tensors as `F.linear` would see them.
+    """Check a head's tensors and return them, cast as `F.linear` casts under autocast.
 
-    `flat`: x must be (N, H). `names`: what the caller calls the tensors.
+    `flat`: x must be (N, H). `names`: the caller's names of the tensors.
     """
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -42,14 +42,14 @@ def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight"
 
 
 def chunk_rows(rows, row_bytes, chunk_memory, device):
-    """Rows of a chunk: as many as fit the memory, in equal chunks; of several, in whole tiles of the matrix products.
+    """Return the rows of a chunk: as many as fit the memory, in equal chunks.
+
+    Each of several chunks holds whole tiles of the matrix products.
 
     Args:
-        row_bytes: bytes of a row of logits.
-        chunk_memory: bytes a chunk may take.
-        device: a Device. A CPU gains nothing from chunks of more than a tenth of the rows. A GPU gains from chunks of
-            more than 4,096 rows one reading and writing of dW less: with 8,192, at four shapes, an H200 is -1 to 4%
-            faster, for twice the memory. It gets no larger ones but to keep to ROUNDINGS.
+        row_bytes: bytes of a row of logits. chunk_memory: bytes a chunk may take.
+        device: a Device. A CPU gains nothing from chunks of over a tenth of the rows. A GPU's exceed 4,096 rows only to
+            keep to ROUNDINGS: 8,192 only save accesses to dW (H200, four shapes: -1 to 4% faster, twice the memory).
     """
     tile = 16 if device.vendor == "cpu" else 256
     useful = max(rows // 10, 16) if device.vendor == "cpu" else max(4096, -(-rows // (ROUNDINGS * tile)) * tile)
@@ -66,8 +66,8 @@ class Plan(NamedTuple):
 
     Attributes:
         chunk_memory: bytes that a chunk's logits may take.
-        with_kernels: Triton kernels turn them into losses and gradients, else autograd.
-        accumulate_fp32: add up the weight's gradient in fp32, however few the chunks.
+        with_kernels: Triton kernels turn the logits into losses and gradients, else autograd.
+        accumulate_fp32: accumulate the weight's gradient in fp32, however few the chunks.
     """
 
     chunk_memory: int
@@ -76,33 +76,33 @@ class Plan(NamedTuple):
 
 
 class ChunkedHead:
-    """The logits of an output layer, a chunk of rows at a time in one buffer.
+    """Logits of an output layer, one chunk of rows at a time in one buffer.
 
     Args:
         x: (N, H). weight: (V, H). bias: (V,) or None.
         buffers: how many times the memory of a chunk's logits is in use, the logits included.
         group: rows that a chunk should hold together, where their logits fit the memory.
-        rows: of a chunk; by the plan if None.
+        rows: rows of a chunk; None: the plan decides.
 
     Attributes:
-        rows: of a chunk, at most.
+        rows: the most rows of a chunk.
     """
 
     def __init__(self, x, weight, bias, plan, buffers=1, group=1, rows=None):
         self.x, self.weight, self.bias, self.plan = x, weight, bias, plan
         vocabulary, vector = weight.shape[0], 16 // x.element_size()
-        stride = -(-vocabulary // vector) * vector  # a row begins at a 16-byte boundary whatever the vocabulary
+        stride = -(-vocabulary // vector) * vector  # every row begins at a 16-byte boundary
         row_bytes = stride * x.element_size()
         if rows is None:
             rows = chunk_rows(x.shape[0], int(buffers * row_bytes), plan.chunk_memory, device_of(x))
-            if group * row_bytes <= plan.chunk_memory:  # a CPU's chunks are smaller than allowed
+            if group * row_bytes <= plan.chunk_memory:  # a CPU's chunks are smaller than the memory allows
                 rows = max(rows, group)
         buffer = x.new_empty(rows, stride)
         buffer[:, vocabulary:].zero_()  # a CPU multiplies the padding by 0 in bf16, so it must not be NaN
         self.rows, self.buffer = rows, buffer[:, :vocabulary]
 
     def logits(self, part, at=0):
-        """Write the logits of a slice of rows into the buffer, from its row `at` on, and return them: (M, V)."""
+        """Compute the logits (M, V) of a slice of rows, in the buffer from `at`."""
         logits = self.buffer[at : at + part.stop - part.start]
         if self.bias is None:
             torch.mm(self.x[part], self.weight.t(), out=logits)
@@ -114,13 +114,13 @@ class ChunkedHead:
         """Call `step(slice of rows, logits, gradients)` for every chunk.
 
         Args:
-            step: leaves the gradient of the logits in their place, where one is needed; where `gradients.scales`, times
+            step: writes the gradient of the logits over them, where one is needed; where `gradients.scales`, times
                 `gradients.factor(...)`.
-            needs_grad: whether x, weight and bias need a gradient; None: the step makes none, its gradients are None.
+            needs_grad: whether x, weight and bias need a gradient. None: the step writes none, and gets None for them.
             in_forward: as in `Gradients`.
 
         Returns:
-            the gradients as `Gradients.finished`, or None.
+            the gradients of `Gradients.finished`, or None.
         """
         count = self.x.shape[0]
         gradients = None
@@ -140,17 +140,17 @@ def wide_dtype(x):
 
 
 def needed_gradients(*tensors):
-    """Tell which tensors need a gradient; `needs_input_grad` knows nothing of no_grad under torch.compile."""
+    """Tell which tensors need a gradient; under torch.compile `needs_input_grad` ignores no_grad."""
     return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
 
 
 class Gradients:
-    """The gradients of a head's x, weight and bias, from its logits' gradient for one slice of rows at a time.
+    """Gradients of a head's x, weight and bias, accumulated over slices of rows.
 
     Args:
-        slices: how many slices there will be.
-        in_forward: whether they are made before the incoming gradient is known. Of fp16 they are then fp32 until that
-            is multiplied in, and those of logits are stored times a power of two (see `_fp16`).
+        slices: the number of slices.
+        in_forward: the incoming gradient is not known yet. fp16 gradients are then fp32 until it multiplies them, and
+            the gradients of the logits are stored times a power of two (see `_fp16`).
 
     Attributes:
         scales: whether gradients of logits must be multiplied by `factor`.
@@ -167,14 +167,14 @@ class Gradients:
         self.first = True
 
     def factor(self, *values):
-        """Where `scales`, return what the next slice's gradient of logits must be multiplied by, () fp32.
+        """Return the factor of the next slice's gradient of logits, () fp32, where `scales`.
 
-        It only ever falls, so that what is added up can follow it: a slice needs no more than the largest gradients of
-        all slices leave room for.
+        The factor never grows, so that the accumulated gradients can follow it: a slice needs no larger factor than the
+        largest gradients of all slices allow.
 
         Args:
-            values: tensors on the device of `x` of which the largest finite magnitudes add up to the largest that the
-                gradient of one of the slice's logits can be.
+            values: tensors on the device of `x`. Their largest finite magnitudes must add up to at least the magnitude
+                of the gradient of any logit in the slice.
         """
         factor = power_of_2_below(sum(largest_finite(value) for value in values))
         if self.of_slice is None:
@@ -198,7 +198,7 @@ class Gradients:
         self.first = False
 
     def finished(self):
-        """Return dx, dw and db in the dtypes of their tensors; those that are not needed have no elements."""
+        """Return dx, dw and db in their tensors' dtypes; an unneeded gradient has no elements."""
         if self.x.shape[0] == 0:
             self.dw.zero_()
         elif self.scales:
@@ -209,7 +209,7 @@ class Gradients:
 
 
 def _product(out, a, b):
-    """out = a b, rounded once, to the dtype of `out`, which may be wider than theirs."""
+    """Compute out = a b, rounded once to the possibly wider dtype of `out`."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif has_wide_products(a.device.type):
@@ -219,10 +219,10 @@ def _product(out, a, b):
 
 
 def _add_product(total, a, b, first):
-    """total = a b (+ total), added up in the dtype of `total`, which may be wider than theirs."""
+    """Compute total = a b (+ total) in the possibly wider dtype of `total`."""
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif not has_wide_products(a.device.type) and a.dtype == torch.float16:  # whose products overflow
+    elif not has_wide_products(a.device.type) and a.dtype == torch.float16:  # an fp16 product may overflow
         torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.float(), b.float())
     elif not has_wide_products(a.device.type):
         total.copy_(torch.mm(a, b)) if first else total.add_(torch.mm(a, b))
@@ -233,7 +233,7 @@ def _add_product(total, a, b, first):
 
 
 def empty_gradients(x, weight, bias, needs_grad, in_forward=False):
-    """Return memory for the gradients; no elements for those that are not needed. `in_forward`: as in `Gradients`."""
+    """Return memory for the gradients, without elements for unneeded ones. `in_forward`: as in `Gradients`."""
     tensors = x, weight, weight if bias is None else bias
     dtype = kept_dtype(x.dtype) if in_forward else x.dtype
     return tuple(t.new_empty(t.shape if needed else 0, dtype=dtype) for t, needed in zip(tensors, needs_grad))

@@ -1,4 +1,4 @@
-r"""Gated linear units whose inputs are clamped, as gpt_oss (arXiv:2508.10925), DeepSeek-V4 and MiniMax-M3 have them.
+r"""Compute gated linear units with clamped inputs (gpt_oss arXiv:2508.10925, DeepSeek-V4, MiniMax-M3).
 
     g = min(gate, limit)        u = max(-limit, min(up, limit)) + offset
     y = f(g) u                  f(g) = g s(alpha g), s the sigmoid
@@ -7,8 +7,8 @@ r"""Gated linear units whose inputs are clamped, as gpt_oss (arXiv:2508.10925), 
     dup   = dy f(g)    where |up| <= limit, else 0
 
 Letters: R rows of C columns. Traffic: forward reads gate and up and writes y (3RC), backward reads gate, up and dy and
-writes their gradients (5RC), computing f again. Both are bound by memory. Of a fused projection both are read where
-they are, halves of its rows or alternating in them, and so are their gradients written.
+writes their gradients (5RC), recomputing f. Both are bound by memory. A fused projection is read in place, as halves of
+its rows or alternating values, and its gradients are written in the same order.
 """
 
 from typing import NamedTuple
@@ -41,15 +41,15 @@ def clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, limit: float = 7.0, alpha: float | None = None,
     offset: float = 0.0, interleaved: bool = False,
 ):  # fmt: skip
-    """(clamp(up) + offset) * g * sigmoid(alpha * g) with g = min(gate, limit), up clamped to limit on both sides.
+    """Compute (clamp(up) + offset) * g * sigmoid(alpha * g) with g = min(gate, limit).
 
     Args:
-        gate: (..., C), or (..., 2C) of gate and up where `up` is None; in a dtype as for `swiglu`.
+        gate: (..., C), or (..., 2C) of gate and up where `up` is None; any dtype that `swiglu` takes.
         up: (..., C), like `gate`.
-        limit: where `gate` is cut from above and `up` from both sides; beyond it they get no gradient.
-        alpha: of the sigmoid's argument; the gate times its sigmoid is then rounded after each operation, as gpt_oss
-            does. None: silu, rounded once (DeepSeek-V4).
-        offset: added to the clamped `up`; gpt_oss has 1.0.
+        limit: upper bound of `gate`, and bound of `up` on both sides; values beyond it get no gradient.
+        alpha: factor in the sigmoid's argument; the gate times its sigmoid is then rounded after each operation, as in
+            gpt_oss. None: silu, rounded once (DeepSeek-V4).
+        offset: added to the clamped `up`; gpt_oss uses 1.0.
         interleaved: gate and up alternate in the rows of a fused `gate`; otherwise the gate is their first half.
 
     Returns:
@@ -78,8 +78,8 @@ def _split(gate, up, interleaved):
     return (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, -1)
 
 
-# bf16 on an H200: tiles of 1,024 columns on 128 lanes are 4 to 16% faster than 2,048 in every backward (16384x2880:
-# 0.122 ms and 0.139; fused 0.128 and 0.152) and within 5% of the best; on 64 lanes as fast or faster in every forward
+# bf16 on an H200: with 128 lanes, tiles of 1,024 columns are 4 to 16% faster than 2,048 in every backward (16384x2880:
+# 0.122 ms and 0.139; fused 0.128 and 0.152) and within 5% of the best. With 64 lanes every forward is as fast or faster
 # (fused: 0.074 and 0.084; interleaved 0.075, and 0.080 on 128 lanes).
 @tuned
 def clamped_glu_forward_config(width, itemsize, device):
@@ -114,7 +114,7 @@ def _load_clamped(
 ):  # fmt: skip
     """gate, up, and both clamped, the offset added."""
     dtype: tl.constexpr = G.dtype.element_ty
-    if INTERLEAVED:  # at once, and then apart: accesses of every other value would be as wide as one
+    if INTERLEAVED:  # load both, then split: accesses to every other value would be one value wide
         mask = _mask(row, rows, 2 * start, 2 * cols, whole, 2 * COLS)
         both = tl.load(G + row * g_stride + 2 * start + tl.arange(0, 2 * COLS)[None, :], mask)
         gate, up = tl.split(tl.reshape(both.to(tl.float32), [ROWS, COLS, 2]))
@@ -123,7 +123,7 @@ def _load_clamped(
         col = start + tl.arange(0, COLS)[None, :]
         gate = tl.load(G + row * g_stride + col, mask).to(tl.float32)
         up = tl.load(U + row * u_stride + col, mask).to(tl.float32)
-    g = tl.where(gate > limit, limit, gate)  # unlike a minimum, it keeps what is not a number
+    g = tl.where(gate > limit, limit, gate)  # keeps NaN, unlike a minimum
     u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate, up, g, rounded(u + offset, dtype)
 
@@ -147,7 +147,7 @@ def clamped_glu_forward(
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, start, whole = own_tile(rows, cols, ROWS, COLS)
-    if whole:  # a mask at an odd width would make every access as wide as one value
+    if whole:  # at an odd width a mask would make every access one value wide
         _forward_tile(
             G, U, Y, row, start, rows, cols, g_stride, u_stride, y_stride, limit, alpha, offset, True,
             SILU, INTERLEAVED, ROWS, COLS,
@@ -202,7 +202,7 @@ def clamped_glu_backward(
 
 
 class Clamp(NamedTuple):
-    """The options of a unit; alpha 0 is silu."""
+    """Options of a clamped unit; alpha 0 selects silu."""
 
     limit: float
     alpha: float
@@ -211,7 +211,7 @@ class Clamp(NamedTuple):
 
 
 def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
-    """Launch `kernel` over the rows of gate and up; over one long row, where their memory is one."""
+    """Launch `kernel` over the rows of gate and up; contiguous tensors are one row."""
     limit, alpha, offset, interleaved = clamp
     cols = gate.shape[-1] // (2 if up is None else 1)
     count = gate.numel() // (2 if up is None else 1)
@@ -222,7 +222,7 @@ def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
         g, u = g.chunk(2, -1)
     elif all(x is None or x.is_contiguous() for x in (gate, up, dy)):
         cols, g_stride, u_stride, dy_stride, y_stride, d_stride = count, 0, 0, 0, 0, 0
-    itemsize = gate.element_size() * (2 if interleaved else 1)  # of what is loaded of one column at once
+    itemsize = gate.element_size() * (2 if interleaved else 1)  # bytes loaded at once for one column
     config = find_config(min(power_of_2(cols), 4096), itemsize, device_of(gate))
     rows = count // cols if count else 0
     tiles = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])

@@ -1,4 +1,4 @@
-r"""What lies between the grouped products of experts' backward, in one pass over memory that is there already.
+r"""Compute the backward between experts' grouped products, in one pass and in place.
 
 For a row, one pair of a token and an expert, of routing weight w, and d = dout W_down:
 
@@ -8,8 +8,8 @@ For a row, one pair of a token and an expert, of routing weight w, and d = dout 
     y                                                               over d: the down projection's gradient needs it
     dw    = <d, y>                                                  added up in fp32
 
-Letters: R rows of C columns. Traffic: 6RC, without a gate 4RC. In torch's operations around glu's backward, with fp32
-copies of d and y for dw, it was 22RC and 7RC of memory.
+Letters: R rows of C columns. Traffic: 6RC, without a gate 4RC. torch's operations around glu's backward, with fp32
+copies of d and y for dw, move 22RC and take 7RC of memory.
 """
 
 import torch
@@ -24,7 +24,7 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @tuned
 def expert_glu_backward_config(width, itemsize, device):
-    # twice the values spill 8 bytes a lane on sm_90, tanh's of fp32
+    # twice the values spill 8 bytes a lane on sm_90, with the fp32 tanh
     block = min(width, 2048 // itemsize)
     return Config({"COLS": block}, row_warps(block, device))
 
@@ -33,7 +33,7 @@ def expert_glu_backward_config(width, itemsize, device):
 def expert_glu_backward(
     G, U, D, W, DW, g_stride, u_stride, cols: tl.constexpr, ACTIVATION: tl.constexpr, COLS: tl.constexpr
 ):
-    # A value is read and written by the same thread.
+    # One thread reads and writes each value.
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(W + row).to(tl.float32)
     dw = tl.zeros([COLS], tl.float32)
@@ -48,7 +48,7 @@ def expert_glu_backward(
         d = tl.load(D + row * cols + col, mask, other=0.0).to(tl.float32)
         dy = rounded(w * d, D.dtype.element_ty)
         f, slope = activated_with_slope(g, ACTIVATION)
-        y = rounded(activated(g, G.dtype.element_ty, ACTIVATION) * u, D.dtype.element_ty)  # the forward's bits
+        y = rounded(activated(g, G.dtype.element_ty, ACTIVATION) * u, D.dtype.element_ty)  # bitwise equal to forward's
         tl.store(G + row * g_stride + col, dy * u * slope, mask)
         if U is not None:
             tl.store(U + row * u_stride + col, dy * f, mask)
@@ -65,7 +65,7 @@ def _fake(gate, up, d, weights, activation):
 def expert_glu_backward_in_place(
     gate: torch.Tensor, up: torch.Tensor | None, d: torch.Tensor, weights: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """The gradients over `gate` and `up` and the product over `d`; returns the gradient of the weights.
+    """Write gradients over `gate` and `up`, the product over `d`; return the weights' gradient.
 
     Args:
         gate, up: (R, C) rows of unit stride, which may be halves of one tensor; up None: experts without a gate.

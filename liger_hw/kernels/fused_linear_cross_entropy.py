@@ -1,17 +1,17 @@
-r"""Cross entropy of a linear layer's output whose logits never exist all at once.
+r"""Compute the cross entropy of a linear layer's output without all logits in memory.
 
     logits = x W^T + b           a chunk of rows at a time, in one buffer that every chunk uses
     loss   = cross_entropy(logits, target)
     dx     = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
 
-For "sum" and "mean" the gradients are made in the forward, where dlogits takes the place of the chunk's logits; the
-backward multiplies them by the incoming gradient unless that is 1. For "none" the backward makes the logits again.
-In fp16, of which a loss scale is part, dlogits are stored times a power of two and the gradients wait in fp32 for the
-incoming gradient: that takes 2NH + 2VH bytes more than bf16 until the backward, and there 2 max(NH, VH) beside them.
+For "sum" and "mean" the forward computes the gradients, and writes dlogits over the chunk's logits; the backward
+multiplies them by the incoming gradient unless that is 1. For "none" the backward recomputes the logits.
+In fp16, which needs a loss scale, dlogits are stored times a power of two, and the gradients wait in fp32 for the
+incoming gradient. That takes 2NH + 2VH bytes more than bf16 until the backward, and there 2 max(NH, VH) beside them.
 
 Letters: N rows of H features, V columns. Operations: 2NVH for each of logits, dx and dW; a frozen input costs nothing.
 Memory beside the gradients: one chunk of logits. Traffic of a chunk of M rows: 2MV written and read for the logits, as
-much for their gradient, and dW read and written: few large chunks are fast, and `chunk_memory` says how large.
+much for their gradient, and dW read and written. So few large chunks are fast; `chunk_memory` bounds their size.
 """
 
 import functools
@@ -45,20 +45,20 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ):  # fmt: skip
-    """`cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
+    """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
     Args:
-        x: (N, H), any floating dtype; plain torch computes others than fp32, fp16 and bf16.
+        x: (N, H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
-        target: (N,) int64 or int32, as in `cross_entropy`; so a value outside [0, V) is an error on a CPU, and
-            elsewhere makes the loss NaN, and with it the gradients of everything that its row touches.
+        target: (N,) int64 or int32, as in `cross_entropy`: a value outside [0, V) is an error on a CPU, and elsewhere
+            makes the loss NaN, and with it every gradient that its row reaches.
         bias: (V,) in the dtype of `x`, or None.
         ce_weight: (V,) class weights, or None.
         ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in
             `cross_entropy`.
-        accum_dtype: torch.float32 adds up the chunks' weight gradients in fp32, which takes a copy of the weight in
-            fp32. None does so where there are more than 32 chunks; up to there, rounding the sum to the weight's dtype
-            after each stays within half of the error that two roundings of a single large product may make.
+        accum_dtype: torch.float32 accumulates the chunks' weight gradients in fp32, which takes an fp32 copy of the
+            weight. None does so for more than 32 chunks. Up to 32, rounding the sum to the weight's dtype after each
+            chunk stays within half of the error that two roundings of a single large product may make.
         use_token_scaling: loss, z-loss and gradient of a row are multiplied by the probability of its target, as a
             constant (arXiv:2508.05629).
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
@@ -69,7 +69,7 @@ def fused_linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
-        RuntimeError: a second backward through a "sum" or "mean", whose gradients the first has handed out.
+        RuntimeError: a second backward through a "sum" or "mean", as the first one releases the gradients.
     """
     call = fused_linear_cross_entropy.arguments(**locals())
     (x, weight, bias), formula = _prepare(call)
@@ -91,14 +91,14 @@ def _(x, weight, *options, **named):
 
 
 def _empty_rows(x, predict):
-    """Loss, z-loss, partition (see `forward_rows`) and predicted token of each row."""
+    """Return memory for each row's loss, z-loss, partition (see `forward_rows`) and predicted token."""
     loss = x.new_empty(x.shape[0], dtype=wide_dtype(x))
     predicted = loss.new_empty(loss.shape if predict else 0, dtype=torch.int64)
     return loss, torch.empty_like(loss), loss.new_empty(x.shape[0], 2), predicted
 
 
 def _rows(plan):
-    """The module whose `forward_rows` and `backward_rows` work on a chunk's logits."""
+    """Return the module whose `forward_rows` and `backward_rows` work on a chunk's logits."""
     return kernels if plan.with_kernels else by_autograd
 
 
@@ -148,7 +148,7 @@ def _fused_linear_cross_entropy_backward(
 
 
 class FusedLinearCrossEntropyFunction(GradientsInForward):
-    """The sum of the rows' losses; the gradients are made in the forward."""
+    """Autograd function of the rows' summed loss, with gradients computed in the forward."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, formula, plan, predict, needs_grad):
@@ -164,7 +164,7 @@ class FusedLinearCrossEntropyFunction(GradientsInForward):
 
 
 class FusedLinearCrossEntropyRowsFunction(Function):
-    """The losses of the rows; the backward makes the logits again, and their gradients."""
+    """Autograd function of the rows' losses, whose backward recomputes the logits and their gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, formula, plan, predict, needs_grad):

@@ -1,12 +1,12 @@
-r"""Log-probabilities of given tokens from a linear layer's input, where the logits never exist all at once.
+r"""Compute log-probabilities of tokens from a linear layer's input, without all logits in memory.
 
     logits = x W^T + b           a chunk of rows at a time, in one buffer that every chunk uses
     log_probs, entropy, lse = selective_log_softmax(logits, tokens)
     dx = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
 
-The backward makes each chunk's logits again and turns them into their gradient in place, so that what comes in may
-depend on all rows at once. Letters: N rows of H features, V columns. Operations: 2NVH in the forward; 2NVH for each of
-logits, dx and dW in the backward. Memory beside the gradients: one chunk of logits.
+The backward recomputes each chunk's logits and writes their gradient over them, so the incoming gradient may depend on
+all rows. Letters: N rows of H features, V columns. Operations: 2NVH in the forward; 2NVH for each of logits, dx and dW
+in the backward. Memory beside the gradients: one chunk of logits.
 """
 
 import functools
@@ -35,12 +35,12 @@ def fused_linear_selective_log_softmax(
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
     chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
 ):  # fmt: skip
-    """`selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
+    """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 
-    Everything returned has a gradient, and a second backward is right.
+    All outputs have a gradient, and a second backward is right.
 
     Args:
-        x: (..., H), any floating dtype; plain torch computes others than fp32, fp16 and bf16.
+        x: (..., H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
         tokens: (...) int64 or int32, as in `selective_log_softmax`.
         bias: (V,) in the dtype of `x`, or None.

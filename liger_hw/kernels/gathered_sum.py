@@ -1,9 +1,9 @@
-r"""Sums of gathered rows, weighted or not: what puts experts' outputs together, and the gradients of their inputs.
+r"""Sum gathered rows, weighted or not: combine experts' outputs, or gradients of their inputs.
 
     out[t] = sum over k of weights[place[t, k]] rows[place[t, k]]
 
-In the order and rounding of (rows * weights[:, None])[place].sum(1) as torch has it on a GPU: the product is rounded to
-the dtype that torch promotes to, every fourth k is added up in fp32, then those sums.
+The order and rounding are those of (rows * weights[:, None])[place].sum(1) in torch on a GPU: the product is rounded to
+the dtype that torch promotes to, every fourth k is accumulated in fp32, then those sums.
 
 Letters: S rows of H columns into T = S / k. Traffic: SH + TH, instead of the 5SH + TH of torch's three operations.
 """
@@ -21,8 +21,8 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 @tuned
 def gathered_sum_config(width, itemsize, device):
     block = min(width, 2048 // itemsize)
-    # fused, a product with fp32 weights would be added without being rounded: on an H200 2 of 10,000 results of fp16
-    # were then not torch's
+    # a fused multiply-add would not round the product with fp32 weights: on an H200 2 of 10,000 fp16 results then
+    # differ from torch's
     return Config({"COLS": block}, row_warps(block, device, 16 // itemsize), fp_fusion=False)
 
 
@@ -59,12 +59,12 @@ def _fake(rows, place, weights):
 
 @raw(_fake)
 def sum_gathered(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """(T, H) in the dtype of `rows`.
+    """Return the weighted sums of gathered rows, (T, H) in the dtype of `rows`.
 
     Args:
         rows: (S, H) contiguous.
-        place: (T, k) contiguous int64, which row.
-        weights: (S,) of each row, in the dtype of `rows` or fp32; None: no weights.
+        place: (T, k) contiguous int64, the rows of each sum.
+        weights: (S,), one for each row, in the dtype of `rows` or fp32; None: no weights.
     """
     out = _fake(rows, place, weights)
     tokens, cols = out.shape

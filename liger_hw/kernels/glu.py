@@ -1,4 +1,4 @@
-r"""Gated linear units: an activation of the gate times the up projection. Without that product, activations alone.
+r"""Compute gated linear units, an activation of the gate times up, or activations alone.
 
     y   = f(gate) up                                        f(gate) rounded to gate's dtype, then the product to y's
     dgate = dy up f'(gate)
@@ -12,8 +12,8 @@ r"""Gated linear units: an activation of the gate times the up projection. Witho
     relu squared f(x) = max(x, 0)^2                         f'(x) = 2 max(x, 0)
 
 Letters: R rows of C columns. Traffic: forward reads gate and up and writes y (3RC), backward reads gate, up and dy and
-writes their gradients (5RC), computing f again rather than keeping it; 2RC and 3RC without up. Both are bound by
-memory. Contiguous tensors are one long row; the halves of a fused projection are rows with a stride.
+writes their gradients (5RC), recomputing f instead of keeping it; 2RC and 3RC without up. Both are bound by memory.
+Contiguous tensors are one long row; the halves of a fused projection are rows with a stride.
 """
 
 import math
@@ -31,10 +31,10 @@ from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu_erf"}  # torch's names of the approximation -> the kernel's activation
-ACTIVATIONS = {  # the kernel's activation -> torch's, rounding where that rounds
+ACTIVATIONS = {  # the kernel's activation -> torch's, with torch's roundings
     "silu": torch.nn.functional.silu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "gelu_erf": torch.nn.functional.gelu,  # whose bits of bf16 on a CPU vary with the strides: 153 of its values
+    "gelu_erf": torch.nn.functional.gelu,  # on a CPU, 153 values of bf16 give results that depend on the strides
     "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu_squared": lambda x: torch.square(torch.relu(x)),
@@ -50,16 +50,16 @@ def validate(gate, up, approximate="tanh", first="gate"):
 
 @op
 def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
-    """silu(gate) * up (arXiv:2002.05202), as LlamaMLP computes it.
+    """Compute silu(gate) * up (arXiv:2002.05202), as LlamaMLP does.
 
     Args:
-        gate: (..., C), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Rows may be
-            strided (the halves of a fused projection are read where they are); other layouts are copied once.
+        gate: (..., C), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Rows may be
+            strided (the halves of a fused projection are read in place); other layouts are copied once.
         up: (..., C), like `gate`; another floating dtype promotes the result.
-        in_place: the gradients take the memory of `gate` and `up` in backward. For a module that owns both and hands
-            them to nothing else. A second backward then raises a RuntimeError, as does the backward of any other
-            function that saved one of them. Has no effect where only one of the two wants a gradient or their dtypes
-            differ, in the reference (a CPU), and under torch.compile, which reuses dead memory by itself.
+        in_place: the backward writes the gradients over `gate` and `up`. For a module that owns both and shares them
+            with nothing else. A second backward then raises a RuntimeError, as does the backward of any other function
+            that saved one of them. Has no effect where only one of the two wants a gradient or their dtypes differ, in
+            the reference (a CPU), and under torch.compile, which reuses dead memory by itself.
 
     Returns:
         (..., C), contiguous, in the promoted dtype; silu(gate) is rounded to `gate.dtype` before the product.
@@ -74,7 +74,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
 
 @op
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False):
-    """gelu(gate) * up (arXiv:2002.05202), as GemmaMLP computes it.
+    """Compute gelu(gate) * up (arXiv:2002.05202), as GemmaMLP does.
 
     Args:
         gate, up, in_place: as in `swiglu`.
@@ -92,13 +92,13 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_pl
 
 @op
 def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool = False):
-    """f(x), of which the backward keeps x alone.
+    """Compute f(x), keeping only x for the backward.
 
     Args:
         x: (..., C), of a dtype and strides as `gate` in `swiglu`.
-        activation: "relu_squared" (arXiv:2109.08668); "gelu_new" and "quick_gelu", which transformers writes out in
-            operations, each of which rounds, and "silu", "gelu_tanh" and "gelu_erf", which torch has as one.
-        in_place: the gradient takes the memory of `x` in backward; otherwise as in `swiglu`.
+        activation: "relu_squared" (arXiv:2109.08668); "gelu_new" and "quick_gelu", which transformers writes as several
+            operations that each round; "silu", "gelu_tanh" and "gelu_erf", which are one operation in torch.
+        in_place: the backward writes the gradient over `x`; otherwise as in `swiglu`.
 
     Returns:
         (..., C), contiguous, in `x.dtype`.
@@ -113,7 +113,7 @@ def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool =
 
 
 def unit(gate, up, activation, in_place=False):
-    """f(gate) * up, or f(gate) where `up` is None, by the ops: one, where one has that product."""
+    """Compute f(gate) * up, or f(gate) without `up`, by one op where possible."""
     if up is not None and activation == "silu":
         return swiglu(gate, up, in_place)
     if up is not None and activation in GELU.values():
@@ -144,16 +144,16 @@ def _cost(gate, up, forward, backward):
 
 
 def tile_config(width, itemsize, device, tile, lanes):
-    """A tile of so many bytes of each tensor, for so many lanes. Short rows share a tile."""
+    """Return the configuration of a `tile`-byte tile a tensor for `lanes`; short rows share one."""
     elements = tile // itemsize
     cols = min(width, elements)
     return Config({"ROWS": elements // cols, "COLS": cols}, num_warps=max(lanes // device.warp_size, 1))
 
 
-# An activation alone reads one tensor, where others read two. bf16 on an H200: its forward is 3 to 5% faster on 64
-# lanes than on 128, of two tensors 1 to 2% slower; its backward 6% faster with half of the tile on 32. The backward of
-# two is as fast with half of a tile as with a whole one, and takes fewer registers: at rows that begin anywhere a
-# B200's core then asks for all that it should, instead of 85%.
+# An activation alone reads one tensor, a gated unit two. bf16 on an H200: on 64 lanes instead of 128 the forward of one
+# tensor is 3 to 5% faster, of two 1 to 2% slower. The backward of one is 6% faster with half of the tile on 32 lanes.
+# The backward of two is as fast with half of a tile and takes fewer registers: at rows of any alignment a B200's core
+# then keeps all the needed bytes in flight, instead of 85%.
 @tuned
 def glu_forward_config(width, itemsize, read, device):
     return tile_config(width, itemsize, device, tile=4096, lanes=64 if read == 1 else 128)
@@ -196,7 +196,7 @@ def glu_forward(
 ):  # fmt: skip
     row, start, whole = own_tile(rows, cols, ROWS, COLS)
     col = (start + tl.arange(0, COLS))[None, :]
-    if whole:  # a mask at an odd width would make every access as wide as one value
+    if whole:  # at an odd width a mask would make every access one value wide
         _forward_tile(G, U, Y, row, col, None, g_stride, u_stride, y_stride, ACTIVATION)
     else:
         mask = (row < rows) & (col < cols)
@@ -217,7 +217,7 @@ def _backward_tile(
     if DU is not None:
         tl.store(DU + row * du_stride + col, dy * f, mask)
     if Y is not None:
-        # the forward's bits: glu_linear takes them for the same
+        # bitwise equal to the forward's: glu_linear uses it in its place
         tl.store(Y + row * y_stride + col, activated(g, G.dtype.element_ty, ACTIVATION) * u, mask)
 
 
@@ -226,8 +226,8 @@ def glu_backward(
     G, U, DY, DG, DU, Y, rows, cols, g_stride, u_stride, dy_stride, dg_stride, du_stride, y_stride,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # An output may be an input's memory (DG over G, DU over U, Y over DY) where all are of one dtype: then a value is
-    # read and written by the same thread.
+    # An output may be an input's memory (DG over G, DU over U, Y over DY) where all have one dtype: the same thread
+    # then reads and writes a value.
     row, start, whole = own_tile(rows, cols, ROWS, COLS)
     col = (start + tl.arange(0, COLS))[None, :]
     if whole:
@@ -244,7 +244,7 @@ def glu_backward(
 
 
 def _launch(kernel, find_config, activation, *tensors):
-    """Launch `kernel` over tensors of one shape, the first of them there, the absent ones None."""
+    """Launch `kernel` over tensors of one shape; the first exists, the others may be None."""
     first = tensors[0]
     if all(x is None or x.is_contiguous() for x in tensors):
         rows, cols, strides, width = 1, first.numel(), [0] * len(tensors), 4096
@@ -258,7 +258,7 @@ def _launch(kernel, find_config, activation, *tensors):
 
 
 def launch_backward(gate, up, dy, dgate, dup, y, activation):
-    """Write the gradients and the product once more, those that are not None; over which inputs: see the kernel."""
+    """Write the gradients and the recomputed product, each unless None; `glu_backward` allows overwriting."""
     _launch(glu_backward, glu_backward_config, activation, gate, up, dy, dgate, dup, y)
 
 
@@ -308,7 +308,7 @@ class GLUFunction(Function):
 
 
 def gated(gate, up, activation, in_place):
-    """f(gate) * up for one of ACTIVATIONS, by the kernels; f(gate) where `up` is None."""
+    """Compute f(gate) * up, or f(gate) where `up` is None, with the kernels."""
     if up is not None:
         check_kernel_dtype("up", up)
     return GLUFunction.apply(gate, up, activation, goes_in_place(gate, up, in_place))

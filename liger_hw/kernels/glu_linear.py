@@ -1,17 +1,17 @@
-r"""A gated linear unit and the projection after it, whose input is not kept for the backward.
+r"""Compute a gated linear unit and the next projection, whose input the backward recomputes.
 
     y   = f(gate) up                                        as in glu.py
     out = y W^T + b
 
     dy  = dout W                                            dgate and dup from it as in glu.py
-    dW  = dout^T y                                          y computed again in that same pass, over dy
+    dW  = dout^T y                                          y recomputed in that same pass, over dy
     db  = sum over rows of dout
 
 Letters: R rows of C columns, projected to H. F.linear keeps y for dW: RC values beside gate and up, 134 MB a layer in
-bf16 for Llama-3.2-1B at 8x1024 tokens, a third of what a gated MLP keeps of that width. To make it again costs the
-backward one write (6RC instead of 5RC), because gate and up are read there anyway. The matrix products are torch's, the
-same ones of the same values as in the backward of F.linear, so all gradients are the same bits. An MLP without a gate
-is this without up: it keeps one tensor of that width instead of the two of torch's gelu or silu.
+bf16 for Llama-3.2-1B at 8x1024 tokens, a third of what a gated MLP keeps of that width. To recompute y costs the
+backward one write (6RC instead of 5RC), because it reads gate and up anyway. The matrix products are torch's, of the
+same values as in the backward of F.linear, so all gradients are bitwise equal. An MLP without a gate has no up: it
+keeps one tensor of that width instead of the two of torch's gelu or silu.
 """
 
 import torch
@@ -36,7 +36,7 @@ from liger_hw.spelling import check_known
 
 
 def _validate(gate, up, weight, bias, activation):
-    """Refuse what does not fit; returns the dtype that F.linear computes in, which autocast may set."""
+    """Check the arguments; return the dtype that F.linear computes in, which autocast may set."""
     validate(gate, up)
     check_known("activation", activation, ACTIVATIONS)
     dtype, cast = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype), False
@@ -56,11 +56,11 @@ def glu_linear(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str = "silu", in_place: bool = False,
 ):  # fmt: skip
-    """F.linear(f(gate) * up, weight, bias): the end of a gated MLP (arXiv:2002.05202), its product not kept.
+    """Compute F.linear(f(gate) * up, weight, bias), the end of a gated MLP (arXiv:2002.05202).
 
-    The same bits as `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one
-    of `gate` and `up` want a gradient, F.linear would keep the product; here the backward computes it again. Otherwise,
-    where `gate` and `up` differ in dtype, and in the reference (a CPU), this is those two steps.
+    Bitwise equal to `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one
+    of `gate` and `up` want a gradient, F.linear would keep the product; here the backward recomputes it. Otherwise,
+    where `gate` and `up` differ in dtype, and in the reference (a CPU), the op runs those two steps.
 
     Args:
         gate: (..., C), as in `swiglu`.
@@ -113,9 +113,9 @@ def glu_linear_backward_in_place(
 
 
 class GLULinearFunction(Function):
-    """For a weight and at least one of gate and up that want gradients, all of one dtype.
+    """Autograd function of one dtype, where weight and gate or up want gradients.
 
-    `later`: the result only stands for that of a `LaterFunction`, and has its shape but no memory.
+    `later`: return a placeholder without memory, of the result's shape, for a `LaterFunction`.
     """
 
     @staticmethod
@@ -130,17 +130,17 @@ class GLULinearFunction(Function):
     def backward(ctx, dout):
         gate, up, weight = saved_inputs(ctx)
         dout = dout.reshape(-1, weight.shape[0])
-        y = torch.mm(dout, weight).to(gate.dtype)  # dy, until the next line; autocast around a backward casts it
+        y = torch.mm(dout, weight).to(gate.dtype)  # dy, which the next line overwrites; autocast in a backward casts it
         dgate, dup = gradients(ctx, gate, up, y.view(gate.shape), _glu_linear_backward, glu_linear_backward_in_place)
         dbias = dout.sum(0) if ctx.needs_input_grad[3] else None
         return dgate, dup, torch.mm(dout.t(), y), dbias, None, None, None
 
 
 class LaterFunction(Function):
-    """What a `GLULinearFunction` only stood in for; keeps nothing."""
+    """Autograd function that computes the result of a `GLULinearFunction`'s placeholder; keeps nothing."""
 
     @staticmethod
-    def forward(ctx, stand_in, tensors, activation):  # in a tuple autograd does not see them
+    def forward(ctx, stand_in, tensors, activation):  # a tuple hides the tensors from autograd
         gate, up, weight, bias = tensors
         return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
 
@@ -150,10 +150,10 @@ class LaterFunction(Function):
 
 
 def _checkpointed():
-    """Whether torch's activation checkpointing without reentrance is what autograd keeps tensors for.
+    """Tell whether torch's non-reentrant activation checkpointing saves autograd's tensors.
 
-    It computes a layer again only up to the last tensor that was kept. So where a gated MLP ends a layer, its product
-    and its projection need not be computed again, if they come after all that is kept: in a function of their own.
+    It recomputes a layer only up to the last saved tensor. So where a gated MLP ends a layer, a function of its own
+    after all saved tensors spares the recomputation of the MLP's product and projection.
     """
     hooks = None if torch.compiler.is_compiling() else saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__

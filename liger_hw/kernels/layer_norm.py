@@ -1,4 +1,4 @@
-r"""Layer norm over the last dimension.
+r"""Compute layer norm over the last dimension.
 
     normed = (x - mean(x)) rstd                             rstd = 1 / sqrt(mean((x - mean(x))^2) + eps)
     y      = normed w + b                                   rounded once
@@ -9,8 +9,8 @@ r"""Layer norm over the last dimension.
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC) and saves mean and rstd (R each, fp32);
 backward reads x and dy and writes dx (3RC) plus one fp32 partial dw and db a program. Both are bound by memory. A row
-that does not fit one block is read twice, in the backward by two kernels: forward then keeps a running mean and sum of
-squares (Welford, Technometrics 1962) for every lane and merges those (Chan et al., 1979), so that no variance is the
+that does not fit one block is read twice, in the backward by two kernels. The forward then keeps a running mean and sum
+of squares (Welford, Technometrics 1962) for every lane and merges them (Chan et al., 1979), so that no variance is the
 difference of two large numbers.
 """
 
@@ -54,12 +54,12 @@ def _validate(x, weight, bias):
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-6
 ):
-    """Shift each row of `x` to mean 0 and scale it to variance 1, then by `weight`, plus `bias` (arXiv:1607.06450).
+    """Normalise each row of `x` to mean 0, variance 1; scale and shift (arXiv:1607.06450).
 
-    As torch.nn.functional.layer_norm over the last dimension: fp32 inside, rounded once.
+    Like torch.nn.functional.layer_norm over the last dimension, in fp32, rounded once.
 
     Args:
-        x: (..., C), any strides and floating dtype; plain torch computes others than fp32, fp16 and bf16.
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
         weight: (C,), any floating dtype, or None for no scale.
         bias: (C,), any floating dtype, or None for no shift.
         eps: added to the variance.
@@ -93,8 +93,8 @@ def layer_norm_backward_config(cols, itemsize, device):
 
 @tuned
 def layer_norm_wide_sums_config(cols, itemsize, device):
-    # 16 values a lane leave registers for one program on a core: on an H200 65,536 columns take 0.381 ms so, and 0.337
-    # with 32; 262,144 0.366 and 0.331; 16,384 of fp32 0.363 and 0.325
+    # With 16 values a lane a core has registers for one program: on an H200 65,536 columns take 0.381 ms, and 0.337
+    # with 32 values; 262,144 take 0.366 and 0.331; 16,384 of fp32 0.363 and 0.325.
     return norm_wide_sums_config(device, per_lane=32)
 
 
@@ -118,7 +118,7 @@ def layer_norm_forward(
         w, b = load_parameter(W, col, 1.0, cols, COLS), load_parameter(B, col, 0.0, cols, COLS)
         tl.store(Y + row[:, None] * cols + col, x * rstd[:, None] * w.to(tl.float32) + b.to(tl.float32), mask)
     else:
-        # every lane's own mean and sum of squared deviations over the blocks, and then those of all lanes
+        # first each lane's mean and sum of squared deviations over the blocks, then those of all lanes
         lane_mean, squares = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         blocks = 0.0
         for start in range(0, cols, COLS):
@@ -129,7 +129,7 @@ def layer_norm_forward(
             deviation = tl.where(in_row(at, cols, COLS), x - lane_mean, 0.0)
             lane_mean += deviation * (1.0 / blocks)
             squares += deviation * (x - lane_mean)
-        values = ((cols - 1 - col) // COLS + 1).to(tl.float32)  # that each lane saw
+        values = ((cols - 1 - col) // COLS + 1).to(tl.float32)  # the count of each lane
         mean = tl.sum(values * lane_mean, 1) / cols
         deviation = lane_mean - mean[:, None]
         rstd = 1.0 / tl.sqrt(tl.sum(squares + values * deviation * deviation, 1) / cols + eps)
@@ -167,7 +167,7 @@ def layer_norm_backward(
     X, W, MEAN, RSTD, DY, DX, DW, DB, rows, x_stride, dy_stride,
     cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # a fixed number of programs stride over the rows, each summing its own dw and db
+    # a fixed number of programs stride over the rows; each sums its own dw and db
     col = tl.arange(0, COLS)[None, :]
     w = load_parameter(W, col, 1.0, cols, COLS)
     dw, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
@@ -245,7 +245,7 @@ def _empty_outputs(x, weight, bias, eps, kept):
 def _layer_norm_forward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kept: bool
 ) -> list[torch.Tensor]:
-    """y; if `kept` for a backward, each row's mean and rstd as well."""
+    """Compute y and, if `kept` for a backward, each row's mean and rstd."""
     outputs = _empty_outputs(x, weight, bias, eps, kept)
     y, mean, rstd = outputs if kept else (*outputs, None, None)
     rows, cols = rows_and_cols(x)

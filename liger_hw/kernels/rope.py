@@ -1,4 +1,4 @@
-r"""Rotary position embedding of queries and keys (arXiv:2104.09864), in the forms that Hugging Face's models have.
+r"""Rotate queries and keys by their position (arXiv:2104.09864), as Hugging Face's models do.
 
     out1 = x1 cos1 - x2 sin1        x1, x2: the two halves of the first rotary_dim values of a head, or its even and its
     out2 = x2 cos2 + x1 sin2        odd values; the rest of the head passes through
@@ -7,8 +7,8 @@ r"""Rotary position embedding of queries and keys (arXiv:2104.09864), in the for
     dx2 = dout2 cos2 - dout1 sin1
 
 Letters: B sequences of T tokens, each of H heads (Hq of the queries, Hk of the keys) of D values, R of them rotary.
-Traffic: q and k are read and written once, 2BT(Hq + Hk)D, in forward as in backward; cos and sin (2BTR) are read once a
-token, for all of its heads. Bound by memory. Nothing is saved but cos and sin.
+Traffic: forward and backward each read and write q and k once, 2BT(Hq + Hk)D, and read cos and sin (2BTR) once a token,
+for all of its heads. Bound by memory. The backward needs cos and sin alone.
 """
 
 import torch
@@ -22,7 +22,7 @@ from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
-# layout -> whether x1 and x2 are neighbours (or else halves), in the input and in the output
+# layout -> whether x1 and x2 are neighbours (otherwise halves), in the input and in the output
 LAYOUTS = {"half": (False, False), "interleaved": (True, True), "interleaved_to_half": (True, False)}
 
 
@@ -55,28 +55,28 @@ def rope(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1,
     layout: str = "half", shared: bool = False, wide: bool = False,
 ):  # fmt: skip
-    """Rotate the first `rotary_dim` values of every head of `q` and `k` by the angles of its token.
+    """Rotate the first `rotary_dim` values of each head by its token's angles.
 
-    As Hugging Face's apply_rotary_pos_emb, with its rounding: both products and their sum are rounded to the promoted
+    Like Hugging Face's apply_rotary_pos_emb, with its rounding: both products and their sum are rounded to the promoted
     dtype of the head and `cos`. Where that is wider than the input's (fp32 tables with 16-bit heads), Hugging Face
-    returns the wider dtype; here the result is rounded to the input's dtype.
+    returns the wider dtype, and this op rounds the result to the input's dtype.
 
     Args:
-        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any strides and floating dtype; plain torch
-            computes others than fp32, fp16 and bf16. Nothing is copied.
-        k: (B, Hk, T, D), or (B, T, Hk, D); the number of heads and the dtype are its own. None: only `q` is rotated.
+        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any strides and floating dtype, never copied. Plain
+            torch computes dtypes other than fp32, fp16 and bf16.
+        k: (B, Hk, T, D), or (B, T, Hk, D), with its own number of heads and dtype. None: only `q` is rotated.
         cos: (B or 1, T, R), R even and at most D, a value for each of the output's. A constant: it gets no gradient.
         sin: like `cos`.
         unsqueeze_dim: the dimension of `q` and `k` that counts heads, 1 or 2.
-        layout: which two values make a pair: "half" (Llama), value j and value j + R/2; "interleaved" (GPT-J, Cohere,
-            GLM), values 2j and 2j + 1; "interleaved_to_half" (DeepSeek-V3), those of the input, and j and j + R/2 of
-            the output.
+        layout: the two values of a pair: "half" (Llama), value j and value j + R/2; "interleaved" (GPT-J, Cohere, GLM),
+            values 2j and 2j + 1; "interleaved_to_half" (DeepSeek-V3), 2j and 2j + 1 of the input, j and j + R/2 of the
+            output.
         shared: `cos` and `sin` are (B or 1, T, R/2), a value for each pair (gpt_oss).
         wide: round neither products nor their sum before the result (Qwen2-VL's vision tower, Cohere).
 
     Returns:
-        (q_out, k_out): new tensors, shaped and typed like `q` and `k`, dense, and ordered in memory as those are: heads
-        of a token side by side where the input has them so, otherwise tokens of a head. k_out is None where `k` is.
+        (q_out, k_out): new dense tensors, shaped and typed like `q` and `k`, in the same memory order: heads of a token
+        side by side if the input has them so, otherwise tokens of a head. k_out is None where `k` is.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, `layout` is unknown, or `cos` or `sin` requires grad.
@@ -113,8 +113,8 @@ def _rotated(x, cos, sin, layout, shared, wide):
 @tuned
 def rope_rotate_config(heads, half, device):
     heads = min(heads, max(1, 2048 // half))  # both halves are live: 32 values for each of 128 lanes
-    # 32 a lane would let a B200's core, which has 32 programs at most, ask for enough; neighbours then spill 48 bytes
-    # on sm_100 by Triton 3.9, and an H200 is 0 to 1% slower
+    # With 32 values a lane a B200's core, which has at most 32 programs, would keep enough bytes in flight. But then
+    # neighbours spill 48 bytes on sm_100 by Triton 3.9, and an H200 is 0 to 1% slower.
     return Config({"HEADS": heads}, row_warps(heads * half, device, per_lane=16), fp_fusion=False)
 
 
@@ -205,7 +205,7 @@ def rope_rotate(
         sin1 = tl.load(SIN + at + col * cos_dim_stride, there).to(tl.float32)
         cos2, sin2 = cos1, sin1
     else:
-        PAIRS: tl.constexpr = PAIRS_IN if BACKWARD else PAIRS_OUT  # the tables are laid out as the result is
+        PAIRS: tl.constexpr = PAIRS_IN if BACKWARD else PAIRS_OUT  # the tables have the layout of the forward's output
         at1 = at + (2 * col if PAIRS else col) * cos_dim_stride
         at2 = at + (2 * col + 1 if PAIRS else half + col) * cos_dim_stride
         cos1, cos2 = tl.load(COS + at1, there).to(tl.float32), tl.load(COS + at2, there).to(tl.float32)
@@ -227,7 +227,7 @@ def rope_rotate(
 
 
 def _heads_inside(x, unsqueeze_dim):
-    """Whether the heads of a token are closer together in memory than the tokens of a head."""
+    """Tell whether heads of a token are closer in memory than tokens of a head."""
     if x is None:
         return False
     strides = x.stride()
@@ -235,11 +235,11 @@ def _heads_inside(x, unsqueeze_dim):
 
 
 def _empty_output(x, unsqueeze_dim, heads_inside):
-    """A dense tensor like `x`, ordered in memory as told."""
+    """Return memory for a dense tensor like `x`, in the given order."""
     batch, one, two, dim = shape = x.shape
     in_order = heads_inside == (unsqueeze_dim == 2)
     strides = (one * two * dim, two * dim, dim, 1) if in_order else (one * two * dim, dim, one * dim, 1)
-    # new_empty_strided takes 1.35 us, empty_like 1.19 (an x86 CPU)
+    # on an x86 CPU new_empty_strided takes 1.35 us, empty_like 1.19
     return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)
 
 
@@ -249,7 +249,7 @@ def _empty_outputs(cos, q, k, unsqueeze_dim, q_heads_inside, k_heads_inside):
 
 
 def _layout(x, unsqueeze_dim):
-    """How many heads, and the strides from batch to batch, token to token, head to head and in a head; 0 for None."""
+    """Return the head count and the batch, token, head and value strides; None: zeros."""
     if x is None:
         return 0, 0, 0, 0, 0
     batch, one, two, dim = x.stride()
@@ -317,7 +317,7 @@ class RopeFunction(Function):
         if not (q_wanted and k_wanted):
             ctx.mark_non_differentiable(k_out if q_wanted else q_out)
         ctx.save_for_backward(cos, sin)
-        # the gradients are ordered in memory like q and k, for the view that made those from a projection
+        # the gradients take the memory order of q and k, for the view that made those from a projection
         orders = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
         ctx.options = unsqueeze_dim, layout, shared, wide, *orders
         ctx.set_materialize_grads(False)
@@ -339,6 +339,6 @@ def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
     _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
     if k is not None:
         check_kernel_dtype("k", k)
-    sin = sin.resolve_neg()  # of a conjugate's imaginary part the sign is not in memory
+    sin = sin.resolve_neg()  # the memory of a conjugate's imaginary part lacks the sign
     q_out, k_out = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, layout, shared, wide)
     return q_out, None if k is None else k_out

@@ -1,4 +1,4 @@
-r"""Cross entropy of logits, with everything that language-model training adds to it.
+r"""Compute the cross entropy of logits, with all that language-model training adds to it.
 
     z    = softcap tanh(logit_scale x / softcap)            softcap None: z = logit_scale x
     lse  = log sum_j exp(z_j),   p_j = exp(z_j - lse)
@@ -8,10 +8,10 @@ r"""Cross entropy of logits, with everything that language-model training adds t
     dz_j = p_j [((1 - e) w_y + e/V sum_k w_k) / D + 2 l lse / M] - e/V w_j / D - (1 - e) w_y / D [j = y]
     dx_j = dz_j logit_scale (1 - (z_j / softcap)^2)
 
-D and M are 1, or under "mean" the sum of the targets' class weights (without any, their number) and their number.
+D and M are 1. Under "mean", D is the sum of the targets' class weights (without weights, their number), M their number.
 Letters: N rows of V columns, target y. Traffic: the forward reads the logits (NV); the backward reads them and writes
 the gradient (2NV). With `in_place` one kernel does both: it reads a row twice, the second time from the last block to
-the first because those are the likeliest to be in L2 still, and writes the gradient over it. Rows to ignore are not
+the first, as the last blocks are the likeliest to be in L2 still, and writes the gradient over it. Ignored rows are not
 read. Exponentials are powers of two, with log2(e) folded into the scale of the logits.
 """
 
@@ -42,29 +42,29 @@ def cross_entropy(
     reduction: str = "mean", num_items: torch.Tensor | float | None = None, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False, in_place: bool = False,
 ):  # fmt: skip
-    """`torch.nn.functional.cross_entropy` of class indices, with z-loss, softcap and logit scale.
+    """Compute `torch.nn.functional.cross_entropy` of class indices, with z-loss, softcap and logit scale.
 
     Args:
-        logits: (N, V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
-            rows costs no copy.
-        target: (N,) int64 or int32. A value outside [0, V) that is not `ignore_index` is an error on a CPU. Elsewhere,
+        logits: (N, V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
+            between rows costs no copy.
+        target: (N,) int64 or int32. A value outside [0, V) other than `ignore_index` is an error on a CPU. Elsewhere,
             and in a compiled graph, it makes that row's loss and gradient NaN, and so the reduced loss: nothing is read
             out of bounds, and the host waits for no check.
         weight: (V,) class weights, or None for 1.
-        ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits.
-        label_smoothing: share of the target's probability spread over all classes (arXiv:1512.00567).
-        lse_square_scale: the z-loss `lse_square_scale * logsumexp^2` is added (arXiv:2204.02311, section 5); the class
-            weights do not apply to it.
+        ignore_index: rows with this target have loss 0 and gradient 0 for any logits.
+        label_smoothing: share of the target's probability spread over the vocabulary (arXiv:1512.00567).
+        lse_square_scale: adds the z-loss `lse_square_scale * logsumexp^2` (arXiv:2204.02311, section 5), without class
+            weights.
         softcap: logits become `softcap * tanh(logits / softcap)` first (Gemma2ForCausalLM), after `logit_scale`.
         logit_scale: logits are multiplied by it first, in fp32 (CohereForCausalLM).
         reduction: "none", "sum" or "mean" over the rows not ignored. "mean" divides the cross entropy by the sum of
-            their class weights, as torch does, and the z-loss by their number; where there are none the loss is 0.
+            their class weights, as torch does, and the z-loss by their number; without such rows the loss is 0.
         num_items: number, or tensor of one, that "mean" divides by instead: Hugging Face's `num_items_in_batch`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
-        in_place: where a gradient is wanted it is made in the forward, over `logits`, which the caller must own: the
-            logits are lost and the gradient takes no memory (logits with a column stride are copied first). In fp16 it
-            waits for the incoming gradient times a power of two, so that none is lost before a loss scale arrives.
-            Under torch.compile memory is the compiler's to plan, and this changes nothing.
+        in_place: the forward computes the gradient, where one is wanted, over `logits`. The caller must own them: they
+            are lost, and the gradient takes no memory (logits with a column stride are copied first). In fp16 the
+            gradient is kept times a power of two until the incoming one arrives, so that none is lost before a loss
+            scale. Under torch.compile this changes nothing, as the compiler plans memory.
 
     Returns:
         The loss in fp32 (fp64 for fp64 logits), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
@@ -95,7 +95,7 @@ def _(logits, *options, in_place=False, **named):
 
 
 def _empty_rows(logits, with_z_loss, predict):
-    """Loss, z-loss and predicted token of each row; None for those that are not asked for."""
+    """Return memory for each row's loss, z-loss and predicted token; None for unneeded ones."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     z_loss = torch.empty_like(loss) if with_z_loss else None
     return loss, z_loss, torch.empty_like(loss, dtype=torch.int64) if predict else None
@@ -119,10 +119,10 @@ def _cross_entropy_forward(
     logits: torch.Tensor, targets: Targets, formula: Formula, with_z_loss: bool, predict: bool, reduction: str,
     for_backward: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Loss, then z-loss and predicted tokens if asked for, then the denominator and partition that a backward needs.
+    """Compute the loss, then optional z-loss and predicted tokens, then denominator and partition.
 
-    Under "sum" and "mean" the losses are those of all rows. "mean" is for targets without a denominator: it is counted
-    in the kernel that adds up the losses.
+    The backward needs these last two. Under "sum" and "mean" the losses are those of all rows. "mean" requires targets
+    without a denominator: the kernel that adds up the losses counts it.
     """
     loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
     partition = loss.new_empty(2 * loss.shape[0]) if for_backward else None
@@ -151,7 +151,7 @@ def _cross_entropy_forward_in_place(
 
 
 def _empty_gradient(logits, *others):
-    """With padded rows where the logits have them, so that both are read and written in whole vectors."""
+    """Return memory for the gradient, with padded rows as in `logits`, for whole vectors."""
     (rows, cols), vector = logits.shape, 16 // logits.element_size()
     if cols % vector == 0 or logits.stride(0) % vector:
         return logits.new_empty((rows, cols))
@@ -173,13 +173,13 @@ def _cross_entropy_scale(dx: torch.Tensor, dloss: torch.Tensor) -> None:
 
 
 class CrossEntropyFunction(Function):
-    """The losses of the rows or, by one small kernel more, their sum or mean."""
+    """Autograd function of the rows' losses or, by a further kernel, their total."""
 
     @staticmethod
     def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
         for_backward = ctx.needs_input_grad[0]
         outputs = _cross_entropy_forward(logits, targets, formula, with_z_loss, predict, reduction, for_backward)
-        if for_backward:  # the compiler traces no list.pop
+        if for_backward:  # torch.compile does not trace list.pop
             *outputs, partition = outputs
             if reduction == "mean":
                 *outputs, denominator = outputs
@@ -196,7 +196,7 @@ class CrossEntropyFunction(Function):
 
 
 class CrossEntropyInPlaceFunction(GradientsInForward):
-    """As above, with the gradient made in the forward, in the place of the logits."""
+    """Autograd function whose forward writes the gradient over the logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
@@ -208,7 +208,7 @@ class CrossEntropyInPlaceFunction(GradientsInForward):
         if factor is not None:
             loss /= factor
             others = [of_rows / factor if of_rows.is_floating_point() else of_rows for of_rows in others]
-        torch.autograd.graph.increment_version(logits)  # a backward that saved the logits must hear of it
+        torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
         CrossEntropyInPlaceFunction.keep(
             ctx, (logits.detach(),), "cross_entropy(in_place=True)", logits.dtype, scale=scale,
             again="pass in_place=False",
@@ -225,7 +225,7 @@ def _(call):
     if (cols > 1 and stride != 1) or (rows > 1 and row_stride < cols):
         logits = logits.contiguous()
     in_place = call.in_place and logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # a gradient made in the forward must know what it is divided by; otherwise that is found with the losses' sum
+    # the in-place forward needs the divisor before its gradient; otherwise the kernel that sums the losses counts it
     count_last = call.reduction == "mean" and weight is None and call.num_items is None and not in_place
     targets = Targets.of(call, weight, "sum" if count_last else call.reduction, True)
     reduction = "sum" if call.reduction == "mean" and not count_last else call.reduction
@@ -234,4 +234,4 @@ def _(call):
     loss, *others = function.apply(logits, targets, formula, call.return_z_loss, predict, reduction)
     if not others:
         return loss
-    return output_of(call, loss, others[0], others[-1])  # those that were not asked for are not looked at
+    return output_of(call, loss, others[0], others[-1])  # output_of ignores outputs that the call does not ask for

@@ -1,4 +1,4 @@
-"""What the two cross-entropy ops share: the options of a row's loss, its definition, and what a caller gets.
+"""Define the cross entropy of a row, its options and its outputs for both ops.
 
 `call` is a named tuple of all arguments of one of the two ops.
 """
@@ -23,11 +23,11 @@ TARGET_DTYPES = (torch.int64, torch.int32)
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What the loss functions return when anything beside the loss is asked for; what was not is None.
+    """Output of the loss functions; attributes that no `return_*` asks for are None.
 
     Attributes:
-        loss: as without it; contains the z-loss.
-        z_loss: the z-loss alone, reduced like the loss; for logging, no gradient.
+        loss: the loss, z-loss included.
+        z_loss: the z-loss alone, reduced like the loss, for logging: it has no gradient.
         token_accuracy: share of the rows not ignored whose largest logit is the target's; by row under "none".
         predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored.
     """
@@ -39,7 +39,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """The numbers in the loss of a row, in the order in which kernels take them."""
+    """Numbers in the loss of a row, in the order in which kernels take them."""
 
     ignore_index: int
     label_smoothing: float
@@ -50,7 +50,7 @@ class Formula(NamedTuple):
 
     @classmethod
     def of(cls, call, token_scaling=False):
-        """Take the numbers of a call; raise ValueError for those that are out of range."""
+        """Take the numbers of a call; raise ValueError for a number out of range."""
         smoothing, softcap = call.label_smoothing, call.softcap
         check(0 <= smoothing <= 1, "label_smoothing", smoothing, "0 to 1")
         check(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
@@ -60,7 +60,7 @@ class Formula(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The tensors in the loss of a row beside its logits, in the order in which kernels take them.
+    """Tensors in the loss of a row beside its logits, in the kernels' order.
 
     Attributes:
         target: (N,). class_weight: (V,). weight_sum: () of the class weights.
@@ -76,10 +76,10 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, call, class_weight, reduction, with_kernels=False):
-        """Make the tensors of a call on its device: the host waits for nothing."""
+        """Make the tensors of a call on its device, without a host wait."""
         target, num_items, weight_sum, denominator, count = call.target.contiguous(), call.num_items, None, None, None
         if class_weight is not None:
-            class_weight = class_weight.detach().contiguous()  # kernels read it value after value
+            class_weight = class_weight.detach().contiguous()  # kernels read it with unit stride
             weight_sum = widen(class_weight).sum()
         if num_items is not None:
             if torch.is_tensor(num_items):
@@ -100,7 +100,7 @@ class Targets(NamedTuple):
         return cls(target, class_weight, weight_sum, denominator, count)
 
     def largest_gradient(self, formula, vocabulary):
-        """Bound the gradient of a logit of fp16 in a row's loss and z-loss, () fp32 without waiting for the device."""
+        """Bound the gradient of an fp16 logit, () fp32, without a wait for the device."""
         weight = self.class_weight
         of_loss = torch.ones((), device=self.target.device) if weight is None else largest_finite(weight)
         of_loss = of_loss if self.denominator is None else of_loss / self.denominator.abs()
@@ -113,16 +113,16 @@ class Targets(NamedTuple):
         return (of_loss + of_lse) * abs(formula.logit_scale)
 
     def times(self, factor):
-        """Return the targets of losses, and gradients, `factor` () times as large."""
+        """Return targets that make losses and gradients `factor` () times as large."""
         count = None if self.count is None else self.count / factor
         denominator = 1 / factor if self.denominator is None else self.denominator / factor
         return self._replace(denominator=denominator, count=count)
 
 
 def check_labels(name, labels, classes, ignore_index):
-    """Refuse what is no integer; and, where nobody waits for it, on a CPU, a label outside the vocabulary.
+    """Refuse labels that are not integers and, on a CPU, labels outside the vocabulary.
 
-    Elsewhere, and in a compiled graph, that makes the loss NaN.
+    Elsewhere, and in a compiled graph, a label outside makes the loss NaN.
     """
     check(labels.dtype in TARGET_DTYPES, name, labels, "int64 or int32")
     if labels.device.type != "cpu" or traced(labels):
@@ -133,13 +133,13 @@ def check_labels(name, labels, classes, ignore_index):
 
 
 def check_labels_of_op(name, labels, classes, ignore_index):
-    """Do as `check_labels`, but not of a backend forced in the interpreter: its kernels make NaN, as on a GPU."""
+    """Apply `check_labels`, but not to a backend forced in the interpreter, whose kernels write NaN."""
     if not (interpreting() and forced()):
         check_labels(name, labels, classes, ignore_index)
 
 
 def check_call(call, rows_name, weight_name, vocabulary):
-    """Refuse what neither op can compute, by the names of its arguments of rows and of class weights."""
+    """Refuse arguments that neither op can compute; errors use the names of the caller's arguments."""
     rows, target = getattr(call, rows_name), call.target
     class_weight, num_items = getattr(call, weight_name), call.num_items
     count, device = rows.shape[0], rows.device
@@ -158,7 +158,7 @@ def check_call(call, rows_name, weight_name, vocabulary):
 
 
 def output_of(call, loss, z_loss, predicted):
-    """Return what a call asked for, of losses by row or reduced: the loss, or a CrossEntropyOutput."""
+    """Return a call's loss, or a CrossEntropyOutput; `loss` may hold rows or a total."""
     by_row = call.reduction == "none"
     if not by_row and loss.ndim:
         loss = loss.sum()
@@ -177,7 +177,7 @@ def output_of(call, loss, z_loss, predicted):
 
 
 def row_losses(logits, targets, formula, predict=True):
-    """The definition: loss and z-loss of every row, divided by the denominators, and the predicted tokens or None."""
+    """Define each row's loss and z-loss, divided by the denominators, and predicted token or None."""
     target, class_weight, _, denominator, count = targets
     vocabulary, e = logits.shape[1], formula.label_smoothing
     ignored = target == formula.ignore_index
@@ -205,7 +205,7 @@ def row_losses(logits, targets, formula, predict=True):
 
 
 def forward_rows(logits, targets, formula, loss, z_loss, partition, predicted=None, gradient=False):
-    """Do without Triton what `kernels.forward_rows` does. The backward needs no partition."""
+    """Compute `kernels.forward_rows` without Triton. The backward needs no partition."""
 
     def rows(logits, part):
         return row_losses(logits, targets._replace(target=targets.target[part]), formula, predicted is not None)
@@ -214,7 +214,7 @@ def forward_rows(logits, targets, formula, loss, z_loss, partition, predicted=No
 
 
 def backward_rows(logits, targets, formula, partition, dloss):
-    """Do without Triton what `kernels.backward_rows` does, over the logits."""
+    """Compute `kernels.backward_rows` without Triton, over the logits."""
 
     def rows(logits, part):
         return row_losses(logits, targets._replace(target=targets.target[part]), formula, False)

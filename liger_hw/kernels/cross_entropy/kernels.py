@@ -1,4 +1,4 @@
-"""The Triton kernels of cross entropy; the formulas are in the package's docstring."""
+"""Compute cross entropy with Triton kernels; the package's docstring has the formulas."""
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
@@ -20,10 +20,10 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @tuned
 def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
-    # Three blocks are read ahead where two programs' fit: without gradient 8,192 rows of 128,256 columns in bf16 take
-    # 0.52 ms on an H200. With it a long row takes the largest blocks of which two fit ahead (1.300 ms), a shorter one
-    # 32 KiB and none ahead (100,352 columns: 1.061 ms; 1.146 as a long row; 32,000: 0.285 and 0.414). Softcap,
-    # smoothing and predictions hold twice as many values a lane.
+    # A program reads up to three blocks ahead, as two programs' blocks must fit the shared memory: without gradient
+    # 8,192 rows of 128,256 columns in bf16 take 0.52 ms on an H200. With gradient a long row takes the largest blocks
+    # of which two fit ahead (1.300 ms), a shorter one 32 KiB and none ahead (100,352 columns: 1.061 ms, as a long row
+    # 1.146; 32,000: 0.285 and 0.414). Softcap, smoothing and predictions hold twice as many values a lane.
     block, values = (4096, 32) if device.async_copy else (8192, 16)
     if not plain:
         block, values = 8192 // itemsize, 32 // itemsize
@@ -32,9 +32,9 @@ def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
     if plain and gradient and device.async_copy:
         long, largest = cols * itemsize > 220_000, power_of_2(device.shared_memory // 2) // 2
         stages, block, values = (3, largest // itemsize, 32) if long else (1, 32768 // itemsize, 8 * itemsize)
-    block = min(power_of_2(max(cols, 16)), block)  # a whole vector at least
+    block = min(power_of_2(max(cols, 16)), block)  # at least one whole vector
     values = max(values, two_on_a_core(block, device))
-    # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
     return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values), fp_fusion=False)
 
 
@@ -57,7 +57,7 @@ def _online(x, col, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, b
     A lane reduces the vectors it holds and nothing else, so that no lane waits for another before the row's end.
     """
     LANES: tl.constexpr = x.shape[0] // VECTOR
-    if PREDICT:  # before the softcap, which makes large ones equal; of equal ones the first, as torch.argmax
+    if PREDICT:  # before the softcap, which makes large logits equal; the first of equal ones wins, as in torch.argmax
         a = tl.reshape(tl.where(mask, x.to(tl.float32) * logit_scale, float("-inf")), (LANES, VECTOR))
         block_best = tl.max(a, 1)
         block_col = tl.min(tl.where(a == block_best[:, None], tl.reshape(col, (LANES, VECTOR)), cols - 1), 1)
@@ -185,7 +185,7 @@ def _write_gradient(
 ):  # fmt: skip
     """Walk a row from its last block to its first and write the gradient over it."""
     lane = tl.arange(0, COLS)
-    tl.debug_barrier()  # the whole row and its target's logit have been read by every lane
+    tl.debug_barrier()  # every lane has read the whole row and its target's logit
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
         at = (row.body - 1) // COLS * COLS - start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
@@ -197,8 +197,8 @@ def _write_gradient(
         x = tl.load(row.first + edge, edge_mask, other=0.0)
         dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
         tl.store(row.first + edge, dx, edge_mask)
-    # the target's column once more, with its own term, rather than a comparison in every column: that takes registers
-    # of which a core then has room for half as many programs (H200: 120 against 54 a lane)
+    # Write the target's column again with its own term: a comparison in every column would take registers (H200: 120
+    # against 54 a lane), and a core would hold half as many programs.
     dx = _gradient(x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
     tl.debug_barrier()
     tl.store(row.first + y, dx, inside)
@@ -332,17 +332,17 @@ def cross_entropy_scale(
 
 
 def _numbers(formula):
-    """The formula's numbers for a kernel, which leaves out the code for those that are None."""
+    """Return the formula's numbers for a kernel, which omits the code for each None."""
     ignore_index, label_smoothing, *others = formula
     return ignore_index, label_smoothing or None, *others
 
 
 def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, predicted=None, gradient=False):
-    """Write the losses of the rows of `logits` (unit stride in a row), and their gradient over them if asked for.
+    """Write the losses of the rows of `logits`, and optionally their gradient over them.
 
     Args:
-        loss, z_loss: (N,) fp32.
-        partition: 2N fp32, of each row a peak, in units of ln 2, and a total, where sum_j exp(z_j) = total exp(peak).
+        logits: rows of unit stride. loss, z_loss: (N,) fp32.
+        partition: 2N fp32, for each row a peak, in units of ln 2, and a total: sum_j exp(z_j) = total exp(peak).
         predicted: (N,) int64.
     """
     rows, cols = logits.shape
@@ -357,11 +357,11 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, pred
 
 
 def backward_rows(logits, terms, formula, partition, dloss, dx=None):
-    """Write the gradient of `logits` to `dx`, or over them; `partition` is the forward's, `dloss` is (N,) or ()."""
+    """Write the gradient of `logits` to `dx` or over them; `dloss` is (N,) or ()."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
-    dloss_stride = dloss.stride(0) if dloss.ndim else 0  # a reduction's gradient is one for all rows
+    dloss_stride = dloss.stride(0) if dloss.ndim else 0  # a reduction's gradient is one value for all rows
     same = alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
@@ -372,7 +372,7 @@ def backward_rows(logits, terms, formula, partition, dloss, dx=None):
 
 
 def scale_rows(dx, dloss):
-    """Multiply each row of `dx` by its incoming gradient, (N,) or one, (), for all; programs whose is 1 end at once."""
+    """Multiply each row of `dx` by its incoming gradient, (N,) or (), unless 1."""
     rows, cols = dx.shape
     dloss_stride = dloss.stride(0) if dloss.ndim else 0
     config = cross_entropy_scale_config(cols, dx.element_size(), device_of(dx))

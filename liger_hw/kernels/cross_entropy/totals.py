@@ -1,4 +1,4 @@
-"""Over all rows: how many count, and what their losses add up to. One small launch in place of four of torch's."""
+"""Count the rows and sum their losses, in one launch instead of torch's four."""
 
 import torch
 
@@ -24,7 +24,7 @@ def _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, there, classes, ignore_index, ME
         counts = there & (y != ignore_index)
         count = counts.to(tl.float32)
         if WEIGHT is not None:
-            inside = tl.minimum(tl.maximum(y, 0), classes - 1)[:, None]  # the loss of a target outside is NaN by itself
+            inside = tl.minimum(tl.maximum(y, 0), classes - 1)[:, None]  # a target outside has a loss of NaN already
             of_targets = tl.load(WEIGHT + inside, counts[:, None], other=0.0).to(tl.float32)
     if LOSS is not None:
         loss = tl.load(LOSS + row, there, other=0.0)
@@ -66,8 +66,8 @@ def cross_entropy_totals(
 
 
 def launch_totals(target, weight, loss, z_loss, totals, ignore_index, mean):
-    """Write to `totals`, four fp32 scalars or None: the sums of `loss` and `z_loss`, under `mean` both divided by the
-    third, the targets' class weights or, without those, the rows that count, at least 1; and those rows."""
+    """Write two sums, their divisor and the row count to `totals`, fp32 or None."""
+    # the divisor, of `mean` alone: the targets' class weights or, without weights, the rows that count, at least 1
     classes = 0 if weight is None else weight.shape[0]
     launch(
         cross_entropy_totals, (1, 1, 1), cross_entropy_totals_config(device_of(target)),
@@ -82,7 +82,7 @@ def _empty_divisors(target, weight, ignore_index):
 
 @raw(_empty_divisors)
 def divisors(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> list[torch.Tensor]:
-    """What "mean" divides by: the rows that count; with class weights the sum of the targets', and then those rows."""
+    """Return the divisors of "mean": [rows], or with class weights [targets' weights, rows]."""
     found = _empty_divisors(target, weight, ignore_index)
     launch_totals(target, weight, None, None, (None, None, *found, *[None] * (2 - len(found))), ignore_index, True)
     return found
@@ -90,7 +90,7 @@ def divisors(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: in
 
 @raw(lambda loss: loss.new_empty(()))
 def total(loss: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows' losses."""
+    """Return the sum of the rows' losses."""
     found = loss.new_empty(())
     launch_totals(loss, None, loss, None, (found, None, None, None), 0, False)
     return found

@@ -1,13 +1,13 @@
-r"""Divergences between a student's distribution q and a teacher's p, by rows of probabilities or log-probabilities.
+r"""Compute divergences of a student's distribution q from a teacher's p, row by row.
 
     kl_div   sum_j p_j (log p_j - log q_j)                       dlog q_j = -p_j
     jsd      b KL(p, m) + (1 - b) KL(q, m),  m = b p + (1 - b) q     dlog q_j = (1 - b) q_j (log q_j - log m_j)
              b = 0: KL(p, q);  b = 1: KL(q, p)                   dlog q_j = -p_j;  q_j (log q_j - log p_j + 1)
     tvd      sum_j |q_j - p_j| / 2                               dq_j = sign(q_j - p_j) / 2
 
-Letters: N rows of V columns. The gradient is made in the forward, where one is wanted: both inputs are read once and it
-is written (3NV), and no loss by element exists. The backward multiplies it by the incoming gradient unless that is 1.
-Of fp16 it waits for that in fp32, 2NV bytes more, as a loss scale comes too late for what fp16 has lost.
+Letters: N rows of V columns of probabilities or log-probabilities. Where a gradient is wanted the forward computes it:
+it reads both inputs once and writes it (3NV), and stores no loss by element. The backward multiplies it by the incoming
+one unless that is 1. An fp16 gradient is kept in fp32 (2NV bytes more): a loss scale is too late for lost fp16 values.
 """
 
 import math
@@ -31,7 +31,7 @@ KINDS = ("kl", "reverse_kl", "even_jsd", "jsd", "tvd")
 
 
 class Divergence(NamedTuple):
-    """Which divergence of which values, for the kernel.
+    """Kind of a divergence, and of its inputs, for the kernel.
 
     Attributes:
         kind: one of KINDS. logarithms: the inputs are log-probabilities, else the teacher's ("kl") or both
@@ -47,7 +47,7 @@ class Divergence(NamedTuple):
 
 
 def elements(log_q, log_p, kind, beta):
-    """The divergence by element, of log-probabilities; "tvd" too. Where a class is impossible, 0 log 0 is 0."""
+    """Return the divergence by element, "tvd" too, of log-probabilities; 0 log 0 is 0."""
     q, p = log_q.exp(), log_p.exp()
     if kind == "kl":
         return p * torch.where(p > 0, log_p - log_q, 0)
@@ -61,7 +61,7 @@ def elements(log_q, log_p, kind, beta):
 
 
 def kind_of(beta):
-    """The kind of a generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1); the even one is cheaper."""
+    """Return the kind of a generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1); 0.5 is cheaper."""
     check(0 <= beta <= 1, "beta", beta, "0 to 1")
     return {0: "kl", 0.5: "even_jsd", 1: "reverse_kl"}.get(beta, "jsd")
 
@@ -77,7 +77,7 @@ def _check_pair(names, x, y, labels=None):
 
 
 def _denominator(x, reduction, labels, ignore_index):
-    """What divides the sum over rows, a number or a tensor."""
+    """Return the divisor of the sum over rows, a number or a tensor."""
     if reduction == "sum":
         return 1
     rows = max(x.shape[0], 1) if labels is None else (labels != ignore_index).sum().clamp(min=1)
@@ -93,16 +93,16 @@ def jsd(
     log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5, labels: torch.Tensor | None = None,
     ignore_index: int = -100,
 ):  # fmt: skip
-    """Generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1), mean over the rows.
+    """Compute the generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1), mean over the rows.
 
     Args:
         log_q: (N, V) log-probabilities of the student.
         log_p: (N, V) log-probabilities of the teacher, a constant.
         beta: weight of the teacher in the mixture: 0 for KL(p, q), 1 for KL(q, p).
-        labels: (N,) int64 or int32, rows whose label is `ignore_index` do not count; None counts all.
+        labels: (N,) int64 or int32; rows whose label is `ignore_index` do not count. None counts all.
 
     Returns:
-        the mean over the rows that count, 0 where there are none, in fp32 (fp64 for fp64 inputs).
+        the mean over the rows that count, 0 without any, in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: shapes do not fit or beta is out of range.
@@ -119,7 +119,7 @@ def jsd(
 def kl_div(
     log_q: torch.Tensor, target: torch.Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
 ):
-    """`torch.nn.functional.kl_div`: KL(p, q) of log-probabilities q and target p.
+    """Compute KL(p, q) of log-probabilities q and target p, as `torch.nn.functional.kl_div`.
 
     Args:
         log_q: (N, V) log-probabilities of the student.
@@ -146,7 +146,7 @@ def tvd(
     q: torch.Tensor, p: torch.Tensor, reduction: str = "batchmean", labels: torch.Tensor | None = None,
     ignore_index: int = -100,
 ):  # fmt: skip
-    """Total variation distance of probabilities, sum_j |q_j - p_j| / 2.
+    """Compute the total variation distance of probabilities, sum_j |q_j - p_j| / 2.
 
     Args:
         q: (N, V) probabilities of the student.
@@ -177,8 +177,8 @@ def _(x, target, *options, **named):
 
 @tuned
 def divergence_forward_config(cols, itemsize, device):
-    # A quarter of the lanes a program may have, with 8 values of each tensor a lane, or as many as let a core ask
-    # for the bytes that should be under way. kl_div of bf16 on an H200 is 3 to 10% faster with 8 than with 16.
+    # A quarter of the most lanes, and 8 values of each tensor a lane, or as many as a core needs to keep enough bytes
+    # in flight. On an H200 kl_div of bf16 is 3 to 10% faster with 8 than with 16.
     block = min(power_of_2(cols), device.max_threads * 2)
     per_lane = max(8, power_of_2(device.bytes_in_flight // (2 * itemsize * device.max_threads)))
     return Config({"COLS": block}, row_warps(block, device, per_lane))
@@ -249,11 +249,11 @@ def divergence_forward(
     KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_ALIKE: tl.constexpr, DX_ALIKE: tl.constexpr,
     cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # Y_ALIKE, DX_ALIKE: those rows reach a 16-byte boundary where the rows of X do
+    # Y_ALIKE, DX_ALIKE: rows of Y, DX reach a 16-byte boundary at the same columns as rows of X
     index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     factor = 1.0 / tl.load(DENOMINATOR).to(tl.float32)
-    if LABELS is not None:  # a row that does not count reads as zeros, whose divergence is 0
+    if LABELS is not None:  # an ignored row reads as zeros, whose divergence is 0
         counts = tl.load(LABELS + index) != ignore_index
         factor = tl.where(counts, factor, 0.0)
         readable = tl.multiple_of(tl.where(counts, cols // VECTOR * VECTOR + VECTOR, 0), VECTOR)
@@ -293,7 +293,7 @@ def divergence_forward(
 
 
 def _alike(x, other):
-    """Whether every row of `other` reaches a 16-byte boundary after as many columns as that of `x`."""
+    """Tell whether rows of `other` reach a 16-byte boundary at the same columns as `x`'s."""
     same = other.dtype == x.dtype and alignment(other)[0] == alignment(x)[0]
     return same and (other.stride(0) - x.stride(0)) * x.element_size() % 16 == 0
 
@@ -352,7 +352,7 @@ def _(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
 @kl_div.register("triton")
 def _(log_q, target, reduction="mean", log_target=False, eps=1e-10):
     _check_pair(("log_q", "target"), log_q, target)
-    if reduction not in ("sum", "mean", "batchmean"):  # by element there is nothing to reduce in a kernel
+    if reduction not in ("sum", "mean", "batchmean"):  # "none" has nothing for a kernel to reduce
         return kl_div.reference(log_q, target, reduction, log_target, eps)
     denominator = _denominator(log_q, reduction, None, None)
     divergence = Divergence("kl", bool(log_target), eps=float(eps))

@@ -1,16 +1,16 @@
-r"""Divergence and cross entropy of rows of logits at once, with the student's gradient over its logits.
+r"""Compute divergence and cross entropy of rows of logits at once, with the student's gradient.
 
     q = softmax(s / T),   p = softmax(t / T)                    the shorter row is padded with logits of 0
     soft = divergence(q, p),     hard = -log softmax(s)_y
     ds   = soft_factor / T (a - q sum_j a_j) + hard_factor (softmax(s) - [j = y])       a_j = dsoft / dlog q_j
 
-The cosine distance, whose temperature cancels, takes the logits as they are:
+The cosine distance takes the logits as they are, as temperature cancels:
 
     soft = 1 - s.t / (|s| |t|),     dsoft/ds = (s.t / |s|^2 s - t) / (|s| |t|)
 
-Traffic of a student's row and a teacher's, of V columns: both are read three times, for the sums of powers, for the
-divergence and for the gradient, the last two backwards and forwards so that they find in L2 what was read last; the
-student's is written once. The cosine needs no reading between the first and the last.
+Traffic of a student's row and a teacher's, of V columns: a kernel reads both three times, for the sums of powers, the
+divergence and the gradient. The second pass runs backwards and the third forwards, so that each finds in L2 the last
+columns of the one before. The student's row is written once. The cosine needs no middle pass.
 """
 
 import math
@@ -28,8 +28,8 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 
 def _row_config(cols, device):
-    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # a whole vector at least
-    # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
     return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
 
 
@@ -104,7 +104,7 @@ def divergence_of_logits(
         values = tl.zeros((COLS,), tl.float32)
         slopes = tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
-        slope_sum = tl.full((), -1.0, tl.float32)  # of "kl", -sum p, which needs no reading
+        slope_sum = tl.full((), -1.0, tl.float32)  # for "kl" it is -sum p, known without a pass
         if KIND != "kl" or not GRADIENT:
             for start in range(0, cols, COLS):
                 s, t = _pair(S, T, last - start + lane, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
@@ -122,7 +122,7 @@ def divergence_of_logits(
             of_soft = tl.load(FACTORS).to(tl.float32) / temperature
             of_hard = tl.load(FACTORS + 1).to(tl.float32)
             of_hard = tl.where(hard == hard, of_hard, float("nan"))
-            tl.debug_barrier()  # the label's logit has been read by every lane
+            tl.debug_barrier()  # every lane has read the label's logit
             for start in range(0, cols, COLS):
                 at = start + lane
                 if KIND == "kl":
@@ -187,7 +187,7 @@ def cosine_of_logits(
             if HARD is not None:
                 peak, total = _take(tl.where(at < student_cols, s * LOG2_E, float("-inf")), peak, total, VECTOR)
         s_square = tl.sum(s_squares, 0)
-        # torch's least norm
+        # torch's lower bound of a norm
         norms = tl.maximum(tl.sqrt(s_square), 1e-8) * tl.maximum(tl.sqrt(tl.sum(t_squares, 0)), 1e-8)
         cosine = tl.sum(products, 0) / norms
         soft = 1.0 - cosine
@@ -202,7 +202,7 @@ def cosine_of_logits(
             of_s = tl.where(s_square > 0, of_soft * cosine / s_square, 0.0)
             of_t = of_soft / norms
             of_hard = tl.where(hard == hard, of_hard, float("nan"))
-            tl.debug_barrier()  # the label's logit has been read by every lane
+            tl.debug_barrier()  # every lane has read the label's logit
             last = (student_cols - 1) // COLS * COLS
             for start in range(0, student_cols, COLS):
                 at = last - start + lane
@@ -218,14 +218,13 @@ def cosine_of_logits(
 
 
 def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, temperature, ignore_index, gradient):
-    """Write the soft and hard losses of rows of logits, and the student's gradient over its logits if asked for.
-
-    `kind` may be "cosine".
+    """Write the soft and hard losses of rows, and optionally the student's gradient in place.
 
     Args:
-        student, teacher: (N, V), (N, V'); their rows begin at 16-byte boundaries and are readable up to the next.
+        student, teacher: (N, V), (N, V'); rows begin at 16-byte boundaries and are readable up to the next boundary.
         labels: (N,), rows of `ignore_index` have loss 0 and gradient 0. factors: (2,) fp32 of soft and hard gradients.
         soft, hard: (N,) fp32; hard may be None.
+        kind: a kind of divergence, or "cosine".
     """
     cols = max(student.shape[1], teacher.shape[1])
     if kind == "cosine":
@@ -245,7 +244,7 @@ def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, t
 
 
 def soft_rows(student, teacher, kind, beta, temperature):
-    """The definition: the divergence of each row of logits, and 1 - their cosine for the kind "cosine"."""
+    """Define each row's divergence or, for the kind "cosine", 1 - the cosine."""
     student, teacher = widen(student) / temperature, widen(teacher).detach() / temperature
     further = student.shape[1] - teacher.shape[1]
     teacher = torch.nn.functional.pad(teacher, (0, max(further, 0)))
@@ -256,10 +255,10 @@ def soft_rows(student, teacher, kind, beta, temperature):
 
 
 def largest_soft_gradient(student, teacher, keep, kind, temperature):
-    """Bound the gradient of a student's logit in the soft loss of any row, a number or () fp32.
+    """Bound a student logit's gradient in any row's soft loss, a number or () fp32.
 
     Args:
-        student, teacher: (N, V), (N, V') logits. keep: (N,), the rows that count, as the others may hold anything.
+        student, teacher: (N, V), (N, V') logits. keep: (N,), the rows that count; other rows may hold any values.
     """
     if kind == "cosine":
         norms = torch.linalg.vector_norm(student, dim=1, dtype=torch.float32).clamp(min=1e-8)

@@ -1,4 +1,4 @@
-r"""Root-mean-square norm over the last dimension, alone or after a residual addition.
+r"""Compute the root-mean-square norm over the last dimension, alone or after a residual addition.
 
     s    = x (+ residual)                                   rounded to x's dtype
     rstd = 1 / sqrt(mean(s^2) + eps)
@@ -8,9 +8,9 @@ r"""Root-mean-square norm over the last dimension, alone or after a residual add
     ds = rstd (m - s rstd mean(m s rstd)) (+ ds_out)        dx = dresidual = ds
     dw = sum over rows of dy s rstd
 
-Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), with a residual reads and writes one more of
-each (4RC); backward reads s and dy and writes ds (3RC, with a residual also reads ds_out, 4RC)
-plus one fp32 partial dw a program. Both are bound by memory. A row too wide for a program is read twice.
+Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC); a residual adds one read and one write (4RC).
+Backward reads s and dy and writes ds (3RC), plus one fp32 partial dw a program; a residual adds a read of ds_out (4RC).
+Both are bound by memory. A row too wide for a program is read twice.
 """
 
 import torch
@@ -44,15 +44,15 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
 ):  # fmt: skip
-    """Scale each row of `x` to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
+    """Scale each row to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
 
     Args:
-        x: (..., C), any strides and floating dtype; plain torch computes others than fp32, fp16 and bf16.
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
         weight: (C,), any floating dtype, or None for no scale.
         eps: added to the mean square.
-        offset: added to the weight; Gemma stores its weight less one and passes 1.0.
-        casting_mode: "llama" rounds the normalised row to `x.dtype` before scaling (LlamaRMSNorm), "gemma" scales in
-            fp32 and rounds once (GemmaRMSNorm with offset 1, T5-style and Olmo2RMSNorm with 0), "none" rounds to
+        offset: added to the weight; Gemma stores its weight minus one and passes 1.0.
+        casting_mode: "llama" rounds the normalised row to `x.dtype` before scaling (LlamaRMSNorm). "gemma" scales in
+            fp32 and rounds once (GemmaRMSNorm with offset 1, T5-style and Olmo2RMSNorm with 0). "none" rounds to
             `x.dtype` after every operation.
 
     Returns:
@@ -78,7 +78,7 @@ def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
 ):  # fmt: skip
-    """`rms_norm` of `x + residual`, and that sum, as a pre-norm transformer block uses them.
+    """Compute `x + residual` and its `rms_norm`, as a pre-norm transformer block does.
 
     Args:
         x: (..., C).
@@ -169,7 +169,7 @@ class FusedAddRMSNormFunction(Function):
     @staticmethod
     def backward(ctx, dy, ds_out):
         s, weight = ctx.saved_tensors
-        if dy is None:  # only the sum was used
+        if dy is None:  # no gradient reaches the normalised rows
             return ds_out, ds_out, None, None, None, None
         weight_grad = ctx.needs_input_grad[2]
         ds, dw = _rms_norm_backward(s, weight, dy, ds_out, *ctx.options, weight_grad)

@@ -1,5 +1,5 @@
-"""The Triton kernels of the root-mean-square norm, of rows that a program holds; the formulas are in the package's
-docstring."""
+"""Compute the root-mean-square norm of rows that a program holds, with Triton kernels."""
+# the package's docstring has the formulas
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
@@ -138,14 +138,13 @@ def rms_norm_backward(
     S, W, DY, DS_OUT, DS, DW, rows, s_stride, dy_stride, ds_out_stride, eps, offset,
     cols: tl.constexpr, CASTING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A fixed number of programs stride over the rows, each summing its own dw. rstd is computed again, beside the sum
-    # that the gradient needs anyway: saving it would cost the forward an allocation and an argument. A wide row is
-    # several blocks, kept in 16 bits: as one block of 16,384 columns it would spill (H200: 64% of the copy rate
-    # against 89%).
+    # A fixed number of programs stride over the rows; each sums its own dw. rstd is recomputed beside the sum that the
+    # gradient needs anyway: saving it would cost the forward an allocation and an argument. A wide row takes several
+    # blocks, kept in 16 bits: 16,384 columns in one block would spill (H200: 64% of the copy rate against 89%).
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
     col = tl.arange(0, COLS)[None, :]
     dtype: tl.constexpr = S.dtype.element_ty
-    w = load_parameter(W, col, 1.0, cols, COLS)  # of several blocks, each is loaded where it is used
+    w = load_parameter(W, col, 1.0, cols, COLS)  # several blocks: each is loaded at its use
     dw = ()
     for _ in tl.static_range(BLOCKS):
         dw = dw + (tl.zeros((ROWS, COLS), tl.float32),)
@@ -184,12 +183,12 @@ def rms_norm_backward(
 
 
 def rows_or_none(x):
-    """As `rows_of`, of a tensor that may be absent."""
+    """Return `rows_of(x)`, or (None, 0) for None."""
     return (None, 0) if x is None else rows_of(x)
 
 
 def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
-    """Write `y`, the normalised rows of `x`, or with a `residual` those of the sum, and that into `s`."""
+    """Write to `y` the normalised rows of `x`, or of `s` = `x + residual`."""
     rows, cols = rows_and_cols(x)
     config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
@@ -201,7 +200,7 @@ def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
 
 
 def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
-    """Write `ds`, and return dw as `empty_partials` made it, or None if it is not wanted.
+    """Write `ds`, and return dw as `empty_partials`, or None if it is not wanted.
 
     Args:
         s: the rows that were normalised.

@@ -1,5 +1,5 @@
-"""The backward of a root-mean-square norm whose rows are too wide for a program: one kernel reduces each of them, a
-second reads them again, a block of columns at a time."""
+"""Compute the backward of a root-mean-square norm of rows too wide for a program."""
+# One kernel reduces each row, a second reads the rows again, a block of columns at a time.
 
 import torch
 
@@ -85,7 +85,7 @@ def rms_norm_wide_backward(
 
 
 def wide_backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
-    """As `kernels.backward_rows`, for rows of any width."""
+    """Do the work of `kernels.backward_rows` for rows of any width."""
     rows, cols = rows_and_cols(dy)
     rstd, mean = dy.new_empty(rows, dtype=torch.float32), dy.new_empty(rows, dtype=torch.float32)
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)

@@ -1,4 +1,4 @@
-r"""Log-probabilities of given tokens, from logits: what alignment and reinforcement learning need of a model's output.
+r"""Compute log-probabilities of given tokens from logits, for alignment and reinforcement learning.
 
     z    = softcap tanh(logit_scale x / softcap) / temperature         softcap None: z = logit_scale x / temperature
     lse  = log sum_j exp(z_j),   p_j = exp(z_j - lse)
@@ -8,8 +8,8 @@ r"""Log-probabilities of given tokens, from logits: what alignment and reinforce
     dx_j = dz_j logit_scale / temperature (1 - (z_j temperature / softcap)^2)
 
 Letters: N rows of V columns, token y. Traffic: the forward reads the logits (NV), the backward reads them and writes
-the gradient (2NV), over them if asked to. Rows to ignore are not read. Exponentials are powers of two, with log2(e)
-folded into the scale of the logits.
+the gradient (2NV), on request over them. Ignored rows are not read. Exponentials are powers of two, with log2(e) folded
+into the scale of the logits.
 """
 
 import torch
@@ -35,24 +35,24 @@ def selective_log_softmax(
     logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False, return_lse: bool = False,
     in_place: bool = False,
 ):  # fmt: skip
-    """`log_softmax(logits, -1).gather(-1, tokens)`, without the log-softmax in memory.
+    """Compute `log_softmax(logits, -1).gather(-1, tokens)`, without the log-softmax in memory.
 
-    Everything returned has a gradient.
+    All outputs have a gradient.
 
     Args:
-        logits: (..., V), any floating dtype; plain torch computes others than fp32, fp16 and bf16. Any stride between
-            rows of a (N, V) view costs no copy.
-        tokens: (...) int64 or int32. A value outside [0, V) that is not `ignore_index` is an error on a CPU. Elsewhere,
+        logits: (..., V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
+            between rows of a (N, V) view costs no copy.
+        tokens: (...) int64 or int32. A value outside [0, V) other than `ignore_index` is an error on a CPU. Elsewhere,
             and in a compiled graph, it makes that row's log-probability and gradient NaN: nothing is read out of
             bounds, and the host waits for no check.
         temperature: the logits are divided by it, last.
         softcap: logits become `softcap * tanh(logits / softcap)` first (Gemma2ForCausalLM), after `logit_scale`.
         logit_scale: logits are multiplied by it first, in fp32 (CohereForCausalLM).
-        ignore_index: rows with this token have log-probability, entropy, lse and gradient 0, whatever their logits.
-        return_entropy: also the entropy of each row.
-        return_lse: also the log-sum-exp of each row's scaled logits.
-        in_place: the backward writes the gradient over `logits`, which the caller must own: it takes no memory, and the
-            logits are lost. Under torch.compile memory is the compiler's to plan, and this changes nothing.
+        ignore_index: rows with this token have log-probability, entropy, lse and gradient 0 for any logits.
+        return_entropy: also return the entropy of each row.
+        return_lse: also return the log-sum-exp of each row's scaled logits.
+        in_place: the backward writes the gradient over `logits`. The caller must own them: they are lost, and the
+            gradient takes no memory. Under torch.compile this changes nothing, as the compiler plans memory.
 
     Returns:
         log-probabilities (...) in fp32 (fp64 for fp64 logits); a `SelectedLogProbs` if any `return_*` is set.
@@ -94,7 +94,7 @@ def _selective_log_softmax(
 
 
 def _empty_gradient(logits, *others):
-    """With padded rows where the logits have them, so that both are read and written in whole vectors."""
+    """Return memory for the gradient, with padded rows as in `logits`, for whole vectors."""
     cols, vector = logits.shape[1], 16 // logits.element_size()
     stride = cols if logits.stride(0) % vector else -(-cols // vector) * vector
     return logits.new_empty(logits.shape[0], stride)[:, :cols]
@@ -123,7 +123,7 @@ class SelectiveLogSoftmaxFunction(Function):
     def forward(ctx, logits, tokens, scaling, return_entropy, return_lse, in_place):
         log_probs, entropy, lse, partition = _selective_log_softmax(logits, tokens, scaling, return_entropy)
         ctx.logits = None
-        if in_place:  # not as a saved tensor, which would be its own memory's reader of an older version
+        if in_place:  # autograd would refuse a saved tensor that this backward overwrites
             ctx.logits, logits = logits.detach(), None
         ctx.save_for_backward(logits, tokens, entropy, partition)
         ctx.options = scaling, return_entropy, return_lse, in_place
@@ -144,7 +144,7 @@ class SelectiveLogSoftmaxFunction(Function):
             )
         logits, ctx.logits = ctx.logits, None
         _selective_log_softmax_backward_in_place(logits, tokens, scaling, entropy, partition, *incoming)
-        torch.autograd.graph.increment_version(logits)  # a backward that saved the logits must hear of it
+        torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
         return logits, *[None] * 5
 
 

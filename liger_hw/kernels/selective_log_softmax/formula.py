@@ -1,4 +1,4 @@
-"""What the two selective log-softmax ops share: the options of a row, its definition, and what a caller gets."""
+"""Define the selective log-softmax of a row, its options and its outputs for both ops."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels_o
 
 
 class SelectedLogProbs(NamedTuple):
-    """What the selective log-softmax ops return when more than the log-probabilities is asked for.
+    """Output of the selective log-softmax ops if `return_*` asks for more than log-probabilities.
 
     Attributes:
         log_probs: log-probability of each row's token.
@@ -25,7 +25,7 @@ class SelectedLogProbs(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """What happens to a row of logits before the softmax, in the order in which kernels take it."""
+    """Numbers that scale a row's logits before the softmax, in the kernels' order."""
 
     ignore_index: int
     softcap: float | None
@@ -34,7 +34,7 @@ class Scaling(NamedTuple):
 
     @classmethod
     def of(cls, ignore_index, softcap, logit_scale, temperature):
-        """Take a caller's numbers; raise ValueError for those that are out of range."""
+        """Take a caller's numbers; raise ValueError for a number out of range."""
         check(temperature > 0, "temperature", temperature, "a positive number")
         check(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
         softcap = None if softcap is None else float(softcap)
@@ -48,7 +48,7 @@ def check_tokens(tokens, shape, like, vocabulary, ignore_index):
 
 
 def output_of(call, log_probs, entropy, lse):
-    """Return what a call asked for, in the shape of its tokens; rows that nobody asked for have no elements."""
+    """Return the log-probabilities or a SelectedLogProbs, in the shape of the call's tokens."""
     shape = call.tokens.shape
     log_probs = log_probs.reshape(shape)
     if not (call.return_entropy or call.return_lse):
@@ -58,14 +58,14 @@ def output_of(call, log_probs, entropy, lse):
 
 
 def empty_rows(like, entropy_needed, dtype=torch.float32):
-    """Log-probability, entropy (no elements if not needed), log-sum-exp and partition of each row of `like`."""
+    """Return memory for the rows' log-probability, entropy (if needed), log-sum-exp and partition."""
     log_probs = like.new_empty(like.shape[0], dtype=dtype)
     entropy = log_probs.new_empty(log_probs.shape if entropy_needed else 0)
     return log_probs, entropy, torch.empty_like(log_probs), log_probs.new_empty(like.shape[0], 2)
 
 
 def selected_rows(logits, tokens, scaling):
-    """The definition: log-probability, entropy and log-sum-exp of rows of logits (N, V)."""
+    """Define the log-probability, entropy and log-sum-exp of rows of logits (N, V)."""
     ignored = tokens == scaling.ignore_index
     outside = ~ignored & ((tokens < 0) | (tokens >= logits.shape[-1]))
     scaled = widen(logits).masked_fill(ignored[:, None], 0) * scaling.logit_scale
@@ -80,14 +80,14 @@ def selected_rows(logits, tokens, scaling):
 
 
 def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
-    """Do without Triton what `kernels.forward_rows` does. The backward needs no partition."""
+    """Compute `kernels.forward_rows` without Triton. The backward needs no partition."""
     rows_by_autograd(
         lambda logits, part: selected_rows(logits, tokens[part], scaling), logits, (log_probs, entropy, lse)
     )
 
 
 def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy=None, dlse=None):
-    """Do without Triton what `kernels.backward_rows` does, over the logits."""
+    """Compute `kernels.backward_rows` without Triton, over the logits."""
     rows_by_autograd(
         lambda logits, part: selected_rows(logits, tokens[part], scaling), logits, (), (dlog_probs, dentropy, dlse)
     )

@@ -1,4 +1,4 @@
-"""The Triton kernels of the selective log-softmax; the formulas are in the package's docstring."""
+"""Compute the selective log-softmax with Triton kernels; the package's docstring has the formulas."""
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
@@ -19,13 +19,13 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @tuned
 def selective_log_softmax_forward_config(cols, itemsize, device):
-    # as the forward of the cross entropy without a gradient, which was measured on an H200 in bf16; fp32 with as many
-    # values a lane spills 8 bytes on sm_80
+    # The cross entropy's forward without gradient has these values, measured on an H200 in bf16. fp32 with as many
+    # values a lane spills 8 bytes on sm_80.
     stages, values = 4 if device.async_copy else 1, 64 // itemsize
-    block = min(power_of_2(max(cols, 16)), 4096)  # a whole vector at least
+    block = min(power_of_2(max(cols, 16)), 4096)  # at least one whole vector
     while stages > 1 and block * stages * itemsize > device.shared_memory // 2:
         block //= 2
-    # a fused product would leave the largest logit's distance from itself at a rounding, not at 0
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
     return Config({"COLS": block, "STAGES": stages}, row_warps(block, device, per_lane=values), fp_fusion=False)
 
 
@@ -193,11 +193,11 @@ def selective_log_softmax_backward(
 
 
 def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
-    """Write what there is to know of the rows of `logits` (unit stride in a row), all in fp32.
+    """Write the log-probability, entropy, log-sum-exp and partition of rows of `logits`, in fp32.
 
     Args:
-        log_probs, lse: (N,). entropy: (N,) or None.
-        partition: (N, 2), a peak and a total, where sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
+        logits: rows of unit stride. log_probs, lse: (N,). entropy: (N,) or None.
+        partition: (N, 2), a peak and a total: sum_j exp(z_j) = total exp(peak). The peak is in units of ln 2.
     """
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
@@ -209,7 +209,7 @@ def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
 
 
 def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy=None, dlse=None, dx=None):
-    """Write the gradient of `logits` to `dx`, or over them; incoming gradients (N,), None where there is none."""
+    """Write the gradient of `logits` to `dx` or over them, from (N,) gradients or None."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
