@@ -189,8 +189,8 @@ def policy_options(arguments: dict) -> dict:
 
 
 def items_of_all_ranks(mask, num_items=None):
-    """Return the divisor, () fp32, of this rank's sum of token losses.
-    The mean over ranks is then the mean over all tokens.
+    """Return the divisor, () fp32, that makes the mean over ranks the mean over tokens.
+
     Args:
         mask: (B, T), not 0 where a token counts. num_items: the number of tokens on all ranks, or None to count them.
     """
