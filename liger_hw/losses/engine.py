@@ -98,7 +98,7 @@ def _gradient(value, logits, incoming=None, again=False):
 def _scaled_gradient(value, logits, gradients):
     """Return a chunk's fp16 logit gradient, scaled by its own size, by two backwards."""
     first = _gradient(value, logits, again=True)
-    least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient can have underflown
+    least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient may underflow
     factor = gradients.factor(largest_finite(first).clamp(min=least))
     scaled = _gradient(value, logits, factor.to(value.dtype))
     # A function that computes in fp16 can overflow in an intermediate although its gradient would not.

@@ -81,7 +81,7 @@ def simpo(pairs, beta, smoothing, gamma: float = 0.5):
 
 @pair_loss
 def robust(pairs, beta, smoothing):
-    """Compute robust DPO, arXiv:2403.00409, unbiased if `smoothing` of the pairs are swapped."""
+    """Compute robust DPO, arXiv:2403.00409, unbiased if pairs are swapped with probability `smoothing`."""
     check(smoothing < 0.5, "label_smoothing", smoothing, "0 to 0.5, less than that for robust")
     margin = beta * (pairs.c - pairs.r)
     return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)

@@ -81,7 +81,7 @@ NOTHING = Rating(0.0, 0.0, 0.0, 0.0, 0.0, 10**9)
 
 
 def dominates(these: list[Rating], those: list[Rating]) -> bool:
-    """Tell whether `these` equal or exceed `those` at every launch and clearly once."""
+    """Tell whether `these` are as good as `those` at every launch and clearly better once."""
     pairs = list(zip(these, those, strict=True))
     return all(this.as_good_as(that) for this, that in pairs) and any(this.beats(that) for this, that in pairs)
 
