@@ -1,7 +1,7 @@
-"""The names of `liger_kernel.chunked_loss`: its signatures, defaults and outputs, thin over `liger_hw.losses`.
+"""The names of `liger_kernel.chunked_loss`, with its signatures, defaults and outputs.
 
-`compiled` and `chunk_size` are accepted without effect: nothing needs compiling, and a memory budget decides how many
-tokens a chunk has. Any chunking gives the same numbers.
+Each calls a loss of `liger_hw.losses`. `compiled` and `chunk_size` are accepted without effect: nothing needs
+compiling, and a memory budget sets the number of tokens in a chunk. The chunk size does not change the numbers.
 """
 
 from liger_hw._lazy import lazy_names

@@ -8,13 +8,13 @@ __all__ = ["LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearJSDLoss"]
 
 
 class _Distillation(nn.Module):
-    """`forward` takes student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H') and
-    true_labels (N,); it returns the loss, or with `return_soft_hard_loss` (loss, soft loss, hard loss).
+    """Distil a teacher's output layer into a student's.
+
+    `forward` takes student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H') and
+    true_labels (N,). It returns the loss, or with `return_soft_hard_loss` (loss, soft loss, hard loss).
 
     Args:
-        weight_hard_loss, weight_soft_loss: of the two in the loss.
-        ignore_index: rows of this label count in neither.
-        temperature: of the soft loss.
+        weight_hard_loss, weight_soft_loss: weights. ignore_index: label of skipped rows. temperature: of the soft loss.
     """
 
     def __init__(

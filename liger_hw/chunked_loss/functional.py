@@ -1,6 +1,6 @@
-"""The functions of `liger_kernel.chunked_loss.functional`, in its argument orders; the modules say what they return.
+"""The functions of `liger_kernel.chunked_loss.functional`, with its argument orders.
 
-`compiled` and `chunk_size` are without effect: a memory budget decides how many tokens a chunk has.
+The modules document the outputs. `compiled` and `chunk_size` have no effect: a memory budget sets the chunk size.
 """
 
 from dataclasses import fields
@@ -27,13 +27,13 @@ __all__ = [
 
 
 def _with_metrics(output):
-    """(loss, tuple of the metrics) of a preference loss's output."""
+    """Split a preference loss's output into (loss, tuple of the metrics)."""
     loss, *metrics = output
     return loss, tuple(metrics)
 
 
 def check_dpo_options(loss_type, label_smoothing):
-    """Raise a ValueError, in liger_kernel's words, for an unknown loss type or a smoothing that it does not take."""
+    """Raise liger_kernel's ValueError for an unknown loss type or a smoothing out of range."""
     if loss_type not in PAIR_LOSSES:
         raise ValueError(f"Unsupported loss_type: {loss_type}. Supported types are: {', '.join(PAIR_LOSSES)}")
     if loss_type == "exo_pair" and label_smoothing <= 0:
@@ -43,7 +43,7 @@ def check_dpo_options(loss_type, label_smoothing):
 
 
 def check_grpo_options(loss_type, max_completion_length):
-    """Raise a ValueError, in liger_kernel's words, for an unknown loss type or a length that it does without."""
+    """Raise liger_kernel's ValueError for an unknown loss type or a missing length."""
     if loss_type not in OBJECTIVES:
         raise ValueError(f"Unknown loss type: {loss_type}. Supported loss_type: {', '.join(OBJECTIVES)}")
     if loss_type == "dr_grpo" and max_completion_length is None:
@@ -51,7 +51,7 @@ def check_grpo_options(loss_type, max_completion_length):
 
 
 def reference_of(use_ref_model, ref_input, ref_weight, ref_bias):
-    """Return the reference model's arguments of a preference loss; a ValueError where it is to be used and missing."""
+    """Return a preference loss's reference arguments; raise ValueError if one is missing."""
     if not use_ref_model:
         return {}
     for name, value in {"ref_input": ref_input, "ref_weight": ref_weight}.items():
@@ -64,7 +64,7 @@ def liger_fused_linear_dpo(
     compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
     loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
 ):  # fmt: skip
-    """`preference_loss` with a reference model: see `LigerFusedLinearDPOLoss`."""
+    """Compute `preference_loss` with a reference model: see `LigerFusedLinearDPOLoss`."""
     check_dpo_options(loss_type, label_smoothing)
     ref = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     options = {"discopop": {"tau": discopop_tau}, "bco_pair": {"delta": 0.0}}.get(loss_type, {})
@@ -81,7 +81,7 @@ def liger_fused_linear_cpo(
     _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
     compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1,
 ):  # fmt: skip
-    """`preference_loss` without a reference model: see `LigerFusedLinearCPOLoss`."""
+    """Compute `preference_loss` without a reference model: see `LigerFusedLinearCPOLoss`."""
     alpha = alpha if compute_nll_loss else 0.0
     return _with_metrics(
         preference_loss(
@@ -95,7 +95,7 @@ def liger_fused_linear_simpo(
     _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
     compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1,
 ):  # fmt: skip
-    """`preference_loss` of averaged log-probabilities with a margin: see `LigerFusedLinearSimPOLoss`."""
+    """Compute `preference_loss` of averaged log-probabilities with a margin: see `LigerFusedLinearSimPOLoss`."""
     alpha = alpha if compute_nll_loss else 0.0
     return _with_metrics(
         preference_loss(
@@ -109,7 +109,7 @@ def liger_fused_linear_orpo(
     _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None,
     compiled=True, chunk_size=1,
 ):  # fmt: skip
-    """`preference_loss` by odds: see `LigerFusedLinearORPOLoss`."""
+    """Compute `preference_loss` from the odds ratio: see `LigerFusedLinearORPOLoss`."""
     loss, *metrics = preference_loss(
         _input, weight, target, bias, "orpo", beta, 0.0, 1.0 if compute_nll_loss else 0.0, True,
         ignore_index=ignore_index, nll_labels=nll_target,
@@ -123,7 +123,7 @@ def liger_fused_linear_kto(
     _input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None, kl=None,
     ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
 ):  # fmt: skip
-    """`unpaired_preference_loss`: see `LigerFusedLinearKTOLoss`."""
+    """Compute `unpaired_preference_loss`: see `LigerFusedLinearKTOLoss`."""
     ref = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     return _with_metrics(
         unpaired_preference_loss(
@@ -138,7 +138,7 @@ def liger_fused_linear_jsd(
     weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
     chunk_size=1024, return_soft_hard_loss=False,
 ):  # fmt: skip
-    """`distillation_loss` by JSD: see `LigerFusedLinearJSDLoss`."""
+    """Compute `distillation_loss` with the JSD: see `LigerFusedLinearJSDLoss`."""
     output = distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, "jsd",
         beta, temperature, weight_hard_loss, weight_soft_loss, ignore_index,
@@ -151,7 +151,7 @@ def liger_fused_linear_cosine(
     weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
     chunk_size=1024, return_soft_hard_loss=False,
 ):  # fmt: skip
-    """`distillation_loss` by `beta` times the cosine distance: see `LigerFusedLinearCosineSimilarityLoss`."""
+    """Compute `distillation_loss` with `beta` times the cosine distance: see `LigerFusedLinearCosineSimilarityLoss`."""
     output = distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, "cosine",
         0.5, temperature, weight_hard_loss, weight_soft_loss * beta, ignore_index,
@@ -167,10 +167,10 @@ def liger_fused_linear_grpo(
     chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
     vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
 ):  # fmt: skip
-    """`policy_loss`: see `LigerFusedLinearGRPOLoss`."""
+    """Compute `policy_loss`: see `LigerFusedLinearGRPOLoss`."""
     check_grpo_options(loss_type, max_completion_length)
     options = policy_options(locals())
-    own_reference = not use_ref_model and ref_per_token_logps is None  # the KL and its gradient are 0 then
+    own_reference = not use_ref_model and ref_per_token_logps is None  # then the KL and its gradient are 0
     if own_reference:
         ref_input, options["beta"] = None, 0.0
     batch_shape = selected_token_ids.shape
@@ -184,15 +184,15 @@ def liger_fused_linear_grpo(
 
 
 def policy_options(arguments: dict) -> dict:
-    """Pick those of a function's arguments that are options of the policy losses, under the same names."""
+    """Return the arguments that are options of the policy losses, under the same names."""
     return {field.name: arguments[field.name] for field in fields(PolicyOptions) if field.name in arguments}
 
 
 def items_of_all_ranks(mask, num_items=None):
-    """The number by which a rank divides its sum, so that the mean over ranks is the mean over all tokens: () fp32.
+    """Return the divisor, () fp32, that makes the mean over ranks the mean over tokens.
 
     Args:
-        mask: (B, T), not 0 where a token counts. num_items: tokens of all ranks where they are known, else None.
+        mask: (B, T), not 0 where a token counts. num_items: the number of tokens on all ranks, or None to count them.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = torch.distributed.get_world_size() if distributed else 1

@@ -1,4 +1,4 @@
-"""The base class for distillation losses that a program written for liger_kernel defines itself."""
+"""Base class for a program's own distillation losses, with liger_kernel's interface."""
 
 import torch
 import torch.nn.functional as F
@@ -9,15 +9,15 @@ from liger_hw.losses.engine import logits_loss
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """Derive from it, define `distillation_loss_fn`, and let `forward` call `super().forward(cls, ctx, ...)`.
+    """Base class: define `distillation_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
-    The student's logits and their gradient exist for one chunk of rows at a time. `logits_loss` of
+    Memory holds the student's logits and their gradient for one chunk of rows at a time. `logits_loss` of
     `liger_hw.losses.engine` does the same for any torch function, without a class.
     """
 
     @staticmethod
     def distillation_loss_fn(student_logits, teacher_logits, target, ignore_index, **loss_kwargs):
-        """Sum the soft loss over the rows of two logits (M, V), both already divided by the temperature."""
+        """Sum the soft loss over rows of logits (M, V), already divided by the temperature."""
         raise NotImplementedError("distillation_loss_fn: a derived class defines it")
 
     @staticmethod
@@ -26,15 +26,15 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         teacher_bias=None, chunk_size=1024, ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5,
         compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False, **loss_kwargs,
     ):  # fmt: skip
-        """Compute weight_hard_loss * cross entropy + weight_soft_loss * soft loss, means over the rows that count.
+        """Compute weight_hard_loss * cross entropy + weight_soft_loss * soft loss, averaged over rows not ignored.
 
         Args:
             student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H'), V' >= V.
             target: (N,).
             temperature: divides the logits of the soft loss.
-            beta: given to `distillation_loss_fn`, with `loss_kwargs`.
+            beta: passed to `distillation_loss_fn`, with `loss_kwargs`.
             compute_ce_loss: False leaves the cross entropy out.
-            chunk_size, compiled: without effect.
+            chunk_size, compiled: no effect.
             return_soft_hard_loss: return (loss, soft loss, hard loss), the last two without a gradient.
         """
         check(temperature > 0, "temperature", temperature, "more than 0")
@@ -70,6 +70,6 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, *_):
-        """The gradients of the first six arguments."""
+        """Return the gradients of the first six arguments."""
         of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
         return of_input, of_weight, None, None, None, of_bias

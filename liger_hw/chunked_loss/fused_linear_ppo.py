@@ -1,4 +1,4 @@
-"""The base class for policy losses that a program written for liger_kernel defines itself."""
+"""Base class for a program's own policy losses, with liger_kernel's interface."""
 
 import torch
 
@@ -9,19 +9,19 @@ from liger_hw.losses.sequences import sequence_loss
 
 __all__ = ["LigerFusedLinearPPOBase"]
 
-IGNORED = -1  # no token has it: the mask goes to the loss
+IGNORED = -1  # no token has this value: the loss gets the mask
 
 
 class LigerFusedLinearPPOBase(torch.autograd.Function):
-    """Derive from it, define `ppo_loss_fn`, and let `forward` call `super().forward(cls=cls, ctx=ctx, ...)`."""
+    """Base class: define `ppo_loss_fn`, and call `super().forward(cls=cls, ctx=ctx, ...)` in `forward`."""
 
     @staticmethod
     def ppo_loss_fn(per_token_logps, attention_mask, advantages, full_attention_mask, **options):
-        """Compute the part of the loss that some sequences add, and parts of the metrics, which are added up.
+        """Compute k sequences' share of the loss and the metrics; `forward` sums both.
 
         Args:
             per_token_logps, attention_mask: (k, T) of k sequences. advantages: (k,) or (k, T).
-            full_attention_mask: (B, T) of all, to divide by.
+            full_attention_mask: (B, T) of all sequences, for the divisor.
             options: ref_per_token_logps, old_per_token_logps and vllm_is_ratio of the k sequences or None, and the
                 options of `forward`.
         """
@@ -36,9 +36,9 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
         vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
     ):  # fmt: skip
-        """Compute (loss, metrics) of hidden states (B, T, H), and the gradients.
+        """Compute (loss, metrics) from hidden states (B, T, H), and the gradients.
 
-        chunk_size and compiled are without effect.
+        chunk_size and compiled have no effect.
         """
         options = {
             "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "beta": beta, "loss_type": loss_type,
@@ -77,11 +77,11 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-        """The number that this rank divides the sum of its tokens' losses by."""
+        """Return the divisor of the sum of this rank's token losses."""
         return items_of_all_ranks(attention_mask, num_items_in_batch)
 
     @staticmethod
     def backward(ctx, grad_output, *_):
-        """The gradients of the first six arguments."""
+        """Return the gradients of the first six arguments."""
         of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
         return of_input, of_weight, None, None, None, of_bias

@@ -1,4 +1,4 @@
-"""The base class for preference losses that a program written for liger_kernel defines itself."""
+"""Base class for a program's own preference losses, with liger_kernel's interface."""
 
 import torch
 
@@ -10,9 +10,9 @@ __all__ = ["LigerFusedLinearPreferenceBase"]
 
 
 class LigerFusedLinearPreferenceBase(torch.autograd.Function):
-    """Derive from it, define `preference_loss_fn`, and let `forward` call `super().forward(cls, ctx, ...)`.
+    """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
-    `preference_loss` of `liger_hw.losses.preference` takes such a function as its `loss_type`, without a class.
+    `preference_loss` of `liger_hw.losses.preference` takes a function as its `loss_type`, without a class.
     """
 
     @staticmethod
@@ -21,11 +21,11 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
 
         Args:
             chosen_logps, rejected_logps: (P,) of some pairs.
-            full_target: (2B, T), the labels of all.
-            loss_kwargs: beta, those of `forward`, and with `use_ref_model` ref_chosen_logps and ref_rejected_logps.
+            full_target: (2B, T), the labels of all pairs.
+            loss_kwargs: beta, `forward`'s loss_kwargs, and with `use_ref_model` ref_chosen_logps, ref_rejected_logps.
 
         Returns:
-            the loss, or (loss, *others): numbers or rows that `forward` returns too.
+            the loss, or (loss, *others); `forward` also returns the others, numbers or rows.
         """
         raise NotImplementedError("preference_loss_fn: a derived class defines it")
 
@@ -37,11 +37,11 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
     ):  # fmt: skip
         """Compute the loss of pairs and its gradients.
 
-        Args: as in `preference_loss`; chunk_size and compiled are without effect.
+        Args: as in `preference_loss`; chunk_size and compiled have no effect.
 
         Returns:
             (loss + alpha NLL, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
-            *others of `preference_loss_fn`: numbers added up, rows one after the other)).
+            *others of `preference_loss_fn`: numbers summed, rows concatenated)).
         """
         others_of_calls = []
 
@@ -66,6 +66,6 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_output):
-        """The gradients of the first four arguments."""
+        """Return the gradients of the first four arguments."""
         of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output[0])
         return of_input, of_weight, None, of_bias

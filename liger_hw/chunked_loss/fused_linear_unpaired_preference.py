@@ -1,4 +1,4 @@
-"""The base class for losses of single answers that a program written for liger_kernel defines itself."""
+"""Base class for a program's own losses of single answers, with liger_kernel's interface."""
 
 import torch
 
@@ -10,19 +10,19 @@ __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
 
 
 class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
-    """Derive from it, define `preference_loss_fn`, and let `forward` call `super().forward(cls, ctx, ...)`.
+    """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
-    `unpaired_preference_loss` of `liger_hw.losses.preference` takes such a function as its `loss_type`.
+    `unpaired_preference_loss` of `liger_hw.losses.preference` takes a function as its `loss_type`, without a class.
     """
 
     @staticmethod
     def preference_loss_fn(
         log_prob_chunk, preference_labels_chunk, full_target, ref_log_prob_chunk=None, **loss_kwargs
     ):
-        """Compute the loss of some answers, divided by the number of all.
+        """Compute the loss of some answers, divided by the number of all answers.
 
         Returns:
-            the loss, or (loss, *others): numbers whose sums `forward` returns too.
+            the loss, or (loss, *others); `forward` also returns the sums of the others, which are numbers.
         """
         raise NotImplementedError("preference_loss_fn: a derived class defines it")
 
@@ -33,7 +33,7 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
     ):  # fmt: skip
         """Compute the loss of answers and its gradients.
 
-        Args: as in `unpaired_preference_loss`; chunk_size and compiled are without effect.
+        Args: as in `unpaired_preference_loss`; chunk_size and compiled have no effect.
 
         Returns:
             (loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum, *sums of the others of
@@ -46,7 +46,7 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
             returned = cls.preference_loss_fn(answers.log_probs, answers.preferred, target, **ref, **loss_kwargs)
             loss, others = loss_and_others(returned)
             others_of_calls.append(others)
-            # each answer gets an equal share of the loss, so that their sum is the loss again
+            # each answer gets an equal share, so that the caller's sum over answers is the loss
             return (loss * (target.shape[0] / len(answers.log_probs))).expand(len(answers.log_probs))
 
         ref_model = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
@@ -62,6 +62,6 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_output):
-        """The gradients of the first five arguments."""
+        """Return the gradients of the first five arguments."""
         of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output[0])
         return of_input, of_weight, None, None, of_bias

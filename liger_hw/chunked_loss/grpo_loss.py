@@ -1,4 +1,4 @@
-"""GRPO as the module of `liger_kernel.chunked_loss`, and the parts of its formula under their names there."""
+"""GRPO with the module and helper names of `liger_kernel.chunked_loss`."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ __all__ = ["LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_
 
 
 def k3_loss_fn(log_p, log_q):
-    """The k3 estimate of the KL of q from p, by token."""
+    """Estimate the KL of q from p by k3, for each token."""
     return KL["k3"](log_q - log_p)
 
 
@@ -19,7 +19,7 @@ def get_gamma_weights(
     advantages, log_ratio_per_token, mask, importance_sampling_ratio=None, k_pos=2.0, lambda_pos=3.0, k_neg=3.0,
     lambda_neg=2.0,
 ):  # fmt: skip
-    """`vespo_weights`, (B, 1), of advantages (B,) and log-ratios (B, T)."""
+    """Compute `vespo_weights`, (B, 1), from advantages (B,) and log-ratios (B, T)."""
     options = PolicyOptions(
         "vespo", vespo_k_pos=k_pos, vespo_lambda_pos=lambda_pos, vespo_k_neg=k_neg, vespo_lambda_neg=lambda_neg
     )
@@ -27,13 +27,13 @@ def get_gamma_weights(
 
 
 def sapo_loss_fn(importance_ratio, temperature):
-    """SAPO's gate of a ratio. Raises ValueError: a temperature that is not more than 0."""
+    """Compute SAPO's gate of a ratio; raise ValueError unless the temperature is positive."""
     check(temperature > 0, "temperature", temperature, "a positive number")
     return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
 
 
 def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
-    """(clipped ratio or None, whether it was below, whether it was above), as the loss type clips."""
+    """Clip the ratio for a loss type: (clipped ratio or None, is below, is above)."""
     if loss_type in ("sapo", "vespo"):
         never = torch.zeros_like(coef, dtype=torch.bool)
         return None, never, never
@@ -44,15 +44,15 @@ def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """GRPO and its relatives, `liger_hw.losses.policy.OBJECTIVES`, from hidden states (B, T, H).
+    """GRPO and the other losses of `liger_hw.losses.policy.OBJECTIVES`, from hidden states (B, T, H).
 
-    forward returns (loss, [mean KL where beta is not 0, share of clipped tokens]). Where torch.distributed is
-    initialised, the token count that "dapo", "cispo" and "vespo" divide by is that of all ranks.
+    forward returns (loss, [mean KL if beta is not 0, share of clipped tokens]). If torch.distributed is initialised,
+    "dapo", "cispo" and "vespo" divide by the token count of all ranks.
 
     Args:
-        use_ref_model: whether the reference comes from `ref_input`. Where it is False and beta is not 0, without
-            `ref_per_token_logps` the reference is the policy as it is and the KL 0.
-        max_completion_length: must be given for "dr_grpo".
+        use_ref_model: compute the reference from `ref_input`. If it is False, beta is not 0 and `ref_per_token_logps`
+            is missing, the current policy is its own reference and the KL is 0.
+        max_completion_length: required for "dr_grpo".
         others: as in `PolicyOptions`.
 
     Raises:

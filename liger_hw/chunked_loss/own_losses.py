@@ -1,6 +1,6 @@
-"""Parts of the base classes for losses that a program defines itself.
+"""Parts of the base classes for a program's own losses.
 
-Such a loss is an autograd function of liger_kernel's shape: its gradients are computed where its forward runs.
+Such a loss is an autograd function with liger_kernel's interface: its forward computes the gradients.
 """
 
 import torch
@@ -12,10 +12,10 @@ def with_gradients(function, *tensors, grad_output=None):
     Args:
         function: returns (loss, *others).
         tensors: each may be None.
-        grad_output: of the first output; ones by default.
+        grad_output: gradient of the first output; ones by default.
 
     Returns:
-        (its outputs, the first detached; the gradient for each tensor, None where it wants none).
+        (its outputs, the first detached; the gradient of each tensor, None if the tensor requires none).
     """
     loss, others, leaves = _with_graph(function, tensors)
     grad_output = torch.ones_like(loss) if grad_output is None else grad_output
@@ -25,7 +25,7 @@ def with_gradients(function, *tensors, grad_output=None):
 def keep_gradients(ctx, function, *tensors):
     """Call `function(*tensors)` and keep the gradients of its first output for `scaled_gradients`.
 
-    In fp16 they would be rounded, and underflow, before a loss scale is known, so the graph is kept in their place.
+    In fp16 it keeps the graph instead: gradients rounded before the loss scale is known would underflow.
 
     Args:
         ctx: of an autograd function. function: returns (loss, *others). tensors: each may be None.
@@ -44,7 +44,7 @@ def keep_gradients(ctx, function, *tensors):
 
 
 def scaled_gradients(ctx, grad_output):
-    """The kept gradients times the loss's. Derived classes pass that on alone, or in the tuple that they get."""
+    """Return the kept gradients times `grad_output`, a tensor or a tuple that begins with it."""
     grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
     if hasattr(ctx, "graph"):
         return _gradients(*ctx.graph, grad_output)
@@ -52,7 +52,7 @@ def scaled_gradients(ctx, grad_output):
 
 
 def _with_graph(function, tensors):
-    """Call `function` on leaves that want a gradient where the tensors do: (loss, others, leaves)."""
+    """Call `function` on detached leaves with the tensors' requires_grad: (loss, others, leaves)."""
     leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
     with torch.set_grad_enabled(any(leaf is not None and leaf.requires_grad for leaf in leaves)):
         loss, *others = function(*leaves)
@@ -60,18 +60,18 @@ def _with_graph(function, tensors):
 
 
 def _gradients(loss, leaves, grad_output=None):
-    """Differentiate the loss: the gradient for each leaf, None where it wants none."""
+    """Differentiate the loss: the gradient of each leaf, None if the leaf requires none."""
     differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = iter(torch.autograd.grad(loss, differentiable, grad_output) if differentiable else ())
     return [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 
 def loss_and_others(returned):
-    """Split what a loss function returned, a loss or (loss, *others), into the loss and the detached others."""
+    """Split a loss function's output, loss or (loss, *others), into (loss, detached others)."""
     loss, *others = returned if isinstance(returned, (tuple, list)) else (returned,)
     return loss, [torch.as_tensor(other).detach() for other in others]
 
 
 def joined(others_of_calls):
-    """Join the others of several calls: numbers are added up, rows put one after the other."""
+    """Join the others of several calls: sum numbers, concatenate rows."""
     return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*others_of_calls)]

@@ -1,6 +1,6 @@
 """Preference losses as the modules of `liger_kernel.chunked_loss`. Their `forward` returns (loss, metrics).
 
-The arguments are those of the functions in `functional` and mean what they mean in `liger_hw.losses.preference`.
+The functions in `functional` have the same arguments; `liger_hw.losses.preference` documents them.
 """
 
 from torch import nn
@@ -24,21 +24,21 @@ __all__ = [
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
-    """DPO and its relatives: see `PAIR_LOSSES` for `loss_type`, of which "ipo", "aot" and "aot_pair" are new here.
+    """DPO and the other pair losses of `PAIR_LOSSES`; liger_kernel lacks "ipo", "aot" and "aot_pair".
 
-    forward takes the chosen answers' hidden states (2B, T, H), then the rejected ones', and the shifted labels (2B, T).
-    Returns (loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
+    forward takes hidden states (2B, T, H), chosen answers before rejected ones, and the shifted labels (2B, T).
+    It returns (loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
     rejected_rewards)).
 
     Args:
-        alpha: weight of the NLL, where `compute_nll_loss`.
-        label_smoothing: as in `preference_loss`, except that "sigmoid" ignores it, as in liger_kernel; use "robust" or
-            CPO. For the same reason "bco_pair" has `delta` 0 here.
+        alpha: weight of the NLL if `compute_nll_loss`.
+        label_smoothing: as in `preference_loss`, but "sigmoid" ignores it, as liger_kernel does; use "robust" or CPO
+            for smoothing. "bco_pair" has `delta` 0, as in liger_kernel.
         use_ref_model: False ignores the reference model.
-        discopop_tau: of "discopop".
+        discopop_tau: `tau` of "discopop".
 
     Raises:
-        ValueError: an unknown loss type, or a `label_smoothing` that "exo_pair" or "robust" does not take.
+        ValueError: an unknown loss type, or a `label_smoothing` out of range for "exo_pair" or "robust".
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
 
 class LigerFusedLinearCPOLoss(nn.Module):
-    """CPO: DPO without a reference, with the NLL. Returns as `LigerFusedLinearDPOLoss`."""
+    """CPO: DPO without a reference, with the NLL. Outputs as `LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
@@ -80,7 +80,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
-    """SimPO, of averaged log-probabilities. Returns as `LigerFusedLinearDPOLoss`."""
+    """SimPO, of averaged log-probabilities. Outputs as `LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
@@ -99,8 +99,8 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
-    """ORPO, of averaged log-probabilities. Returns as `LigerFusedLinearDPOLoss`, with log_odds_ratio (the mean of its
-    logarithmic sigmoid) and log_odds_chosen (its mean) at the end."""
+    """ORPO, of averaged log-probabilities. Outputs as `LigerFusedLinearDPOLoss`, and two more.
+    They are log_odds_ratio (mean log-sigmoid of the log odds ratio) and log_odds_chosen (its mean)."""
 
     def __init__(self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1):
         super().__init__()
@@ -115,8 +115,8 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """KTO. Returns (loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum,
-    chosen_rewards_sum, rejected_rewards_sum)). `forward` takes the input first."""
+    """KTO. Outputs: (loss, (chosen_X_sum, rejected_X_sum for X = logps, logits, rewards)).
+    `forward` takes the input first."""
 
     def __init__(
         self, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1

@@ -1,4 +1,4 @@
-"""What losses refuse before they compute anything: every error names the argument, what came and what is allowed."""
+"""Checks of the losses' arguments; an error names argument, value and allowed values."""
 
 import math
 import sys
@@ -11,24 +11,24 @@ LARGEST = sys.float_info.max
 
 
 def check_numbers(allowed="a finite number", least=-LARGEST, above=-math.inf, most=LARGEST, **numbers):
-    """Refuse all but numbers from `least`, more than `above`, to `most`."""
+    """Raise ValueError unless each number is at least `least`, above `above` and at most `most`."""
     for name, value in numbers.items():
         fits = isinstance(value, (int, float)) and least <= value <= most and value > above
         check(fits, name, repr(value), allowed)
 
 
 def check_head(x, weight, names=("x", "weight")):
-    """Refuse what is no output layer's weight (V, H) of hidden states (..., H)."""
+    """Raise ValueError unless `weight` (V, H) fits hidden states `x` (..., H)."""
     fits = weight.ndim == 2 and x.ndim > 0 and weight.shape[1] == x.shape[-1]
     check(fits, names[1], weight, f"shape (V, {x.shape[-1] if x.ndim else 'H'}), as {names[0]}")
 
 
 def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, chunk_memory):
-    """The reference model's hidden states and output layer as `F.linear` would see them.
+    """Return the reference model's hidden states and head as `F.linear` would see them.
 
     Args:
-        name: what the caller calls the tokens (R, T), of which there must be a row of `ref_x` for each, in its
-            vocabulary.
+        name: the caller's name for `tokens`, in errors. tokens: (R, T), one for each row of `ref_x` and inside the
+            reference's vocabulary.
     """
     check(ref_weight is not None, "ref_weight", None, "a tensor, beside ref_x")
     check(ref_x.shape[:-1] == tokens.shape, "ref_x", ref_x, f"shape ({', '.join(map(str, tokens.shape))}, H)")

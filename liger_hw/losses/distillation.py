@@ -1,7 +1,7 @@
-"""Distillation of a teacher's output layer into a student's: soft losses between their logits, mixed with hard labels.
+"""Distillation of a teacher's head into a student's, by soft losses and hard labels.
 
-Both models' logits exist for one chunk of rows at a time; the loss of a row is reduced where its logits are, and the
-student's gradient takes their place. The teacher has no gradient.
+Memory holds both models' logits for one chunk of rows at a time. The student's gradient overwrites the student's
+logits. The teacher gets no gradient.
 """
 
 from typing import NamedTuple
@@ -25,11 +25,11 @@ IGNORED = -100
 
 
 class DistillationOutput(NamedTuple):
-    """What `distillation_loss` returns; soft and hard are for logging and have no gradient.
+    """Output of `distillation_loss`; soft and hard are for logging and have no gradient.
 
     Attributes:
         loss: hard_weight * hard + soft_weight * soft.
-        soft, hard: means over the rows that count, without their weights; hard is 0 where its weight is.
+        soft, hard: unweighted means over the rows that are not ignored; hard is 0 if hard_weight is 0.
     """
 
     loss: torch.Tensor
@@ -44,20 +44,20 @@ def distillation_loss(
     soft_loss: str = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
     soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
-    """Mean over rows of a soft loss between teacher and student and of the student's cross entropy with the labels.
+    """Compute the mean soft loss to the teacher plus the labels' mean cross entropy.
 
     Args:
         x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
-        teacher_x: (N, H'). teacher_weight: (V', H'). teacher_bias: (V',) or None. Constants. Where the vocabularies
-            differ, the shorter logits are padded with 0 for the soft loss.
-        labels: (N,) int64 or int32; a row of `ignore_index` does not count, in neither loss. None counts all, without
-            hard loss.
+        teacher_x: (N, H'). teacher_weight: (V', H'). teacher_bias: (V',) or None. Constants. If the vocabularies
+            differ in size, the soft loss pads the shorter logits with 0.
+        labels: (N,) int64 or int32; both losses skip a row labelled `ignore_index`. None: all rows count, and there is
+            no hard loss.
         soft_loss: "jsd" (arXiv:2306.13649 eq. 1, by `beta`), "kl" (of the student from the teacher, Hinton's
             arXiv:1503.02531 without its factor T^2), "reverse_kl" (arXiv:2306.08543), "tvd" (arXiv:2307.15190), or
             "cosine" (1 - the cosine of the logits).
-        beta: of "jsd", 0 to 1: 0 is "kl" and 1 is "reverse_kl".
-        temperature: divides both models' logits in the soft loss; the hard one sees them as they are.
-        hard_weight, soft_weight: of the two losses.
+        beta: parameter of "jsd", 0 to 1: 0 is "kl" and 1 is "reverse_kl".
+        temperature: divides both models' logits in the soft loss, not in the hard loss.
+        hard_weight, soft_weight: weights of the two losses.
         chunk_memory: bytes that a chunk of both models' logits may take.
 
     Returns:
@@ -65,7 +65,7 @@ def distillation_loss(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or an option is out of its range; on a CPU, a label of the
-            hard loss outside the student's vocabulary, which elsewhere makes the loss NaN.
+            hard loss is outside the student's vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
@@ -128,6 +128,6 @@ def distillation_loss(
             )  # fmt: skip
         return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
 
-    widths = 1 + teacher_weight.shape[0] / weight.shape[0]  # the teacher's logits are there beside the student's
+    widths = 1 + teacher_weight.shape[0] / weight.shape[0]  # memory holds the teacher's logits beside the student's
     loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)

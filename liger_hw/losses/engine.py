@@ -1,12 +1,12 @@
-"""The engine under every loss of an output layer: logits exist for one chunk of rows at a time, never for all.
+"""Engine of the losses of a head, with the logits of one chunk in memory.
 
     for each chunk of rows:  logits = x W^T + b;  value += loss(logits, rows);  gradients += those of the chunk
 
-The gradients are made in the forward, where the logits' gradient takes their place; the backward only scales them. In
-fp16 they wait in fp32 for the incoming gradient, and so for a loss scale: of x (N, H) and weight (V, H) that takes
-2NH + 2VH bytes more than in bf16, and 2 max(NH, VH) more while the backward rounds them.
-`logits_loss` takes any torch function of logits. Losses of the log-probabilities of given tokens, by row or by group of
-sequences, are in `sequences`; what couples the whole batch is ordinary torch over `fused_linear_selective_log_softmax`.
+The forward computes the gradients and overwrites the logits with their gradient; the backward only scales. For fp16
+inputs the forward keeps the gradients in fp32 until the backward brings the loss scale. For x (N, H) and weight (V, H)
+that takes 2NH + 2VH bytes more than bf16, and 2 max(NH, VH) more while the backward rounds them.
+`logits_loss` takes any torch function of logits. `sequences` has losses of given tokens' log-probabilities, by row or
+by group of sequences. A loss that couples the whole batch uses torch over `fused_linear_selective_log_softmax`.
 
 Operations: 2NVH for each of logits, dx and dW. Memory beside the gradients: `chunk_memory`.
 """
@@ -26,9 +26,9 @@ CHUNK_MEMORY = 512 * MiB
 
 
 def plan_of(chunk_memory, x, *tensors):
-    """Return how to go through the rows of `x`, or None where ordinary operations of torch have to serve.
+    """Return the plan for the chunks of `x`, or None to use torch operations.
 
-    They serve where they are forced, where there are no rows, and where a compiler, a mode or a subclass must see them.
+    None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
     """
     if traced(x, *tensors) or x.numel() == 0:
         return None
@@ -37,7 +37,7 @@ def plan_of(chunk_memory, x, *tensors):
 
 
 class LossInForward(GradientsInForward):
-    """The outputs of `compute`, the first of them with a gradient."""
+    """Autograd function that returns the outputs of `compute`, the first with a gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
@@ -48,10 +48,10 @@ class LossInForward(GradientsInForward):
 
 
 def with_gradients(op, compute, x, weight, bias, plan):
-    """Return the outputs of `compute`, (value (), *logged), of which the value has a gradient.
+    """Return the outputs of `compute`, (value (), *logged); only the value has a gradient.
 
     Args:
-        op: what was called, for errors.
+        op: name of the caller's op, for errors.
         compute: (which of x, weight and bias need a gradient) -> ((value, *logged), the gradients of the value), all
             without a graph.
     """
@@ -59,15 +59,15 @@ def with_gradients(op, compute, x, weight, bias, plan):
 
 
 def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
-    """Return (value, *logged) of all rows, of which the value has a gradient.
+    """Return (value, *logged) of all rows; only the value has a gradient.
 
     Args:
-        op: what was called, for errors.
+        op: name of the caller's op, for errors.
         step: (slice of rows, logits (M, V), whether a gradient is needed, `Gradients`) -> (value (), *logged (M,)), all
-            without a graph; where one is needed it leaves the value's gradient in the place of the logits, as `run`
-            of `ChunkedHead` says.
+            without a graph. If a gradient is needed, `step` overwrites the logits with the value's gradient, as
+            `ChunkedHead.run` requires.
         x: (N, H), N > 0. weight: (V, H). bias: (V,) or None.
-        buffers: how many times the memory of a chunk's logits `step` takes, with the logits.
+        buffers: memory that `step` takes, logits included, in multiples of a chunk's logits.
     """
 
     def compute(needs_grad):
@@ -87,7 +87,7 @@ def detached(rows):
 
 
 def taken(rows, part):
-    """Return the same rows of each tensor; None stays None."""
+    """Return the rows `part` of each tensor; None stays None."""
     return [row if row is None else row[part] for row in rows]
 
 
@@ -96,12 +96,12 @@ def _gradient(value, logits, incoming=None, again=False):
 
 
 def _scaled_gradient(value, logits, gradients):
-    """Return the gradient of a chunk's logits of fp16 times a factor that its own size decides, by two backwards."""
+    """Return a chunk's fp16 logit gradient, scaled by its own size, by two backwards."""
     first = _gradient(value, logits, again=True)
-    least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient can have underflown
+    least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient may underflow
     factor = gradients.factor(largest_finite(first).clamp(min=least))
     scaled = _gradient(value, logits, factor.to(value.dtype))
-    # A function that computes in fp16 can overflow on the way to a gradient that does not.
+    # A function that computes in fp16 can overflow in an intermediate although its gradient would not.
     fits = (scaled.isfinite() | ~first.isfinite()).all()
     return torch.where(fits, scaled, first.float() * factor)
 
@@ -111,17 +111,17 @@ def logits_loss(
     loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
     chunk_memory: float = CHUNK_MEMORY, buffers: float = 4,
 ):  # fmt: skip
-    """Sum `loss(logits, *rows)` over all rows of `x`, with the memory of one chunk of logits.
+    """Sum `loss(logits, *rows)` over all rows of `x`, in one chunk's memory.
 
     Args:
-        loss: (logits (M, V) in the dtype of `x`, the same M rows of each of `rows`) -> their sum, a scalar. An ordinary
-            torch function, differentiated by autograd, whose rows depend on nothing but themselves.
+        loss: (logits (M, V) in the dtype of `x`, the same M rows of each of `rows`) -> the sum of their losses, a
+            scalar. A torch function that autograd differentiates; a row's loss must not depend on other rows.
         x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
-        rows: tensors of N rows, or None, that `loss` takes besides, as constants.
+        rows: further arguments of `loss`, constants: tensors of N rows, or None.
         chunk_memory: bytes that a chunk may take.
-        buffers: how many times the memory of a chunk's logits `loss` and its backward take, the logits included. In
-            fp16 four more are counted: `loss` is differentiated twice, the second time by a factor that the first
-            decides.
+        buffers: memory that `loss` and its backward take, logits included, in multiples of a chunk's logits. fp16
+            inputs add four: autograd differentiates `loss` twice, the second time scaled by a factor from the first
+            gradient.
 
     Returns:
         the sum, a scalar in the dtype that `loss` returns.

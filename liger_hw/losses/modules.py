@@ -1,4 +1,4 @@
-"""The losses as modules: options once, at construction; tensors at each call. They return what their functions do."""
+"""The losses as modules: the constructor takes the options, a call the tensors."""
 
 import inspect
 
@@ -17,7 +17,7 @@ def _options(losses):
 
 
 class _Loss(nn.Module):
-    """`loss(*tensors, **more)` is `function(*tensors, **options, **more)`.
+    """Call `function(*tensors, **options, **more)` for `loss(*tensors, **more)`.
 
     Raises:
         ValueError: the function has no such option.

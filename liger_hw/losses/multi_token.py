@@ -1,4 +1,4 @@
-"""Multi-token prediction: several heads on the same positions, each of which predicts a token further ahead."""
+"""Multi-token prediction: several heads at one position predict tokens further ahead."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +15,10 @@ IGNORED = -100
 
 
 class MultiTokenOutput(NamedTuple):
-    """What `multi_token_loss` returns.
+    """Output of `multi_token_loss`.
 
     Attributes:
-        loss: the heads' losses by their weights, ().
+        loss: weighted sum of the heads' losses, ().
         head_losses: mean cross entropy of each head, (K,), for logging, without a gradient.
     """
 
@@ -32,28 +32,28 @@ def multi_token_loss(
     shifts: Sequence | int | None = None, head_weights: Sequence | None = None,
     bias: torch.Tensor | Sequence | None = None, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
-    """Sum over heads of their weight times their mean cross entropy, without logits in memory.
+    """Sum the heads' weighted mean cross entropies in the memory of one chunk of logits.
 
-    Medusa (arXiv:2401.10774 eq. 1): head k sees the last hidden states through its own block and predicts the token
+    Medusa (arXiv:2401.10774 eq. 1): head k reads the last hidden states through its own block and predicts the token
     k + 1 positions further than the language model's head does. Heads that share one output layer (arXiv:2404.19737;
-    DeepSeek-V3, arXiv:2412.19437) go through it in one pass, with one gradient of its weight.
+    DeepSeek-V3, arXiv:2412.19437) share one pass through it and one gradient of its weight.
 
     Args:
-        heads: (K, B, T, H), or a sequence of K tensors (B, T, H): what each head's output layer sees. Heads that see
-            the same hidden states may be one tensor K times.
-        weight: (V, H) that the heads share, or a sequence of K of them.
-        labels: (B, T), the text's own tokens, not shifted; `ignore_index` where there is nothing to predict.
-        shifts: K positive integers, how far ahead each head predicts; 1, 2, ... K by default.
+        heads: (K, B, T, H), or a sequence of K tensors (B, T, H): the inputs of each head's output layer. Heads with
+            the same hidden states may repeat one tensor.
+        weight: (V, H), shared by the heads, or a sequence of K of them.
+        labels: (B, T), the text's own tokens, not shifted; `ignore_index` at positions without a prediction.
+        shifts: K positive integers: positions that each head looks ahead; 1, 2, ... K by default.
         head_weights: K numbers; 1 by default.
-        bias: (V,) that the heads share, a sequence of K, or None.
+        bias: (V,), shared by the heads, a sequence of K, or None.
         chunk_memory: bytes that a chunk of logits may take.
 
     Returns:
         A `MultiTokenOutput`.
 
     Raises:
-        ValueError: numbers or shapes do not fit; on a CPU, a label outside the vocabulary, which elsewhere makes the
-            loss NaN.
+        ValueError: numbers or shapes do not fit; on a CPU, a label is outside the vocabulary (elsewhere the loss is
+            then NaN).
         RuntimeError: a second backward.
     """
     count = len(heads)
@@ -101,6 +101,6 @@ def multi_token_loss(
 
 
 def _ahead(labels, shift, ignore_index):
-    """What a head at each position predicts: the label `shift` positions further, nothing beyond the end."""
+    """Shift the labels left by `shift` positions and fill the end with `ignore_index`."""
     beyond = min(shift, labels.shape[1])
     return torch.nn.functional.pad(labels[:, beyond:], (0, beyond), value=ignore_index)

@@ -1,10 +1,10 @@
-"""Policy-gradient losses over sampled completions: GRPO and its relatives, PPO.
+"""Policy-gradient losses over sampled completions: PPO, GRPO and their variants.
 
     log r_t = log_prob_t - old_log_prob_t          of a token, or its mean over the sequence (GSPO)
     loss    = sum_t w_t (objective(r_t, A) + beta KL_t - entropy_coef H_t)
 
-The weights w_t are the reduction over the batch. The gradients are made in the forward: token by token (`token_loss`),
-or sequence by sequence (`sequence_loss`) where a token's loss depends on the others'.
+The weights w_t are the reduction over the batch. The forward computes the gradients: token by token (`token_loss`),
+or sequence by sequence (`sequence_loss`) if a token's loss depends on the other tokens.
 """
 
 import math
@@ -28,24 +28,24 @@ IGNORED = -100  # the token of a masked position
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What to compute. Every policy loss takes these as keywords.
+    """Options of the policy losses. Every policy loss takes these as keywords.
 
     Attributes:
         loss_type: a key of `OBJECTIVES`.
         beta: weight of the KL to the reference model; 0 for none.
-        epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high] (DAPO's clip-higher where
-            they differ); for "cispo" epsilon_high alone is the largest ratio.
-        delta: the ratio is at most this, also where the clipped one is larger (two-sided clipping, arXiv:2505.07291);
-            None for no limit. Not for "cispo", "sapo" and "vespo".
-        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071 eq. 7); that not for "cispo", "sapo"
-            and "vespo".
-        temperature: divides the logits, as when the completions were sampled.
+        epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high] (DAPO's clip-higher if they
+            differ). "cispo" clips at epsilon_high alone.
+        delta: upper limit of the unclipped ratio (two-sided clipping, arXiv:2505.07291); None for no limit. Not for
+            "cispo", "sapo" and "vespo".
+        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071 eq. 7). "cispo", "sapo" and "vespo"
+            take "token" only.
+        temperature: divides the logits; give the temperature of the sampler.
         kl_estimator: "k1", "k2" or "k3" (Schulman 2020, http://joschu.net/blog/kl-approx.html).
         use_bias_correction_kl: multiply the KL by the ratio (the unbiased estimate of DeepSeek-V3.2, arXiv:2512.02556).
-        entropy_coef: weight of the entropy, which is then maximised; 0 for none.
-        max_completion_length: the constant length of "dr_grpo"; None for that of the tensors.
-        sapo_temperature_pos, sapo_temperature_neg: of "sapo", for advantages above 0 and others.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of "vespo", for advantages from 0 and below.
+        entropy_coef: weight of the entropy bonus; 0 for none.
+        max_completion_length: the constant length of "dr_grpo"; None for the length T of the tensors.
+        sapo_temperature_pos, sapo_temperature_neg: of "sapo", for advantages above 0 and for all others.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of "vespo", for advantages >= 0 and < 0.
     """
 
     loss_type: str = "dapo"
@@ -86,18 +86,18 @@ class PolicyOptions:
 
     @classmethod
     def of(cls, options):
-        """From a caller's keywords; raises ValueError for those that are no options, or out of range."""
+        """Build the options from keywords; raise ValueError for an unknown or invalid one."""
         for name in options:
             check_known("option", name, OPTION_NAMES)
         return cls(**options)
 
 
 class Tokens(NamedTuple):
-    """What a token's loss is made of; tensors of one shape, or None where there is none.
+    """Inputs of a token's loss: tensors of one shape; ratio and phi may be None.
 
     Attributes:
-        log_probs: by the policy. log_weights: log r. advantages: A.
-        ratio: correction for a sampler that is not the old policy. phi: weight by sequence of "vespo".
+        log_probs: log-probabilities by the policy. log_weights: log r. advantages: A.
+        ratio: correction for a sampler that differs from the old policy. phi: sequence weight of "vespo".
     """
 
     log_probs: torch.Tensor
@@ -108,7 +108,7 @@ class Tokens(NamedTuple):
 
 
 def clipped(tokens, options):
-    """PPO, arXiv:1707.06347 eq. 7; GRPO, arXiv:2402.03300 eq. 3."""
+    """Compute PPO's loss, arXiv:1707.06347 eq. 7, and GRPO's, arXiv:2402.03300 eq. 3."""
     r = tokens.log_weights.exp()
     inside = r.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     limited = r if options.delta is None else r.clamp(max=options.delta)
@@ -118,21 +118,21 @@ def clipped(tokens, options):
 
 
 def cispo(tokens, options):
-    """CISPO, arXiv:2506.13585 eq. 4: the clipped ratio is a constant weight of the log-probability."""
+    """Compute CISPO's loss, arXiv:2506.13585 eq. 4: a constant clipped ratio weights the log-probability."""
     r = tokens.log_weights.detach().exp()
     loss = -r.clamp(max=options.epsilon_high) * tokens.advantages * tokens.log_probs
     return loss, (r > options.epsilon_high) & (tokens.advantages > 0)
 
 
 def sapo(tokens, options):
-    """SAPO, arXiv:2511.20347: a soft gate on the ratio instead of clipping."""
+    """Compute SAPO's loss, arXiv:2511.20347: a soft gate on the ratio replaces clipping."""
     tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     gate = torch.sigmoid(tau * (tokens.log_weights.exp() - 1)) * 4 / tau
     return -gate * tokens.advantages, torch.zeros_like(gate, dtype=torch.bool)
 
 
 def vespo(tokens, options):
-    """VESPO, arXiv:2602.10693: a constant weight of the sequence, see `vespo_weights`, times the log-probability."""
+    """Compute VESPO's loss, arXiv:2602.10693: `vespo_weights`, constant, weight the log-probabilities."""
     loss = -tokens.phi * tokens.advantages * tokens.log_probs
     return loss, torch.zeros_like(loss, dtype=torch.bool)
 
@@ -141,7 +141,7 @@ OBJECTIVES = {
     "grpo": clipped, "bnpo": clipped, "dr_grpo": clipped, "dapo": clipped, "luspo": clipped, "ppo": clipped,
     "cispo": cispo, "sapo": sapo, "vespo": vespo,
 }  # fmt: skip
-KL = {  # of the policy from the reference model, by log r = log_prob - ref_log_prob
+KL = {  # estimates of the KL of the policy from the reference model; log_r = log_prob - ref_log_prob
     "k1": lambda log_r: log_r,
     "k2": lambda log_r: log_r.square() / 2,
     "k3": lambda log_r: torch.expm1(-log_r) + log_r,
@@ -149,9 +149,9 @@ KL = {  # of the policy from the reference model, by log r = log_prob - ref_log_
 
 
 def vespo_weights(log_ratio, advantages, mask, ratio, options):
-    """phi(w) = exp(lambda + k log w - lambda w) of each sequence's importance weight w, without a gradient.
+    """Compute phi(w) = exp(lambda + k log w - lambda w) of sequence importance weights.
 
-    k and lambda are those of the advantage's sign: by sequence or, as the advantages, by token.
+    The advantage's sign selects k and lambda, by sequence or by token as the advantages. phi has no gradient.
 
     Args:
         log_ratio, mask: (B, T). advantages: (B, 1) or (B, T). ratio: (B, 1), (B, T) or None.
@@ -163,7 +163,7 @@ def vespo_weights(log_ratio, advantages, mask, ratio, options):
         least, most = math.log(1e-8), 20.0
         log_w = (log_ratio.clamp(-most, most) * mask).sum(-1, keepdim=True)
         if ratio is not None:
-            log_ratio = ratio.log().clamp(least, most)  # of tokens, or once of the whole sequence
+            log_ratio = ratio.log().clamp(least, most)  # by token, or one value for the whole sequence
             log_w = log_w + (log_ratio * mask if ratio.shape == mask.shape else log_ratio).sum(-1, keepdim=True)
         log_w, rises = log_w.clamp(least, most), advantages >= 0
         k = torch.where(rises, options.vespo_k_pos, options.vespo_k_neg)
@@ -172,27 +172,27 @@ def vespo_weights(log_ratio, advantages, mask, ratio, options):
 
 
 def token_weights(mask, options, num_items=None, dtype=torch.float32):
-    """The weight of each token's loss in the batch's: the reductions of the published losses. (B, T)."""
+    """Return each token's weight in the batch loss, (B, T), by the published reductions."""
     mask = mask.to(dtype)
     batch, length = mask.shape
     lengths = mask.sum(-1, keepdim=True)
     kind = options.loss_type
-    if kind in ("grpo", "sapo"):  # mean of the sequences' means
+    if kind in ("grpo", "sapo"):  # mean over sequences of the mean over tokens
         return mask / lengths.clamp(min=1) / batch
     if kind == "dr_grpo":  # arXiv:2503.20783: a constant length
         return mask / (batch * (options.max_completion_length or length))
-    if kind == "luspo":  # arXiv:2602.05261: sequences count by their length
+    if kind == "luspo":  # arXiv:2602.05261: a sequence's weight grows with its length
         return mask / batch
-    if num_items is None or kind in ("bnpo", "ppo"):  # all tokens count the same
+    if num_items is None or kind in ("bnpo", "ppo"):  # all tokens have the same weight
         num_items = lengths.sum().clamp(min=1)
     return mask / num_items
 
 
 def _losses(log_probs, log_weights, entropy, ref_log_probs, advantages, ratio, phi, options):
-    """Loss, KL (or None) and whether it was clipped, by token."""
+    """Compute (loss, KL or None, is clipped) of each token."""
     tokens = Tokens(log_probs, log_weights, advantages, ratio, phi)
     loss, is_clipped = OBJECTIVES[options.loss_type](tokens, options)
-    if ratio is not None and options.loss_type != "vespo":  # there it is in phi
+    if ratio is not None and options.loss_type != "vespo":  # phi of "vespo" includes the ratio
         loss = loss * ratio
     kl = None
     if options.beta:
@@ -205,14 +205,14 @@ def _losses(log_probs, log_weights, entropy, ref_log_probs, advantages, ratio, p
 
 
 class PolicyOutput(NamedTuple):
-    """What `policy_loss` returns; everything but the loss is for logging and has no gradient.
+    """Output of `policy_loss`; only the loss has a gradient, the others are for logging.
 
     Attributes:
         loss: ().
-        kl: mean over the unmasked tokens, (); None where beta is 0.
-        clip_ratio: share of the unmasked tokens whose ratio was clipped, ().
-        entropy: mean over the unmasked tokens, (); None unless asked for.
-        log_probs: (B, T) of the given tokens, 0 where masked.
+        kl: mean over the unmasked tokens, (); None if beta is 0.
+        clip_ratio: share of the unmasked tokens with a clipped ratio, ().
+        entropy: mean over the unmasked tokens, (); None unless return_entropy or entropy_coef asks for it.
+        log_probs: (B, T) of the given tokens, 0 at masked positions.
     """
 
     loss: torch.Tensor
@@ -223,8 +223,8 @@ class PolicyOutput(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Checked inputs of one shape (B, T), the ratio also (B, 1); masked positions 0, their tokens IGNORED; None where
-    there is none."""
+    """Checked inputs (B, T) of a policy loss; absent inputs are None.
+    The ratio may be (B, 1). Masked positions are 0, and IGNORED in `tokens`."""
 
     tokens: torch.Tensor
     mask: torch.Tensor
@@ -260,12 +260,12 @@ class Batch(NamedTuple):
         )
 
     def mean(self, values):
-        """Over the unmasked tokens."""
+        """Return the mean of the values over the unmasked tokens."""
         return (values.detach() * self.mask).sum() / self.mask.sum().clamp(min=1)
 
 
 def losses_of(log_probs, entropy, batch, options):
-    """Loss, KL (or None) and whether it was clipped, (B, T), from log-probabilities of the whole batch; masked: 0."""
+    """Compute (loss, KL or None, is clipped), each (B, T), 0 at masked positions."""
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     log_weights, phi = log_probs - old, None
     if options.loss_type == "vespo":
@@ -290,20 +290,20 @@ def policy_loss(
     softcap: float | None = None, logit_scale: float = 1.0, return_entropy: bool = False,
     chunk_memory: float = CHUNK_MEMORY, **options,
 ):  # fmt: skip
-    """Policy loss of a batch of completions from hidden states.
+    """Compute the policy loss of a batch of completions from hidden states.
 
     Args:
         x: (B, T, H) hidden states. weight: (V, H). bias: (V,) or None.
         tokens: (B, T) int64 or int32, the token sampled at each position.
         advantages: (B,), or by token (B, T).
         mask: (B, T), not 0 where a token counts; None for all.
-        old_log_probs: (B, T) by the policy that sampled; None for this one.
-        ref_log_probs: (B, T) by the reference model; or ref_x (B, T, H'), ref_weight and ref_bias to compute them. One
-            of the two where beta is not 0.
-        vllm_is_ratio: (B,), (B, 1) or (B, T), factor of the objective, not of the KL; in the weight of "vespo".
-        num_items: number, or tensor of one, that "dapo", "cispo" and "vespo" divide by; None for the unmasked tokens.
+        old_log_probs: (B, T) by the policy that sampled; None for the current policy.
+        ref_log_probs: (B, T) by the reference model; or ref_x (B, T, H'), ref_weight and ref_bias to compute them. A
+            beta other than 0 requires one of the two.
+        vllm_is_ratio: (B,), (B, 1) or (B, T), multiplies the objective, not the KL; "vespo" uses it in phi.
+        num_items: divisor of "dapo", "cispo" and "vespo", a number or a tensor of one; None for the unmasked tokens.
         softcap, logit_scale: as in `selective_log_softmax`.
-        return_entropy: also the mean entropy.
+        return_entropy: also return the mean entropy.
         chunk_memory: bytes that a chunk of logits may take.
         options: of `PolicyOptions`.
 
@@ -311,8 +311,8 @@ def policy_loss(
         A `PolicyOutput`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown loss type or an option out of range; on a CPU, a token outside
-            the vocabulary at a position that counts, which elsewhere makes the loss NaN.
+        ValueError: shapes do not fit, a loss type is unknown or an option is out of range; on a CPU, an unmasked token
+            is outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
     """
     options = PolicyOptions.of(options)
@@ -376,15 +376,15 @@ def policy_loss_of_logits(
     old_log_probs: torch.Tensor | None = None, ref_log_probs: torch.Tensor | None = None,
     vllm_is_ratio: torch.Tensor | None = None, in_place: bool = False, **options,
 ):  # fmt: skip
-    """Losses by token of a batch of completions from logits (B, T, V) or (B, T + 1, V), whose last position is unused.
+    """Compute each token's policy loss from logits (B, T, V) or (B, T+1, V).
 
     Args:
         in_place: the backward writes the gradient over `logits`, which the caller must own.
-        others: as in `policy_loss`; without entropy.
+        others: as in `policy_loss`; without entropy. The loss ignores the logits of position T + 1.
 
     Returns:
-        (loss (B, T), KL (B, T) or None where beta is 0, whether it was clipped (B, T)), 0 where masked, and the
-        `Batch`. The KL and the clipping have no gradient.
+        (loss (B, T), KL (B, T) or None if beta is 0, is clipped (B, T), the `Batch`). Masked positions are 0. The KL
+        and the clipping have no gradient.
 
     Raises:
         ValueError: as `policy_loss`.
@@ -397,7 +397,7 @@ def policy_loss_of_logits(
     fits = logits.ndim == 3 and logits.shape[0] == len(tokens) and logits.shape[1] in (length, length + 1)
     check(fits, "logits", logits, f"({len(tokens)}, {length} or {length + 1}, V)")
     check_labels("tokens", batch.tokens, logits.shape[-1], IGNORED)
-    # a token to ignore in place of the last position keeps the rows whole: a slice of them would be copied
+    # an ignored token at the last position avoids a slice of the logits, which the kernel would copy
     padded = torch.nn.functional.pad(batch.tokens, (0, logits.shape[1] - length), value=IGNORED)
     log_probs = selective_log_softmax(logits, padded, options.temperature, ignore_index=IGNORED, in_place=in_place)
     loss, kl, is_clipped = losses_of(log_probs[:, :length], None, batch, options)

@@ -1,8 +1,8 @@
-"""Losses over preferred and dispreferred answers, whose formulas are in `preference_formulas`.
+"""Losses over preferred and dispreferred answers; `preference_formulas` has the formulas.
 
-`preference_loss` takes pairs, `unpaired_preference_loss` single answers with a label. Where a pair's (or an answer's)
-loss depends on nothing else the gradients are made in the forward, pair by pair (`sequence_loss`); where it depends on
-the whole batch the backward makes the logits again.
+`preference_loss` takes pairs, `unpaired_preference_loss` single answers with a label. If a loss depends on its own pair
+(or answer) alone, the forward computes the gradients pair by pair (`sequence_loss`). If it depends on the whole batch,
+the backward recomputes the logits.
 """
 
 import functools
@@ -28,13 +28,13 @@ from liger_hw.spelling import check_known
 
 
 class PreferenceOutput(NamedTuple):
-    """What `preference_loss` returns; everything but the loss is for logging and has no gradient.
+    """Output of `preference_loss`; only the loss has a gradient, the others are for logging.
 
     Attributes:
-        loss: mean over the pairs, with alpha times the NLL. ().
+        loss: mean over the pairs, plus alpha times the NLL. ().
         chosen_log_probs, rejected_log_probs: of each answer, (P,).
         chosen_logits_mean, rejected_logits_mean: over all positions and the whole vocabulary. ().
-        nll_loss: mean negative log-probability of the chosen answers' tokens. (). 0 where alpha is 0.
+        nll_loss: mean negative log-probability of the chosen answers' tokens. (). 0 if alpha is 0.
         chosen_rewards, rejected_rewards: beta times the log-ratio to the reference model, (P,).
     """
 
@@ -49,10 +49,10 @@ class PreferenceOutput(NamedTuple):
 
 
 class UnpairedPreferenceOutput(NamedTuple):
-    """What `unpaired_preference_loss` returns; sums over the preferred (chosen) and the other answers, for logging.
+    """Output of `unpaired_preference_loss`; only the loss has a gradient.
 
     Attributes:
-        loss: mean over the answers. All others: (), without a gradient; rewards are beta times the log-ratio.
+        loss: mean over the answers. Others: sums, (), over chosen and rejected answers; rewards: beta log-ratio.
     """
 
     loss: torch.Tensor
@@ -65,15 +65,15 @@ class UnpairedPreferenceOutput(NamedTuple):
 
 
 def _answers(token_log_probs, labels, ignore_index, average):
-    """Log-probability of each answer, (R, T) -> (R,); of one without tokens it is 0."""
+    """Compute each answer's log-probability, (R, T) -> (R,); 0 for an answer without tokens."""
     total = token_log_probs.sum(-1)
     return total / (labels != ignore_index).sum(-1).clamp(min=1) if average else total
 
 
 def _logits_sums(x, weight, bias, *groups):
-    """Sum over positions and vocabulary of the logits of groups of sequences, from sums alone: x (R, T, H) -> () each.
+    """Sum each group's logits over positions and vocabulary: x (R, T, H) -> () each.
 
-    The sum of x W^T over rows and columns is the product of the two sums.
+    The sum of x W^T over rows and columns is the sum of x over rows times the sum of W over rows: no logits.
     """
     with torch.no_grad():
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -83,7 +83,7 @@ def _logits_sums(x, weight, bias, *groups):
 
 
 def _reference(x, labels, average, options, ref_x, ref_weight, ref_bias, ref_log_probs):
-    """The reference model's log-probabilities of the answers, (R,)."""
+    """Return the reference model's log-probabilities of the answers, (R,)."""
     rows = labels.shape[:1]
     for name, value in {"ref_weight": ref_weight, "ref_bias": ref_bias}.items():
         check(value is None or ref_x is not None, name, value, "None without ref_x")
@@ -115,23 +115,23 @@ def preference_loss(
     nll_labels: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
     **loss_options,
 ):  # fmt: skip
-    """Mean preference loss of P pairs of answers, plus `alpha` times the NLL of the chosen ones.
+    """Compute the mean loss of P pairs plus `alpha` times the chosen answers' NLL.
 
     Args:
         x: (2P, T, H) hidden states, the chosen answers first, then the rejected ones in the same order.
         weight: (V, H). bias: (V,) or None.
         labels: (2P, T), the token that each position predicts (already shifted), `ignore_index` outside the answer.
-        loss_type: a name of `PAIR_LOSSES`, or a function as those are, (`Pairs`, beta, label_smoothing) -> (P,). Its
-            pairs depend on nothing but themselves unless its attribute `whole_batch` says so (see `@pair_loss`).
-            "simpo" and "orpo" are meant for average_log_prob=True and no reference.
+        loss_type: a name of `PAIR_LOSSES`, or a function like those, (`Pairs`, beta, label_smoothing) -> (P,). A pair's
+            loss must not depend on other pairs unless the function's attribute `whole_batch` is true (see
+            `@pair_loss`). "simpo" and "orpo" expect average_log_prob=True and no reference.
         beta: weight of the log-ratio; more than 0.
-        label_smoothing: probability that a pair is the wrong way round: 0 to 0.5, more than 0 for "exo_pair" and less
-            than 0.5 for "robust". Used by these two, "sigmoid", "simpo", "aot" and "aot_pair".
+        label_smoothing: probability that a pair's order is wrong: 0 to 0.5, more than 0 for "exo_pair" and less than
+            0.5 for "robust". These two, "sigmoid", "simpo", "aot" and "aot_pair" use it.
         alpha: weight of the NLL.
-        average_log_prob: an answer's log-probability is the mean of its tokens', not the sum.
-        ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and output layer; no gradient.
-        ref_log_probs: (2P,) instead of these, or neither for no reference: its log-probabilities count as 0.
-        nll_labels: (2P, T) or (P, T) labels for the NLL where they differ from `labels` (ORPO's counts the prompt's).
+        average_log_prob: average an answer's token log-probabilities instead of summing them.
+        ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and head; no gradient.
+        ref_log_probs: (2P,) instead of these. Without either the reference's log-probabilities are 0.
+        nll_labels: (2P, T) or (P, T) labels for the NLL if they differ from `labels` (ORPO's include the prompt).
         chunk_memory: bytes that a chunk of logits may take.
         loss_options: of the loss type, in `preference_formulas`: `gamma` of "simpo", `tau` of "discopop", `delta` of
             "bco_pair".
@@ -141,7 +141,7 @@ def preference_loss(
 
     Raises:
         ValueError: an odd number of answers, shapes that do not fit, an unknown loss type or option out of range; on a
-            CPU, a label outside the vocabulary, which elsewhere makes the loss NaN.
+            CPU, a label outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward, except for a loss of the whole batch: "aot", "aot_pair", and "bco_pair" without
             `delta`.
     """
@@ -191,20 +191,20 @@ def unpaired_preference_loss(
     ref_log_probs: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
     **loss_options,
 ):  # fmt: skip
-    """Mean loss of B answers, each of which is wanted or not.
+    """Compute the mean loss of B answers, each labelled preferred or not.
 
     Args:
         preferred: (B,) bool.
-        loss_type: "kto" or "bco", or a function as those are, (`Answers`, beta) -> (R,).
-        desirable_weight, undesirable_weight: of preferred and other answers, the lambdas of KTO.
+        loss_type: "kto" or "bco", or a function like those, (`Answers`, beta) -> (R,).
+        desirable_weight, undesirable_weight: weights of preferred and other answers, the lambdas of KTO.
         loss_options: `kl` of "kto", `delta` of "bco": numbers, or tensors of one value.
-        others: as in `preference_loss`, with B for 2P and no order.
+        others: as in `preference_loss`, with B in place of 2P, in any order.
 
     Returns:
         An `UnpairedPreferenceOutput`.
 
     Raises:
-        ValueError, RuntimeError: as `preference_loss`; the second backward is right for "bco" without `delta`.
+        ValueError, RuntimeError: as `preference_loss`; "bco" without `delta` allows a second backward.
     """
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] > 0, "x", x, "at least one answer")
@@ -234,7 +234,7 @@ def _negative(log_probs, entropy):
 
 
 def _loss_of_groups(formula, whole_batch, x, weight, labels, bias, parts, options):
-    """(loss, log-probabilities of the tokens without a gradient): group by group, unless the batch must be known."""
+    """Compute (loss, detached token log-probabilities), by group unless the loss couples the batch."""
     if not whole_batch:
         return sequence_loss(formula, x, weight, labels, bias, parts, **options)[:2]
     log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
@@ -243,7 +243,7 @@ def _loss_of_groups(formula, whole_batch, x, weight, labels, bias, parts, option
 
 
 def _formula(losses, loss_type, beta, loss_options):
-    """(the loss with its options, whether it couples the batch); ValueError for what is unknown or out of range."""
+    """Return (the loss with its options, whether it couples the batch); check both."""
     if not callable(loss_type):
         check_known("loss_type", loss_type, losses, "Loss types, or a function of that form")
     check_numbers("a positive number", above=0, beta=beta)

@@ -1,7 +1,7 @@
-"""The losses of preferred and dispreferred answers: each is a line or a few over log-probabilities of whole answers.
+"""Formulas of the preference losses over log-probabilities of whole answers.
 
-A loss type is one function, of `Pairs` under `@pair_loss` or of `Answers` under `@unpaired_loss`, and nothing else. Its
-parameters with a default are its options, of the types that they are annotated with.
+A loss type is one function of `Pairs` under `@pair_loss`, or of `Answers` under `@unpaired_loss`. Its parameters with
+a default are its options; their annotations give the types.
 """
 
 import functools
@@ -19,11 +19,11 @@ PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 def _registering(losses):
     def decorator(function=None, *, whole_batch=False):
-        """Make a function a loss type of its name, with the attributes `whole_batch` and `options`, its parameters.
+        """Register a function as the loss type of its name; set its `whole_batch` and `options`.
 
         Args:
-            whole_batch: whether a pair's (or an answer's) loss depends on the others of the batch, which then keeps the
-                log-probabilities of all until the backward; or a function (options given) -> that.
+            whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
+                whole batch's log-probabilities until the backward. Or a function (options given) -> bool.
         """
         if function is None:
             return functools.partial(decorator, whole_batch=whole_batch)
@@ -40,13 +40,13 @@ pair_loss, unpaired_loss = _registering(PAIR_LOSSES), _registering(UNPAIRED_LOSS
 
 
 def needs_whole_batch(loss, options) -> bool:
-    """Tell whether `loss` with these options couples the batch; a function that is no loss type here does not."""
+    """Tell whether `loss` couples the batch; an unregistered function does not by default."""
     whole_batch = getattr(loss, "whole_batch", False)
     return whole_batch(options) if callable(whole_batch) else whole_batch
 
 
 class Pairs(NamedTuple):
-    """Log-probabilities (P,) of the chosen and rejected answers by the policy and the reference model (or 0)."""
+    """Log-probabilities (P,) of chosen and rejected answers; 0 for an absent reference model."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -63,25 +63,25 @@ class Pairs(NamedTuple):
 
 
 def _smoothed(margin, smoothing):
-    """Conservative DPO (Mitchell 2023, eq. 3): the labels are wrong with probability `smoothing`."""
+    """Compute conservative DPO (Mitchell 2023, eq. 3): labels are wrong with probability `smoothing`."""
     return -logsigmoid(margin) * (1 - smoothing) - logsigmoid(-margin) * smoothing
 
 
 @pair_loss
 def sigmoid(pairs, beta, smoothing):
-    """DPO, arXiv:2305.18290 eq. 7; CPO, arXiv:2401.08417 eq. 3, where there is no reference."""
+    """Compute DPO, arXiv:2305.18290 eq. 7, or CPO without a reference, arXiv:2401.08417 eq. 3."""
     return _smoothed(beta * (pairs.c - pairs.r), smoothing)
 
 
 @pair_loss
 def simpo(pairs, beta, smoothing, gamma: float = 0.5):
-    """SimPO, arXiv:2405.14734 eq. 6, of averaged log-probabilities and no reference."""
+    """Compute SimPO, arXiv:2405.14734 eq. 6, from averaged log-probabilities without a reference."""
     return _smoothed(beta * (pairs.c - pairs.r) - gamma, smoothing)
 
 
 @pair_loss
 def robust(pairs, beta, smoothing):
-    """Robust DPO, arXiv:2403.00409: unbiased where pairs are the wrong way round with probability `smoothing`."""
+    """Compute robust DPO, arXiv:2403.00409, unbiased if pairs are swapped with probability `smoothing`."""
     check(smoothing < 0.5, "label_smoothing", smoothing, "0 to 0.5, less than that for robust")
     margin = beta * (pairs.c - pairs.r)
     return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
@@ -89,19 +89,19 @@ def robust(pairs, beta, smoothing):
 
 @pair_loss
 def hinge(pairs, beta, smoothing):
-    """SLiC-HF's calibration, arXiv:2305.10425, with the margin of DPO."""
+    """Compute SLiC-HF's calibration loss, arXiv:2305.10425, with DPO's margin."""
     return torch.relu(1 - beta * (pairs.c - pairs.r))
 
 
 @pair_loss
 def ipo(pairs, beta, smoothing):
-    """IPO, arXiv:2310.12036 eq. 17."""
+    """Compute IPO, arXiv:2310.12036 eq. 17."""
     return (pairs.c - pairs.r - 1 / (2 * beta)) ** 2
 
 
 @pair_loss
 def exo_pair(pairs, beta, smoothing):
-    """EXO for pairs, arXiv:2402.00856 eq. 16: reverse KL from the smoothed labels."""
+    """Compute EXO for pairs, arXiv:2402.00856 eq. 16: the reverse KL from smoothed labels."""
     check(smoothing > 0, "label_smoothing", smoothing, "0 to 0.5, more than 0 for exo_pair")
     margin = beta * (pairs.c - pairs.r)
     right = torch.sigmoid(margin) * (logsigmoid(margin) - math.log(1 - smoothing))
@@ -110,14 +110,14 @@ def exo_pair(pairs, beta, smoothing):
 
 @pair_loss
 def nca_pair(pairs, beta, smoothing):
-    """NCA for pairs, arXiv:2402.05369."""
+    """Compute NCA for pairs, arXiv:2402.05369."""
     c, r = beta * pairs.c, beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
 @pair_loss(whole_batch=lambda options: options.get("delta") is None)
 def bco_pair(pairs, beta, smoothing, delta: torch.Tensor | float | None = None):
-    """BCO of pairs, arXiv:2404.04656; `delta` is the mean reward, of these pairs unless given."""
+    """Compute BCO of pairs, arXiv:2404.04656; `delta` defaults to these pairs' mean reward."""
     c, r = beta * pairs.c, beta * pairs.r
     delta = torch.cat((c, r)).mean().detach() if delta is None else delta
     return -logsigmoid(c - delta) - logsigmoid(delta - r)
@@ -125,25 +125,25 @@ def bco_pair(pairs, beta, smoothing, delta: torch.Tensor | float | None = None):
 
 @pair_loss
 def sppo_hard(pairs, beta, smoothing):
-    """SPPO with the probability of winning rounded to 0 or 1, arXiv:2405.00675 eq. 4.7."""
+    """Compute SPPO, arXiv:2405.00675 eq. 4.7, with winning probabilities rounded to 0 or 1."""
     return (pairs.c - 0.5 / beta) ** 2 + (pairs.r + 0.5 / beta) ** 2
 
 
 @pair_loss
 def apo_zero(pairs, beta, smoothing):
-    """APO-zero, arXiv:2408.06266 eq. 7: more of the chosen and less of the rejected."""
+    """Compute APO-zero, arXiv:2408.06266 eq. 7: raise the chosen, lower the rejected."""
     return 1 - torch.sigmoid(beta * pairs.c) + torch.sigmoid(beta * pairs.r)
 
 
 @pair_loss
 def apo_down(pairs, beta, smoothing):
-    """APO-down, arXiv:2408.06266 eq. 8: less of both, and more less of the rejected."""
+    """Compute APO-down, arXiv:2408.06266 eq. 8: lower both, the rejected further."""
     return torch.sigmoid(beta * pairs.c) + 1 - torch.sigmoid(beta * (pairs.c - pairs.r))
 
 
 @pair_loss
 def discopop(pairs, beta, smoothing, tau: float = 0.05):
-    """DiscoPOP, arXiv:2406.08414 eq. 5: the log-ratio modulated loss that it discovered."""
+    """Compute DiscoPOP, arXiv:2406.08414 eq. 5, the log-ratio modulated loss."""
     check(tau > 0, "tau", tau, "a positive number")
     margin = beta * (pairs.c - pairs.r)
     mix = torch.sigmoid(margin / tau)
@@ -152,19 +152,19 @@ def discopop(pairs, beta, smoothing, tau: float = 0.05):
 
 @pair_loss(whole_batch=True)
 def aot(pairs, beta, smoothing):
-    """AOT paired, arXiv:2406.05882: margins of policy and reference, each sorted over the batch."""
+    """Compute paired AOT, arXiv:2406.05882: sort policy and reference margins over the batch."""
     margin = (pairs.chosen - pairs.rejected).sort().values
     return _smoothed(beta * (margin - (pairs.ref_chosen - pairs.ref_rejected).sort().values), smoothing)
 
 
 @pair_loss(whole_batch=True)
 def aot_pair(pairs, beta, smoothing):
-    """AOT unpaired, arXiv:2406.05882: log-ratios of chosen and rejected, each sorted over the batch."""
+    """Compute unpaired AOT, arXiv:2406.05882: sort chosen and rejected log-ratios over the batch."""
     return _smoothed(beta * (pairs.c.sort().values - pairs.r.sort().values), smoothing)
 
 
 def log_odds_ratio(pairs):
-    """log(odds of the chosen / odds of the rejected) of mean log-probabilities; certain answers have finite odds."""
+    """Compute log(odds of chosen / odds of rejected) of mean log-probabilities; clamp infinite odds."""
 
     def log_odds(log_prob):
         log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
@@ -175,12 +175,12 @@ def log_odds_ratio(pairs):
 
 @pair_loss
 def orpo(pairs, beta, smoothing):
-    """ORPO, arXiv:2403.07691 eq. 7 without the NLL, of averaged log-probabilities and no reference."""
+    """Compute ORPO, arXiv:2403.07691 eq. 7 without the NLL, from averaged log-probabilities."""
     return -beta * logsigmoid(log_odds_ratio(pairs))
 
 
 class Answers(NamedTuple):
-    """Log-probabilities (R,) of answers by the policy and the reference model (or 0), and which are preferred, bool."""
+    """Log-probabilities (R,) of answers, 0 for an absent reference, and `preferred`, bool."""
 
     log_probs: torch.Tensor
     ref_log_probs: torch.Tensor
@@ -193,14 +193,14 @@ class Answers(NamedTuple):
 
 @unpaired_loss
 def kto(answers, beta, kl: torch.Tensor | float = 0.0):
-    """KTO, arXiv:2402.01306 eq. 7; `kl` is the reference point z_0, an estimate of the policy's KL."""
+    """Compute KTO, arXiv:2402.01306 eq. 7; `kl` estimates the reference point z_0, the policy's KL."""
     log_ratio = answers.log_ratio
     return 1 - torch.sigmoid(beta * torch.where(answers.preferred, log_ratio - kl, kl - log_ratio))
 
 
 @unpaired_loss(whole_batch=lambda options: options.get("delta") is None)
 def bco(answers, beta, delta: torch.Tensor | float | None = None):
-    """BCO, arXiv:2404.04656; `delta` is the mean reward, of these answers unless given."""
+    """Compute BCO, arXiv:2404.04656; `delta` defaults to these answers' mean reward."""
     reward = beta * answers.log_ratio
     delta = reward.mean().detach() if delta is None else delta
     return -logsigmoid(torch.where(answers.preferred, reward - delta, delta - reward))

@@ -1,11 +1,11 @@
-"""Losses of the log-probabilities of given tokens, whose way from the logits and back is a kernel.
+"""Losses of given tokens' log-probabilities; kernels compute these and their backward.
 
-`token_loss` takes a formula of single tokens, `sequence_loss` one that couples the tokens of a sequence or of several:
-a preference between two answers, a ratio of sequences. Both go through groups of rows, the fewest of which such a
-formula can be computed: a token, an answer, or a chosen answer with its rejected one. The logits of as many groups as
-fit `chunk_memory` are kept until the formula has given the gradient of their log-probabilities, and become their
-gradient in their place. Of a group that does not fit as a whole a part is kept, and the logits of the rest are computed
-twice.
+`token_loss` takes a formula of single tokens. `sequence_loss` takes a formula that couples the tokens of one or more
+sequences: a preference between two answers, a ratio of sequences. Both go through groups of rows. A group is the
+smallest set that the formula needs: a token, an answer, or a chosen answer with its rejected one. The buffer keeps the
+logits of as many groups as fit `chunk_memory`. Autograd differentiates the formula by the log-probabilities, and the
+kernel overwrites the logits with their gradient. If a group is larger than the buffer, the buffer keeps a part of its
+logits, and the rest is computed twice.
 
 Operations: 2NVH for each of logits, dx and dW, and 2NVH (M - K) / M for groups of M tokens in memory for K < M. Memory
 beside the gradients: `chunk_memory`.
@@ -30,15 +30,15 @@ def token_loss(
     rows: Sequence = (), temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
-    """Sum `formula(log_probs, entropy, *rows)` over all rows, and return what else it returns by row.
+    """Sum `formula(log_probs, entropy, *rows)` over all rows, and return its other outputs by row.
 
     Args:
         formula: (log-probabilities (M,) in fp32, entropy (M,) or None, the same M rows of each of `rows`) ->
-            (values (M,) to be summed, *others (M,) to be kept without a gradient). An ordinary torch function whose
-            rows depend on nothing but themselves.
+            (values (M,) to be summed, *others (M,) to be kept without a gradient). A torch function; a row's outputs
+            must not depend on other rows.
         x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
         tokens: (N,) int64 or int32. At `ignore_index` log-probability and entropy are 0 and have no gradient.
-        rows: tensors of N rows, or None, as constants.
+        rows: constants: tensors of N rows, or None.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
@@ -47,8 +47,8 @@ def token_loss(
         (sum (), *others (N,)).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token outside the vocabulary, which elsewhere
-            makes the loss NaN.
+        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token is outside the vocabulary (elsewhere the
+            loss is then NaN).
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
@@ -73,15 +73,15 @@ def sequence_loss(
     parts: int = 1, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
 ):  # fmt: skip
-    """Sum `formula(log_probs, entropy, groups)` over groups of sequences, with the memory of one chunk of logits.
+    """Sum `formula(log_probs, entropy, groups)` over groups of sequences, in one chunk's memory.
 
     Args:
         formula: (log-probabilities (parts, k, T) in fp32, entropy (parts, k, T) or None, slice of k of the G groups) ->
-            their sum, a scalar. An ordinary torch function, in which a group depends on nothing but itself.
+            the sum of their losses, a scalar. A torch function; a group's loss must not depend on other groups.
         x: (parts G, T, H), any floating dtype: the first sequences of all groups, then the second ones, and so on.
         weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
         tokens: (parts G, T) int64 or int32. At `ignore_index` log-probability and entropy are 0 and have no gradient.
-        parts: sequences of a group.
+        parts: number of sequences in a group.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
@@ -90,8 +90,8 @@ def sequence_loss(
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token outside the vocabulary, which elsewhere
-            makes the loss NaN.
+        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token is outside the vocabulary (elsewhere the
+            loss is then NaN).
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory)
@@ -107,11 +107,11 @@ def sequence_loss(
 
 
 class _Fill(NamedTuple):
-    """The groups whose logits are in the buffer at once.
+    """Groups that share the buffer at one time.
 
     Attributes:
         groups: slice of the groups.
-        dropped, kept: slices of rows whose logits are computed twice, and of those whose logits stay.
+        dropped, kept: slices of rows; the logits of `dropped` are computed twice, the buffer keeps those of `kept`.
     """
 
     groups: slice
@@ -123,7 +123,7 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
     """Sum a formula over groups of rows.
 
     Args:
-        op: what was called, for errors.
+        op: name of the caller's op, for errors.
         formula: (log-probabilities (parts, k, length), entropy alike or None, slice of k groups) -> (sum (),
             *others (k,)).
         x: (parts groups length, H). tokens: (parts groups length,).
@@ -187,7 +187,7 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
                 continue
             grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
             if gradients.scales:
-                # p |log p + H| of the entropy's gradient is at most 1 + log V, and H at most log V
+                # the entropy's gradient has p |log p + H| <= 1 + log V, as H <= log V
                 factor = gradients.factor(
                     *(grad * size for grad, size in zip(grads, (of_logits, of_logits * (1 + math.log(len(weight))))))
                 )
@@ -208,7 +208,7 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
 
 
 def _plan(parts, groups, length, size) -> list[_Fill]:
-    """Plan the fills of a buffer for `size` rows of logits: as many whole groups as fit, or else a part of one."""
+    """Plan fills of `size` rows: as many whole groups as fit, or part of one."""
     at_once = max(size // (parts * length), 1)
     fills = []
     for start in range(0, groups, at_once):
@@ -219,7 +219,7 @@ def _plan(parts, groups, length, size) -> list[_Fill]:
 
 
 def _split(rows, size):
-    """Cut slices of rows in two: pieces of at most `size` rows from the front, and the last `size` rows."""
+    """Cut slices of rows: pieces of at most `size` rows, then the last `size`."""
     dropped, kept, further = [], [], sum(part.stop - part.start for part in rows) - size
     for part in rows:
         start = part.start

@@ -1,14 +1,14 @@
-"""Every kernel, compiled for every architecture with the configuration a launch there would choose, and judged.
+"""Compile every kernel for every architecture and judge the compiled code.
 
-`run` is `liger-hw matrix --compile`. What is compiled: each op's forward and backward, in fp32, bf16 and fp16, at
-- the shapes of real models and the wide and odd ones (`model_cases` and `wide_cases` of `liger_hw.testing.cases`),
-- every shape class of `small_cases`, here called samples: of those that launch the same kernel with the same tensors,
-  dtypes and flags, one in one block and one in a loop, with rows of whole vectors and without; sizes alone make no
-  other class.
-fp16, whose code differs from bf16's in conversions alone, at the shapes of models only. Samples of one block in bf16
-only: what fp32 is held to shows where tiles are large.
-Two shapes whose width is on the same side of everything that the code depends on (one block or a loop, whole blocks or
-not, the same whole vectors) are the same code but for a constant, and compiled once.
+`run` is `liger-hw matrix --compile`. A kernel gets the configuration that a launch on the architecture would choose.
+The matrix covers each op's forward and backward, in fp32, bf16 and fp16, at
+- the shapes of real models and wide and odd shapes (`model_cases` and `wide_cases` of `liger_hw.testing.cases`),
+- samples: one shape of each class of `small_cases`. Launches of one class share kernel, tensors, dtypes and flags, one
+  block or a loop, and rows of whole vectors or not; they differ in sizes alone.
+fp16 is compiled at the shapes of models only, as its code differs from bf16's in conversions alone. Samples of one
+block are compiled in bf16 only, as the gates for fp32 matter at large tiles.
+Two widths that agree in all that the code depends on (one block or a loop, whole blocks or not, the same whole vectors)
+give the same code but for a constant. The matrix compiles one of them.
 """
 
 import json
@@ -36,12 +36,12 @@ MODEL, WIDE, SAMPLE = "model", "wide", "sample"
 
 @dataclass
 class Use:
-    """A launch, and what launches it.
+    """A launch and the cases that launch it.
 
     Attributes:
-        op, dtype, shapes: of the cases that do.
-        backward: whether their backward does.
-        origin: "model", "wide" or "sample": the first list that has such a case.
+        op, dtype, shapes: of these cases.
+        backward: whether the launch is part of the backward.
+        origin: "model", "wide" or "sample": the first list with such a case.
     """
 
     launch: Launch
@@ -58,8 +58,8 @@ class Use:
 def uses(
     arch: str, ops: Iterable[str] = (), dtypes: Iterable[str] = DTYPES, origins=(MODEL, WIDE, SAMPLE)
 ) -> list[Use]:
-    """What the ops launch on `arch`, one for each class of shapes."""
-    load_all()  # launches are recorded in modules that are there
+    """Return the launches of the ops on `arch`, one for each class of shapes."""
+    load_all()  # the recorder sees launches in loaded modules only
     found, sampled = {}, set()
     with crosscompile.launches_on(DEVICES[arch]) as launches:
         for origin in origins:
@@ -99,7 +99,7 @@ def _label(inputs, options) -> str:
 
 
 def _run(op, inputs, options, launches: list) -> int:
-    """Forward and backward of `op`; the number of the forward's launches."""
+    """Run the forward and backward of `op`; return the number of forward launches."""
     outputs = OPS[op](*inputs, **options)
     forward = len(launches)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -109,13 +109,13 @@ def _run(op, inputs, options, launches: list) -> int:
 
 
 def walks(launch: Launch) -> bool:
-    """Whether a row is taken in several blocks."""
+    """Tell whether the kernel loops over several blocks of a row."""
     cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
     return None not in (cols, block) and cols > block
 
 
 def _class(launch: Launch) -> tuple:
-    """What two launches share whose code differs in nothing but the number that is the width of a row."""
+    """Return an equal key for launches whose code differs in the row width alone."""
     cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
     rest = {name: value for name, value in launch.constants.items() if name != "cols"}
     of_width = () if None in (cols, block) else (cols <= block, cols % block == 0, math.gcd(cols, 16))
@@ -123,7 +123,7 @@ def _class(launch: Launch) -> tuple:
 
 
 def _coarse_class(launch: Launch) -> tuple:
-    """What two launches share that differ in sizes alone."""
+    """Return an equal key for launches that differ in sizes alone."""
     flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
     return launch.what[:3], str(flags), launch.aligned, walks(launch)
 
@@ -134,10 +134,10 @@ GATES = ("builds", "fits", "spills", "widths", "atomics", "fp64", "calls")
 
 
 def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
-    """The gates that a compiled launch misses, with what came and what is allowed; none is good.
+    """Return the gates that a compiled launch misses, each with value and limit.
 
     Args:
-        found: what `crosscompile.compiled` returned, or the message of what it raised.
+        found: the resources from `crosscompile.compiled`, or the message of its exception.
     """
     if isinstance(found, str):
         return {"builds": found}
@@ -146,7 +146,7 @@ def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
         missed["fits"] = f"{warps} warps, allowed {device.max_warps}"
     if found.shared > device.shared_memory:
         missed["fits"] = f"{found.shared} bytes of shared memory, allowed {device.shared_memory}"
-    if found.scratch:  # without it, AMD's compiler moved scalar registers into a vector register's lanes, not to memory
+    if found.scratch:  # no scratch: AMD's compiler spilled scalar registers to a vector register's lanes, not to memory
         missed["spills"] = f"{found.spills} spilled, {found.scratch} bytes of scratch a lane, allowed 0"
     narrow = [f"{access.kind} of {access.pointer} at {access.at}: {width} bytes, allowed {wanted}"
               for access, width, wanted in widths(launch, found) if width < wanted]  # fmt: skip
@@ -162,15 +162,15 @@ def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
 
 
 def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
-    """The accesses that must be wide, with the bytes a lane that each has and must reach: those of the kernel's largest
-    tiles.
+    """Yield the accesses that must be wide: (access, bytes a lane, bytes a lane required).
 
-    Of an access that left no instruction at its place, the narrowest of its kind whose place the compiler lost.
+    These are the accesses of the kernel's largest tiles. If no instruction has an access's source line, it gets the
+    narrowest width of its kind among the instructions without a source line.
 
-    A kernel that is told whether rows are ALIGNED finds the vectors of a row itself, and is held to them at any width.
-    Every other reads its rows as they come, and is held where Triton knows that they begin at a vector.
-    Where rows are not aligned: of matrices only, as a vector for all rows (class weights) is then read out of step, and
-    from the cache.
+    A kernel with the constant ALIGNED finds the vectors of a row itself, so the rule holds for it at any width. For any
+    other kernel the rule holds if Triton knows that rows begin at a vector.
+    If rows are not aligned, the rule covers matrices only: the kernel then reads a vector shared by all rows (class
+    weights) out of step, and from the cache.
     """
     if "ALIGNED" not in launch.constants and not _rows_known(launch):
         return
@@ -184,8 +184,8 @@ def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
 
 
 def _rows_known(launch: Launch) -> bool:
-    """Whether Triton is told that rows begin at multiples of 16 values, by their strides, and by sizes that are
-    constants: as at every model's shapes. (Memory without gaps is one row, with a stride of 0.)"""
+    """Tell whether Triton knows that rows begin at multiples of 16 values.
+    Strides and constant sizes show it, at every model's shapes. Memory without gaps is one row, with a stride of 0."""
     sizes = [launch.constants.get(name) or 0 for name in ("cols", "rotary_dim")]
     strides = [i for i, name in enumerate(launch.signature) if name.endswith("stride") and name not in launch.constants]
     told = all(launch.attributes.get(i) for i in strides) if strides else launch.aligned
@@ -193,7 +193,7 @@ def _rows_known(launch: Launch) -> bool:
 
 
 def record(use: Use, found: Resources | str) -> dict:
-    """All there is to know of a compiled launch, for JSON."""
+    """Return all facts of a compiled launch, for JSON."""
     launch, missed = use.launch, judge(use.launch, found)
     device = DEVICES[launch.arch]
     row = {
@@ -217,12 +217,12 @@ def record(use: Use, found: Resources | str) -> dict:
 
 
 def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE), further=None) -> tuple[list, dict]:
-    """What launches, and what came of compiling it: uses, and key -> result. Ctrl-C loses nothing that was compiled.
+    """Record and compile all launches: (uses, key -> result). Ctrl-C keeps the results so far.
 
     Args:
         archs, ops, jobs: as in `run`.
         dtypes, origins: as in `uses`.
-        further: (uses, results) -> launches to compile as well.
+        further: (uses, results) -> more launches to compile.
 
     Raises:
         ValueError: as in `run`.
@@ -252,17 +252,17 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
-    """`liger-hw matrix --compile`: compile, judge, print the table, and write compiled.json (evidence: what passed),
-    kernels.json (every `record`) and compiled.html.
+    """Run `liger-hw matrix --compile`: compile, judge, print the table, write the files.
+    The files are compiled.json (evidence: the counts of passes), kernels.json (every `record`) and compiled.html.
 
     Args:
-        archs: of DEVICES, "sm_90" or "sm90"; none means ARCHS.
-        ops: of `dispatch.OPS`; none means all.
+        archs: names in DEVICES, "sm_90" or "sm90"; none means ARCHS.
+        ops: names in `dispatch.OPS`; none means all.
         jobs: processes; None means one for each core.
         report: the folder to write to.
 
     Returns:
-        0 if every gate was passed, else 1; 130 if interrupted: what was compiled is kept for the next time.
+        0 if all kernels pass every gate, else 1; 130 if interrupted: the cache keeps the kernels compiled so far.
 
     Raises:
         ValueError: an architecture or an op is unknown, or a package is not installed.
@@ -283,14 +283,14 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
 
 
 def _write_lines(rows: list[dict], file: Path) -> Path:
-    """A JSON list with one record to a line, in one step."""
+    """Write a JSON list, one record a line, and replace the file in one step."""
     part = file.with_suffix(".part")
     part.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     return part.replace(file)
 
 
 def cells(rows: list[dict], run_id: str) -> list:
-    """The counts that `liger-hw matrix` shows, of each op, architecture and dtype."""
+    """Count passes and failures of each op, architecture and dtype, for `liger-hw matrix`."""
     from liger_hw.proof import evidence
 
     counts = {}

@@ -1,7 +1,7 @@
-"""Compile launches for a GPU that is not here, and read the compiler's output.
+"""Compile launches for a GPU that this machine lacks, and read the compiler's output.
 
-Triton's wheel carries the compilers of AMD and NVIDIA; neither asks for a device. `launches_on(device)` records
-launches instead of running them, each with exactly the configuration that it would use there; `compiled(launch)`
+Triton's wheel carries the compilers of AMD and NVIDIA; neither needs a device. `launches_on(device)` records launches
+instead of running them, each with exactly the configuration that it would use on the device. `compiled(launch)`
 compiles one and reads the output.
 """
 
@@ -36,15 +36,15 @@ class Launch:
     """All facts of a launch that the compiler sees, as plain data.
 
     Attributes:
-        module, kernel: where the kernel is.
+        module, kernel: names of the kernel's module and function.
         arch: one of DEVICES.
         signature: parameter -> its Triton type, or "constexpr".
-        constants: parameter -> value, of those.
-        attributes: position -> what is known of that argument: alignment, size.
-        options: of the compiler, num_warps among them.
-        config: the configuration, as `Config.to_json` gives it, with its "source" and "key".
+        constants: parameter -> value, of the "constexpr" parameters.
+        attributes: position -> known facts of that argument: alignment, size.
+        options: compiler options, num_warps among them.
+        config: the configuration as `Config.to_json` returns it, with its "source" and "key".
         aligned: whether every row of every tensor begins at a multiple of 16 bytes.
-        matrices: the parameters that are tensors of rows, and not one vector for all of them.
+        matrices: the parameters that are tensors of rows, not one vector shared by all rows.
     """
 
     module: str
@@ -60,14 +60,14 @@ class Launch:
 
     @property
     def what(self) -> tuple:
-        """What makes two launches the same code, apart from the architecture."""
+        """Return all that determines a launch's code, apart from the architecture."""
         return (self.module, self.kernel, *(str(x) for x in (self.signature, self.constants, self.attributes)),
                 str(self.options))  # fmt: skip
 
     @property
     def key(self) -> str:
-        """A hash of all that the compiled code depends on: the kernel's source with that of all it calls, constants,
-        types, options, target, the version of Triton, and of what reads the result."""
+        """Return a hash of all that the compiled code and its reading depend on.
+        It covers the source of kernel and callees, constants, types, options, target, Triton's version, the reader."""
         text = json.dumps([self.what, self.arch, _source(self.module, self.kernel), *reader()])
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -79,7 +79,7 @@ def _source(module: str, kernel: str) -> str:
 
 @functools.cache
 def reader() -> tuple[str, str]:
-    """The version of Triton, and a hash of the code that compiles and reads."""
+    """Return Triton's version and a hash of the code that compiles and reads."""
     import triton
 
     own = b"".join(Path(file).read_bytes() for file in (__file__, assembly.__file__))
@@ -88,14 +88,14 @@ def reader() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes.
+    """Resources of one compiled kernel.
 
     Attributes:
         registers: registers a lane (AMD: vector registers, accumulation registers included).
         spills: bytes (NVIDIA) or registers (AMD) a lane that did not fit and went to memory.
         scratch: bytes of memory a lane that the compiler set aside.
         shared: bytes of shared memory a program.
-        waves: waves that a scheduler keeps by the compiler's own account; None where it says nothing (NVIDIA).
+        waves: waves that a scheduler keeps, as the compiler reports; None for NVIDIA, whose compiler reports none.
         accesses: every load and store of the source, see `assembly.Access`.
         atomics, loops, calls, doubles: atomic operations, compare-and-swap loops, calls that were not inlined, and
             fp64 arithmetic, in instructions.
@@ -124,9 +124,9 @@ class Resources:
 
 @contextmanager
 def launches_on(device: Device):
-    """Record launches for `device`, one of DEVICES, instead of running them; yield the list of them.
+    """Record launches for `device`, one of DEVICES, instead of running them; yield their list.
 
-    For tensors on the CPU or on "meta". Launches that are the same code are equal in `what`. Outputs hold garbage, so
+    Tensors are on the CPU or on "meta". Launches with the same code have the same `what`. Outputs are uninitialised, so
     values computed from them mean nothing.
     """
     launches = []
@@ -139,7 +139,7 @@ def launches_on(device: Device):
 
 
 def _describe(kernel, config, args, device) -> Launch:
-    """Describe a launch with the types, constants and alignments that Triton would find in its arguments."""
+    """Describe a launch by the types, constants and alignments that Triton would find."""
     values = [*args, *config.meta.values()]
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
@@ -168,7 +168,7 @@ def _describe(kernel, config, args, device) -> Launch:
 
 
 def _aligned(args, constants) -> bool:
-    """Tell whether every row begins at a multiple of 16 bytes; of a rotary embedding, every half row."""
+    """Tell whether every row (rotary embedding: half row) begins at a multiple of 16 bytes."""
     for x in args:
         if torch.is_tensor(x) and x.is_floating_point() and x.ndim > 1:
             steps = [x.shape[-1], *(stride for stride in x.stride()[:-1])]
@@ -180,24 +180,24 @@ def _aligned(args, constants) -> bool:
 
 
 def compiled(job: Launch) -> Resources:
-    """Compile what `job` describes, through Triton's own stages and past its cache on disk, and read the result.
+    """Compile a launch with Triton's own stages, past its disk cache, and read the result.
 
     Raises:
-        Exception: whatever the compiler raises; it knows many ways.
+        Exception: any exception of the compiler, of many types.
     """
     return read(*built(job))
 
 
-# Stages that write the same text for several architectures, but for their names (`Architecture.same_code`): of a
-# kernel, the text that such a stage wrote for one of them is read for the others, and the stages after it run for each.
+# `Architecture.same_code` names stages that write the same text for several architectures, but for the architecture's
+# name. `built` reuses the text of such a stage for the other architectures and runs the later stages for each.
 # In ms, on one core of an EPYC: the front end 20, "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn"
 # 30; to read Triton's own IR 2.
 _SAME_CODE = {row.device.arch: row.same_code for row in ARCHITECTURES.values()}
-_made = {}  # of the last kernel: its `what`, and (stage, group) -> one architecture of it, its texts, its memory
+_made = {}  # the last kernel's `what`, and (stage, group) -> (an architecture of the group, texts, shared memory)
 
 
 def built(job: Launch) -> tuple[dict, int]:
-    """What each stage up to the machine's code wrote, and the bytes of shared memory: stage -> text, or bytes."""
+    """Run the stages up to machine code: (stage -> output, bytes of shared memory)."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -238,8 +238,8 @@ def built(job: Launch) -> tuple[dict, int]:
 
 
 def _of_relative(job: Launch, stages) -> tuple[dict, int | None]:
-    """What the stages wrote of this kernel for another architecture, as far as they write the same, in this one's name;
-    and the shared memory, once it is known."""
+    """Return the reusable texts of this kernel from another architecture, renamed.
+    The second value is the shared memory, or None before the stage that sets it."""
     if _made.get("what") != job.what:
         _made.clear()
         _made["what"] = job.what
@@ -258,7 +258,7 @@ def _renamed(text: str, arch: str, to: str) -> str:
 
 
 def _names(arch: str) -> tuple:
-    """What compilers call an architecture: "sm_89", Triton "cuda:89"; "gfx1151", in newer triples "amdgpu11.51"."""
+    """Return compilers' names: "sm_89", Triton "cuda:89"; "gfx1151", newer triples "amdgpu11.51"."""
     if arch.startswith("sm"):
         return f"sm_{arch[2:]}", f"cuda:{arch[2:]}"
     return arch, f"amdgpu{arch[3:-2]}.{arch[-2:]}"
@@ -276,7 +276,7 @@ def _parsed(text: str, context):
 
 
 def read(text: dict, shared: int) -> Resources:
-    """What `built` wrote, read."""
+    """Read the resources from the output of `built`."""
     of_vendor = _read_nvidia if "ptx" in text else _read_amd
     library = assembly.library_calls(text["ttir"])
     return Resources(shared=shared, library=library, **of_vendor(text, assembly.accesses_of(text["ttir"])))
@@ -291,7 +291,7 @@ def _read_nvidia(text, accesses) -> dict:
     registers, stack = assembly.cubin_usage(text["cubin"])
     return {
         "registers": registers,
-        "spills": stack,  # no kernel here has an array that the compiler would put there
+        "spills": stack,  # no kernel here has an array on the stack, so all of it is spills
         "scratch": stack,
         "accesses": tuple(assembly.with_widths(accesses, ptx, assembly.ptx_access)),
         "atomics": len(_find(r"\b(?:atom|red)\.global", ".global", lines)),
@@ -322,5 +322,5 @@ def _read_amd(text, accesses) -> dict:
 
 
 def _find(pattern: str, word: str, lines: list[str]) -> list[str]:
-    """What `pattern` finds in the lines with `word`, in a tenth of the time that it takes in all of them."""
+    """Find `pattern` in the lines with `word`: a tenth of a full search's time."""
     return re.findall(pattern, "\n".join(line for line in lines if word in line), re.M)

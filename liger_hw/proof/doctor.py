@@ -1,9 +1,9 @@
-"""What `liger-hw doctor` does: see whether the ops are right on this machine, and whether it is what we take it for.
+"""Check the ops and this machine's properties, for `liger-hw doctor`.
 
-On an accelerator: the parity cases of every op in every dtype; what the driver says against the table of architectures;
-registers that spilled; the copy rate against the data sheet; each op's time against what must be moved at that rate.
-On a CPU: plain torch, and the kernels in Triton's interpreter. The report is one file, which is evidence for
-`liger-hw matrix` as well.
+On an accelerator it runs the parity cases of every op in every dtype. It compares the driver's facts with the table of
+architectures, spilled registers with a limit, the copy rate with the data sheet, and each op's time with the time to
+move its bytes at that rate. On a CPU it checks plain torch, and the kernels in Triton's interpreter. The report is one
+file, which `liger-hw matrix` also reads as evidence.
 """
 
 import functools
@@ -28,27 +28,27 @@ from liger_hw.testing import parity
 from liger_hw.testing.cases import model_cases, small_cases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPILLS = 2  # registers a lane that a kernel may spill: another Triton than that of the evidence spills 8 bytes, which
-# costs nothing that shows (H100, Triton 3.6: 2 registers of one warp of glu_backward)
-COPY = 0.6  # of the data sheet's bandwidth; an H200 copies at 0.88 of its
-SHARE = 0.5  # of what must be moved, at that copy rate; an H200's kernels reach 0.6 to 1.0 at most shapes
-LEAST = 2**28  # bytes that a shape must move for its time to be one of memory
+SPILLS = 2  # registers a lane that a kernel may spill: Triton versions other than the evidence's spill 8 bytes without
+# a measurable cost (H100, Triton 3.6: 2 registers of one warp of glu_backward)
+COPY = 0.6  # least share of the data sheet's bandwidth; an H200 copies at 0.88 of its bandwidth
+SHARE = 0.5  # least share of the copy rate, by bytes that must move; an H200's kernels reach 0.6 to 1.0 at most shapes
+LEAST = 2**28  # bytes; the doctor times shapes that move at least this many, so that memory decides their time
 PLAIN = "plain torch"
 
 
 def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict:
-    """Everything the doctor finds, as plain data.
+    """Run all checks and return the findings as plain data.
 
     Args:
         ops: names of ops.
         device: the accelerator, or a CPU.
-        info: what `liger-hw info --json` says; it goes into the report.
-        say: called with each line that tells how far it is.
+        info: the output of `liger-hw info --json`, for the report.
+        say: called with each line of progress.
 
     Returns:
         "info"; "runs" and "cells", the evidence; "plain", the failures of plain torch on a CPU by op; "checks", each
-        with what was expected, what was found and whether that is as expected; "times"; "kernels"; "advice";
-        "interrupted", None or, after Ctrl-C, how far it was.
+        with "expected", "found" and "as_expected"; "times"; "kernels"; "advice"; "interrupted", None or, after Ctrl-C,
+        the progress so far.
     """
     on_cpu = device.type == "cpu"
     run, facts = evidence.about(evidence.INTERPRETED if on_cpu else evidence.EXECUTED, device)
@@ -82,7 +82,7 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict
 
 
 def failures(found: dict) -> list[str]:
-    """What was computed wrongly, in words."""
+    """List the wrong results, in words."""
     from liger_hw.proof import page
 
     return page.problems(found["cells"]) + [f"{op} as plain torch: {error}" for op, error in found["plain"].items()]
@@ -98,7 +98,7 @@ def write(found: dict, folder: Path) -> Path:
 
 
 def _each(ops, device):
-    """Yield (op, what a process of its own found of it): a kernel that breaks its device breaks that process alone."""
+    """Yield (op, result of a worker process): a broken device context ends one process."""
     on_cpu = device.type == "cpu"
     workers = max(min((os.cpu_count() or 2) // (1 if on_cpu else 2), 8, len(ops)), 1)
     with _environment(TRITON_INTERPRET="1" if on_cpu else None):
@@ -109,7 +109,7 @@ def _each(ops, device):
                 try:
                     yield op, future.result()
                 except BrokenProcessPool:
-                    broken.append(op)  # by this op or by one beside it
+                    broken.append(op)  # this op or one in another worker broke the pool
         for op in broken:
             with _pool(1) as pool:
                 try:
@@ -120,7 +120,7 @@ def _each(ops, device):
 
 @contextmanager
 def _pool(workers):
-    """Processes for ops. Ctrl-C, which the terminal sends to each, ends them from here, so that nothing is left."""
+    """Yield a pool of processes; on Ctrl-C the parent ends them, so that none remains."""
     others = set(multiprocessing.active_children())
     ignored = (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, ignored) as pool:
@@ -135,7 +135,7 @@ def _pool(workers):
 
 @contextmanager
 def _environment(**values):
-    """Variables of the environment for processes that start within; None takes one out."""
+    """Set environment variables for processes that start inside; None removes one."""
     before = {name: os.environ.get(name) for name in values}
 
     def put(those):
@@ -159,7 +159,7 @@ def _crashed(op, device) -> dict:
 
 
 def _examine(op: str, device: torch.device) -> dict:
-    """The parity cases of one op, in this process. On a CPU: of plain torch, and of every vendor's kernels in fp32."""
+    """Check one op here; a CPU runs plain torch and every vendor's kernels, fp32."""
     load_all()
     recorder, plain = evidence.Recorder(), None
     with hooks.observe_checks(recorder.add), hooks.collect_kernels() as kernels:
@@ -168,7 +168,7 @@ def _examine(op: str, device: torch.device) -> dict:
                 _cases(op, dtype, device, backends.forced())
             try:
                 torch.accelerator.synchronize(device)
-            except Exception:  # a kernel broke the context: whatever else this process runs would fail with it
+            except Exception:  # a kernel broke the context: all later work of this process would fail too
                 os._exit(1)
         else:
             for dtype in DTYPES:
@@ -180,13 +180,13 @@ def _examine(op: str, device: torch.device) -> dict:
 
 
 def _cases(op, dtype, device, backend) -> str | None:
-    """Check every parity case; the first failure in words. The observer counts them."""
+    """Check every parity case; return the first failure in words. The observer counts them."""
     torch.manual_seed(0)
     first = None
     for inputs, options in small_cases(op, dtype, device):
         try:
             parity.check(dispatch.OPS[op], inputs, options, backend)
-        except Exception as error:  # whatever goes wrong is what the doctor is asked for
+        except Exception as error:  # the doctor reports any failure, so it catches every exception
             first = first or f"{type(error).__name__}: {error}"[:300]
     return first
 
@@ -207,7 +207,7 @@ def _check(what, expected, found, good) -> dict:
 
 
 def _facts(device):
-    """What the driver says against what is written of the architecture; not the cores, which differ among products."""
+    """Compare the driver's facts with the architecture's, except cores, which differ by product."""
     here = backends.detected(device)
     known = backends.VENDORS[here.vendor].ARCHS
     yield _check("architecture", f"one of {', '.join(known)}", here.arch, here.arch in known)
@@ -217,7 +217,7 @@ def _facts(device):
 
 
 def _about(op, built) -> dict:
-    """Of Triton's compiled kernel: what took how much."""
+    """Return the resources that Triton reports for a compiled kernel."""
     return {"op": op, "kernel": built.metadata.name, "num_warps": built.metadata.num_warps,
             "shared": built.metadata.shared, "registers": built.n_regs, "spills": built.n_spills}  # fmt: skip
 
@@ -231,7 +231,7 @@ def _spills(kernels):
 
 
 def _time(ops, device, found) -> None:
-    """Add the copy rate, and a time for each op at one shape, to `found`."""
+    """Add the copy rate and each op's time at one shape to `found`."""
     from liger_hw.bench import operations
     from liger_hw.bench.measure import Clock
 
@@ -264,7 +264,7 @@ def _time(ops, device, found) -> None:
 
 
 def _bandwidth(here) -> int:
-    """The data sheet's memory bandwidth of this card in GB/s, or 0: cards of one architecture have their own."""
+    """Return this card's data-sheet bandwidth in GB/s, which varies within an architecture, or 0."""
     if not here.name:
         return here.bandwidth
     cards = getattr(backends.VENDORS[here.vendor], "CARDS", {})
@@ -272,7 +272,7 @@ def _bandwidth(here) -> int:
 
 
 def _seconds(case, device, clock) -> float:
-    """Of one forward and backward; of its kernels alone where a graph can be captured."""
+    """Time one forward and backward, the kernels alone if a graph can be captured."""
     from liger_hw.bench import operations
 
     op = functools.partial(dispatch.OPS[case.op], **case.options)
@@ -307,14 +307,14 @@ def _advice(found, device) -> list[str]:
 
 
 def rows(found: dict) -> list[list[str]]:
-    """The checks as a table: a header, then those that are not as expected first."""
+    """Return the checks as a table: a header, unexpected results, then the others."""
     ordered = sorted(found["checks"], key=lambda check: check["as_expected"])
     lines = [["" if c["as_expected"] else "DIFFERS", c["what"], str(c["expected"]), str(c["found"])] for c in ordered]
     return [["", "what", "expected", "found"], *lines]
 
 
 def ops_here(names: list[str]) -> list[str]:
-    """`names`, or every op.
+    """Return `names`, or all ops if it is empty.
 
     Raises:
         ValueError: one is unknown.

@@ -1,20 +1,20 @@
-"""Whether something beside a heuristic's choice is better in every way that can be seen without the hardware.
+"""Search for configurations whose compiled code is better than a heuristic's choice.
 
-`run` is `liger-hw matrix --search`. A configuration is rated by what its compiled code shows:
+`run` is `liger-hw matrix --search`. It needs no GPU. The rating of a configuration reads its compiled code:
 
-    clean      it passes every gate: fits, spills nothing, ...
-    width      bytes a lane of its narrowest wide access, of those its tile allows
-    under way  bytes that a core's resident programs have asked memory for, of `Device.bytes_in_flight`
-    waves      warps that a scheduler has to choose from, of WAVES
-    overlap    programs on a core, of two: one loads while another reduces. One is enough if its loop has three stages
-               and more, if it walks a row twice, the second time from a cache that two would share, or if it asks by
-               itself for twice the bytes that should be under way
-    reads      times that a whole tile is loaded: a row that is walked twice is read twice
+    clean      the code passes every gate: fits, spills nothing, ...
+    width      bytes a lane of the narrowest wide access / bytes a lane that its tile allows
+    under way  bytes that a core's resident programs have requested from memory / `Device.bytes_in_flight`
+    waves      warps that a scheduler can choose from / WAVES
+    overlap    programs on a core / 2: one loads while another reduces. One is enough if its loop has three or more
+               stages, if it reads a row twice, the second time from a cache that two programs would share, or if it
+               alone requests twice the bytes that should be under way
+    reads      number of loads of a whole tile: a kernel that loops over a row twice reads it twice
 
-All but reads are shares of enough, 1 at most: more than enough is no better. A choice is one for all launches of its
-key, and another dominates it if at all of them it is as good in everything, and at one clearly better in one of those
-shares. Only a heuristic's choice that is short of something is searched around (winners were measured), in the space
-that the tuner searches: the neighbours of `tuning.neighbours`.
+All but reads are shares of the sufficient amount, limited to 1. All launches of one key share one choice. Another
+configuration dominates it if it is as good in everything at all of these launches, and clearly better in one share at
+one launch. The search covers heuristic choices with a share below 1 only (measured winners stay). It tries the tuner's
+space: `tuning.neighbours`.
 """
 
 import importlib
@@ -32,19 +32,19 @@ from liger_hw.proof.compiled import Use
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
 from liger_hw.tuning import Config
 
-# Warps among which a scheduler finds one that can go on: with two RMSNorm's backward moves 94% of an H200's copy rate.
+# Warps that a scheduler needs to hide latency: with two, RMSNorm's backward moves 94% of an H200's copy rate.
 WAVES = 2
-# Overlap, of bf16 on an H200: 16,384 columns of RMSNorm's forward are 46% faster with two programs on a core than with
-# one, of fp32, twice the bytes, 1% at most; 65,536, which are read twice, are faster with one: 0.165 ms against 0.199.
-# Two stages are slower than one in every norm's backward (16,384 columns: 0.246 ms against 0.228), three and more
+# Overlap on an H200, bf16: RMSNorm's forward at 16,384 columns is 46% faster with two programs on a core than with one;
+# in fp32, twice the bytes, 1% at most. At 65,536 columns, read twice, one is faster: 0.165 ms against 0.199 with two.
+# Two stages are slower than one in every norm's backward (16,384 columns: 0.246 ms against 0.228); three and more are
 # faster.
 AHEAD = 3
-CLEARLY = 1.1  # bytes that should be under way are a planning number
+CLEARLY = 1.1  # factor; the bytes that should be under way are an estimate, so smaller gains do not count
 
 
 @dataclass(frozen=True)
 class Rating:
-    """How good a configuration is, each from 0 to 1; see the module."""
+    """Rating of a configuration; the module describes the shares, each from 0 to 1."""
 
     clean: float
     width: float
@@ -62,11 +62,11 @@ class Rating:
         return all(share == 1 for share in self.shares.values())
 
     def as_good_as(self, other: "Rating") -> bool:
-        """In everything."""
+        """Tell whether this rating is at least as good in everything."""
         return self.reads <= other.reads and all(mine >= its for mine, its in self._beside(other))
 
     def beats(self, other: "Rating") -> bool:
-        """Clearly better in something."""
+        """Tell whether this rating is clearly better in one share."""
         return any(mine > its * CLEARLY for mine, its in self._beside(other))
 
     def _beside(self, other):
@@ -81,13 +81,13 @@ NOTHING = Rating(0.0, 0.0, 0.0, 0.0, 0.0, 10**9)
 
 
 def dominates(these: list[Rating], those: list[Rating]) -> bool:
-    """Whether one configuration is as good as another at every launch, and clearly better at one."""
+    """Tell whether `these` are as good as `those` at every launch and clearly better once."""
     pairs = list(zip(these, those, strict=True))
     return all(this.as_good_as(that) for this, that in pairs) and any(this.beats(that) for this, that in pairs)
 
 
 def rate(launch: Launch, found: Resources | str) -> Rating:
-    """The rating of a compiled launch."""
+    """Rate a compiled launch."""
     if compiled.judge(launch, found).keys() - {"widths"}:
         return NOTHING
     device = DEVICES[launch.arch]
@@ -95,12 +95,12 @@ def rate(launch: Launch, found: Resources | str) -> Rating:
     full = core.occupancy(found.registers, found.shared, launch.options["num_warps"])
     widths = [width / wanted for _, width, wanted in compiled.widths(launch, found)]
     programs = full.programs
-    if _strides(launch):  # over the rows, with a fixed number of programs
+    if _strides(launch):  # a fixed number of programs strides over the rows
         programs = min(programs, launch.config["programs"] * core.compute_units)
     warps = programs * launch.options["num_warps"]
     asked = programs * _loaded(found) * _ahead(launch, device)
     needed = device.bytes_in_flight * core.compute_units
-    waves = warps / core.schedulers  # among which one scheduler has to choose
+    waves = warps / core.schedulers  # that one scheduler can choose from
     tiles = _tiles(found)
     ahead = device.async_copy and launch.config["meta"].get("STAGES", 1) >= AHEAD
     times = Counter()
@@ -120,13 +120,13 @@ def _strides(launch: Launch) -> bool:
 
 
 def _tiles(found: Resources) -> list:
-    """The loads of the kernel's largest tiles."""
+    """Return the loads of the kernel's largest tiles."""
     largest = max(access.elements for access in found.accesses)
     return [access for access in found.accesses if access.kind == "load" and access.elements == largest]
 
 
 def _loaded(found: Resources) -> int:
-    """Bytes that one pass over a tile loads."""
+    """Sum the bytes that one pass over a tile loads."""
     tiles = {}
     for access in _tiles(found):
         tiles[access.pointer] = max(tiles.get(access.pointer, 0), access.elements * access.itemsize)
@@ -134,24 +134,24 @@ def _loaded(found: Resources) -> int:
 
 
 def _ahead(launch: Launch, device) -> int:
-    """Tiles that a program has asked for at a time."""
+    """Return the number of tiles that a program requests at a time."""
     return max(launch.config["meta"].get("STAGES", 1) - 1, 1) if device.async_copy else 1
 
 
 def candidates(launch: Launch) -> dict[str, Launch]:
-    """The launch with each neighbour of its configuration that changes code or grid, by what it changes."""
+    """Return the launch with each neighbouring configuration that changes code or grid, by name."""
     names = ("meta", "num_warps", "num_stages", "programs")
     config = Config(**{name: launch.config[name] for name in names}, device=DEVICES[launch.arch])
     found = {}
     for near in tuning.neighbours(config):
-        # a knob is an option of one compiler, the tuner's to measure; num_stages changes none of these kernels
+        # a knob is an option of one compiler that only the tuner can measure; num_stages changes none of these kernels
         if not near.knobs and near.num_stages == config.num_stages and may_take(launch, near):
             found[str((near.meta, near.num_warps, near.programs))] = launch_with(launch, near)
     return found
 
 
 def launch_with(launch: Launch, config: Config) -> Launch:
-    """The launch with another configuration of its kernel."""
+    """Return the launch with another configuration of its kernel."""
     return replace(
         launch,
         constants=launch.constants | config.meta,
@@ -161,10 +161,10 @@ def launch_with(launch: Launch, config: Config) -> Launch:
 
 
 def may_take(launch: Launch, config: Config) -> bool:
-    """Whether a configuration is in the space that is searched around a launch.
+    """Tell whether the search around a launch includes a configuration.
 
-    A row that is one block stays one, and one that is walked is: the other may be another kernel's. No block is so wide
-    that half of it is empty.
+    A row in one block stays in one block, and a loop stays a loop, as the other form may be another kernel. At least
+    half of a block has columns of the row.
     """
     cols = launch.constants.get("cols", math.inf)
     same_path = compiled.walks(launch_with(launch, config)) == compiled.walks(launch)
@@ -172,7 +172,7 @@ def may_take(launch: Launch, config: Config) -> bool:
 
 
 def _choices(uses: Iterable[Use]) -> list[list[Use]]:
-    """The uses of each heuristic's choice together."""
+    """Group the uses by the heuristic's choice that they share."""
     found = {}
     for use in uses:
         config = use.launch.config
@@ -182,11 +182,11 @@ def _choices(uses: Iterable[Use]) -> list[list[Use]]:
 
 
 def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
-    """The choices that are short of something, each with the best neighbour that dominates it, or None.
+    """Return the imperfect choices, each with the best dominating neighbour, or None.
 
     Args:
-        uses: of `compiled.uses`.
-        results: key -> result, of their launches and of their `candidates`.
+        uses: from `compiled.uses`.
+        results: key -> result, of their launches and of these launches' `candidates`.
     """
     lines = []
     for choice in _choices(uses):
@@ -213,8 +213,8 @@ def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
-    """`liger-hw matrix --search`: rate every choice at wide and real shapes, search around those that are short
-    of something, print what is dominated, and write search.json.
+    """Run `liger-hw matrix --search`: rate the choices at wide and real shapes.
+    Search around the imperfect ones, print the dominated ones, and write search.json.
 
     Args:
         archs, ops, jobs, report: as in `compiled.run`.

@@ -1,4 +1,4 @@
-"""What compiled kernels take, as tables and as one HTML file that needs nothing beside it."""
+"""Resources of the compiled kernels, as tables and as one self-contained HTML file."""
 
 import html
 import json
@@ -11,7 +11,7 @@ FAILURES = 40  # lines of the terminal's list
 
 
 def show(rows: list[dict]) -> str:
-    """Op by architecture: how many kernels passed, or of how many how many did not; then what those missed."""
+    """Tabulate passes, or failures of all kernels, by op and architecture; list the missed gates."""
     archs, ops = _names(rows, "arch"), _names(rows, "op")
     counts = _counts(rows)
 
@@ -28,7 +28,7 @@ def show(rows: list[dict]) -> str:
 
 
 def failures(rows: list[dict]) -> list[str]:
-    """One line for each gate that a kernel missed, those that differ in the architecture alone together."""
+    """List each missed gate of a kernel in one line, with all its architectures."""
     found = {}
     for row in rows:
         for gate, message in row["missed"].items():
@@ -50,7 +50,7 @@ def _counts(rows) -> dict:
 
 
 def widths(row: dict) -> str:
-    """A kernel's accesses in words: "LOGITS 16, WEIGHT 4": bytes a lane, of its largest tiles and of each pointer."""
+    """Describe the largest tiles' accesses in bytes a lane: "LOGITS load 16, WEIGHT load 4"."""
     largest = max((access["elements"] for access in row["accesses"]), default=1)
     said = {}
     for access in row["accesses"]:
@@ -112,7 +112,7 @@ document.getElementById("dtype").onchange = () => at && show(at.op, at.arch);
 
 
 def write(rows: list[dict], about: dict, file: Path) -> Path:
-    """Write the page: op by architecture, the kernels behind each cell, and how full a core each of them makes."""
+    """Write the page: op by architecture, each cell's kernels, and their occupancy."""
     archs, ops, counts = _names(rows, "arch"), _names(rows, "op"), _counts(rows)
 
     def cell(op, arch):
@@ -180,7 +180,7 @@ def _heat(rows, archs) -> str:
 
 
 def _data(rows) -> str:
-    """The rows as the page's script reads them: words once, in a list; and no "</script>" in them."""
+    """Return the page's JSON: each word once, in a list, and "</" escaped."""
     words = {"": 0}
 
     def word(text):
