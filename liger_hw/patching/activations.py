@@ -1,4 +1,4 @@
-"""Replace activations that a model writes as several operations, which keep several tensors, by one op."""
+"""Replace activations of several operations, each of which saves a tensor, by one op."""
 
 from liger_hw.kernels.glu import activate
 from liger_hw.patching import probing

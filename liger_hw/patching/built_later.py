@@ -1,4 +1,4 @@
-"""Run a function on every model of a family that a program builds from now on."""
+"""Run a function on every later model of a family."""
 
 import sys
 

@@ -60,7 +60,7 @@ def _gate_of(original, op_name, options, names):
 
 
 def _weights(module):
-    """Return both projections: (E, 2I, H), or (E, I, H) without a gate; (E, H, I)."""
+    """Return projections (E, 2I, H), without a gate (E, I, H), and (E, H, I)."""
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)
 
 

@@ -1,4 +1,4 @@
-r"""Compute the experts of a mixture as two grouped matrix products that save little for the backward.
+r"""Compute the experts of a mixture by two grouped matrix products that save little.
 
 For token t, its k experts e and their routing weights w:
 
@@ -43,8 +43,8 @@ def mixture(x, index, routing_weights, first, down, up_first, activation):
 
 
 def grouped(x, weights, offsets):
-    """Multiply groups that end at `offsets`: (S, K) by (E, K, N), or (K, S) by (S, N)."""
-    return grouped_mm()(x, weights, offs=offsets)
+    """Multiply (S, K) by (E, K, N) or (K, S) by (S, N) per group."""
+    return grouped_mm()(x, weights, offs=offsets)  # offsets: where the groups of S end
 
 
 class MixtureFunction(Function):

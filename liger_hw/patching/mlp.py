@@ -78,7 +78,7 @@ def compute(module, names, x, unit_or_reference, options):
 
 
 def _gate_and_up(module, names, x):
-    """Return gate and up from two projections or two halves; up is None without a gate."""
+    """Return gate and up from two projections or halves; up None without a gate."""
     gate = getattr(module, names["gate"])(x)
     if "up" in names:
         up = names["up"] and getattr(module, names["up"])(x)
@@ -160,9 +160,9 @@ def match_mlp(module):
 
 
 def _candidates(module, dropouts, floats, visible):
-    """(float attributes of the probe, [(op, options, roles beside the projections')]) of what an MLP may compute.
+    """Yield (float attributes of the probe, [(op, options, roles except projections)]) of possible MLPs.
 
-    Attributes are first set to `visible` values. Last they keep the values that they have now, and take no part.
+    The first candidates set attributes to `visible` values. The last keep the module's values, without any role.
     """
     plain = [(op, options) for op, options, attributes, _ in gates.candidates(module) if not attributes]
     dropouts = [*dropouts, *(name for name in floats if "dropout" in name)]
@@ -176,7 +176,7 @@ def _candidates(module, dropouts, floats, visible):
 
 
 def _extra_roles(dropouts, floats):
-    """Roles that dropouts and scales of an MLP may have beside its projections."""
+    """Yield the roles that dropouts and scales of an MLP may have."""
     yield {}
     for name in dropouts:
         yield from ({"dropout_before": name}, {"dropout_after": name})

@@ -1,4 +1,4 @@
-"""Run a module's forward and an op on the same random rows, and compare their results.
+"""Run a module's forward and an op on the same random rows, and compare.
 
 The probe is a shallow copy of the module on the CPU with random weights. Its float attributes get values that change
 the result: an initial norm weight of 1 and a small eps would hide the norm's arithmetic. The probe changes neither the

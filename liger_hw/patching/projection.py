@@ -30,7 +30,7 @@ def is_plain_linear(module):
 
 
 def is_projection(module):
-    """Tell whether `module` has in and out features like a linear layer, or is a Conv1D."""
+    """Tell whether `module` has in and out features, or is a Conv1D."""
     return all(hasattr(module, name) for name in ("in_features", "out_features")) or (
         type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     )

@@ -25,7 +25,7 @@ remembered = {}  # all facts that determine a probe's result -> the result
 
 
 class Recognition(NamedTuple):
-    """Match of a module, and the reason for leaving it or a part; each may be None."""
+    """Match of a module or None, and the reason for leaving it or None."""
 
     match: Match | None = None
     reason: str | None = None

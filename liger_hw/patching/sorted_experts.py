@@ -12,7 +12,7 @@ PROBE_TOKENS = 5 * PROBE_EXPERTS
 
 
 class SortedExpertsMatch(Match):
-    """Match of sorted experts; `names` has their weights, "first" (E, H, 2I), "second" (E, I, H)."""
+    """Match of sorted experts with weights "first" (E, H, 2I) and "second" (E, I, H)."""
 
     kind = "sorted_experts"
 
@@ -30,7 +30,7 @@ class SortedExpertsMatch(Match):
 
 
 def _compute(x, first, second, unit, options):
-    """Apply each expert's gated MLP to its share (T / E, H) of x (T, H)."""
+    """Apply each expert's gated MLP to its T / E rows of x (T, H)."""
     gate, up = torch.bmm(x.view(first.shape[0], -1, first.shape[1]), first).chunk(2, -1)
     return torch.bmm(unit(gate, up, **options), second).view(-1, second.shape[-1])
 
