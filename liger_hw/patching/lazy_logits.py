@@ -284,7 +284,7 @@ def next_record(record, function, args, kwargs):
         return None
     try:
         return step(record, *args)
-    except (TypeError, RuntimeError, IndexError):  # torch itself says what is wrong with the arguments
+    except (TypeError, RuntimeError, IndexError):  # torch itself reports the wrong arguments
         return None
 
 
@@ -412,7 +412,7 @@ def _derived(func, logits, args, kwargs):
     if func in FUSED:
         try:
             functions = FUSED[func](logits, *args, **kwargs)
-        except TypeError:  # torch itself says what is wrong with the arguments
+        except TypeError:  # torch itself reports the wrong arguments
             return None
         return None if functions is None else fuse(logits, *functions)
     cell = logits.cell

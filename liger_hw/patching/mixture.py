@@ -44,7 +44,7 @@ def mixture(x, index, routing_weights, first, down, up_first, activation):
 
 def grouped(x, weights, offsets):
     """Multiply (S, K) by (E, K, N) or (K, S) by (S, N) per group."""
-    return grouped_mm()(x, weights, offs=offsets)  # offsets: where the groups of S end
+    return grouped_mm()(x, weights, offs=offsets)  # groups of S end at offsets; (K, S) by (S, N) gives (E, K, N)
 
 
 class MixtureFunction(Function):
