@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-UNFINISHED = {"liger_hw/patching", "liger_hw/stand_in", "liger_hw/transformers"}  # rooms whose text does not keep the rules yet
+UNFINISHED = {  # docstrings of Triton functions do not keep the rules yet
+    "liger_hw/kernels/_logits.py", "liger_hw/kernels/_math.py", "liger_hw/kernels/cross_entropy/kernels.py",
+    "liger_hw/kernels/cross_entropy/totals.py", "liger_hw/kernels/divergence/__init__.py",
+    "liger_hw/kernels/divergence/of_logits.py", "liger_hw/kernels/gathered_sum.py", "liger_hw/kernels/glu.py",
+    "liger_hw/kernels/layer_norm.py", "liger_hw/kernels/rms_norm/kernels.py", "liger_hw/kernels/rope.py",
+    "liger_hw/kernels/selective_log_softmax/kernels.py",
+}  # fmt: skip
 SOURCES = [
     file
     for folder in ("liger_hw", "examples", "tools", "ci")

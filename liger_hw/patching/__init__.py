@@ -1,1 +1,1 @@
-"""The engine under `liger_hw.patch`: recognise the parts of a model, prove them, swap their classes."""
+"""Recognise the parts of a model, prove the ops that compute them, and swap classes."""

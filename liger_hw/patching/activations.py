@@ -1,4 +1,4 @@
-"""Activations that a model writes out in operations, each of which would keep a tensor: one op."""
+"""Replace activations of several operations, each of which saves a tensor, by one op."""
 
 from liger_hw.kernels.glu import activate
 from liger_hw.patching import probing
@@ -9,7 +9,7 @@ PROBE_SHAPE = (7, 64)
 
 
 class ActivationMatch(Match):
-    """The match of a module that is an activation."""
+    """Match of a module that is an activation."""
 
     kind = "activation"
 
@@ -25,7 +25,7 @@ class ActivationMatch(Match):
 
 
 def match_activation(module):
-    """The `ActivationMatch` of an activation that is written out in operations, or None."""
+    """Return the `ActivationMatch` of an activation written as several operations, or None."""
     has_parts = module._parameters or module._modules or module._buffers
     if has_parts or type(module).__module__.startswith("torch.") or len(probing.positional_inputs(module)) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Run a function on every model of a family that is built from now on."""
+"""Run a function on every later model of a family."""
 
 import sys
 
@@ -8,13 +8,13 @@ _own_post_init = {}  # base class of a family -> the post_init that it defines, 
 
 
 def call_when_built(cls, function):
-    """Call `function(model)` whenever a model of `cls`'s family has been built, instead of an earlier function.
+    """Call `function(model)` after each construction of a model of `cls`'s family.
 
-    A family is what derives from the same child of `PreTrainedModel` as `cls`. After `importlib.reload` of the model's
-    file there are two classes of that name, and transformers' auto classes keep building the older: both are meant.
+    It replaces an earlier function. A family is all classes that derive from the same child of `PreTrainedModel`. After
+    `importlib.reload` of the model's file, auto classes still build the older of two classes: the family has both.
 
     Raises:
-        ValueError: `cls` is no class of Hugging Face models.
+        ValueError: `cls` is not a class of Hugging Face models.
     """
     stop_calling(cls)
     current = getattr(sys.modules.get(cls.__module__), cls.__name__, cls)
@@ -23,10 +23,10 @@ def call_when_built(cls, function):
 
 
 def stop_calling(cls):
-    """Undo `call_when_built` for `cls`'s family: models built from now on are not touched.
+    """Undo `call_when_built` for `cls`'s family.
 
     Raises:
-        ValueError: `cls` is no class of Hugging Face models.
+        ValueError: `cls` is not a class of Hugging Face models.
     """
     family = _name(_base_of_family(cls))
     for base in [base for base in _own_post_init if _name(base) == family]:

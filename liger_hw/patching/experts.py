@@ -1,7 +1,7 @@
-"""Experts of a mixture that transformers' experts interface runs, as `grouped_mm`, `batched_mm` and others.
+"""Match experts of a mixture that transformers' experts interface runs (`grouped_mm`, `batched_mm`, others).
 
-Two parts can be replaced: the unit between their two products (`_apply_gate`), and with the implementation `grouped_mm`
-the whole forward (`mixture`), which then keeps less for the backward.
+`patch` replaces the gated unit between their two matrix products (`_apply_gate`). With the implementation `grouped_mm`
+it replaces the whole forward (`mixture`), which then saves less for the backward.
 """
 
 import itertools
@@ -18,7 +18,7 @@ PROBE_ROWS, PROBE_INTERMEDIATE = 7, 48
 
 
 class ExpertsMatch(Match):
-    """The match of experts by their unit: `names` has "split", a key of `gates.HALVES` or None without a gate."""
+    """Match of experts; `names["split"]` is a key of `gates.HALVES`, None without a gate."""
 
     kind = "experts"
 
@@ -60,12 +60,12 @@ def _gate_of(original, op_name, options, names):
 
 
 def _weights(module):
-    """The experts' first projection (E, 2I, H), or (E, I, H) without a gate, and their second (E, H, I)."""
+    """Return projections (E, 2I, H), without a gate (E, I, H), and (E, H, I)."""
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)
 
 
 def _can_mix(module, x):
-    """Whether `mixture` computes what this module would compute of the tokens x, and a backward will follow."""
+    """Tell whether `mixture` computes this module's output for x, and a backward may follow."""
     from transformers.integrations import moe
 
     weights = _weights(module)
@@ -73,7 +73,7 @@ def _can_mix(module, x):
         module.config._experts_implementation == "grouped_mm"
         and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm", None) is moe.grouped_mm_experts_forward
         and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
-        # hooks bring sharded weights, or mark the tokens that belong to another rank's experts
+        # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
         and not (getattr(module, "_is_expert_parallel", False) or module._forward_pre_hooks or module._forward_hooks)
         and not any(is_intercepted(child) for child in module.children())
         and not torch.compiler.is_compiling()
@@ -87,7 +87,7 @@ def _can_mix(module, x):
 
 
 def match_experts(module):
-    """The `ExpertsMatch` of a module, or None."""
+    """Return the `ExpertsMatch` of a module, or None."""
     apply_gate = getattr(type(module), "_apply_gate", None)
     if apply_gate is None or not hasattr(module, "has_gate"):
         return None
@@ -127,7 +127,7 @@ def _match_experts_without_gate(module):
 
 
 def calls_gate(module):
-    """Tell whether the experts implementation that `module`'s configuration names calls the module's `_apply_gate`."""
+    """Tell whether the configured experts implementation calls the module's `_apply_gate`."""
     from transformers.integrations import moe
 
     implementation = moe.ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation, None)

@@ -1,4 +1,4 @@
-"""The flags of `patch`: which parts of a model may be replaced."""
+"""Define the flags of `patch`, which allow it to replace parts of a model."""
 
 from liger_hw.checks import check
 from liger_hw.spelling import check_known
@@ -14,7 +14,7 @@ FLAGS = {
     "fused_linear_cross_entropy": True,
 }
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-FLAG_OF = {  # op or activation without a flag of its name -> its flag
+FLAG_OF = {  # op or activation whose flag has another name -> that flag
     "clamped_swiglu": "swiglu", "silu": "swiglu",
     "gelu_tanh": "geglu", "gelu_erf": "geglu", "gelu_new": "geglu", "quick_gelu": "geglu",
 }  # fmt: skip
@@ -24,11 +24,11 @@ def check_flags(flags):
     """Return `FLAGS` with the caller's changes.
 
     Raises:
-        ValueError: a flag is unknown or of another kind, or both losses are asked for.
+        ValueError: a flag is unknown or not True, False or None, or both losses are True.
     """
     for name in flags:
         check_known("flag", name, FLAGS)
-    for name, value in flags.items():  # Axolotl gives None for what its user left out
+    for name, value in flags.items():  # Axolotl passes None for a flag that its user left out
         check(value is None or isinstance(value, bool), name, repr(value), "True, False, or None for False")
     flags = FLAGS | flags
     both = flags["cross_entropy"] and flags["fused_linear_cross_entropy"]
@@ -37,6 +37,6 @@ def check_flags(flags):
 
 
 def flag_of(match):
-    """The name of the flag that switches a match off; a name that is no flag where none does."""
+    """Return the flag that controls a match, or the op's name where no flag does."""
     part = dict(match.options).get("activation", match.op)
     return FLAG_OF.get(part, part)

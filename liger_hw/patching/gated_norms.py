@@ -1,7 +1,7 @@
-"""RMSNorms with a gate, as Mamba-2, gated DeltaNet and Kimi's linear attention end in, composed of the ops.
+"""Replace gated RMSNorms (Mamba-2, gated DeltaNet, Kimi's linear attention) by compositions of ops.
 
-Three ops run where the models' own code runs ten: norm, gated unit and cast read and write 26 bytes a value in 16 bits,
-the models' code 62.
+Three operations (norm, gated unit, cast) replace the ten of the models' code. In 16-bit dtypes they read and write 26
+bytes per value, the models' code 62.
 """
 
 import itertools
@@ -17,17 +17,17 @@ from liger_hw.patching.norms import PROBE_EPS, PROBE_ROWS, PROBE_WIDTH
 
 
 def silu_after(x, gate, weight, eps, group, rms_norm=rms_norm, swiglu=swiglu):
-    """Qwen3NextRMSNormGated: the norm, rounded and scaled as Llama's, times silu(gate) in fp32."""
+    """Compute Qwen3NextRMSNormGated: Llama's norm, rounded and scaled, times silu(gate) in fp32."""
     return swiglu(gate.float(), rms_norm(x, weight, eps)).to(x.dtype)
 
 
 def sigmoid_after(x, gate, weight, eps, group, rms_norm=rms_norm, swiglu=swiglu):
-    """KimiLinearRMSNormGated: the norm and its scale in fp32, times sigmoid(gate) in fp32."""
+    """Compute KimiLinearRMSNormGated: norm and scale in fp32, times sigmoid(gate) in fp32."""
     return (rms_norm(x.float(), weight.float(), eps, casting_mode="gemma") * torch.sigmoid(gate.float())).to(x.dtype)
 
 
 def silu_before(x, gate, weight, eps, group, rms_norm=rms_norm, swiglu=swiglu):
-    """MambaRMSNormGated: x silu(gate) in fp32, the norm of each group of columns of it, rounded, then scaled."""
+    """Compute MambaRMSNormGated: x silu(gate) in fp32, normalised by column group, rounded, scaled."""
     wide = x.float() if gate is None else swiglu(gate.float(), x.float())
     return weight * rms_norm(wide.unflatten(-1, (-1, group)), None, eps).flatten(-2).to(x.dtype)
 
@@ -37,10 +37,10 @@ FORMS = {form.__name__: form for form in (silu_after, sigmoid_after, silu_before
 
 @dataclass(frozen=True)
 class GatedNormMatch(Match):
-    """The match of an RMSNorm of x with a gate: the option `gate` names one of `FORMS`.
+    """Match of a gated RMSNorm; the option `gate` names one of `FORMS`.
 
     Attributes:
-        gate_optional: the form agrees, too, where the gate is None.
+        gate_optional: the form also agrees where the gate is None.
     """
 
     kind = "gated_norm"
@@ -68,7 +68,7 @@ class GatedNormMatch(Match):
 
 
 def match_gated_norm(module):
-    """The `GatedNormMatch` of an RMSNorm of x with a gate, or None."""
+    """Return the `GatedNormMatch` of an RMSNorm of x with a gate, or None."""
     parameters = probing.own_parameters(module)
     if (
         len(parameters) != 1

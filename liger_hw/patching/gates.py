@@ -1,22 +1,22 @@
-"""The gated units of MLPs and experts, and the numbers that each may take from attributes of its module."""
+"""List the gated units of MLPs and experts, and the module attributes that they read."""
 
 from liger_hw.kernels.clamped_glu import clamped_swiglu
 from liger_hw.kernels.glu import ACTIVATIONS, GELU, activate, geglu, swiglu
 
 OPS = {op.__name__: op for op in (swiglu, geglu, clamped_swiglu)}
 WITHOUT_NUMBERS = ((swiglu, {}), *((geglu, {"approximate": approximate}) for approximate in GELU))
-HALVES = {  # where in a fused projection gate and up are
+HALVES = {  # order of gate and up in a fused projection -> function that splits them
     "gate first": lambda x: x.chunk(2, dim=-1),
     "up first": lambda x: x.chunk(2, dim=-1)[::-1],
     "interleaved": lambda x: (x[..., ::2], x[..., 1::2]),
 }
-PROBE_LIMIT, PROBE_ALPHA = 0.5, 1.3  # values at which a clamp and its slope show
+PROBE_LIMIT, PROBE_ALPHA = 0.5, 1.3  # with these values a clamp and its slope change the result of a probe
 
 
 def candidates(module):
-    """(op, options, role -> attribute, role -> its value in a probe) of every unit that `module` may compute.
+    """Yield every unit that `module` may compute.
 
-    The roles are "limit" and "alpha" of `clamped_swiglu`, by attributes of such names.
+    Each is (op, options, role -> attribute, role -> value in a probe), with the roles "limit" and "alpha".
     """
     for op, options in (*WITHOUT_NUMBERS, *((activate, {"activation": name}) for name in ACTIVATIONS)):
         yield op, options, {}, {}
@@ -30,12 +30,12 @@ def candidates(module):
 
 
 def numbers(module, names):
-    """The numbers that `clamped_swiglu` takes from attributes of `module`: read at every call."""
+    """Read the numbers that `clamped_swiglu` takes from attributes of `module`, at every call."""
     return {role: getattr(module, names[role]) for role in ("limit", "alpha") if role in names}
 
 
 def activation_name(op, options):
-    """The name in `ACTIVATIONS` of what a unit without numbers does to its gate; `op` is the unit's name."""
+    """Return the name in `ACTIVATIONS` that the unit named `op` applies to its gate."""
     if "activation" in options:
         return options["activation"]
     return GELU[options["approximate"]] if op == "geglu" else "silu"

@@ -1,13 +1,13 @@
-"""Tell whether anything beside a module's own forward runs when the module is called."""
+"""Tell whether a call of a module runs more than its own forward."""
 
 from liger_hw._torch import has_global_module_hooks
 
 
 def is_intercepted(module):
-    """Tell whether calling `module` also runs hooks, or a forward that was set on the instance.
+    """Tell whether calling `module` also runs hooks or a forward set on the instance.
 
-    A replacement that computes the result of `module` without calling it must not be used then: hooks may look at the
-    input, change the output or bring the weight (ZeRO-3, offloading).
+    A replacement must then call `module` instead of computing its result: hooks may read the input, change the output
+    or gather the weight (ZeRO-3, offloading).
     """
     return bool(
         "forward" in module.__dict__

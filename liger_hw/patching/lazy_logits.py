@@ -1,17 +1,17 @@
-"""Logits that a fused loss does not need: tensors whose values are computed when something reads them.
+"""Defer the computation of logits until an operation reads them.
 
 The head of a patched model returns `LazyLogits`: a `torch.Tensor` with a shape, a dtype and a node in the graph, but
-without memory. What the model does to it before its loss (bias, scale, softcap, cast, a slice of rows or of the
-vocabulary, another shape) is recorded in `__torch_function__`. A loss that understands the record computes its value
-from hidden states and weight, a chunk of rows at a time. Everything else, by any function of torch, computes the logits
-below autograd (`__torch_dispatch__`), so gradients, hooks, grad modes, views and in-place writes are torch's own.
+without memory. `__torch_function__` records the steps of the model before its loss (bias, scale, softcap, cast, a slice
+of rows or of the vocabulary, another shape). A loss that understands the record computes its value from hidden states
+and weight, a chunk of rows at a time. Every other function of torch computes the logits below autograd
+(`__torch_dispatch__`), so gradients, hooks, grad modes, views and in-place writes are torch's own.
 
     hidden, weight, bias -> HeadFunction -> StepFunction ... -> FusedFunction -> loss
                                logits         logits / 2.0        cross entropy
 
-The backward runs through the same nodes. `FusedFunction` returns a `LossGradient`, which stands for the gradient of the
-logits and carries those of hidden states, weight and bias; `HeadFunction` unwraps it. Where a hook or a second loss
-reads it, writes to it or adds to it, its values are computed, and the head's ordinary backward follows.
+The backward runs through the same nodes. `FusedFunction` returns a `LossGradient` in place of the gradient of the
+logits. It carries the gradients of hidden states, weight and bias; `HeadFunction` unwraps it. If a hook or a second
+loss reads it, writes to it or adds to it, it computes its values, and the head's ordinary backward follows.
 """
 
 import weakref
@@ -30,16 +30,16 @@ ADVICE = "call the model with skip_logits=False, which computes the logits in th
 
 
 class Source:
-    """What one call of a head got: hidden states, weight and bias, as they were then.
+    """Hidden states, weight and bias of one call of a head.
 
     Attributes:
         tensors: (hidden (..., H), weight (V, H), bias (V,) or None), without their graph.
-        learns: whether a gradient goes to each.
-        autocast_dtype: what the head computes in, or None outside autocast.
-        recording: whether the model's forward still runs. Steps after it are computed at once: who divides the logits
-            now and reads them after the optimizer's step gets what was divided.
-        by_products: what the loss computed besides, by name.
-        access: how nodes of the graph reach this.
+        learns: whether each of them needs a gradient.
+        autocast_dtype: the dtype in which the head computes, or None outside autocast.
+        recording: whether the model's forward still runs. Later steps compute at once: a program that divides the
+            logits and reads the quotient after the optimizer's step gets the logits of this forward.
+        by_products: the other results of the loss, by name.
+        access: the `Access` by which nodes of the graph reach this Source.
     """
 
     def __init__(self, hidden, weight, bias, learns):
@@ -54,7 +54,7 @@ class Source:
     def check_unchanged(self):
         """Raise a RuntimeError if the head's tensors have changed since the forward.
 
-        Some optimizers write without moving a version counter (fused AdamW, `p.data`), so samples of the values count.
+        Some optimizers write without a new version number (fused AdamW, `p.data`), so this also compares samples.
         """
         names = "hidden states", "weight", "bias"
         for name, tensor, (version, sample) in zip(names, self.tensors, self._seen):
@@ -73,7 +73,7 @@ class Source:
             )
 
     def logits(self, steps):
-        """Compute the logits after `steps`; always all rows first, as a product of fewer may round otherwise."""
+        """Compute all rows, as fewer may round differently, then apply `steps`."""
         self.check_unchanged()
         dtype = self.autocast_dtype
         with torch.autocast(self.tensors[0].device.type, dtype, enabled=dtype is not None):
@@ -81,10 +81,10 @@ class Source:
 
 
 class Access:
-    """A `Source` as nodes of the graph hold it: weakly, so that a loss alone does not keep the hidden states in memory.
+    """Weak reference to a `Source`, so that a loss does not keep hidden states.
 
     Attributes:
-        kept: the Source, once a backward may need it: the logits were read, or something may look at their gradient.
+        kept: the Source, once a backward may need it: an operation read the logits or may read their gradient.
         gradient_stays: whether the gradient of the logits outlives the backward, so that it must have values.
     """
 
@@ -107,7 +107,7 @@ def autocast_dtype(device_type):
 
 
 def _fingerprint(tensor):
-    """Return the tensor's version, None if it has none, and a copy of some hundred of its values."""
+    """Return the tensor's version (or None) and a copy of a few hundred values."""
     if tensor is None or tensor.device.type == "meta":
         return None, None
     sample = tensor[tuple(slice(None, None, max(size // 16, 1)) for size in tensor.shape)].clone()
@@ -118,13 +118,13 @@ def _fingerprint(tensor):
 
 
 class Record:
-    """The steps from a head's output to some logits, as (name, argument) pairs.
+    """Steps from a head's output to some logits, as (name, argument) pairs.
 
     Each method returns the record after one more step, or None where a loss would not understand it.
 
     Attributes:
-        hidden: the rows of the head's input that these logits are made of, (..., H).
-        vocabulary: columns.
+        hidden: (..., H), the rows of the head's input that give these logits.
+        vocabulary: number of columns.
         dtype: of the logits.
     """
 
@@ -178,7 +178,7 @@ class Record:
         return self._then("view", hidden.shape[:-1] + (self.vocabulary,), hidden=hidden)
 
 
-VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with what they were applied to
+VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with their input
 APPLY = {
     "add": torch.add,
     "columns": lambda value, count: value[..., :count],
@@ -198,7 +198,7 @@ def apply_steps(logits, steps):
 
 
 def scale_and_softcap(steps):
-    """Return (logit_scale, softcap) of the ops for these steps, softcap None without tanh; None if they do not fit."""
+    """Return (logit_scale, softcap or None) for these steps; None if they do not fit."""
     numerator, denominator, capped, cap = 1.0, 1.0, False, None
     for name, argument in steps:
         if name in ("to", *VIEWS) or name == "add" and numerator == denominator == 1.0 and not capped:
@@ -219,7 +219,7 @@ def scale_and_softcap(steps):
 
 
 def operands(hidden, weight, bias, steps, dtype):
-    """The op's x (N, H), weight and bias for the logits after `steps`, in the dtype that the head computes in."""
+    """Return the op's x (N, H), weight and bias for `steps`, in the head's dtype."""
     for name, argument in steps:
         if name == "add":
             row = argument.to(weight.dtype)
@@ -235,7 +235,7 @@ def operands(hidden, weight, bias, steps, dtype):
 
 
 def _selects_rows(index, ndim):
-    """Tell whether indexing by slices, or by a mask, leaves the vocabulary, the last dimension, whole."""
+    """Tell whether `index` (slices or a mask) keeps the whole last dimension, the vocabulary."""
     if torch.is_tensor(index):
         return index.dtype == torch.bool and index.ndim < ndim
     index = index if isinstance(index, tuple) else (index,)
@@ -246,7 +246,7 @@ def _selects_rows(index, ndim):
 
 
 def _first_columns(index, ndim):
-    """Return n where indexing keeps the first n of the vocabulary and all rows, else None."""
+    """Return n if `index` keeps all rows and the first n columns, else None."""
     if not isinstance(index, tuple) or len(index) < 2 or not isinstance(index[-1], slice):
         return None
     rows = index[0] is Ellipsis if len(index) == 2 else len(index) == ndim
@@ -255,7 +255,7 @@ def _first_columns(index, ndim):
     return stop if rows and start in (None, 0) and step in (None, 1) and type(stop) is int else None
 
 
-# What torch calls -> the method of `Record` that takes the same arguments.
+# function that torch calls -> the method of `Record` with the same arguments
 T = torch.Tensor
 STEPS = {
     **dict.fromkeys((torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__, T.__rmul__), Record.multiply),
@@ -275,7 +275,7 @@ CASTS = {T.to, T.float, T.half, T.bfloat16, T.double, T.type}
 
 
 def next_record(record, function, args, kwargs):
-    """Return the record after `function(logits, *args, **kwargs)`, or None if a loss would not understand it."""
+    """Return the record after `function(logits, *args, **kwargs)`, or None if no loss understands it."""
     step = STEPS.get(function)
     if function in (T.to, T.type) and set(kwargs) <= {"dtype"}:
         args, kwargs = (*args, *kwargs.values()), {}
@@ -284,13 +284,13 @@ def next_record(record, function, args, kwargs):
         return None
     try:
         return step(record, *args)
-    except (TypeError, RuntimeError, IndexError):  # torch itself says what is wrong with the arguments
+    except (TypeError, RuntimeError, IndexError):  # torch itself reports the wrong arguments
         return None
 
 
 # Tensors without memory -----------------------------------------------------------------------------------------------
 
-NEED_MEMORY = {  # what torch computes from a tensor's memory, without a call that `__torch_dispatch__` sees
+NEED_MEMORY = {  # functions that read a tensor's memory without a call of `__torch_dispatch__`
     T.tolist, T.numpy, T.__array__, T.data_ptr, T.untyped_storage, T.storage, T.is_shared, T.share_memory_,
     T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
 }  # fmt: skip
@@ -320,36 +320,36 @@ class Deferred(torch.Tensor):
         if func in ALIASES or func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
             return type(args[0])(args[0].cell)
         written = _written(func, args, kwargs)
-        with enable_reentrant_dispatch():  # below it autograd does not record, as the gradient of a loss needs
+        with enable_reentrant_dispatch():  # without it autograd would not record, as the gradient of a loss needs
             for tensor in written:
                 tensor.cell.before_write()
             args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.cell.read(), (args, kwargs))
         result = func(*args, **kwargs)
         if not written:
             return result
-        itself = {id(tensor.cell.values): tensor for tensor in written}  # autograd expects what was written to
+        itself = {id(tensor.cell.values): tensor for tensor in written}  # autograd expects the written tensor itself
         return tree_map_only(torch.Tensor, lambda tensor: itself.get(id(tensor), tensor), result)
 
 
 def _written(func, args, kwargs):
-    """The arguments without memory that `func` writes to."""
+    """Return the arguments without memory that `func` writes to."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in names if isinstance(given.get(name), Deferred)]
 
 
 def _with_memory(tensor):
-    """The values, sharing memory, which say as the tensor does whether they require a gradient."""
+    """Return the values, in shared memory, with the tensor's `requires_grad`."""
     return tensor.cell.read().detach().requires_grad_(tensor.requires_grad)
 
 
 class Cell:
-    """The values behind a `LazyLogits` and its aliases.
+    """Values behind a `LazyLogits` and its aliases.
 
     Attributes:
-        source, record: what the values are made of.
+        source, record: the head's tensors and the steps, which give the values.
         parent: the Cell that the last step was applied to, or None.
-        values: the logits as an ordinary tensor without a graph, or None until something reads them.
+        values: the logits as an ordinary tensor without a graph, or None until an operation reads them.
     """
 
     def __init__(self, source, record, parent=None):
@@ -374,10 +374,10 @@ class Cell:
         return self.values
 
     def before_write(self):
-        """Compute the values, and those that were derived from them and not computed yet.
+        """Compute the values, and the uncomputed values that derive from them.
 
         Raises:
-            RuntimeError: these logits share memory with others, whose graph would not know of the write.
+            RuntimeError: these logits share memory with others, whose graph would miss the write.
         """
         if any(cell.parent is not None and cell.record.steps[-1][0] in VIEWS for cell in (self, *self.children)):
             raise RuntimeError(f"logits cannot be written in place within the model beside a view of them: {ADVICE}")
@@ -403,16 +403,16 @@ class LazyLogits(Deferred):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-KEEPS = {T.retain_grad, torch.autograd.grad}  # hand out the gradient of logits
+KEEPS = {T.retain_grad, torch.autograd.grad}  # return the gradient of logits
 WATCHES = {T.register_hook, T.grad_fn.__get__, *KEEPS}  # may read it
 
 
 def _derived(func, logits, args, kwargs):
-    """`func(logits, ...)` without computing the logits, or None."""
+    """Return `func(logits, ...)` without computing the logits, or None."""
     if func in FUSED:
         try:
             functions = FUSED[func](logits, *args, **kwargs)
-        except TypeError:  # torch itself says what is wrong with the arguments
+        except TypeError:  # torch itself reports the wrong arguments
             return None
         return None if functions is None else fuse(logits, *functions)
     cell = logits.cell
@@ -428,13 +428,13 @@ def _derived(func, logits, args, kwargs):
 
 
 class FunctionOfLazyLogits(Function):
-    """A function on the way from a head to its loss, which ordinary logits do without."""
+    """Autograd function between a head and its loss, for lazy logits only."""
 
     instead = ADVICE
 
 
 class HeadFunction(FunctionOfLazyLogits):
-    """F.linear(hidden, weight, bias) as `LazyLogits`."""
+    """Autograd function of F.linear(hidden, weight, bias) that returns `LazyLogits`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias):
@@ -467,7 +467,7 @@ class HeadFunction(FunctionOfLazyLogits):
 
 
 class StepFunction(FunctionOfLazyLogits):
-    """One more step."""
+    """Autograd function of one more step."""
 
     @staticmethod
     def forward(ctx, logits, record):
@@ -504,7 +504,7 @@ class StepFunction(FunctionOfLazyLogits):
 
 
 class StandIn(FunctionOfLazyLogits):
-    """The values of a tensor, as the output of a leaf that has its shape and no memory."""
+    """Autograd function that returns a tensor's values for a leaf of its shape without memory."""
 
     @staticmethod
     def forward(ctx, leaf, values):
@@ -516,12 +516,12 @@ class StandIn(FunctionOfLazyLogits):
 
 
 class FusedFunction(FunctionOfLazyLogits):
-    """What a fused op computes of the operands of lazy logits, in a graph of its own.
+    """Autograd function of a fused op on operands of lazy logits, with its own graph.
 
     Args:
         logits: LazyLogits.
         fused: (x (N, H), weight, bias, logit_scale, softcap) -> value, or (value, *others without a gradient).
-        ordinary: logits -> value, for whoever reads the gradient of the logits.
+        ordinary: logits -> value, used where an operation reads the gradient of the logits.
     """
 
     @staticmethod
@@ -549,13 +549,13 @@ class FusedFunction(FunctionOfLazyLogits):
 
 
 class GradientCell:
-    """The gradient of logits, as the gradients of what they are made of or, once something reads it, as values.
+    """Gradient of logits, as gradients of the operands or, once read, as values.
 
     Attributes:
-        fused: the loss with its graph, its leaves, and what `FusedFunction` was given.
+        fused: the loss with its graph, its leaves, and the arguments of `FusedFunction`.
         incoming: the gradient of the loss.
         shape, dtype, device: of the logits.
-        level: how many steps of the record had been applied to them.
+        level: number of the record's steps before these logits.
     """
 
     def __init__(self, fused, incoming, shape, dtype, device, level=None):
@@ -565,7 +565,7 @@ class GradientCell:
         self.values = None
 
     def before(self, shape, dtype):
-        """The gradient one step earlier, where the logits had this shape and dtype."""
+        """Return the gradient one step earlier, where the logits had this shape and dtype."""
         return GradientCell(self.fused, self.incoming, shape, dtype, self.device, self.level - 1)
 
     def gradients_of_operands(self):
@@ -590,11 +590,11 @@ class GradientCell:
 
 
 class LossGradient(Deferred):
-    """The gradient of logits that were never computed."""
+    """Gradient of logits that were never computed."""
 
 
 def fuse(logits, fused, ordinary):
-    """`FusedFunction` of lazy logits whose steps the ops can express, else None."""
+    """Apply `FusedFunction` to lazy logits with steps that the ops support, else return None."""
     cell = logits.cell
     if cell.values is not None or scale_and_softcap(cell.record.steps) is None:
         return None
@@ -603,7 +603,7 @@ def fuse(logits, fused, ordinary):
     return FusedFunction.apply(logits, fused, ordinary)
 
 
-# Functions of torch that are computed without the logits: (logits, ...) -> the arguments `fused` and `ordinary` of
+# Functions of torch that run without the logits: (logits, ...) -> the arguments `fused` and `ordinary` of
 # `FusedFunction`, or None.
 
 
@@ -629,7 +629,7 @@ def _cross_entropy(
 def _logsumexp(logits, dim, keepdim=False):
     if dim not in (-1, logits.ndim - 1) or keepdim or not logits.numel():
         return None
-    token = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)  # any
+    token = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)  # unused
     dtype, shape = logits.dtype, logits.shape[:-1]
 
     def fused(x, head, bias, scale, softcap):

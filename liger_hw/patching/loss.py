@@ -1,13 +1,13 @@
-"""The loss of a language model without its logits.
+"""Compute the loss of a language model without its logits.
 
 `model.forward` arms the head (the output layer). The armed head returns `LazyLogits`. The model's own code scales, caps
-and slices them. Its loss function, replaced, hands them to `fused_linear_cross_entropy`; so does torch's cross entropy,
-where the model calls that itself. The model's forward is not rewritten, so whatever else it does (labels of its own,
-auxiliary losses, other outputs) stays as it is.
+and slices them. The replaced loss function passes them to `fused_linear_cross_entropy`; so does torch's cross entropy,
+where the model calls it. The rest of the model's forward (its own labels, auxiliary losses, other outputs) runs
+unchanged.
 
-Under sharding the loss needs the head's weight whole, after the head's own forward has ended. FSDP2 is told to keep it
-until the backward, which comes next; ZeRO-3 gathers it again when it is looked up. A head that FSDP1 wraps by itself
-fails with an error about the weight's size: leave it to the unit around it.
+Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
+it until the backward, which comes next; ZeRO-3 gathers it again on access. A head that FSDP1 wraps by itself fails with
+an error about the weight's size: let FSDP1 wrap it with the unit around it.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
-RENAMED = {"ce_weight": "weight"}  # of the linear op -> of the plain one
+RENAMED = {"ce_weight": "weight"}  # option of fused_linear_cross_entropy -> of cross_entropy
 LINEAR_CE_OPTIONS = (*CE_OPTIONS, "accum_dtype", "use_token_scaling", "ce_weight")
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
-REFUSED = {  # other keyword arguments that would change the loss -> the values with which they change nothing
+REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("token_weights", "loss_weights", "weight"), (None,)),
     "return_z_loss": (False, None),
     "reduction": ("mean", None),
@@ -39,7 +39,7 @@ REFUSED = {  # other keyword arguments that would change the loss -> the values 
 
 
 def refuse_unserved(options, refused=REFUSED):
-    """Refuse keyword arguments of a loss that would change it and that nothing serves.
+    """Refuse keyword arguments that would change a loss and that no op supports.
 
     Raises:
         ValueError: one of `refused` (name -> values that change nothing) has another value.
@@ -54,24 +54,24 @@ def causal_lm_loss(
     logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, *, original, fused_ce,
     **kwargs,
 ):  # fmt: skip
-    """`ForCausalLMLoss` of transformers, of logits with or without memory.
+    """Compute transformers' `ForCausalLMLoss` from logits with or without memory.
 
     Args:
         logits: (B, T, V).
-        labels: (B, T), or None with `shift_labels`, which are the same one step to the left.
+        labels: (B, T), or None with `shift_labels`, which are the labels shifted by one position to the left.
         vocab_size: V.
-        num_items_in_batch: what to divide the sum by instead of the number of labels that count; number or tensor.
+        num_items_in_batch: divisor of the sum, instead of the number of labels that count; number or tensor.
         ignore_index: label that does not count.
-        original: the loss function that the model would have called; it gets what the ops cannot take.
+        original: the model's own loss function, which gets arguments that the ops do not support.
         fused_ce: use the op `cross_entropy` for logits that have memory.
-        kwargs: `CE_OPTIONS` and the rest of `LINEAR_CE_OPTIONS`, which mean what they mean in the ops. Others are
-            ignored as `ForCausalLMLoss` ignores them, unless they ask for another loss (`REFUSED`).
+        kwargs: `LINEAR_CE_OPTIONS`, which include `CE_OPTIONS`, with the meaning that they have in the ops. Others have
+            no effect, as in `ForCausalLMLoss`, except those that ask for another loss (`REFUSED`).
 
     Returns:
-        fp32 scalar. 0 where no label counts, which Hugging Face's mean makes NaN.
+        fp32 scalar; 0 where no label counts (Hugging Face's mean is NaN there).
 
     Raises:
-        ValueError: weights of tokens or another option that nothing serves.
+        ValueError: weights of tokens or another option that no op supports.
     """
     refuse_unserved(kwargs)
     targets = shift_labels
@@ -81,7 +81,7 @@ def causal_lm_loss(
     lazy = _fits_fused_loss(logits)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
     options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if kwargs.get(name) is not None}
-    fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # of others `original` takes fp32 logits
+    fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # for other dtypes `original` takes fp32 logits
     if not fits or targets.dtype != torch.int64 or not (lazy or fused_ce or options):
         if isinstance(logits, TracedLogits):
             logits = logits.compute()
@@ -100,7 +100,7 @@ def causal_lm_loss(
 
 
 def _cross_entropy(logits, targets, vocab_size, options, lazy):
-    """The loss of rows; what it computes besides is left with lazy logits."""
+    """Compute the loss of rows, and store its by-products with lazy logits."""
 
     def fused(x, weight, bias, scale, softcap):
         output = fused_linear_cross_entropy(x, weight, targets, bias, softcap=softcap, logit_scale=scale, **options)
@@ -127,14 +127,14 @@ def _cross_entropy(logits, targets, vocab_size, options, lazy):
 
 
 def by_products(logits):
-    """Where the loss of lazy logits leaves what it computes besides; None for other logits."""
+    """Return the dictionary for a loss's by-products on lazy logits; None for other logits."""
     if isinstance(logits, TracedLogits):
         return logits.by_products
     return logits.cell.source.by_products if isinstance(logits, LazyLogits) else None
 
 
 def _fits_fused_loss(logits):
-    """Whether these are logits without memory, whose steps the ops can express."""
+    """Tell whether `logits` have no memory and only steps that the ops support."""
     if isinstance(logits, TracedLogits):
         return scale_and_softcap(logits.record.steps) is not None
     lazy = isinstance(logits, LazyLogits) and logits.cell.values is None
@@ -150,10 +150,10 @@ def _first(output):
 
 @contextlib.contextmanager
 def _armed(model, heads, sources):
-    """Within, the heads return lazy logits and append their source to `sources`; None: the heads compute logits.
+    """Let the heads return lazy logits and append their source to `sources`; None disarms.
 
-    A call inside arms the heads for itself, such as a teacher's pass of the same model in a hook. With None it leaves
-    them as another model has armed them: an image model computes the loss of the text model that it calls.
+    A nested call of the same model, such as a teacher's pass in a hook, arms the heads for itself. With None it does
+    not disarm heads that another model armed: an image model computes the loss of the text model that it calls.
     """
     thread = _thread()
     before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
@@ -175,10 +175,10 @@ def _thread():
 
 
 def _only_multiplies(head):
-    """Whether calling `head` is F.linear of its weight and bias, and nothing else looks on.
+    """Tell whether a call of `head` only computes F.linear of its weight and bias.
 
-    Hooks may look at logits, or bring the weight (offloading, ZeRO-3); those of FSDP2, which gather it, are known.
-    Torch cannot copy logits without memory for a graph whose tensors may be written to.
+    Hooks may read logits or gather the weight (offloading, ZeRO-3); only FSDP2's hooks are known to be safe. Within
+    `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
     hooks = [
         *head._forward_hooks.values(), *head._forward_pre_hooks.values(),
@@ -190,7 +190,7 @@ def _only_multiplies(head):
         and all(_is_of_fsdp2(hook) for hook in hooks)
         and not has_global_module_hooks()
         and not saved_tensors_may_change()
-        and not transforms_active()  # of torch.func, which takes other autograd functions
+        and not transforms_active()  # torch.func needs autograd functions of another form
     )
 
 
@@ -199,7 +199,7 @@ def _is_of_fsdp2(hook):
 
 
 class HeadMatch(Match):
-    """The match of a linear output layer, whose logits may stay uncomputed."""
+    """Match of a linear head, whose logits may stay uncomputed."""
 
     kind = "head"
 
@@ -210,7 +210,7 @@ class HeadMatch(Match):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
             computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-            computes_alike &= hidden.dtype in KERNEL_DTYPES  # of others Hugging Face's loss takes fp32 logits
+            computes_alike &= hidden.dtype in KERNEL_DTYPES  # for other dtypes Hugging Face's loss takes fp32 logits
             if not computes_alike or not is_plain(hidden, weight, self.bias) or hidden.numel() == 0:
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
@@ -225,7 +225,7 @@ class HeadMatch(Match):
 
 
 class CausalLMMatch(Match):
-    """The match of a model that owns a loss: `options` say which op computes it."""
+    """Match of a model that computes a loss; `options` name the op."""
 
     kind = "causal_lm"
 
@@ -256,10 +256,10 @@ class CausalLMMatch(Match):
                 return outputs
             for source in sources:
                 source.recording = False
-            # nn.DataParallel gathers its replicas' outputs, and would gather logits
+            # nn.DataParallel gathers all outputs of its replicas, so they must contain no logits
             return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
 
-        original_loss_function = original.loss_function.fget  # not looked up below: Dynamo cannot trace that
+        original_loss_function = original.loss_function.fget  # looked up here, as Dynamo cannot trace the look-up below
 
         def loss_function(self):
             chosen = original_loss_function(self)
@@ -280,7 +280,7 @@ def _is_causal_lm_loss(loss_function):
 
 
 def _finish(outputs, skip_logits):
-    """The model's outputs with the by-products of the loss, and without logits where the caller asked for none."""
+    """Add the by-products of the loss to the outputs, and drop logits for `skip_logits`."""
     is_tuple = isinstance(outputs, tuple)
     values = outputs if is_tuple else (outputs.get("logits"),)
     lazy = next((value for value in values if isinstance(value, (LazyLogits, TracedLogits))), None)
@@ -309,7 +309,7 @@ def _outgoing(logits, skip_logits):
 
 
 def _with_by_products(outputs, extras):
-    if torch.compiler.is_compiling():  # which cannot trace the making of a class
+    if torch.compiler.is_compiling():  # Dynamo cannot trace the creation of a class
         for name, value in extras.items():
             setattr(outputs, name, value)
         return outputs
@@ -319,7 +319,7 @@ def _with_by_products(outputs, extras):
 
 
 def has_a_head(module):
-    """Tell whether `module` is a Hugging Face model that owns an output layer."""
+    """Tell whether `module` is a Hugging Face model with a head."""
     try:
         from transformers import PreTrainedModel
     except ModuleNotFoundError:
@@ -328,7 +328,7 @@ def has_a_head(module):
 
 
 def match_loss(model, **losses):
-    """([(module, match)], reason why the loss is left alone or None) of a model that owns a head.
+    """Return ([(module, match)], reason or None for leaving the loss) of a model.
 
     Args:
         losses: the flags cross_entropy and fused_linear_cross_entropy.
@@ -341,8 +341,8 @@ def match_loss(model, **losses):
     if losses["cross_entropy"]:
         return [owner], None
     head = head_of(model)
-    copies = getattr(head, "modules_to_save", {})  # PEFT's wrapper around a head that it trains
-    # a head may be patched already, by another model around or inside this one
+    copies = getattr(head, "modules_to_save", {})  # PEFT wraps a head that it trains
+    # another model around or inside this one may have patched the head already
     heads = [m for m in (head, *copies.values()) if type(m) is torch.nn.Linear or getattr(m, "liger_is_head", False)]
     if not heads:
         return [], f"its head is a {type(head).__name__}, not a plain linear layer: logits are computed as before"
@@ -350,7 +350,7 @@ def match_loss(model, **losses):
 
 
 def head_of(model):
-    """The output layer of `model`, or of the one model inside it that has one; or None."""
+    """Return the head of `model`, or of its only child with a head, or None."""
     own = model.get_output_embeddings()
     if own is not None:
         return own

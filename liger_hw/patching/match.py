@@ -1,4 +1,4 @@
-"""What recognition proves of a module: the op that computes it, and where the module keeps that op's arguments."""
+"""Describe the op that computes a module, and the attributes that hold the op's arguments."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,13 +6,13 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Match:
-    """An op, with the options and attributes by which it computes what a class computes.
+    """An op, its options and the module's attributes with which it computes the module.
 
     Attributes:
         kind: "norm", "gated_norm", "mlp", "activation", "experts", "sorted_experts", "rope", "head" or "causal_lm".
-        op: the name of the op, or "" where the kind says it.
+        op: the name of the op, or "" where `kind` already determines it.
         options: keyword arguments of the op, as sorted pairs.
-        names: role -> attribute of the module that plays it, as pairs; None where the module has no such part.
+        names: (role, attribute of the module) pairs; the attribute is None where the module has no such part.
     """
 
     kind: ClassVar[str]
@@ -22,15 +22,15 @@ class Match:
 
     @classmethod
     def of(cls, op, options, names, **more):
-        """The match of an op (a function) with dictionaries of options and names."""
+        """Build the match of an op (a function) from dictionaries of options and names."""
         return cls(op.__name__, tuple(sorted(options.items())), tuple(names.items()), **more)
 
     def members(self, original):
-        """The attributes of the subclass of `original` that computes with the op: name -> value."""
+        """Return name -> value of the subclass of `original` that computes with the op."""
         raise NotImplementedError
 
     def shown_options(self):
-        """The options as a summary shows them."""
+        """Return the options as a summary shows them."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options)
 
     def __str__(self):

@@ -1,20 +1,20 @@
-r"""Experts of a mixture as two grouped matrix products that keep little for the backward.
+r"""Compute the experts of a mixture by two grouped matrix products that save little.
 
 For token t, its k experts e and their routing weights w:
 
     out[t] = sum over k of w (f(x[t] G_e^T) * (x[t] U_e^T)) D_e^T
 
-in the operations, order and rounding of transformers' `grouped_mm_experts_forward`, so the result has its bits (but for
-products in fp32 that are added unrounded, which turn a rare tie of 16 bits). For every pair of a token and an expert,
-transformers keeps the gathered input, gate and up, their product and its projection: 2H + 3I values. Here gate and up
-alone stay (2I), and their gradients take their memory. The backward gathers x and dout again, recomputes the product in
-the pass that computes the gradients (`expert_glu`), and takes the routing weights' gradient before the down projection,
-where both gradients need the same matrix product:
+The operations, their order and rounding are those of transformers' `grouped_mm_experts_forward`, so the results are
+bitwise equal, except that here unrounded fp32 products are added, which changes a rare tie of 16 bits. For every pair
+of a token and an expert, transformers saves the gathered input, gate and up, their product and its projection:
+2H + 3I values. This function saves gate and up alone (2I), and writes their gradients over them. The backward gathers x
+and dout again, recomputes the product in the pass that computes the gradients (`expert_glu`), and computes the routing
+weights' gradient before the down projection, where both gradients need the same matrix product:
 
     dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
 
-The gradient of x is a sum over k of gathered rows (`gathered_sum`), where the backward of indexing would sort. Experts
-without a gate, f(x U^T) D^T, are the same without the product: I values stay instead of 2H + 2I or more.
+The gradient of x is a sum over k of gathered rows (`gathered_sum`), while the backward of indexing would sort. Experts
+without a gate, f(x U^T) D^T, have no product: they save I values instead of 2H + 2I or more.
 """
 
 import torch
@@ -27,11 +27,11 @@ from liger_hw.kernels.glu import glu
 
 
 def mixture(x, index, routing_weights, first, down, up_first, activation):
-    """The experts' output (T, H).
+    """Compute the experts' output (T, H).
 
     Args:
         x: (T, H), tokens.
-        index, routing_weights: (T, k), each token's experts and their weights.
+        index, routing_weights: (T, k), the experts of each token and their weights.
         first: (E, 2I, H), gate and up of each expert; (E, I, H) without a gate.
         down: (E, H, I).
         up_first: whether up comes before gate in `first`; None without a gate.
@@ -43,15 +43,15 @@ def mixture(x, index, routing_weights, first, down, up_first, activation):
 
 
 def grouped(x, weights, offsets):
-    """(S, K) rows in groups that end at `offsets` times (E, K, N), or (K, S) times (S, N) group by group: (E, K, N)."""
-    return grouped_mm()(x, weights, offs=offsets)
+    """Multiply (S, K) by (E, K, N) or (K, S) by (S, N) per group."""
+    return grouped_mm()(x, weights, offs=offsets)  # groups of S end at offsets; (K, S) by (S, N) gives (E, K, N)
 
 
 class MixtureFunction(Function):
-    """The first projection of every expert, and the whole backward.
+    """First projection of every expert, and the whole backward.
 
-    Takes x (T, H), first, down, index, routing_weights, (up_first, activation) as in `mixture`, and a list, to which it
-    adds the tensors that `ProjectedFunction` needs. Returns a placeholder (T, H) of one value, for the graph alone.
+    It takes x (T, H), first, down, index, routing_weights, (up_first, activation) as in `mixture`, and a list, to which
+    it adds the tensors that `ProjectedFunction` needs. It returns a placeholder (T, H) of one value for the graph.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class MixtureFunction(Function):
         needs_x, needs_first, needs_down, _, needs_routing_weights, *_ = ctx.needs_input_grad
         dx = dfirst = ddown = drouting_weights = None
         dout = dout[tokens]
-        y = grouped(dout, down, offsets)  # dout D_e; the next call but one turns it into the product y
+        y = grouped(dout, down, offsets)  # dout D_e, which expert_glu_backward_in_place overwrites with the product
         ctx.overwritten = True
         drow_weights = expert_glu_backward_in_place(*_gate_and_up(halves, up_first), y, row_weights, activation)
         if needs_routing_weights:
@@ -98,13 +98,13 @@ class MixtureFunction(Function):
 
 
 class ProjectedFunction(Function):
-    """The experts' output in place of the placeholder; the gradient goes to `MixtureFunction` as it is.
+    """Second projection of every expert, which passes its gradient unchanged to `MixtureFunction`.
 
-    It keeps nothing. Activation checkpointing recomputes up to the last tensor that is kept, so not this.
+    It saves nothing. Activation checkpointing recomputes up to the last saved tensor, so it skips this function.
     """
 
     @staticmethod
-    def forward(ctx, placeholder, tensors, form, shape):  # in a tuple autograd does not see them
+    def forward(ctx, placeholder, tensors, form, shape):  # autograd does not track tensors in a tuple
         down, halves, row_weights, position, offsets = tensors
         up_first, activation = form
         gate, up = _gate_and_up(halves, up_first)

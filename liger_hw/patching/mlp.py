@@ -1,9 +1,9 @@
-"""MLPs: down(f(gate(x)) * up(x)) or down(f(first(x))), recognised by the roles of their attributes.
+"""Match MLPs, down(f(gate(x)) * up(x)) or down(f(first(x))), by the roles of their attributes.
 
-`names` says which attribute of a module is its "gate", "up" and "down", and, where it has such, "dropout_before" and
-"dropout_after" the last projection, "gate_scale", "down_scale", "limit" and "alpha". Without "up", gate and up are
-halves of one projection, in the order that "up_first" says. With "up" None nothing is multiplied, and "gate" is the
-first of two projections.
+`names` maps the roles "gate", "up" and "down" to attributes of the module and, where the module has them, also
+"dropout_before" and "dropout_after" (the last projection), "gate_scale", "down_scale", "limit" and "alpha". Without
+"up", gate and up are halves of one projection, and "up_first" gives their order. With "up" None the MLP has no gate,
+and "gate" is the first of two projections.
 """
 
 import itertools
@@ -24,11 +24,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class MLPMatch(Match):
-    """The match of an MLP.
+    """Match of an MLP.
 
     Attributes:
-        pinned: attribute -> value, as pairs: the module computes the match while they have these values.
-        bypassed: child -> its class, as pairs: activations and dropouts that the replacement may not call.
+        pinned: (attribute, value) pairs: the match holds only while the attributes have these values.
+        bypassed: (child, its class) pairs: activations and dropouts that the replacement may skip.
     """
 
     kind = "mlp"
@@ -51,7 +51,7 @@ class MLPMatch(Match):
             if len(args) != 1 or kwargs or not is_as_proved(self):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
-            if _has_another_dtype(down, args[0]):  # T5 keeps its last projection in fp32, and casts what it projects
+            if _has_another_dtype(down, args[0]):  # T5 keeps its last projection in fp32 and casts its input
                 return original.forward(self, *args)
             if clamped:
                 return compute(self, names, args[0], clamped, options)
@@ -66,7 +66,7 @@ class MLPMatch(Match):
 
 
 def compute(module, names, x, unit_or_reference, options):
-    """The MLP of `module`'s attributes by their roles, with an op or its reference between the projections."""
+    """Compute the MLP of `module` with an op or its reference between the projections."""
     gate, up = _gate_and_up(module, names, x)
     if "activation" in options:
         y = unit_or_reference(gate, **options)
@@ -78,7 +78,7 @@ def compute(module, names, x, unit_or_reference, options):
 
 
 def _gate_and_up(module, names, x):
-    """Gate and up of `x`, from two projections or from the halves of one; up None without a gate."""
+    """Return gate and up from two projections or halves; up None without a gate."""
     gate = getattr(module, names["gate"])(x)
     if "up" in names:
         up = names["up"] and getattr(module, names["up"])(x)
@@ -95,7 +95,7 @@ def _after_down(module, names, y):
 
 
 def _dropped(module, name, x):
-    """`x` after the dropout, a child or a probability, under that name of `module`."""
+    """Apply the dropout that attribute `name` of `module` holds: a child or a probability."""
     if name is None:
         return x
     dropout = getattr(module, name)
@@ -110,16 +110,16 @@ def _drops(module, name):
 
 
 def _has_another_dtype(projection, x):
-    """Whether the projection's weight is a float one of another dtype than `x`, and autocast is off."""
+    """Tell whether the weight has another float dtype than `x` while autocast is off."""
     dtype = getattr(getattr(projection, "weight", None), "dtype", x.dtype)
     return dtype != x.dtype and dtype in FLOATS and not torch.is_autocast_enabled(x.device.type)
 
 
 def match_mlp(module):
-    """The `MLPMatch` of a module, or None.
+    """Return the `MLPMatch` of a module, or None.
 
-    Gate and up may be two projections or the halves of one, the gate and the result scaled by an attribute, the product
-    or the result dropped out. The projections may be quantised or carry adapters, and have any names.
+    Gate and up may be two projections or the halves of one. An attribute may scale the gate or the result, and dropout
+    may follow the product or the result. The projections may be quantised or have adapters, and have any names.
     """
     projections = {name: child for name, child in module.named_children() if is_projection(child)}
     others = {name: child for name, child in module.named_children() if name not in projections}
@@ -131,7 +131,7 @@ def match_mlp(module):
     dropouts = [name for name, child in others.items() if "dropout" in type(child).__name__.lower()]
     floats = probing.float_attributes(module)
     names = (*floats, *dropouts)
-    # all different: of the same value, one would pass for another
+    # all different, as attributes of equal values could be confused
     visible = {name: probing.VISIBLE + i / (2 * len(names)) for i, name in enumerate(names)}
     probe_dropouts = {name: torch.nn.Dropout(visible.pop(name)) for name in dropouts}
     bypassed = tuple((name, own_class(child)) for name, child in others.items())
@@ -160,9 +160,9 @@ def match_mlp(module):
 
 
 def _candidates(module, dropouts, floats, visible):
-    """(float attributes of the probe, [(op, options, roles beside the projections')]) of what an MLP may compute.
+    """Yield (float attributes of the probe, [(op, options, roles except projections)]) of possible MLPs.
 
-    Attributes are first set to `visible` values. Last they keep the values that they have now, and take no part.
+    The first candidates set attributes to `visible` values. The last keep the module's values, without any role.
     """
     plain = [(op, options) for op, options, attributes, _ in gates.candidates(module) if not attributes]
     dropouts = [*dropouts, *(name for name in floats if "dropout" in name)]
@@ -176,7 +176,7 @@ def _candidates(module, dropouts, floats, visible):
 
 
 def _extra_roles(dropouts, floats):
-    """Roles that dropouts and scales of an MLP may have beside its projections."""
+    """Yield the roles that dropouts and scales of an MLP may have."""
     yield {}
     for name in dropouts:
         yield from ({"dropout_before": name}, {"dropout_after": name})
@@ -187,7 +187,7 @@ def _extra_roles(dropouts, floats):
 
 
 def _projection_roles(projections):
-    """Every way to give the projections of an MLP their roles."""
+    """Return every assignment of roles to the projections of an MLP."""
     if len(projections) == 3:
         return [dict(zip(("gate", "up", "down"), order)) for order in itertools.permutations(projections)]
     forms = {"up_first": False}, {"up_first": True}, {"up": None}
@@ -204,7 +204,7 @@ def _cases(projections, names):
 
 
 def _probe_projections(random, projections, names, dtype):
-    """Small linear layers in place of an MLP's projections."""
+    """Return small linear layers with random weights in place of an MLP's projections."""
     widths = dict.fromkeys(("gate", "up"), (PROBE_INTERMEDIATE, PROBE_HIDDEN))
     widths["down"] = PROBE_HIDDEN, PROBE_INTERMEDIATE
     if "up" not in names:

@@ -1,4 +1,4 @@
-"""Norms: RMSNorm with any order of rounding, with `weight`, `1 + weight` or no weight; LayerNorm."""
+"""Match LayerNorm and RMSNorm, with any rounding order, with `weight`, `1 + weight` or none."""
 
 import itertools
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from liger_hw.patching import probing
 from liger_hw.patching.match import Match
 
 OPS = {op.__name__: op for op in (rms_norm, layer_norm)}
-PROBE_EPS = 0.05  # of a norm that keeps its eps in an attribute: large enough to show
-WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that have it in their code
-PROBE_WIDTH = 64  # of a norm without a weight, or with one whose memory is elsewhere (ZeRO-3)
+PROBE_EPS = 0.05  # replaces an eps attribute: large enough to change the result
+WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms whose code contains eps as a number
+PROBE_WIDTH = 64  # for a norm without a weight, or whose weight is empty on this rank (ZeRO-3)
 PROBE_ROWS = 7
 
 
 @dataclass(frozen=True)
 class NormMatch(Match):
-    """The match of a norm of rows.
+    """Match of a norm of rows.
 
     Attributes:
-        narrow_input, wide_input: the op agrees, too, where x has a narrower, a wider dtype than the weight.
+        narrow_input, wide_input: the op also agrees where x has a narrower or a wider dtype than the weight.
     """
 
     kind = "norm"
@@ -33,7 +33,7 @@ class NormMatch(Match):
         op, options, names = OPS[self.op], dict(self.options), dict(self.names)
         weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
         written_eps = options.pop("eps", None)
-        # torch's own layers run in fp32 under autocast; the others are written out in operations that it leaves alone
+        # under autocast torch's own layers run in fp32; models' norms use operations that autocast does not change
         widens_under_autocast = original.__module__.startswith("torch.nn")
         narrow_input, wide_input = self.narrow_input, self.wide_input
         offset = options.pop("offset", None) if op is layer_norm else None
@@ -61,12 +61,12 @@ class NormMatch(Match):
 
 
 def default_eps(dtype):
-    """What torch's RMSNorm adds where its eps is None: eps of the dtype that it computes in."""
+    """Return the eps of torch's RMSNorm for eps=None: that of its compute dtype."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def match_norm(module):
-    """The `NormMatch` of a module that scales rows to unit size, or None."""
+    """Return the `NormMatch` of a module that scales rows to unit size, or None."""
     if isinstance(module, torch.nn.LayerNorm):
         return _match_layer_norm(module)
     parameters = probing.own_parameters(module)
@@ -86,7 +86,7 @@ def match_norm(module):
 
 
 def _ways_to_eps(module):
-    """(attribute that holds it or None, its value in the probe) of every way in which the norm may have its eps."""
+    """Return (attribute of eps or None, value in the probe) for each possible eps."""
     if names := probing.float_attributes(module):
         return [(name, PROBE_EPS) for name in names]
     if getattr(module, "eps", 0) is None:
@@ -111,12 +111,12 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     random = probing.generator()
 
     def case(x_dtype, weight_dtype):
-        # an eps that cannot be made large shows in rows of its root's size
+        # a small eps that the probe cannot change shows only in rows of the size of its square root
         scale = 3 if eps == PROBE_EPS else (default_eps(x_dtype) if eps is None else eps) ** 0.5
         x = scale * probing.random_rows(random, PROBE_ROWS, width, dtype=x_dtype)
         return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))
 
-    exact = op is rms_norm and type(module) is not torch.nn.RMSNorm  # torch's own kernels add in another order
+    exact = op is rms_norm and type(module) is not torch.nn.RMSNorm  # torch's kernels sum in another order
     if not probing.agree(original, replacement, [case(dtype, dtype) for dtype in probing.DTYPES], exact):
         return None
     narrow, wide = (
@@ -136,7 +136,7 @@ def _normalized_width(module):
 
 
 def _match_layer_norm(module):
-    """Of torch's own class, or of one that derives from it: with its weight, or with 1 + weight."""
+    """Match `torch.nn.LayerNorm` or a subclass that scales by weight or 1 + weight."""
     names = {"weight": "weight", "bias": "bias", "eps": "eps"}
     if len(module.normalized_shape) != 1:
         return None

@@ -1,8 +1,8 @@
-"""Outputs of language models that also hold the by-products of the fused loss.
+"""Define output classes of language models that also hold by-products of the fused loss.
 
-`Liger<Name>` exists for any output class `<Name>` of transformers: the same fields, then `token_accuracy` (share of the
-labels that were the likeliest token, fp32 scalar) and `predicted_tokens` (int64, one for each label, -1 where the label
-is ignored).
+`Liger<Name>` exists for any output class `<Name>` of transformers. It adds two fields: `token_accuracy` (the share of
+labels that equal the likeliest token, fp32 scalar) and `predicted_tokens` (int64, one per label, -1 where the label is
+ignored).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from transformers import modeling_outputs, models
 
 @functools.cache
 def with_by_products(output_class):
-    """The subclass of `output_class` with the two fields."""
+    """Return the subclass of `output_class` with the two fields."""
     name = f"Liger{output_class.__name__}"
     fields = [(field, object, dataclasses.field(default=None)) for field in ("token_accuracy", "predicted_tokens")]
     subclass = dataclasses.make_dataclass(name, fields, bases=(output_class,), namespace={"__module__": __name__})
@@ -34,7 +34,7 @@ def __getattr__(name):
 
 
 def _of_a_family(name):
-    """The class of that name in the file of the family whose name it starts with, or None."""
+    """Return the class `name` from the family whose name it starts with, or None."""
     lower = name.replace("_", "").lower()
     families = [family.name for family in pkgutil.iter_modules(models.__path__)]
     for family in sorted(families, key=len, reverse=True):  # the longest name first: qwen2_5_vl before qwen2

@@ -1,10 +1,10 @@
 """Patch any Hugging Face model by structure, and unpatch it.
 
-    summary = liger_hw.patch(model)      # print(summary) shows what was replaced by which op, what was left, and why
+    summary = liger_hw.patch(model)      # print(summary) lists replaced modules with ops, and others with reasons
     liger_hw.unpatch(model)
 
-There is no list of models: `recognise` proves which op computes what each module computes, `swap` changes the module's
-class, and `loss` serves output layer and loss where the model has the common tail.
+It needs no list of models: `recognise` proves which op computes each module, `swap` changes the module's class, and
+`loss` replaces head and loss where the model computes a common cross entropy.
 """
 
 import functools
@@ -27,28 +27,28 @@ CHANGED_SINCE = "patched before, and a parametrization, FSDP or another library 
 
 
 def patch(model, **flags):
-    """Let `model`'s norms, MLPs, experts, rotary embeddings and loss run on this library's ops.
+    """Run `model`'s norms, MLPs, experts, rotary embeddings and loss on this library's ops.
 
-    Results are the same: a module is replaced only when the op was shown to give its bits. Parameters, their names,
-    hooks, saving, loading, copying and adapters stay as they are. A model patched before is patched anew.
+    Results stay the same: `patch` replaces a module only after a probe proves the op bitwise equal. Parameters, their
+    names, hooks, saving, loading, copying and adapters do not change. A second call replaces the first one's patch.
 
     Args:
-        model: a `torch.nn.Module`, usually a `PreTrainedModel` or a PEFT model around one. A class of models
-            (`LlamaForCausalLM`) instead: every model of its family built from now on, until `unpatch` of that class.
+        model: a `torch.nn.Module`, usually a `PreTrainedModel` or a PEFT model around one. With a class of models
+            (`LlamaForCausalLM`), every model of its family built from now on, until `unpatch` of that class.
         rope, rms_norm, layer_norm: whether to replace parts of that kind. Default True.
         swiglu, geglu, relu_squared: whether to replace MLPs, experts and activations with a SiLU, a GELU, a squared
             ReLU. Default True.
         fused_linear_cross_entropy: compute the loss without the logits, in training when labels are given. The forward
-            then also takes `skip_logits`: None means just that, True does so in evaluation too and returns no logits,
-            False computes the logits. Default True.
+            then also takes `skip_logits`: None keeps this rule, True also skips the logits in evaluation and returns
+            none, False computes the logits. Default True.
         cross_entropy: compute the loss from the logits with the op `cross_entropy`. Default False.
 
     Returns:
         a `Summary`, which is also logged once at level INFO, or WARNING where nothing was replaced; None for a class.
 
     Raises:
-        ValueError: no model; an unknown flag, or one that is none of True, False and None; cross_entropy together with
-            fused_linear_cross_entropy. The model is as it was.
+        ValueError: `model` is not a model; a flag is unknown, or not True, False or None; cross_entropy together with
+            fused_linear_cross_entropy. The model stays unchanged.
     """
     flags = check_flags(flags)
     if isinstance(model, type):
@@ -56,7 +56,7 @@ def patch(model, **flags):
     _check_model(model)
     unpatch(model)
     summary = Summary()
-    bypassed = set()  # activations in a replaced MLP, which calls them no longer
+    bypassed = set()  # activations in a replaced MLP, which no longer calls them
     for module in list(model.modules()):
         if module in bypassed:
             continue
@@ -75,13 +75,13 @@ def patch(model, **flags):
 
 
 def unpatch(model):
-    """Undo `patch`: every module gets its own class back.
+    """Undo `patch`: give every module its own class back.
 
-    A module whose class was changed since, by `torch.nn.utils.parametrize` or FSDP for example, stays patched, and a
-    warning says so.
+    A module stays patched, with a warning, if its class changed after patching, for example by
+    `torch.nn.utils.parametrize` or FSDP.
 
     Args:
-        model: as in `patch`. With a class of models, models built from now on are not patched.
+        model: as in `patch`. With a class of models, `patch` no longer changes models built from now on.
     """
     if isinstance(model, type):
         return built_later.stop_calling(model)
@@ -105,7 +105,7 @@ def _check_model(model):
 
 
 def _matches_of(module, flags):
-    """([(module to swap, match)], reason why `module` or a part of it is left alone, or None)."""
+    """Return ([(module to swap, match)], reason for leaving `module` or a part, or None)."""
     if is_changed_since(module):
         return [], CHANGED_SINCE
     if type(module).__module__.startswith("liger_hw."):

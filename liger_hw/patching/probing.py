@@ -1,8 +1,8 @@
-"""Run a module's forward on random rows beside an op, and compare.
+"""Run a module's forward and an op on the same random rows, and compare.
 
-What runs is a shallow copy of the module on the CPU with random weights. Its float attributes get values that show in
-the result: a norm's fresh weight is one and its eps too small to see, and both would hide its arithmetic. The module
-itself, its weights, its device and every global random generator are left alone.
+The probe is a shallow copy of the module on the CPU with random weights. Its float attributes get values that change
+the result: an initial norm weight of 1 and a small eps would hide the norm's arithmetic. The probe changes neither the
+module, its weights and its device nor any global random generator.
 """
 
 import inspect
@@ -13,13 +13,13 @@ import torch
 from liger_hw._torch import TorchDispatchMode
 
 DTYPES = (torch.float32, torch.bfloat16)
-VISIBLE = 0.37  # a float attribute that takes part in the arithmetic shows at this value
+VISIBLE = 0.37  # at this value, a float attribute that the forward uses changes the result
 
 
 class OwnGenerator(TorchDispatchMode):
-    """Draw random numbers (dropout's) from a generator that starts at the same seed each time.
+    """Generator of dropout's random numbers that always starts at the same seed.
 
-    An operation that takes no generator fails, so that no global one is ever used.
+    An operation that takes no generator fails, so no probe uses a global one.
     """
 
     def __init__(self):
@@ -34,11 +34,11 @@ class OwnGenerator(TorchDispatchMode):
 
 
 def agree(original, replacement, cases, exact=True):
-    """Tell whether both functions give equal bits and dtypes for every case.
+    """Tell whether both functions return bitwise equal values of equal dtypes for every case.
 
     Args:
-        original: a model's function or forward. One that fails does not agree.
-        replacement: the same by the reference of an op.
+        original: a model's function or forward. If it fails, the functions do not agree.
+        replacement: a function that computes the same with an op's reference.
         cases: tuples of arguments.
         exact: False allows another order of fp32 sums.
     """
@@ -46,20 +46,20 @@ def agree(original, replacement, cases, exact=True):
 
 
 def outputs(original, cases):
-    """What `original` returns for each case, or None where it fails for one."""
+    """Return the results of `original` for all cases, or None if one fails."""
     try:
         return [_run(original, case) for case in cases]
-    except Exception:  # of a model's own code on a probe, of any kind
+    except Exception:  # a model's own code may raise any exception on a probe
         return None
 
 
 def reproduces(replacement, expected, cases, exact=True):
-    """Tell whether `replacement` returns for every case what `outputs` of the original did."""
+    """Tell whether `replacement` returns the `expected` results of `outputs` for all cases."""
     if expected is None:
         return False
     try:
         return all(_equal(_run(replacement, case), output, exact) for case, output in zip(cases, expected))
-    except Exception:  # of an op, for what it refuses
+    except Exception:  # an op may refuse its arguments
         return False
 
 
@@ -78,34 +78,34 @@ def _equal(actual, expected, exact):
         return torch.equal(actual, expected)
     if actual.dtype == torch.float32:
         return (actual - expected).abs().max() <= 8 * torch.finfo(torch.float32).eps * expected.abs().max()
-    # bf16 differs where fp32 lies near the middle of two values; another order of rounding changes over 10%
+    # bf16 results differ where the fp32 sum lies near a tie; another order of rounding changes over 10% of them
     return (actual != expected).float().mean() < 0.01
 
 
 def random_rows(generator, *shape, dtype=torch.float32):
-    """Normal random numbers on the CPU, the same of every default dtype and device."""
+    """Draw normal random numbers on the CPU, independent of the default dtype and device."""
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
 
 def rows_of_each_dtype(*shape):
-    """Cases of one argument, rows three times the usual size, in each of `DTYPES`."""
+    """Return cases of one argument: rows with standard deviation 3, in each of `DTYPES`."""
     random = generator()
     return [(3 * random_rows(random, *shape, dtype=dtype),) for dtype in DTYPES]
 
 
 def generator():
-    """A random generator on the CPU that starts at the same seed each time."""
+    """Return a random generator on the CPU with seed 0."""
     return torch.Generator().manual_seed(0)
 
 
 def copy_of(module, parameters, modules, **attributes):
-    """A module of the same class with other parameters and children, no hooks, and `VISIBLE` float attributes."""
+    """Copy `module` with other parameters and children, without hooks, float attributes `VISIBLE`."""
     floats = dict.fromkeys(float_attributes(module), VISIBLE)
     return _shallow_copy(module, floats | {"_parameters": parameters, "_modules": _without_hooks(modules)} | attributes)
 
 
 def without_hooks(module):
-    """A shallow copy of `module` that calls no hooks, nor do its children."""
+    """Return a shallow copy of `module` without its own and its children's hooks."""
     return _shallow_copy(module, {"_modules": _without_hooks(module._modules)})
 
 
@@ -121,16 +121,16 @@ def _shallow_copy(module, attributes):
 
 
 def positional_inputs(module):
-    """The names of the parameters of a module's forward that one may give by position."""
+    """Return the names of the positional parameters of a module's forward."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
 
 
 def own_parameters(module):
-    """name -> parameter of those that `module` itself has."""
+    """Return name -> parameter of `module`, without its children's."""
     return {name: p for name, p in module._parameters.items() if p is not None}
 
 
 def float_attributes(module):
-    """name -> value of the module's plain attributes that are floats."""
+    """Return name -> value of the module's plain attributes that are floats."""
     return {name: value for name, value in vars(module).items() if type(value) is float}

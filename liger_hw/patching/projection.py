@@ -1,4 +1,4 @@
-"""The end of an MLP, down(f(gate) * up) or down(f(x)), without keeping the input of the last projection."""
+"""Compute the end of an MLP without saving the input of its last projection."""
 
 from torch import nn
 
@@ -9,11 +9,11 @@ from liger_hw.patching.hooks import is_intercepted
 
 
 def project_down(down, gate, up, activation):
-    """Compute down(f(gate) * up) and let the gradients of `gate` and `up` take their memory.
+    """Compute down(f(gate) * up); the backward writes the gradients over `gate` and `up`.
 
     Args:
-        down: the module that projects. Unless it is a plain linear layer it is called, with its input kept.
-        gate, up: (..., C), outputs of the projections before it, which nothing else reads; up None: down(f(gate)).
+        down: the last projection. If it is not a plain linear layer, the function calls it and saves its input.
+        gate, up: (..., C), outputs of earlier projections, which nothing else reads; up None: down(f(gate)).
         activation: one of `glu.ACTIVATIONS`.
     """
     if is_plain_linear(down) and is_plain(gate, up):
@@ -22,7 +22,7 @@ def project_down(down, gate, up, activation):
 
 
 def is_plain_linear(module):
-    """Tell whether calling `module` is F.linear with its weight and bias, and has no other effect.
+    """Tell whether calling `module` only computes F.linear with its weight and bias.
 
     False with an adapter, a quantised or sharded weight, a parametrization, a forward set on the instance, or hooks.
     """
@@ -30,7 +30,7 @@ def is_plain_linear(module):
 
 
 def is_projection(module):
-    """Tell whether `module` looks like a linear layer of some kind: it has in and out features, or is a Conv1D."""
+    """Tell whether `module` has in and out features, or is a Conv1D."""
     return all(hasattr(module, name) for name in ("in_features", "out_features")) or (
         type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     )

@@ -1,10 +1,10 @@
-"""Copies of functions that find other objects under some of their global names."""
+"""Copy functions and replace some of their global names."""
 
 import types
 
 
 def methods_of_model_code(cls):
-    """name -> function of those that `cls` defines, or inherits from a class outside torch."""
+    """Return name -> method that `cls` defines, or inherits from a class outside torch."""
     methods = {}
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.", "builtins")):
@@ -16,14 +16,14 @@ def methods_of_model_code(cls):
 
 
 def innermost(function):
-    """The function below all decorators that use functools.wraps."""
+    """Return the function below all decorators that use functools.wraps."""
     while isinstance(getattr(function, "__wrapped__", None), types.FunctionType):
         function = function.__wrapped__
     return function
 
 
 def with_globals(function, replaced):
-    """Copy `function` so that it finds `replaced` (name -> object) among its globals, below its decorators."""
+    """Copy `function` and its decorators, with `replaced` (name -> object) among the innermost globals."""
     wrapped = getattr(function, "__wrapped__", None)
     namespace, closure, more = function.__globals__, function.__closure__, {}
     if isinstance(wrapped, types.FunctionType):
@@ -32,7 +32,7 @@ def with_globals(function, replaced):
         more = {"__wrapped__": inner}
     else:
         namespace = {**namespace, **replaced}
-        # Dynamo would look the names up in the module of that name, where they are the old ones
+        # with a __name__, Dynamo would look up the old objects in the module of that name
         namespace.pop("__name__", None)
     copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -1,7 +1,7 @@
-"""Find the op that computes what a module computes: proved by running both, never guessed from a name.
+"""Find the op that computes a module, by running both; names prove nothing.
 
-The module's forward on a probe (see `probing`) and an op's reference run on the same random rows in fp32 and in bf16. A
-match is equality of every bit and of the dtype (for LayerNorm: all but the order of fp32 sums).
+The module's forward on a probe (see `probing`) and an op's reference run on the same random rows in fp32 and in bf16.
+They match if their results are bitwise equal, dtype included (LayerNorm allows another order of fp32 sums).
 """
 
 from typing import NamedTuple
@@ -21,18 +21,18 @@ NO_OP = "no op computes the same bits"
 OWN_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
 NO_ACTIVATION = "no supported activation between its two linear layers"
 
-remembered = {}  # everything that a probe depends on -> its result
+remembered = {}  # all facts that determine a probe's result -> the result
 
 
 class Recognition(NamedTuple):
-    """The match of a module, and why it or a part of it is left alone; each may be None."""
+    """Match of a module or None, and the reason for leaving it or None."""
 
     match: Match | None = None
     reason: str | None = None
 
 
 def recognise(module):
-    """The `Recognition` of a module. Modules alike are probed once in a process."""
+    """Return the `Recognition` of a module; a process probes equal modules once."""
     match = _remember(("module", *_facts(module)), lambda: _first_match(module))
     if match is not None:
         if match.kind == "experts" and not calls_gate(module):
@@ -57,7 +57,7 @@ def _remember(key, find):
 
 
 def _facts(module):
-    """All that a probe depends on: class, shapes of parameters, kinds of children and plain attributes."""
+    """Return class, parameter shapes, child classes and plain attributes, which determine a probe's result."""
     shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
     children = tuple(
         (name, type(c), getattr(c, "bias", None) is None, str(c) if next(c.parameters(), None) is None else None)
@@ -72,7 +72,7 @@ def _facts(module):
 
 
 def reason_for_leaving(module):
-    """Why no op serves a module that looks as if one could; None where it does not look so."""
+    """Return why no op computes a module; None where its name suggests no op."""
     name = type(module).__name__.lower()
     if "experts" in name:
         return NO_OP if hasattr(module, "has_gate") else OWN_LOOP

@@ -1,4 +1,4 @@
-"""Tell what `patch` would do to a model, from its configuration alone: it is built without memory for its weights."""
+"""Report the effect of `patch` on a model, built from its configuration without its weights."""
 
 import pathlib
 
@@ -11,14 +11,14 @@ MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def patch_report(model, trust_remote_code=False, on_step=lambda step: None, **flags):
-    """Tell what `liger_hw.patch` replaces in a model and what it leaves, from its configuration.
+    """Report the modules that `liger_hw.patch` replaces and leaves, from a configuration.
 
-    Nothing is downloaded and no weight is read.
+    It downloads nothing and reads no weight.
 
     Args:
-        model: a model type of transformers, whose default configuration then counts, or a folder with a config.json.
-        trust_remote_code: run the code of a model that keeps its own in that folder.
-        on_step: is called with a few words before each step.
+        model: a model type of transformers, for its default configuration, or a folder with a config.json.
+        trust_remote_code: run the model code in that folder.
+        on_step: function that gets a few words before each step.
         flags: of `liger_hw.patch`.
 
     Returns:
@@ -36,8 +36,8 @@ def build_without_weights(model, trust_remote_code=False, on_step=lambda step: N
     """Build a model on the meta device from its configuration; arguments as `patch_report`.
 
     Raises:
-        ValueError: there is no such model type or folder, or transformers has no class of models for the
-            configuration or cannot build one from it.
+        ValueError: the model type or folder does not exist, or transformers has no model class for the configuration or
+            cannot build a model from it.
     """
     on_step("reading the configuration")
     config = _config(model, trust_remote_code)
@@ -47,7 +47,7 @@ def build_without_weights(model, trust_remote_code=False, on_step=lambda step: N
             return _build(config, trust_remote_code)
     except ValueError:
         raise
-    except Exception as error:  # of the model's own code, of any kind
+    except Exception as error:  # the model's own code may raise any exception
         raise ValueError(f"model: transformers cannot build {model} from this configuration: {error!r}") from error
 
 

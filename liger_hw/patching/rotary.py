@@ -1,4 +1,4 @@
-"""Classes whose methods call a rotary function of their file: copies of the methods call the op `rope` instead."""
+"""Copy methods that call a rotary function, so that they call the op `rope`."""
 
 import functools
 
@@ -9,7 +9,7 @@ from liger_hw.patching.rotation import prove_rotation, replacement
 
 
 class RotaryMatch(Match):
-    """The match of a class by the rotary functions that its methods call: `names` maps global name to `Rotation`."""
+    """Match of a class whose methods call rotary functions; `names`: global name -> `Rotation`."""
 
     kind = "rope"
 
@@ -27,9 +27,9 @@ class RotaryMatch(Match):
 
 
 def rotary_functions(cls):
-    """name -> function of every global whose name says rotary and that a method of `cls` calls.
+    """Return name -> function for globals named "*rotary*" that methods of `cls` call.
 
-    A function is looked up where the method would find it, in the globals of its file.
+    It looks functions up in the globals of each method's file, as the method does.
     """
     functions = {}
     for method in map(innermost, methods_of_model_code(cls).values()):
@@ -40,7 +40,7 @@ def rotary_functions(cls):
 
 
 def match_rotary(cls):
-    """(`RotaryMatch` or None, names of rotary functions that the op does not compute) of a class."""
+    """Return (`RotaryMatch` or None, names of rotary functions that the op does not compute)."""
     functions = {name: function for name, function in rotary_functions(cls).items() if not isinstance(function, type)}
     rotations = {name: match_rotation(function) for name, function in functions.items()}
     proved = {name: rotation for name, rotation in rotations.items() if rotation is not None}
@@ -50,7 +50,7 @@ def match_rotary(cls):
 
 @functools.cache
 def match_rotation(function):
-    """The `Rotation` that a rotary function was proved to compute, or None."""
+    """Return the `Rotation` that a rotary function provably computes, or None."""
 
     def agree_on(original, op_rotation, cases):
         def as_tuple(*args):

@@ -1,7 +1,7 @@
-"""Rotary functions of models: prove what one computes by running it, and compute the same by the op `rope`.
+"""Prove by running a rotary function which `rope` computes it, and replace it.
 
-Models differ in which values make a pair, in how their tables of cosines and sines are laid out, in where they round,
-and in what their function is given: q and k, or one of them; cos and sin, or complex numbers.
+Models differ in the pairs of values that they rotate, in the layout of their tables of cosines and sines, in their
+rounding, and in their arguments: q and k, or one of them; cos and sin, or complex numbers.
 """
 
 import functools
@@ -14,31 +14,31 @@ import torch
 from liger_hw.kernels.rope import LAYOUTS, rope
 from liger_hw.patching.probing import DTYPES, generator, random_rows
 
-LEADING = {  # the form of a function -> names of its leading parameters, None for any
+LEADING = {  # form of a function -> names of its leading parameters, None allows any name
     "q, k, cos, sin": (None, None, "cos", "sin"),
     "x, cos, sin": (None, "cos", "sin"),
     "x, sin, cos": (None, "sin", "cos"),
     "q, k, freqs_cis": (None, None, "freqs_cis"),
 }
 OPTIONAL = {"position_ids", "unsqueeze_dim"}  # Hugging Face's functions do not use the first
-TABLES = ("full", "first_half", "shared")  # a value for each of the head's; that, its second half unused; for each pair
+TABLES = ("full", "first_half", "shared")  # one value per head entry; the same, second half unused; one per pair
 SAME = [(dtype, dtype) for dtype in DTYPES]  # dtypes of heads and tables
-MIXED = (DTYPES[::-1], DTYPES)  # narrower heads than tables, and wider
-DIRECT, PROMOTED = "direct", "promoted"  # heads and tables of two dtypes go to the op as they are, or in the wider one
+MIXED = (DTYPES[::-1], DTYPES)  # heads narrower than the tables, heads wider
+DIRECT, PROMOTED = "direct", "promoted"  # for two dtypes, call the op without casts, or cast to the wider dtype
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How the op `rope` computes what a model's rotary function computes.
+    """Arguments with which the op `rope` computes a model's rotary function.
 
     Attributes:
         form: a key of `LEADING`.
         layout, wide: options of the op.
         tables: one of `TABLES`.
-        reverse: it rotates by the negative angle.
-        axis: the dimension of q and k that counts heads, where the function has no `unsqueeze_dim`.
-        partial: of heads that are wider than the tables it rotates the first part and returns the rest as it is.
-        flat: it also takes (tokens, heads, head_dim) with tables of (tokens, head_dim).
+        reverse: the function rotates by the negative angle.
+        axis: the heads dimension of q and k, where the function has no `unsqueeze_dim`.
+        partial: of heads wider than the tables, the function rotates the first part and returns the rest unchanged.
+        flat: the function also takes (tokens, heads, head_dim) with tables of (tokens, head_dim).
         narrower, wider: `DIRECT`, `PROMOTED` or None (only the function itself computes it), for heads of a narrower
             and of a wider dtype than the tables'.
     """
@@ -56,27 +56,27 @@ class Rotation:
 
     @property
     def is_complex(self):
-        """Whether the table is one of complex numbers."""
+        """Tell whether the table contains complex numbers."""
         return self.form.endswith("freqs_cis")
 
     def __str__(self):
-        """The options that are not the usual ones."""
+        """List the options that differ from their defaults."""
         shown = {"layout": "half", "wide": False, "tables": "full", "reverse": False}
         return ", ".join(f"{n}={getattr(self, n)!r}" for n, usual in shown.items() if getattr(self, n) != usual)
 
 
 def parameters(function):
-    """The parameters of a function, or of a module's forward."""
+    """Return the parameters of a function, or of a module's forward."""
     function = function.forward if isinstance(function, torch.nn.Module) else function
     return inspect.signature(function).parameters
 
 
 def prove_rotation(function, agree):
-    """The `Rotation` that `function` computes, or None.
+    """Return the `Rotation` that `function` computes, or None.
 
     Args:
-        function: of a model.
-        agree: (function, replacement, cases) -> bool, whether both give the same bits of every case.
+        function: a model's rotary function.
+        agree: (function, replacement, cases) -> bool, whether both are bitwise equal in every case.
     """
     if not callable(function):
         return None
@@ -97,7 +97,7 @@ def prove_rotation(function, agree):
 
 
 def _prove_special_cases(function, rotation, agree):
-    """`rotation` with the cases that it also holds for, or None where the op would rotate another part of a head."""
+    """Add the special cases that `rotation` covers; None if the op rotates another part."""
     partial_cases = _cases(rotation, SAME, partial=True)
     partial = agree(function, _by_op(rotation), partial_cases)
     if not partial and _runs(function, partial_cases[0]):
@@ -110,7 +110,7 @@ def _prove_special_cases(function, rotation, agree):
 
 
 def _prove_mixed(function, rotation, agree, dtypes):
-    """How the op must be called for heads and tables of such dtypes: `DIRECT`, `PROMOTED`, or None for not at all."""
+    """Return `DIRECT` or `PROMOTED` for these dtypes, or None if neither call agrees."""
     cases = _cases(rotation, [dtypes])
     for call in (DIRECT, PROMOTED):
         if agree(function, _by_op(rotation, promoted=call == PROMOTED), cases):
@@ -125,7 +125,7 @@ def _by_op(rotation, promoted=False):
 def _runs(function, args):
     try:
         function(*args)
-    except Exception:  # of a model's own code, of any kind
+    except Exception:  # a model's own code may raise any exception
         return False
     return True
 
@@ -139,7 +139,7 @@ def _cases(rotation, dtypes, **kwargs):
 
 
 def case_of(rotation, dtype, table_dtype, partial=False, flat=False, batch=2, length=5, width=16):
-    """Arguments for a function, as a model would give them. The two halves of the tables differ, as no model's do."""
+    """Build arguments as a model passes them, with different table halves, unlike any model's."""
     random = functools.partial(random_rows, generator())
     axis = rotation.axis or 1
     shapes = [(batch, heads, length, width) if axis == 1 else (batch, length, heads, width) for heads in (4, 2)]
@@ -156,7 +156,7 @@ def case_of(rotation, dtype, table_dtype, partial=False, flat=False, batch=2, le
 
 
 def _rotate(rope, rotation, args, axis, promoted=False):
-    """The op or its reference on the leading arguments of a function."""
+    """Call the op or its reference with the leading arguments of a function."""
     q, k, cos, sin = _unpacked(rotation, args)
     flat = q.ndim == 3
     if flat:
@@ -177,7 +177,7 @@ def _rotate(rope, rotation, args, axis, promoted=False):
 
 
 def _unpacked(rotation, args):
-    """(q, k or None, cos, sin) of the leading arguments of a function."""
+    """Return (q, k or None, cos, sin) from the leading arguments of a function."""
     if rotation.is_complex:
         cos, sin = torch.view_as_real(args[2].resolve_conj()).unbind(-1)
         return args[0], args[1], cos, sin
@@ -188,7 +188,7 @@ def _unpacked(rotation, args):
 
 
 def replacement(original, rotation):
-    """A function of the signature of a model's own `original`, computed by the op wherever it was proved to agree."""
+    """Build a function like `original` that calls the op wherever the probe proved agreement."""
     signature = parameters(original)
     names, count = list(signature), len(LEADING[rotation.form])
     usual_axis = signature["unsqueeze_dim"].default if rotation.axis is None else rotation.axis
@@ -206,7 +206,7 @@ def replacement(original, rotation):
 
 
 def _proved_call(rotation, leading, axis):
-    """`DIRECT` or `PROMOTED`, or None where the op was not proved to agree on these arguments."""
+    """Return `DIRECT` or `PROMOTED`, or None where no probe proved agreement."""
     if any(x is None for x in leading):  # without k, some return q alone
         return None
     if rotation.is_complex and not leading[2].is_complex():

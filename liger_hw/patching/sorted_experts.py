@@ -1,4 +1,4 @@
-"""Experts whose tokens come sorted, as many for each, as Llama 4's: two batched products and a gated unit."""
+"""Match experts that take sorted tokens, equally many each (Llama 4), as two batched products."""
 
 import torch
 
@@ -12,7 +12,7 @@ PROBE_TOKENS = 5 * PROBE_EXPERTS
 
 
 class SortedExpertsMatch(Match):
-    """The match of sorted experts: `names` has their weights, "first" (E, H, 2I) and "second" (E, I, H)."""
+    """Match of sorted experts with weights "first" (E, H, 2I) and "second" (E, I, H)."""
 
     kind = "sorted_experts"
 
@@ -30,13 +30,13 @@ class SortedExpertsMatch(Match):
 
 
 def _compute(x, first, second, unit, options):
-    """Each expert's share (T / E, H) of x (T, H) through a gated MLP."""
+    """Apply each expert's gated MLP to its T / E rows of x (T, H)."""
     gate, up = torch.bmm(x.view(first.shape[0], -1, first.shape[1]), first).chunk(2, -1)
     return torch.bmm(unit(gate, up, **options), second).view(-1, second.shape[-1])
 
 
 def match_sorted_experts(module):
-    """The `SortedExpertsMatch` of a module, or None."""
+    """Return the `SortedExpertsMatch` of a module, or None."""
     parameters = probing.own_parameters(module)
     if (
         len(parameters) != 2

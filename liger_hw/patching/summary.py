@@ -1,11 +1,11 @@
-"""What `patch` did to a model, as counts and as a table to read."""
+"""Summarise the effect of `patch` on a model, as counts and as a table."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from liger_hw import console
 
-WORDS = {  # how the table says the parts of a loss
+WORDS = {  # part of a loss -> its description in the table
     "head": "output layer: its logits are computed only if they are read",
     "causal_lm(cross_entropy=False, fused_linear_cross_entropy=True)": "loss: computed without logits",
     "causal_lm(cross_entropy=True, fused_linear_cross_entropy=False)": "loss: cross_entropy of the logits",
@@ -14,11 +14,11 @@ WORDS = {  # how the table says the parts of a loss
 
 @dataclass
 class Summary:
-    """What `patch` did.
+    """Counts of the modules that `patch` replaced and left.
 
     Attributes:
         replaced: (class name, op with its options) -> number of modules.
-        left: (class name, reason) -> number of modules that look as if an op could serve them and were left alone.
+        left: (class name, reason) -> number of modules that `patch` left, though their names suggest an op.
     """
 
     replaced: Counter = field(default_factory=Counter)

@@ -1,7 +1,7 @@
-"""Give a module the subclass of its class that computes with an op, and its own class back.
+"""Swap a module's class for a subclass that computes with an op, and restore it.
 
 Parameters, buffers, hooks and names stay where they are, and no other module changes. A copy of a patched module
-computes with the copy's weights; with a closure set as its `forward` it would compute with the original's.
+computes with the copy's weights; a closure set as its `forward` would compute with the original's.
 """
 
 import functools
@@ -14,10 +14,10 @@ def swap(module, match):
 
 
 def restore(module):
-    """Give a swapped `module` its own class back, and remove what the patched class keeps on the instance.
+    """Restore the class of a swapped `module`, and remove the patched class's instance attributes.
 
-    Methods of the patched class that a library keeps there become those of the module's own class: accelerate keeps the
-    forward that it wraps.
+    Methods of the patched class that a library stores on the instance become those of the module's own class:
+    accelerate stores the forward that it wraps.
     """
     patched = type(module)
     module.__class__ = patched.liger_original
@@ -34,21 +34,21 @@ def is_swapped(module):
 
 
 def is_changed_since(module):
-    """Tell whether the class of `module` was derived from a swapped one, by a parametrization or FSDP for example."""
+    """Tell whether a parametrization, FSDP or other code derived `module`'s class from a swapped one."""
     return hasattr(type(module), "liger_original") and not is_swapped(module)
 
 
 def own_class(module):
-    """The class of `module` without the swap."""
+    """Return the class of `module` without the swap."""
     return type(module).liger_original if is_swapped(module) else type(module)
 
 
 @functools.cache
 def patched_class(original, match):
-    """The subclass of `original` that computes with `match`'s op: one per class and match in a process.
+    """Return the subclass of `original` that computes with `match`'s op, one per process.
 
-    Its name contains the original's, which other libraries look for. It has the same `__module__`, and pickles as the
-    original class and the match, to come back patched.
+    Its name contains the original's, as other libraries look for it. It has the same `__module__`. It pickles as the
+    original class and the match, and unpickles patched.
     """
     members = match.members(original)
     name = members.pop("__name__", f"Liger{original.__name__}")
@@ -59,7 +59,7 @@ def patched_class(original, match):
 
 
 def _reduce(self, cls, protocol):
-    if type(self) is not cls:  # a class that was derived from it, FSDP's for one, has its own way
+    if type(self) is not cls:  # a derived class, such as FSDP's, pickles in its own way
         return super(cls, self).__reduce_ex__(protocol)
     _, _, *state = super(cls, self).__reduce_ex__(max(protocol, 2))
     return _rebuild, (cls.liger_original, cls.liger_match), *state

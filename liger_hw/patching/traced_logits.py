@@ -1,8 +1,8 @@
-"""Logits while torch.compile traces a model: an object that records its steps, which the compiler sees through.
+"""Record the steps on logits in a plain object while torch.compile traces a model.
 
-The compiler cannot trace the tensor subclass of `lazy_logits`, and needs none: nothing looks on while it traces. What a
-loss understands is recorded, anything else gets the logits as an ordinary tensor. The object stays within the forward:
-outputs hold an `UnreadableLogits` in its place.
+The compiler cannot trace the tensor subclass of `lazy_logits`, and needs none: no hook or mode runs while it traces.
+The object records the operations that a loss understands; every other operation gets the logits as an ordinary tensor.
+The object stays within the forward: outputs hold an `UnreadableLogits` in its place.
 """
 
 import torch
@@ -20,7 +20,7 @@ from liger_hw.patching.lazy_logits import (
 
 
 class TracedLogits:
-    """`head(hidden)` and the steps since, not computed.
+    """Uncomputed logits: `head(hidden)` and the steps after it.
 
     Args:
         head: the `torch.nn.Linear`.
@@ -37,18 +37,18 @@ class TracedLogits:
         return cls(head, Record(hidden, head.weight.shape[0], dtype))
 
     def compute(self):
-        steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]  # hidden's are
+        steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]  # already applied to hidden
         return apply_steps(torch.nn.functional.linear(self.record.hidden, self.head.weight, self.head.bias), steps)
 
     def fuse(self, fused):
-        """`fused(x (N, H), weight, bias, logit_scale, softcap)` of these logits, whose steps the ops can express."""
+        """Call `fused(x (N, H), weight, bias, logit_scale, softcap)` for steps that the ops support."""
         steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]
         dtype = autocast_dtype(self.device.type)
         tensors = operands(self.record.hidden, self.head.weight, self.head.bias, steps, dtype)
         return fused(*tensors, *scale_and_softcap(steps))
 
     def _fused(self, name, *args, **kwargs):
-        """A function of `lazy_logits.COMPUTE`, or None."""
+        """Apply a function of `lazy_logits.COMPUTE`; return None where it does not fit."""
         fits = scale_and_softcap(self.record.steps) is not None
         functions = COMPUTE[name](self, *args, **kwargs) if fits else None
         return None if functions is None else self.fuse(functions[0])
@@ -142,7 +142,7 @@ class TracedLogits:
 
 
 class UnreadableLogits:
-    """What outputs of a compiled forward hold in the place of logits that its loss did not need."""
+    """Placeholder in the outputs of a compiled forward for logits that were not computed."""
 
     def __repr__(self):
         return f"UnreadableLogits({_WHY})"

@@ -1,1 +1,1 @@
-"""The package `liger_kernel`, served by this library while the process runs."""
+"""Serve the package `liger_kernel` from this library while the process runs."""

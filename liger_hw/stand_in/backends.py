@@ -1,6 +1,6 @@
-"""The choice of implementations in `liger_kernel.backends`. Here one, Triton's, serves each device.
+"""Define the names of `liger_kernel.backends`, which choose implementations.
 
-`liger_hw.use_backend` forces a backend of this library.
+Here only Triton's exists, for each device. `liger_hw.use_backend` forces a backend of this library.
 """
 
 import inspect
@@ -9,19 +9,19 @@ from liger_hw.checks import check
 from liger_hw.stand_in import functional
 
 IMPLEMENTATION = "triton"
-IMPL_REGISTRY = {}  # `liger_kernel.ops.backends.registry` lists other implementations here: there are none
+IMPL_REGISTRY = {}  # `liger_kernel.ops.backends.registry` lists other implementations; this library has none
 
 
 class ImplNotAvailableError(RuntimeError):
-    """Raised for an implementation that is not here."""
+    """Error of an implementation that this library does not have."""
 
 
 class NoImplAvailableError(RuntimeError):
-    """Never raised: every op has an implementation."""
+    """Error that this library never raises, as every op has an implementation."""
 
 
 class LigerImplFallbackWarning(UserWarning):
-    """Never given: no op falls back to another implementation."""
+    """Warning that this library never gives, as no op falls back to another implementation."""
 
 
 BackendNotAvailableError, NoBackendAvailableError = ImplNotAvailableError, NoImplAvailableError
@@ -29,7 +29,7 @@ LigerBackendFallbackWarning = LigerImplFallbackWarning
 
 
 def set_impl(name):
-    """Accept None or a name of Triton, which serves already.
+    """Accept None or a name of Triton, which is the only implementation.
 
     Raises:
         ImplNotAvailableError: another name.
@@ -41,11 +41,11 @@ def set_impl(name):
 
 
 def get_impl():
-    """None: no implementation is pinned."""
+    """Return None, as no implementation is pinned."""
 
 
 def available_impls(op_name, device=None):
-    """The implementations of a function of `liger_kernel.functional`, on any device.
+    """List the implementations of a function of `liger_kernel.functional`, on any device.
 
     Raises:
         ValueError: there is no such function.
@@ -56,12 +56,12 @@ def available_impls(op_name, device=None):
 
 
 def all_impls(op_name):
-    """As `available_impls`."""
+    """Do the same as `available_impls`."""
     return available_impls(op_name)
 
 
 def clear_available_cache():
-    """Do nothing: nothing is cached."""
+    """Do nothing, as this library has no such cache."""
 
 
 def dispatch(op_name, *args, impl=None, backend=None, **kwargs):

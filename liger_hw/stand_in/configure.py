@@ -1,11 +1,11 @@
-"""The names of `liger_kernel.ops.configure`, which sets up NVIDIA's native kernels. There are none here."""
+"""Define `liger_kernel.ops.configure` without effect, as this library has no native kernels."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class FusedLinearCrossEntropyConfig:
-    """Capacity of a native fused loss: accepted, without effect."""
+    """Capacity of a native fused loss, without effect."""
 
     max_tokens: int
     hidden_size: int
@@ -16,7 +16,7 @@ class FusedLinearCrossEntropyConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Capacity of native experts: accepted, without effect."""
+    """Capacity of native experts, without effect."""
 
     max_tokens: int
     hidden_size: int
@@ -29,5 +29,5 @@ class MoEConfig:
 
 
 def configure(*, process_groups=None, bootstrap_group=None, device=None, flsce=None, moe=None):
-    """Return False, as liger_kernel does without its native package: there is nothing to configure."""
+    """Return False, as liger_kernel does without its native package."""
     return False

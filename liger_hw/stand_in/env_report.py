@@ -1,4 +1,4 @@
-"""`python -m liger_kernel.env_report`: the versions that a report of a problem needs. `liger-hw info` tells more."""
+"""Print the versions for a bug report by `python -m liger_kernel.env_report`; `liger-hw info` prints more."""
 
 import platform
 
@@ -8,7 +8,7 @@ PACKAGES = ("liger_hw", "torch", "triton", "transformers", "trl", "peft", "accel
 
 
 def print_env_report():
-    """Print the system, Python, the packages that matter and the accelerators."""
+    """Print the system, Python, the relevant packages and the accelerators."""
     import torch
 
     rows = [("Operating system", platform.platform()), ("Python", platform.python_version())]

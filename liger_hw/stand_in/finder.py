@@ -1,10 +1,10 @@
-"""The package `liger_kernel`, served by this library while the process runs.
+"""Serve the package `liger_kernel` from this library while the process runs.
 
-    liger_hw.integrations.install()          # first, before the trainer looks whether liger_kernel is there
+    liger_hw.integrations.install()          # before a trainer looks for liger_kernel
     python -m liger_hw.run train.py ...      # the same for a script, and for every Python that it starts
 
-Programs then find its modules, its names and the metadata of its distribution, and get this library. There is no
-directory of that name: one in a wheel would silently overwrite the files of the real package.
+Programs then find liger_kernel's modules, names and distribution metadata, and get this library. This library ships no
+directory of that name, as it would silently overwrite the files of the real package.
 """
 
 import importlib
@@ -19,10 +19,10 @@ from importlib.machinery import ModuleSpec
 from liger_hw.stand_in.names import INSTEAD, MODULES
 
 PACKAGE = "liger_kernel"
-VERSION = "0.8.5+liger.hw"  # the release that has these names; the suffix shows in logs what really runs
+VERSION = "0.8.5+liger.hw"  # the release with these names; the suffix identifies this library in logs
 SITE = str(pathlib.Path(__file__).parent / "site")
 
-_hidden = {}  # modules of the real package that were imported before this one took its place
+_hidden = {}  # modules of the real package that were imported before `install`
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -39,7 +39,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Finds and loads the modules of `MODULES`, and the distribution."""
+    """Finder and loader of the modules of `MODULES`, and of the distribution."""
 
     def find_spec(self, name, path=None, target=None):
         package, _, module = name.partition(".")
@@ -62,29 +62,29 @@ class _Finder(importlib.metadata.DistributionFinder):
         )
         if module.__name__ == PACKAGE:
             module.__version__ = VERSION
-        # looked up at each use, so that importing a stand-in loads nothing and needs nothing
+        # look-up at each use, so that the import of a stand-in loads and needs no other module
         module.__getattr__ = lambda name: _look_up(module.__name__, name)
         module.__dir__ = lambda: sorted({*vars(module), *_public(sources)})
 
     def get_code(self, name):
-        """The code of `python -m`: the source's own `main`."""
+        """Return the code that `python -m` runs, which calls the source's `main`."""
         (source,) = MODULES[name.partition(".")[2]] or (None,)
         return compile(f"from liger_hw.{source} import main\nmain()", name, "exec")
 
 
 def _look_up(module, name):
-    """The object that serves `name` of a stand-in.
+    """Return the object for `name` of a stand-in.
 
     Raises:
-        ImportError: liger_kernel has the name and nothing serves it here; says what to use. (An AttributeError would
-            reach a program as Python's own message, without that.)
+        ImportError: liger_kernel has the name but this library does not; the message says what to use. (Python would
+            replace the message of an AttributeError by its own.)
         AttributeError: liger_kernel has no such name, or no public one.
     """
     inner = module.partition(".")[2]
     if not name.startswith("__"):
         for source in MODULES[inner]:
             value = getattr(importlib.import_module(f"liger_hw.{source}"), name, None)
-            # a submodule is imported by its own name
+            # programs import a submodule by its own name
             if value is not None and not isinstance(value, types.ModuleType):
                 return value
     if (inner, name) in INSTEAD:
@@ -102,19 +102,19 @@ _FINDER = _Finder()
 
 
 def is_installed():
-    """Whether `import liger_kernel` gives the stand-in."""
+    """Tell whether `import liger_kernel` gives the stand-in."""
     return _FINDER in sys.meta_path
 
 
 def install(replace=False, children=False):
     """Make `import liger_kernel` give this library, in this process and those forked from it.
 
-    Call it before a trainer is imported, which may look for liger_kernel at its import; transformers is made to look
-    again. A second call changes nothing.
+    Call it before the import of a trainer, which may then look for liger_kernel. An imported transformers looks again.
+    A second call changes nothing.
 
     Args:
-        replace: take the place of an installed liger_kernel. Its modules that were imported already are hidden until
-            `uninstall`; names that others imported from them keep their meaning.
+        replace: take the place of an installed liger_kernel. Its imported modules are hidden until `uninstall`; names
+            that other modules imported from them do not change.
         children: also for every Python that this process starts, through the environment variable PYTHONPATH.
 
     Raises:
@@ -136,7 +136,7 @@ def install(replace=False, children=False):
 
 
 def uninstall():
-    """Undo `install`: a package liger_kernel that was installed or imported before is found again."""
+    """Undo `install`: let Python find an installed or imported liger_kernel again."""
     if is_installed():
         sys.meta_path.remove(_FINDER)
         _evict()
@@ -156,7 +156,7 @@ def _evict():
 
 
 def _let_transformers_look_again():
-    """Make transformers forget whether it found liger_kernel at its import."""
+    """Clear transformers' cached result of its look-up of liger_kernel."""
     import_utils = sys.modules.get("transformers.utils.import_utils")
     is_available = getattr(import_utils, "is_liger_kernel_available", None)
     if hasattr(is_available, "cache_clear"):

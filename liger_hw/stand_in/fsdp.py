@@ -1,10 +1,10 @@
-"""Any function run inside the forward of an FSDP1 module, where that module's weights are whole."""
+"""Run a function inside the forward of an FSDP1 module, with its weights gathered."""
 
 
 class _FSDPForwardRedirection:
-    """`_FSDPForwardRedirection()(fsdp_module, function, *args)`: `function(*args)` with the module's weights gathered.
+    """Callable (fsdp_module, function, *args): `function(*args)` with the module's weights gathered.
 
-    For one call the wrapped module's forward is the function, so all that FSDP does around a forward is done around it.
+    For one call it sets the function as the wrapped module's forward, so FSDP gathers and frees weights around it.
     """
 
     def __call__(self, wrapper_module, method, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The autograd functions of `liger_kernel.chunked_loss.*`: classes whose `apply` is a function of `chunked_loss`."""
+"""Define liger_kernel's autograd functions of `chunked_loss`; `apply` calls ours."""
 
 from liger_hw.chunked_loss import functional
 
@@ -28,7 +28,7 @@ class LigerFusedLinearGRPOFunction:
 
 
 class LigerFusedLinearJSDFunction:
-    """`liger_fused_linear_jsd` of `liger_kernel.chunked_loss`: distillation with hard labels. `ops` has another."""
+    """`liger_fused_linear_jsd` of `chunked_loss`, distillation with hard labels; not that of `ops`."""
 
     apply = staticmethod(functional.liger_fused_linear_jsd)
 

@@ -1,4 +1,4 @@
-"""Which modules of this library serve each module of liger_kernel, and what to use for the names that none serves."""
+"""Map liger_kernel's modules to ours, and names that we lack to replacements."""
 
 from liger_hw.transformers.families import FAMILIES
 
@@ -9,7 +9,7 @@ MODULES_OF_TRANSFORMERS = (
     "transformers.modules_without_kernels", "stand_in.ops",
 )  # fmt: skip
 
-MODULES = {  # module of liger_kernel -> modules of this library that have its names, in the order of looking
+MODULES = {  # module of liger_kernel -> modules of this library with its names, in search order
     "": ("stand_in.backends",),
     "backends": ("stand_in.backends",),
     "backends.dispatch": ("stand_in.backends",),
@@ -81,7 +81,7 @@ PATCH = "use liger_hw.patch(model), which computes the loss of any model without
 REGISTER = "an op of liger_hw takes another implementation by its own register, as in liger_hw.rms_norm.register"
 UNSHARDED = "use liger_fused_linear_scaled_cross_entropy, whose weight is not sharded"
 APPLY = "use {}.apply of the same module, which torch differentiates"
-_FORWARD_AND_BACKWARD = {  # op whose passes by themselves are not served -> its function
+_FORWARD_AND_BACKWARD = {  # op whose separate passes this library lacks -> its function
     "attn_res": "LigerAttnResFunction",
     "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
     "fused_ce_tvd": "LigerFusedCETVDFunction",
@@ -91,7 +91,7 @@ _FORWARD_AND_BACKWARD = {  # op whose passes by themselves are not served -> its
     "poly_norm": "LigerPolyNormFunction",
     "rms_norm": "LigerRMSNormFunction",
 }
-_LAUNCHES = {  # module of ops -> (its function, launches of its kernels that are not served)
+_LAUNCHES = {  # module of ops -> (its function, kernel launches that this library lacks)
     "dyt": ("LigerDyTFunction", ("liger_dyt_bwd", "liger_dyt_fwd")),
     "fused_moe": ("LigerFusedMoEFunction", ("compute_routing_metadata",)),
     "fused_neighborhood_attention": (
@@ -111,7 +111,7 @@ _LAUNCHES = {  # module of ops -> (its function, launches of its kernels that ar
     "tvd": ("LigerTVDLossFunction", ("get_num_warps", "tv_distance_forward_triton", "tvd_backward_triton")),
 }  # fmt: skip
 
-INSTEAD = {  # (module of liger_kernel, name in it that nothing serves) -> what to use
+INSTEAD = {  # (module of liger_kernel, name in it that this library lacks) -> replacement to use
     **{
         (module, f"{op}_{direction}"): APPLY.format(function)
         for op, function in _FORWARD_AND_BACKWARD.items()

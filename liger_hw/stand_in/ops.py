@@ -1,8 +1,8 @@
-"""The autograd functions of `liger_kernel.ops`: classes whose `apply` is a function of this library.
+"""Define the autograd functions of `liger_kernel.ops`; `apply` calls this library's functions.
 
-Arguments by which liger_kernel's kernels reuse memory, or by which one of its implementations is chosen (`in_place`,
-`row_mode`, `*_impl`, `*_mode`, `BLOCK_SIZE`), are accepted without effect. So is `compute_params` of tiled MLPs, which
-tells ZeRO when a gradient is whole; it changes no number without ZeRO, and was not tried with it.
+Arguments that let liger_kernel's kernels reuse memory or choose an implementation (`in_place`, `row_mode`, `*_impl`,
+`*_mode`, `BLOCK_SIZE`) have no effect. Nor has `compute_params` of tiled MLPs, which tells ZeRO when a gradient is
+complete; it changes no result without ZeRO, and is untested with ZeRO.
 """
 
 import torch
@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 class LigerCrossEntropyFunction:
-    """`liger_cross_entropy` as (loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked for."""
+    """`liger_cross_entropy` as (loss, z_loss, token_accuracy, predicted_tokens), each None unless requested."""
 
     @staticmethod
     def apply(
@@ -62,8 +62,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         """See `liger_fused_linear_scaled_cross_entropy`.
 
         Args:
-            selected_token_ids: (N,) tokens whose loss is computed in place of `target`, which then only says which rows
-                are ignored.
+            selected_token_ids: (N,) tokens whose loss replaces that of `target`, which then only marks ignored rows.
         """
         if selected_token_ids is not None:
             target = torch.where(target == ignore_index, target, selected_token_ids)
@@ -101,7 +100,7 @@ class LigerJSDFunction:
 
 
 class LigerFusedLinearJSDFunction:
-    """`liger_fused_linear_jsd` of `liger_kernel.transformers`; `chunked_loss.jsd_loss` has another of this name."""
+    """`liger_fused_linear_jsd` of `liger_kernel.transformers`, not that of `chunked_loss.jsd_loss`."""
 
     @staticmethod
     def apply(
@@ -166,10 +165,10 @@ class GrpoLossFunction:
 
 
 def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
-    """log softmax(logits / temperature) of each token: fp32 (B, L), 0 where `mask` is.
+    """Compute log softmax(logits / temperature) of each token: fp32 (B, L), 0 where `mask` is.
 
     Args:
-        logits: (B, L + 1, V), the last position unused. input_ids: (B, L), or longer, of which the last L count.
+        logits: (B, L + 1, V), the last position unused. input_ids: (B, L) or longer, of which the last L count.
     """
     logits = logits[:, :-1]
     tokens = input_ids[:, -logits.shape[1] :]
@@ -231,7 +230,7 @@ class LigerSiLUMulFunction:
 
     @staticmethod
     def apply(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        """silu(gate_multiplier * a) * b * down_multiplier."""
+        """Return silu(gate_multiplier * a) * b * down_multiplier."""
         y = swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
         return y if down_multiplier == 1.0 else y * down_multiplier
 
@@ -241,7 +240,7 @@ class LigerFusedGateUpSiLUMulFunction:
 
     @staticmethod
     def apply(y, in_place=False):
-        """silu of the first half of the last dimension, times the second half."""
+        """Return silu of the first half of the last dimension times the second half."""
         return swiglu(*y.chunk(2, -1))
 
 
@@ -264,14 +263,14 @@ class LigerMLPFunction:
 
     @staticmethod
     def apply(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
-        """(silu(x G * gate_multiplier) * (x U)) D * down_multiplier, with weights as torch.nn.Linear has them."""
+        """Return (silu(xG * gate_multiplier) * (xU)) D * down_multiplier, with weights as in torch.nn.Linear."""
         linear = torch.nn.functional.linear
         gate, up = linear(input, gate_weight), linear(input, up_weight)
         return linear(LigerSiLUMulFunction.apply(gate, up, gate_multiplier, down_multiplier), down_weight)
 
 
 def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
-    """`fn(mlp_module, x)` on pieces of the sequence, each recomputed in the backward."""
+    """Apply `fn(mlp_module, x)` to pieces of the sequence, recomputed in the backward."""
     return ops_without_kernels.tiled(fn, mlp_module, x, num_shards)
 
 
@@ -368,7 +367,7 @@ class LigerMHCPostResFunction:
 
 
 class LigerEmbeddingFunction:
-    """`torch.nn.functional.embedding`, the table first."""
+    """`torch.nn.functional.embedding` with the table as first argument."""
 
     @staticmethod
     def apply(embeddings, indices):

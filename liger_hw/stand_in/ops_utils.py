@@ -1,4 +1,4 @@
-"""The names of `liger_kernel.ops.utils` that kernels written elsewhere use."""
+"""Define the names of `liger_kernel.ops.utils` that other projects' kernels use."""
 
 import contextlib
 import functools
@@ -14,12 +14,12 @@ LARGEST_BLOCK = 65_536
 
 
 def is_hip():
-    """Whether this PyTorch is built for AMD."""
+    """Tell whether this PyTorch is built for AMD."""
     return torch.version.hip is not None
 
 
 def ensure_contiguous(fn):
-    """`fn(ctx, ...)` with every tensor among its arguments contiguous."""
+    """Wrap `fn(ctx, ...)` so that it gets contiguous tensors."""
 
     def contiguous(x):
         return x.contiguous() if isinstance(x, torch.Tensor) else x
@@ -32,31 +32,31 @@ def ensure_contiguous(fn):
 
 
 def calculate_settings(n):
-    """(block, warps) for a kernel that holds a row of `n` numbers in one program.
+    """Return (block, warps) for a kernel with one row of `n` numbers per program.
 
     Raises:
         ValueError: n is more than 65,536.
     """
     check(n <= LARGEST_BLOCK, "n", n, f"up to {LARGEST_BLOCK}")
     block = 1 << max(n - 1, 0).bit_length()
-    widest = 16 if is_hip() else 32  # warps of 64 lanes: 1,024 threads is the most of a block everywhere
+    widest = 16 if is_hip() else 32  # AMD's warps have 64 lanes; a block has at most 1,024 threads everywhere
     return block, next((warps for least, warps in ((32_768, widest), (8_192, 16), (2_048, 8)) if block >= least), 4)
 
 
 def device_context(device):
-    """A context in which kernels are launched on `device`; none is needed on a CPU."""
+    """Return a context that launches kernels on `device`; a CPU needs none."""
     device = torch.device(device)
     return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
 
 
 def get_amp_custom_fwd_bwd():
-    """The decorators (custom_fwd, custom_bwd) of an autograd function for the accelerator here."""
+    """Return the decorators (custom_fwd, custom_bwd) of autograd functions for this accelerator."""
     kind = infer_device()
     return tuple(functools.partial(f, device_type=kind) for f in (torch.amp.custom_fwd, torch.amp.custom_bwd))
 
 
 def compare_version(package, operator, target):
-    """`operator(version of the installed package, target)`; False where it is not installed."""
+    """Return `operator(installed version, target)`; False where the package is not installed."""
     try:
         return operator(Version(version(package)), Version(target))
     except PackageNotFoundError:

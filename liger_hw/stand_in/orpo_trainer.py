@@ -1,4 +1,4 @@
-"""TRL's ORPO trainer without the logits in memory. Needs the package trl."""
+"""Define TRL's ORPO trainer without logits in memory; needs the package trl."""
 
 from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +20,7 @@ PADDING = -100
 
 
 class LigerORPOTrainer(ORPOTrainer):
-    """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: the same loss and metrics, as TRL's up to rounding."""
+    """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: TRL's loss and metrics up to rounding."""
 
     def concatenated_forward(self, model, batch):
         """Compute (loss, metrics of `LigerFusedLinearORPOLoss`) of a batch of pairs."""
@@ -36,7 +36,7 @@ class LigerORPOTrainer(ORPOTrainer):
             body = getattr(inner, inner.base_model_prefix)
             outputs = body(ids, attention_mask=mask, use_cache=False, **options)
             head = inner.get_output_embeddings()
-            # the NLL counts prompt and answer, the odds count the answer
+            # the NLL covers prompt and answer, the odds cover the answer
             prompt_and_answer = ids.masked_fill(mask != 1, PADDING)[:, 1:]
             value, metrics = loss(
                 head.weight, outputs.last_hidden_state[:, :-1], pairs["concatenated_labels"][:, 1:], head.bias,
@@ -50,7 +50,7 @@ class LigerORPOTrainer(ORPOTrainer):
         return _FSDPForwardRedirection()(model, run) if wrapped else run()
 
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        """Compute (loss, metrics by TRL's names)."""
+        """Compute (loss, metrics under TRL's names)."""
         loss, outputs = self.concatenated_forward(model, batch)
         chosen, rejected, chosen_logits, rejected_logits, nll, chosen_rewards, rejected_rewards, ratio, odds = outputs
         metrics = {

@@ -1,6 +1,6 @@
-"""Forward and backward passes by themselves, as `liger_kernel.ops` exports some: without a graph between the two.
+"""Define separate forward and backward passes of `liger_kernel.ops`, without an autograd graph.
 
-Losses return their gradients with the loss, and their backward only scales these. Nothing is written in place.
+Losses return their gradients with the loss, and their backward only scales these. No pass writes in place.
 """
 
 import torch
@@ -16,17 +16,17 @@ def fused_linear_cross_entropy_forward(
     return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, token_grad_output=None,
     compute_gradients=None, weight_requires_grad=None, chunk_mem_const=1,
 ):  # fmt: skip
-    """The loss of `LigerFusedLinearCrossEntropyFunction` and its gradients.
+    """Compute the loss of `LigerFusedLinearCrossEntropyFunction` and its gradients.
 
     Args:
-        token_grad_output: with reduction="none" the gradient of each token's loss, one by default.
-        compute_gradients: whether to compute any gradient; by default whether `_input` requires one.
-        weight_requires_grad: whether to compute the weight's and the bias'; by default what the weight says.
+        token_grad_output: with reduction="none" the gradient of each token's loss; default one.
+        compute_gradients: whether to compute any gradient; default whether `_input` requires one.
+        weight_requires_grad: whether to compute gradients of weight and bias; default whether the weight requires one.
         others: as in `liger_fused_linear_cross_entropy`.
 
     Returns:
-        (loss, z_loss, token_accuracy, predicted_tokens, gradient of the input, of the weight, of the bias); None for
-        what was not asked for.
+        (loss, z_loss, token_accuracy, predicted_tokens, gradient of the input, of the weight, of the bias), each None
+        unless requested.
     """
     of_input = _input.requires_grad if compute_gradients is None else compute_gradients
     of_weight = of_input and (weight.requires_grad if weight_requires_grad is None else weight_requires_grad)
@@ -47,7 +47,7 @@ def fused_linear_cross_entropy_forward(
 
 
 def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
-    """Scale the gradients that `fused_linear_cross_entropy_forward` returned by that of the loss, a scalar."""
+    """Scale the gradients of `fused_linear_cross_entropy_forward` by the loss's gradient, a scalar."""
     return _scaled(grad_output, grad_input, grad_weight, grad_bias)
 
 
@@ -55,7 +55,7 @@ def cross_entropy_forward(
     _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
     return_token_accuracy=False, return_predicted_tokens=False,
 ):  # fmt: skip
-    """The loss of `LigerCrossEntropyFunction` and the gradient of the logits.
+    """Compute the loss of `LigerCrossEntropyFunction` and the gradient of the logits.
 
     Returns:
         (loss, z_loss, token_accuracy, predicted_tokens, gradient (N, V), or `_input` where it requires none).
@@ -72,12 +72,12 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(_input, grad_output):
-    """Scale the gradient that `cross_entropy_forward` returned by that of the loss, () or by row (N,)."""
+    """Scale the gradient of `cross_entropy_forward` by the loss's, () or per row (N,)."""
     return _input * (grad_output.unsqueeze(1) if grad_output.ndim else grad_output)
 
 
 def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd_impl=None, jsd_mode=None):
-    """(loss, gradient of `_input`) of `LigerJSDFunction`."""
+    """Return (loss, gradient of `_input`) of `LigerJSDFunction`."""
     labels = shift_labels if has_label else None
     (loss,), (gradient,) = with_gradients(
         lambda x: (functional.liger_jsd(x, target, labels, beta, ignore_index),), _input.detach().requires_grad_()
@@ -86,7 +86,7 @@ def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd
 
 
 def jsd_backward(dX, grad_output):
-    """Scale the gradient that `jsd_forward` returned by that of the loss."""
+    """Scale the gradient of `jsd_forward` by the loss's gradient."""
     return dX * grad_output
 
 
@@ -94,7 +94,7 @@ def fused_linear_jsd_forward(
     student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, has_label,
     temperature, jsd_impl=None, jsd_mode=None, accum_dtype=None,
 ):  # fmt: skip
-    """(loss, gradient of the student's input, of its weight) of `LigerFusedLinearJSDFunction`."""
+    """Return (loss, gradients of student input and weight) of `LigerFusedLinearJSDFunction`."""
     labels = shift_labels if has_label else None
 
     def loss_of(x, weight):
@@ -109,7 +109,7 @@ def fused_linear_jsd_forward(
 
 
 def fused_linear_jsd_backward(grad_output, grad_input, grad_weight):
-    """Scale the gradients that `fused_linear_jsd_forward` returned by that of the loss."""
+    """Scale the gradients of `fused_linear_jsd_forward` by the loss's gradient."""
     return _scaled(grad_output, grad_input, grad_weight)
 
 
@@ -117,7 +117,7 @@ def fused_linear_kl_div_forward(
     student_input, student_weight, target, shift_labels, reduction, ignore_index, has_label, temperature, eps,
     accum_dtype=None,
 ):  # fmt: skip
-    """(loss, gradient of the student's input, of its weight) of `LigerFusedLinearKLDivFunction`."""
+    """Return (loss, gradients of student input and weight) of `LigerFusedLinearKLDivFunction`."""
     labels = shift_labels if has_label else None
 
     def loss_of(x, weight):
@@ -132,74 +132,74 @@ def fused_linear_kl_div_forward(
 
 
 def fused_linear_kl_div_backward(grad_output, grad_input, grad_weight):
-    """Scale the gradients that `fused_linear_kl_div_forward` returned by that of the loss."""
+    """Scale the gradients of `fused_linear_kl_div_forward` by the loss's gradient."""
     return _scaled(grad_output, grad_input, grad_weight)
 
 
 def swiglu_forward(a, b, gate_multiplier=1.0):
-    """(a, b, silu(gate_multiplier * a) * b)."""
+    """Return (a, b, silu(gate_multiplier * a) * b)."""
     return a, b, ops.LigerSiLUMulFunction.apply(a, b, gate_multiplier)
 
 
 def swiglu_backward(a, b, dc, gate_multiplier=1.0):
-    """The gradients of `a` and `b`."""
+    """Return the gradients of `a` and `b`."""
     return _gradients(lambda a, b: ops.LigerSiLUMulFunction.apply(a, b, gate_multiplier), (a, b), dc)
 
 
 def swiglu_fused_gate_up_forward(y):
-    """(y, silu of its first half times the second)."""
+    """Return (y, silu of its first half times the second)."""
     return y, ops.LigerFusedGateUpSiLUMulFunction.apply(y)
 
 
 def swiglu_fused_gate_up_backward(y, dc, in_place=False):
-    """The gradient of `y`."""
+    """Return the gradient of `y`."""
     (gradient,) = _gradients(ops.LigerFusedGateUpSiLUMulFunction.apply, (y,), dc)
     return gradient
 
 
 def geglu_forward(a, b):
-    """(a, b, gelu(a) * b) with the tanh approximation."""
+    """Return (a, b, gelu(a) * b) with the tanh approximation."""
     return a, b, functional.liger_geglu(a, b)
 
 
 def geglu_backward(a, b, dc):
-    """The gradients of `a` and `b`."""
+    """Return the gradients of `a` and `b`."""
     return _gradients(functional.liger_geglu, (a, b), dc)
 
 
 def relu_squared_forward(X):
-    """relu(X) squared."""
+    """Return relu(X) squared."""
     return functional.liger_relu_squared(X)
 
 
 def relu_squared_backward(X, dY):
-    """The gradient of `X`."""
+    """Return the gradient of `X`."""
     (gradient,) = _gradients(functional.liger_relu_squared, (X,), dY)
     return gradient
 
 
 def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """(q, k, cos, sin), q and k rotated."""
+    """Return (q, k, cos, sin) with q and k rotated."""
     return *functional.liger_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim), cos, sin
 
 
 def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """The gradients of q and k: the rotation by the negative angle."""
+    """Return the gradients of q and k, rotated by the negative angle."""
     return functional.liger_rope(dq, dk, cos, -sin, position_ids, unsqueeze_dim, rotary_dim)
 
 
 def qwen2vl_mrope_forward(q, k, cos, sin, mrope_section):
-    """(q, k, cos, sin), q and k rotated."""
+    """Return (q, k, cos, sin) with q and k rotated."""
     return *functional.liger_qwen2vl_mrope(q, k, cos, sin, mrope_section), cos, sin
 
 
 def qwen2vl_mrope_backward(dq, dk, cos, sin, mrope_section):
-    """The gradients of q and k: the rotation by the negative angle."""
+    """Return the gradients of q and k, rotated by the negative angle."""
     return functional.liger_qwen2vl_mrope(dq, dk, cos, -sin, mrope_section)
 
 
 def llama4_rope_forward(q, k, freqs_cis, BLOCK_SIZE=None, imag_sign=1.0):
-    """q and k rotated; with `imag_sign=-1.0` by the negative angle."""
+    """Rotate q and k; with `imag_sign=-1.0` by the negative angle."""
     return rotary_names.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis if imag_sign > 0 else freqs_cis.conj())
 
 

@@ -1,4 +1,4 @@
-"""The names of `liger_kernel.utils`."""
+"""Define the names of `liger_kernel.utils`."""
 
 from importlib.util import find_spec
 
@@ -9,7 +9,7 @@ from liger_hw import backends
 
 
 def is_peft_available():
-    """Whether the package peft is installed."""
+    """Tell whether the package peft is installed."""
     return find_spec("peft") is not None
 
 
@@ -17,32 +17,32 @@ PEFT_AVAILABLE = is_peft_available()
 
 
 def is_npu_available():
-    """Whether this PyTorch has Ascend devices."""
+    """Tell whether this PyTorch has Ascend devices."""
     return hasattr(torch, "npu") and torch.npu.is_available()
 
 
 def infer_device():
-    """The kind of the accelerator here, "cuda" (of AMD too), "xpu" and so on, or "cpu"."""
+    """Return this accelerator's kind, "cuda" (AMD too), "xpu" and others, or "cpu"."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if kind is None else kind.type
 
 
 def infer_device_arch(device_id=0):
-    """The architecture of an accelerator as this library names it, such as "sm90" or "gfx942", or "cpu"."""
+    """Return an accelerator's architecture, such as "sm90" or "gfx942", or "cpu"."""
     kind = infer_device()
     return kind if kind == "cpu" else backends.detected(torch.device(kind, device_id)).arch
 
 
 def infer_comm_backend():
-    """The backend of torch.distributed for the accelerator here, "nccl" (of AMD too), "xccl" or "gloo"."""
+    """Return the torch.distributed backend: "nccl" (AMD too), "xccl" or "gloo"."""
     return torch.distributed.get_default_backend_for_device(infer_device())
 
 
 def get_total_gpu_memory():
-    """Memory of the first accelerator in whole GiB.
+    """Return the memory of the first accelerator in whole GiB.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no accelerator.
     """
     kind = infer_device()
     if kind == "cpu":
@@ -53,7 +53,7 @@ def get_total_gpu_memory():
 def transformers_version_dispatch(
     required_version, before_fn, after_fn, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None
 ):
-    """`before_fn(...)` where the installed transformers is older than `required_version`, else `after_fn(...)`."""
+    """Call `before_fn(...)` before `required_version` of the installed transformers, else `after_fn(...)`."""
     import transformers
 
     if Version(transformers.__version__) < Version(required_version):

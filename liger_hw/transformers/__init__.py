@@ -1,4 +1,4 @@
-"""The names of `liger_kernel.transformers`, loaded when they are used. Most work without transformers installed."""
+"""Load the names of `liger_kernel.transformers` on use; most need no transformers."""
 
 from importlib.util import find_spec
 
@@ -40,5 +40,5 @@ __all__ += ["is_transformers_available"]
 
 
 def is_transformers_available():
-    """Whether the package transformers is installed."""
+    """Tell whether the package transformers is installed."""
     return find_spec("transformers") is not None

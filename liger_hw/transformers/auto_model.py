@@ -1,4 +1,4 @@
-"""The auto classes of transformers whose models come patched."""
+"""Define auto classes of transformers that patch their models."""
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -14,14 +14,14 @@ def _patched(make, args, kwargs):
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM`, with every model patched by structure, whatever its type.
+    """`AutoModelForCausalLM` that patches models of any type by structure.
 
     `from_pretrained` and `from_config` take the flags of `liger_hw.patch` beside their own arguments.
     """
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        # not super(): transformers looks remote code up by the name of the class that is called
+        # not super(): transformers looks up remote code by the name of the called class
         return _patched(AutoModelForCausalLM.from_pretrained, (pretrained_model_name_or_path, *model_args), kwargs)
 
     @classmethod
@@ -30,7 +30,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 
 class AutoLigerKernelForImageTextToText(AutoModelForImageTextToText):
-    """`AutoModelForImageTextToText`, with every model patched by structure: as `AutoLigerKernelForCausalLM`."""
+    """`AutoModelForImageTextToText` that patches models as `AutoLigerKernelForCausalLM` does."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):

@@ -1,4 +1,4 @@
-"""Divergences under the names, constructors and argument orders of `liger_kernel.transformers`."""
+"""Define divergence modules with the names and arguments of `liger_kernel.transformers`."""
 
 from torch import nn
 
@@ -26,7 +26,7 @@ class LigerJSD(nn.Module):
 
     Args:
         beta: 0 for KL(p, q), 1 for KL(q, p).
-        ignore_index: rows whose label in `shift_labels` is this do not count.
+        ignore_index: rows with this label in `shift_labels` do not count.
     """
 
     def __init__(self, beta=0.5, ignore_index=-100):
@@ -41,7 +41,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
     """`liger_hw.kl_div` of log-probabilities y_pred (N, V) of the student and y_true of the teacher.
 
     Args:
-        eps: the least probability whose logarithm is taken.
+        eps: lower bound of a probability before its logarithm.
         others: as in torch.nn.KLDivLoss.
     """
 
@@ -54,7 +54,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
 
 class LigerTVDLoss(nn.Module):
-    """`liger_hw.tvd` of probabilities p (N, V) of the student and q of the teacher; arguments as `LigerJSD`."""
+    """`liger_hw.tvd` of student p and teacher q, probabilities (N, V); arguments as `LigerJSD`."""
 
     def __init__(self, reduction="batchmean", ignore_index=-100):
         super().__init__()
@@ -65,13 +65,13 @@ class LigerTVDLoss(nn.Module):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """JSD of two output layers' distributions, student_input (N, H) and teacher_input (N, H'), without their logits.
+    """JSD of student_input (N, H) and teacher_input (N, H') through their heads, without logits.
 
     Args:
         jsd_beta: as `beta` of `LigerJSD`.
         ignore_index: as there.
         temperature: divides both models' logits.
-        accum_dtype: None or torch.float32; the weight's gradient is added up in fp32 where the chunks are many.
+        accum_dtype: None or torch.float32, which accumulates the weight's gradient in fp32 over several chunks.
     """
 
     def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
@@ -102,7 +102,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
 
 
 class LigerFusedCETVDLoss(nn.Module):
-    """Cross entropy and total variation distance of each row of logits (N, V): fp32 (N,) each."""
+    """Cross entropy and TVD (total variation distance) per row of logits (N, V): fp32 (N,)."""
 
     def __init__(self, ignore_index=-100):
         super().__init__()

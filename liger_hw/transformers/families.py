@@ -1,11 +1,11 @@
-"""The families of models that liger_kernel has a function for, and the parameters of each function.
+"""List the model families with a function in liger_kernel, and each function's parameters.
 
-Data for programs that call these functions by name; `liger_hw.patch` needs no list of models. It imports nothing: every
-Python below `python -m liger_hw.run` reads it at its start.
+Programs that call these functions by name need the list; `liger_hw.patch` needs none. This module imports nothing, as
+every Python process that `python -m liger_hw.run` starts loads it first.
 """
 
 LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": True}
-# the parameters of a family's function, in their order, with their defaults
+# parameters of a family's function in order, with their defaults
 TEXT = {"rope": True, **LOSSES, "rms_norm": True, "swiglu": True, "model": None}
 GEMMA = {"rope": True, **LOSSES, "rms_norm": True, "geglu": True, "model": None}
 GEMMA_VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "geglu": True, "model": None}
@@ -40,8 +40,8 @@ FAMILIES = {
     "pixtral": {"rope": True, "rms_norm": True, "swiglu": True, "model": None},
     "qwen2_vl": {"rope": True, **LOSSES, "rms_norm": True, "layer_norm": True, "swiglu": True, "model": None},
 }  # fmt: skip
-OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # their functions take any other flag of `patch` too
-MODEL_TYPES = {name: name for name in FAMILIES} | {  # model type -> the family whose function serves it
+OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # their functions also take any other flag of `patch`
+MODEL_TYPES = {name: name for name in FAMILIES} | {  # model type -> the family whose function patches it
     "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen2_vl_text": "qwen2_vl", "qwen3_5_moe_text": "qwen3_5_moe", "qwen3_5_text": "qwen3_5",
     "qwen3_vl_moe_text": "qwen3_vl_moe", "qwen3_vl_text": "qwen3_vl",

@@ -1,4 +1,4 @@
-"""Norms and MLPs of one model family each, as liger_kernel names them: the general ones with other defaults."""
+"""Define liger_kernel's norms and MLPs of single families: general modules with other defaults."""
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNorm):
-    """`LigerRMSNormForGemma` under the name of the next family."""
+    """`LigerRMSNormForGemma` under Gemma 2's name."""
 
     def __init__(
         self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
@@ -59,14 +59,14 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
-    """`LigerRMSNormForGemma` whose width is called `dim`."""
+    """`LigerRMSNormForGemma` with the width argument `dim`."""
 
     def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """`LigerRMSNorm` with one rounding, and with `with_scale=False` without a weight."""
+    """`LigerRMSNorm` with one rounding; `with_scale=False` leaves out the weight."""
 
     def __init__(
         self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
@@ -76,7 +76,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """`LigerRMSNormForGemma4`; without a weight it needs no width either."""
+    """`LigerRMSNormForGemma4` that needs no width if it has no weight."""
 
     def __init__(
         self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
@@ -117,7 +117,7 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` of a config that calls its activation `hidden_activation`."""
+    """`LigerSwiGLUMLP` of a config with `hidden_activation` instead of `hidden_act`."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -195,7 +195,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """`LigerGEGLUMLP`; with config.use_double_wide_mlp twice as wide in the layers that share keys and values."""
+    """`LigerGEGLUMLP`, twice as wide in KV-sharing layers with config.use_double_wide_mlp."""
 
     def __init__(self, config, layer_idx=None):
         super().__init__(config)
@@ -206,7 +206,7 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerExperts(nn.Module):
-    """Mixture of SwiGLU experts with stacked weights gate_up_proj (E, 2I, H) and down_proj (E, H, I).
+    """Mixture of SwiGLU experts: gate_up_proj (E, 2I, H), down_proj (E, H, I).
 
     Args:
         config: has hidden_size, hidden_act ("silu" or "swish"), num_experts (or num_local_experts or n_routed_experts)
@@ -227,14 +227,14 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """hidden_states (..., H), top_k_index and top_k_weights (..., K)."""
+        """Apply to hidden_states (..., H) the experts (..., K) with weights (..., K)."""
         k = top_k_index.shape[-1]
         x, index, weights = hidden_states.flatten(0, -2), top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
         return ops_without_kernels.experts(x, self.gate_up_proj, self.down_proj, index, weights).view_as(hidden_states)
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` on `num_shards` pieces of the sequence, each recomputed in the backward.
+    """`LigerSwiGLUMLP` on `num_shards` pieces of the sequence, recomputed in the backward.
 
     Args:
         num_shards: ceil(length / hidden_size) by default.

@@ -1,6 +1,6 @@
-"""The ops under the names, argument orders and defaults of `liger_kernel.transformers.functional`.
+"""Define the ops with the names, argument orders and defaults of `liger_kernel.transformers.functional`.
 
-`in_place` of the norms is accepted without effect: no function here writes over its caller's tensors.
+`in_place` of the norms has no effect: no function here writes over its caller's tensors.
 """
 
 import torch
@@ -62,10 +62,10 @@ def liger_cross_entropy(
     label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
     return_predicted_tokens=False,
 ):  # fmt: skip
-    """Cross entropy of logits `input` (N, V), in the argument order of `torch.nn.functional.cross_entropy`.
+    """Compute cross entropy of logits `input` (N, V), in the argument order of `torch.nn.functional.cross_entropy`.
 
     Args:
-        size_average, reduce: torch's deprecated forms of `reduction`, which they override as they do there.
+        size_average, reduce: torch's deprecated forms of `reduction`, which they override as in torch.
         others: as in `liger_hw.cross_entropy`.
 
     Returns:
@@ -90,7 +90,7 @@ def liger_fused_linear_cross_entropy(
     reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
     return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1,
 ):  # fmt: skip
-    """Cross entropy of `input @ weight.T + bias` without those logits: input (N, H), weight (V, H), target (N,).
+    """Compute cross entropy from input (N, H), weight (V, H), target (N,), without logits.
 
     Args:
         chunk_mem_const: the memory of a chunk of logits, in units of 512 MiB.
@@ -108,39 +108,39 @@ def liger_fused_linear_cross_entropy(
 
 
 def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    """`liger_hw.rms_norm` of X (..., C) with weight W (C,) or None."""
+    """Apply `liger_hw.rms_norm` to X (..., C) with weight W (C,) or None."""
     return rms_norm(X, W, eps, offset, casting_mode)
 
 
 def liger_fused_add_rms_norm(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    """`liger_hw.fused_add_rms_norm`: (the norm of X + R, X + R)."""
+    """Return (RMSNorm of X + R, X + R) by `liger_hw.fused_add_rms_norm`."""
     return fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 def liger_layer_norm(X, W, B, eps):
-    """`liger_hw.layer_norm` of X (..., C) with weight W and bias B, both (C,) or None."""
+    """Apply `liger_hw.layer_norm` to X (..., C), weight W and bias B (C,) or None."""
     return layer_norm(X, W, B, eps)
 
 
 def liger_swiglu(a, b):
-    """silu(a) * b."""
+    """Return silu(a) * b."""
     return swiglu(a, b)
 
 
 def liger_geglu(a, b):
-    """gelu(a) * b with the tanh approximation."""
+    """Return gelu(a) * b with the tanh approximation."""
     return geglu(a, b)
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """`liger_hw.rope` of q and k. The inputs are not written to.
+    """Rotate q and k by `liger_hw.rope`, without writing to them.
 
     Args:
         q, k: (B, heads, T, D), or with `unsqueeze_dim=2` (B, T, heads, D).
         cos, sin: (1|B, T, rotary_dim), or (T, rotary_dim) for every sequence.
-        position_ids: accepted as Hugging Face once had it, without effect: the tables are those of the positions.
-        rotary_dim: how many of the head's leading entries rotate; the width of cos by default. Tables of half of it, as
-            gpt_oss has them, hold one value for each pair.
+        position_ids: no effect, as the tables already belong to the positions.
+        rotary_dim: number of leading head entries to rotate; default the width of cos. Tables of half this width (as
+            in gpt_oss) have one value for each pair.
 
     Raises:
         ValueError: `rotary_dim` is not the width of the tables or twice it.
@@ -154,20 +154,20 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
 
 
 def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
-    """`liger_hw.jsd` of log-probabilities (N, V), `input` the student's and `target` the teacher's, in its dtype."""
+    """Apply `liger_hw.jsd` to log-probabilities (N, V), student `input` and teacher `target`, in input's dtype."""
     return jsd(input, target, beta, shift_labels, ignore_index).to(input.dtype)
 
 
 def liger_kl_div(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
-    """`liger_hw.kl_div` of log-probabilities `input` (N, V) and probabilities `target`, or their logarithms.
+    """Apply `liger_hw.kl_div` to log-probabilities `input` (N, V) and `target` probabilities (or logarithms).
 
-    `size_average` and `reduce` are accepted without effect.
+    `size_average` and `reduce` have no effect.
     """
     return kl_div(input, target, reduction, log_target, eps)
 
 
 def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
-    """`liger_hw.tvd` of probabilities (N, V), `input` the student's and `target` the teacher's."""
+    """Apply `liger_hw.tvd` to probabilities (N, V) of student (`input`) and teacher (`target`)."""
     return tvd(input, target, reduction, shift_labels, ignore_index)
 
 
@@ -175,7 +175,7 @@ def liger_fused_linear_jsd(
     student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
     temperature=1.0, accum_dtype=None,
 ):  # fmt: skip
-    """JSD of two output layers' distributions without their logits: see `LigerFusedLinearJSD`.
+    """Compute the JSD of two heads without their logits: see `LigerFusedLinearJSD`.
 
     Returns:
         fp32 scalar, the mean over the rows whose label is not `ignore_index`.
@@ -193,14 +193,14 @@ def liger_fused_linear_kl_div(
     shift_labels: torch.Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100,
     temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
-    """KL(target, softmax(student_input @ student_weight.T / temperature)), a chunk of the logits at a time.
+    """Compute KL(target, softmax(student_input @ student_weight.T / temperature)) in chunks of the logits.
 
     Args:
         student_input: (N, H). student_weight: (V, H). target: (N, V) probabilities.
         shift_labels: (N,) int64 or int32, or None; rows whose label is `ignore_index` do not count.
         reduction: "batchmean" over the rows that count, "mean" over their entries, or "sum".
-        eps: the least probability whose logarithm is taken.
-        accum_dtype: None or torch.float32; the weight's gradient is added up in fp32 where the chunks are many.
+        eps: lower bound of a probability before its logarithm.
+        accum_dtype: None or torch.float32, which accumulates the weight's gradient in fp32 over several chunks.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or an option is out of its range.
@@ -226,13 +226,13 @@ def liger_fused_linear_kl_div(
 def liger_fused_linear_scaled_cross_entropy(
     input, weight, target, temperature=1.0, ignore_index=-100, return_entropy=False
 ):
-    """The negative log-probability of each target under softmax(input @ weight.T / temperature).
+    """Compute each target's negative log-probability under softmax(input @ weight.T / temperature).
 
     Args:
         input: (N, H). weight: (V, H). target: (N,).
 
     Returns:
-        fp32 (N,), or with `return_entropy` the pair of it and the entropy.
+        fp32 (N,); with `return_entropy` also the entropy, as a pair.
     """
     output = fused_linear_selective_log_softmax(
         input, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy
@@ -241,7 +241,7 @@ def liger_fused_linear_scaled_cross_entropy(
 
 
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-    """`torch.nn.functional.group_norm` of X (N, num_channels, ...)."""
+    """Apply `torch.nn.functional.group_norm` to X (N, num_channels, ...)."""
     check(X.shape[1] == num_channels, "X", tuple(X.shape), f"(N, {num_channels}, ...)")
     return torch.nn.functional.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
@@ -262,12 +262,12 @@ def liger_dyt(x, alpha, gamma, beta):
 
 
 def liger_relu_squared(x):
-    """relu(x) squared."""
+    """Return relu(x) squared."""
     return activate(x, "relu_squared")
 
 
 def liger_softmax(x):
-    """Softmax over the last dimension."""
+    """Compute the softmax over the last dimension."""
     return x.softmax(-1)
 
 
@@ -277,16 +277,16 @@ def liger_sparsemax(input, dim=-1):
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    """`liger_hw.rope` with tables (3, B, T, D) of time, height and width, one for each part of a head.
+    """Apply `liger_hw.rope` with tables (3, B, T, D) of time, height and width.
 
     Args:
-        mrope_section: how many of the D / 2 angles go by time, height and width.
+        mrope_section: the numbers of the D / 2 angles that use time, height and width.
     """
     return rope(q, k, *(merged_mrope_table(table, mrope_section) for table in (cos, sin)), unsqueeze_dim)
 
 
 def merged_mrope_table(table, mrope_section):
-    """The table (B, T, D) whose parts come in turn from the three of `table` (3, B, T, D)."""
+    """Merge sections of `table` (3, B, T, D) in turn into one (B, T, D)."""
     return torch.cat([part[i % 3] for i, part in enumerate(table.split(list(mrope_section) * 2, -1))], -1)
 
 
@@ -326,7 +326,7 @@ def liger_mhc_post_res(x, f_out, h_post, h_res):
 
 
 def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
-    """The streams after a layer that returned `f_out`, with `return_x_in` also what went into it."""
+    """Return the streams after layer output `f_out`, with `return_x_in` also the layer's input."""
     out = ops_without_kernels.mhc_post_res(x, f_out, h_post, h_res)
     return (out, ops_without_kernels.mhc_pre(x, h_pre)) if return_x_in else out
 
@@ -335,7 +335,7 @@ def liger_mhc_forward(
     x, layer, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
     sinkhorn_eps=1e-6, post_mult=2.0, return_coeffs=False,
 ):  # fmt: skip
-    """Hyper-connections around `layer`: the streams (..., S, C), with `return_coeffs` also the coefficients."""
+    """Apply hyper-connections around `layer`: streams (..., S, C), with `return_coeffs` also coefficients."""
     coefficients = ops_without_kernels.mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )

@@ -1,4 +1,4 @@
-"""`triton_grpo_loss` of `liger_kernel.transformers.grpo_loss`: GRPO and its relatives from logits."""
+"""Compute GRPO and related losses from logits, as `liger_kernel.transformers.grpo_loss`."""
 
 from liger_hw.chunked_loss.functional import items_of_all_ranks, policy_options
 from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss_of_logits, token_weights
@@ -13,7 +13,7 @@ def triton_grpo_loss(
     vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, num_items_in_batch=None, vespo_k_pos=2.0,
     vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
 ):  # fmt: skip
-    """Policy loss of completions from logits. Completions may have any length.
+    """Compute the policy loss of completions of any length from logits.
 
     Args:
         logits: (B, L + 1, V), the last position unused, or (B, L, V).
@@ -22,13 +22,13 @@ def triton_grpo_loss(
         advantages: (B,) or (B, L).
         eps_low, eps_high: `epsilon_low` and `epsilon_high` of `PolicyOptions`.
         inplace: the backward writes the gradient over `logits`, and a second backward raises a RuntimeError.
-        reduce: return the batch's loss, not the tokens'.
+        reduce: return the loss of the batch, not of the tokens.
         num_items_in_batch: as in `LigerFusedLinearGRPOLoss`, with `reduce`.
         others: as in `PolicyOptions`.
 
     Returns:
-        (loss (B, L), KL (B, L) or None where beta is 0, whether it was clipped (B, L)), 0 where masked; with `reduce`
-        (loss, [mean KL where beta is not 0, share of clipped tokens]).
+        (loss (B, L), KL (B, L) or None where beta is 0, whether a token was clipped (B, L)), 0 where masked; with
+        `reduce` (loss, [mean KL where beta is not 0, share of clipped tokens]).
 
     Raises:
         ValueError: shapes that do not fit, an unknown loss type or an option out of range.

@@ -1,7 +1,7 @@
-"""The loss of a causal language model from its last hidden states, under liger_kernel's names.
+"""Compute a causal language model's loss from its last hidden states, under liger_kernel's names.
 
-Patched models do not call these: their own loss function is handed lazy logits (see `loss`). Programs that wrote a
-forward of their own around them do.
+Programs with their own model forward call these functions. Patched models do not: their own loss function gets lazy
+logits (see `loss`).
 """
 
 import torch
@@ -14,7 +14,7 @@ OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scalin
 
 
 def unpack_cross_entropy_result(result):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of what a loss returned; None for what it did not."""
+    """Return (loss, z_loss, token_accuracy, predicted_tokens); None for values that `result` lacks."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     return result, None, None, None
@@ -24,21 +24,21 @@ def fixed_fused_linear_cross_entropy(
     hidden_states, lm_head_weight, target, num_items_in_batch=None, ignore_index=-100, final_logit_softcapping=None,
     accum_dtype=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs,
 ):  # fmt: skip
-    """Mean cross entropy of hidden_states (N, H) under lm_head_weight (V, H), without the logits.
+    """Compute mean cross entropy of hidden_states (N, H), lm_head_weight (V, H) without logits.
 
     Args:
         target: (N,).
-        num_items_in_batch: what to divide the sum by instead of the number of targets that count.
+        num_items_in_batch: divisor of the sum, instead of the number of targets that count.
         final_logit_softcapping: the softcap.
         kwargs: ce_weight, label_smoothing, lse_square_scale, use_token_scaling, bias and logit_scale, as in
-            `liger_hw.fused_linear_cross_entropy`. Others that a trainer passes through are ignored, unless they ask for
-            another loss.
+            `liger_hw.fused_linear_cross_entropy`. Other arguments of a trainer have no effect, except those that ask
+            for another loss.
 
     Returns:
         the loss, or a `CrossEntropyOutput` where a `return_*` is True.
 
     Raises:
-        ValueError: weights of tokens, or another option of a loss that nothing serves.
+        ValueError: weights of tokens, or another option of a loss that no op supports.
     """
     served = {name: kwargs[name] for name in kwargs.keys() & OPTIONS if kwargs[name] is not None}
     refuse_unserved({name: value for name, value in kwargs.items() if name not in served})
@@ -53,8 +53,8 @@ def LigerForCausalLMLoss(
     hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None,
     final_logit_softcapping=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs,
 ):  # fmt: skip
-    """`fixed_fused_linear_cross_entropy` of hidden_states (..., H) and labels (B, T), which are shifted here, or
-    `shift_labels`, which are already. `hidden_size` is H."""
+    """Apply `fixed_fused_linear_cross_entropy` to hidden_states (..., H) and labels (B, T)."""
+    # shift_labels are labels shifted by one position to the left
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return fixed_fused_linear_cross_entropy(

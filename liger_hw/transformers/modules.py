@@ -1,7 +1,7 @@
-"""The ops as modules, under the names, constructors and attributes of `liger_kernel.transformers`.
+"""Define the ops as modules with the names and arguments of `liger_kernel.transformers`.
 
-Arguments by which liger_kernel's kernels reuse memory (`in_place`, `row_mode`) are kept as attributes without effect:
-these modules never write over their caller's tensors.
+Arguments by which liger_kernel's kernels reuse memory (`in_place`, `row_mode`) become attributes without effect: these
+modules never write over their caller's tensors.
 """
 
 import torch
@@ -30,7 +30,7 @@ INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 
 class OptionError(ValueError, AssertionError):
-    """An option out of its range: an AssertionError for programs that expect liger_kernel's."""
+    """Error of an option out of its range; also an AssertionError, as in liger_kernel."""
 
 
 def check_option(condition, message):
@@ -40,7 +40,7 @@ def check_option(condition, message):
 
 
 def initial_weight(init_fn, size):
-    """A parameter of ones or zeros, as `init_fn` says."""
+    """Return a parameter of ones or zeros, as `init_fn` says."""
     check_option(init_fn in INITIALISERS, f"init_fn must be one of {list(INITIALISERS)}. Got: {init_fn!r}")
     return nn.Parameter(INITIALISERS[init_fn](size))
 
@@ -55,7 +55,7 @@ class LigerRMSNorm(nn.Module):
         casting_mode: "llama", "gemma" or "none": see `liger_hw.rms_norm`.
         init_fn: "ones" or "zeros".
         in_place, row_mode: without effect.
-        elementwise_affine: have a weight at all.
+        elementwise_affine: whether to have a weight.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
-    """`fused_add_rms_norm` with its weight; arguments as `LigerRMSNorm`. Returns (normalised sum, sum)."""
+    """`fused_add_rms_norm`, which returns (normalised sum, sum); arguments as `LigerRMSNorm`."""
 
     def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
@@ -92,7 +92,7 @@ class LigerLayerNorm(nn.Module):
     Args:
         hidden_size: width of the rows.
         eps: added to the variance.
-        bias: accepted for compatibility. There is a bias either way, and it starts at zero either way.
+        bias: no effect: the module always has a bias, which starts at zero.
         init_fn: "ones" or "zeros", of the weight.
         impl, mode, backend: None, or a name of Triton: one implementation serves each device.
     """
@@ -112,7 +112,7 @@ class LigerLayerNorm(nn.Module):
 
 
 def require_silu(activation):
-    """Raise a ValueError unless a configuration's activation is SiLU, under either of its names."""
+    """Raise a ValueError unless `activation` is one of SiLU's two names."""
     check(activation in ("silu", "swish"), "config.hidden_act", repr(activation), "silu, swish")
 
 
@@ -132,13 +132,13 @@ class _GatedMLP(nn.Module):
 class LigerSwiGLUMLP(_GatedMLP):
     """down_proj(silu(gate_proj(x)) * up_proj(x)).
 
-    The backward writes over the activations of gate_proj and up_proj, which this module owns: a second backward through
-    the same forward raises a RuntimeError. The input of down_proj is not kept but recomputed (`liger_hw.glu_linear`),
-    unless down_proj is more than a linear layer: an adapter, a quantised or sharded weight, hooks.
+    The backward writes over the outputs of gate_proj and up_proj, which this module owns: a second backward through the
+    same forward raises a RuntimeError. The backward recomputes the input of down_proj (`liger_hw.glu_linear`), unless
+    down_proj has an adapter, a quantised or sharded weight, or hooks.
 
     Args:
         config: has hidden_size, intermediate_size and hidden_act, which must be "silu" or "swish".
-        intermediate_size: in place of config's.
+        intermediate_size: replaces config's.
 
     Raises:
         ValueError: another hidden_act.
@@ -157,7 +157,7 @@ class LigerSwiGLUMLP(_GatedMLP):
 
 
 class LigerGEGLUMLP(_GatedMLP):
-    """down_proj(gelu(gate_proj(x)) * up_proj(x)), GELU by its tanh approximation whatever `config` says.
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), always with the tanh approximation of GELU.
 
     Backward as in `LigerSwiGLUMLP`.
 
@@ -175,8 +175,7 @@ class LigerGEGLUMLP(_GatedMLP):
 class LigerCrossEntropyLoss(nn.Module):
     """`cross_entropy` of logits (N, V) and targets (N,).
 
-    The gradient is computed in the backward, in memory of its own: the logits stay readable, and a second backward
-    is right.
+    The backward writes the gradient to its own memory: the logits stay readable, and a second backward is correct.
 
     Args:
         as in `liger_hw.cross_entropy`.

@@ -1,6 +1,6 @@
-"""Modules of liger_kernel over `ops_without_kernels`: functions of `functional` with their parameters.
+"""Define liger_kernel's modules over `ops_without_kernels`, with their parameters.
 
-LigerReLUSquared alone has a kernel.
+Only LigerReLUSquared has a kernel.
 """
 
 import torch
@@ -33,7 +33,7 @@ class LigerGroupNorm(nn.Module):
     """`torch.nn.GroupNorm`, with the number of channels first.
 
     Args:
-        bias: accepted for compatibility. There is a bias either way, and it starts at zero either way.
+        bias: no effect: the module always has a bias, which starts at zero.
         init_fn: "ones" or "zeros", of the weight.
     """
 
@@ -54,7 +54,7 @@ class LigerGroupNorm(nn.Module):
 
 
 class LigerPolyNorm(nn.Module):
-    """`poly_norm` with its three weights, 1/3 each at first, and its bias, 1 at first."""
+    """`poly_norm` with three weights, initially 1/3 each, and a bias, initially 1."""
 
     def __init__(self, eps=1e-6, in_place=True):
         super().__init__()
@@ -69,8 +69,8 @@ class LigerDyT(nn.Module):
     """`dyt` with its parameters.
 
     Args:
-        beta: have one.
-        init_alpha: alpha at first; gamma is one and beta zero.
+        beta: whether to have beta.
+        init_alpha: initial alpha; initially gamma is one and beta zero.
     """
 
     def __init__(self, hidden_size, beta=True, init_alpha=0.5):
@@ -135,7 +135,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
 
 
 class LigerMultiTokenAttention(nn.Module):
-    """Multi-token attention of scores (B, C, L, L) with its convolution's parameters; arguments as torch.nn.Conv2d."""
+    """Multi-token attention of scores (B, C, L, L); arguments as torch.nn.Conv2d."""
 
     def __init__(
         self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True, sparse=False
@@ -148,7 +148,7 @@ class LigerMultiTokenAttention(nn.Module):
         self.register_parameter("bias", conv.bias)
 
     def reset_parameters(self):
-        """Give weight and bias new random values, as torch.nn.Conv2d does at first."""
+        """Give weight and bias new random values, as torch.nn.Conv2d's constructor does."""
         nn.Conv2d.reset_parameters(self)
 
     def forward(self, scores):
@@ -161,7 +161,7 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     """Self-attention (B, L, H) of each position to its neighbourhood: see `neighborhood_attention`.
 
     Raises:
-        ValueError: heads that do not divide the width, an even kernel size, or an attention mask.
+        ValueError: the heads do not divide the width, the kernel size is even, or the call has an attention mask.
     """
 
     def __init__(self, hidden_size, num_heads, kernel_size=7, dilation=1, bias=True, dropout=0.0, scale=None):
@@ -222,12 +222,12 @@ class LigerFusedNeighborhoodAttentionConfig:
 
 
 class LigerMHC(nn.Module):
-    """Hyper-connections of `hc` streams (..., hc, c) around `layer`, which maps (..., c) to (..., c).
+    """Hyper-connections of streams (..., hc, c) around `layer`: (..., c) -> (..., c).
 
     Args:
         tmax: Sinkhorn iterations.
-        phi_dtype: of the projection that computes the coefficients.
-        allow_fp32: without effect: any dtype is allowed.
+        phi_dtype: dtype of the projection that computes the coefficients.
+        allow_fp32: no effect: any dtype is allowed.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class LigerVocabParallelCrossEntropy(nn.Module):
     """`vocab_parallel_cross_entropy` of logits (S, B, V / ranks) and targets (S, B): fp32 (S, B).
 
     Raises:
-        ValueError: another reduction than "none", or an option out of its range.
+        ValueError: a reduction other than "none", or an option out of its range.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`apply_liger_kernel_to_*`: `patch` under the names and flags of `liger_kernel.transformers.monkey_patch`."""
+"""Define `apply_liger_kernel_to_*`: `patch` with the names and flags of `liger_kernel`."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, 
 
 
 def _function_of(family, defaults, is_open=False):
-    """`apply_liger_kernel_to_<family>` with the parameters `defaults`."""
+    """Return `apply_liger_kernel_to_<family>` with the parameters `defaults`."""
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
         for name, default in defaults.items()
@@ -48,7 +48,7 @@ def _function_of(family, defaults, is_open=False):
 
 
 def _flags(defaults, arguments):
-    """The flags of `patch`: the defaults of a family, changed by the arguments of a call."""
+    """Return the flags of `patch`: a family's defaults with the arguments of a call."""
     flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
     if arguments.get("fused_linear_cross_entropy") and "cross_entropy" not in arguments:
         flags["cross_entropy"] = False  # True is granite's default
@@ -56,7 +56,7 @@ def _flags(defaults, arguments):
 
 
 def class_of(model_type):
-    """A class of models of a family; `patch` takes any of them.
+    """Return one model class of a family; `patch` accepts any of them.
 
     Raises:
         ValueError: the installed transformers has no such model type.
@@ -75,7 +75,7 @@ def class_of(model_type):
 
 
 class _ByModelType(dict):
-    """Model type -> function: the types of `MODEL_TYPES`, and on look-up every other type of transformers."""
+    """Model type -> function, for `MODEL_TYPES` and, on look-up, all other types."""
 
     def __missing__(self, model_type):
         try:
@@ -102,12 +102,12 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
 
 
 def _apply_liger_kernel_to_instance(model, **kwargs):
-    """`liger_hw.patch(model, **kwargs)`, under the name that Hugging Face's Trainer calls. Any model type will do."""
+    """Call `liger_hw.patch(model, **kwargs)`; Hugging Face's Trainer calls this for any model type."""
     return patch(model, **kwargs)
 
 
 def _apply_liger_kernel(model_type, **kwargs):
-    """`apply_liger_kernel_to_<model_type>` without a model, with any flag of `liger_hw.patch`.
+    """Call `apply_liger_kernel_to_<model_type>` without a model, with any flag of `liger_hw.patch`.
 
     Raises:
         ValueError: Hugging Face has no model of that type, or as `liger_hw.patch`.

@@ -1,6 +1,6 @@
-"""Ops of liger_kernel that have no kernel here yet: their definitions in PyTorch, with its gradients.
+"""Define in PyTorch the ops of liger_kernel that have no kernel here.
 
-With them a program that uses such an op runs on any device and with right numbers. They save no memory.
+PyTorch computes their gradients. They give correct results on any device, but save no memory.
 """
 
 import torch
@@ -11,14 +11,13 @@ from liger_hw.checks import KERNEL_DTYPES, check
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.rms_norm import rms_norm
 
-FAR_BELOW = -1e9  # of masked scores in multi-token attention; finite, because a convolution reads them
+FAR_BELOW = -1e9  # masked scores in multi-token attention; finite, because a convolution reads them
 
 
 def poly_norm(x, weight, bias, eps=1e-6):
-    """w0 n(x^3) + w1 n(x^2) + w2 n(x) + b with n(u) = u / sqrt(mean(u^2) + eps), in fp32 (arXiv:2411.03884).
+    """Compute PolyNorm in fp32 (arXiv:2411.03884).
 
-    Args:
-        x: (..., C). weight: (3,). bias: () or (1,).
+    w0 n(x^3) + w1 n(x^2) + w2 n(x) + b with n(u) = u / sqrt(mean(u^2) + eps); x (..., C), weight (3,), bias () or (1,).
     """
     wide = x.float()
     powers = (p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in (wide**3, wide**2, wide))
@@ -26,13 +25,16 @@ def poly_norm(x, weight, bias, eps=1e-6):
 
 
 def dyt(x, alpha, gamma, beta):
-    """gamma tanh(alpha x) + beta, in fp32 (arXiv:2503.10622): x (..., C), alpha (1,), gamma (C,), beta (C,) or None."""
+    """Compute gamma tanh(alpha x) + beta in fp32 (arXiv:2503.10622).
+
+    x (..., C), alpha (1,), gamma (C,), beta (C,) or None.
+    """
     y = gamma.float() * torch.tanh(alpha.float() * x.float())
     return (y if beta is None else y + beta.float()).to(x.dtype)
 
 
 def sparsemax(x, dim=-1):
-    """The projection of `x` on the simplex along `dim` (arXiv:1602.02068)."""
+    """Project `x` on the simplex along `dim` (arXiv:1602.02068)."""
     z = x.float()
     z = z - z.amax(dim, keepdim=True)
     ordered = z.sort(dim, descending=True).values
@@ -46,10 +48,9 @@ def sparsemax(x, dim=-1):
 
 
 def modulated_rms_norm(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama"):
-    """rms_norm(x) (1 + scale) + shift.
+    """Compute rms_norm(x) (1 + scale) + shift.
 
-    Args:
-        x: (..., C). scale, shift: (..., C), of as many rows as x or a divisor: each then serves consecutive rows.
+    x: (..., C). scale, shift: (..., C), whose row count equals or divides that of x: one row serves consecutive rows.
     """
     rows = x.numel() // x.shape[-1]
 
@@ -63,7 +64,7 @@ def modulated_rms_norm(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casti
 
 
 def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    """A convolution over the causal softmax (or sparsemax) of scores (B, C, L, L), masked again (arXiv:2504.00927)."""
+    """Convolve the causal softmax (or sparsemax) of scores (B, C, L, L), mask again (arXiv:2504.00927)."""
     check(not sparse or scores.dtype == torch.float32, "scores", scores.dtype, "torch.float32 with sparse=True")
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     masked = scores.masked_fill(future, FAR_BELOW)
@@ -73,7 +74,7 @@ def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilati
 
 
 def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
-    """Attention (B, heads, L, D) of each position to the `kernel_size` positions around it, `dilation` apart.
+    """Attend (B, heads, L, D) from each position to `kernel_size` positions around it, `dilation` apart.
 
     Raises:
         ValueError: an even kernel size.
@@ -88,9 +89,9 @@ def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=N
 def mhc_coefficients(
     x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
 ):
-    """The coefficients by which hyper-connections (arXiv:2512.24880) mix their streams, in fp32.
+    """Compute the coefficients by which hyper-connections (arXiv:2512.24880) mix streams, in fp32.
 
-    Every parameter takes part in every output: of an output that no loss uses, its gradient is zero, not None.
+    Every parameter is part of every output's graph, so an unused output gives it a gradient of zero, not None.
 
     Args:
         x: (..., S, C), S streams. phi: (S C, S S + 2 S). b: (S S + 2 S,). alpha_*: () or (1,).
@@ -114,17 +115,17 @@ def mhc_coefficients(
 
 
 def mhc_pre(x, h_pre):
-    """sum_i h_pre_i x_i: (..., S, C) and (..., S) -> (..., C)."""
+    """Compute sum_i h_pre_i x_i: (..., S, C) and (..., S) -> (..., C)."""
     return (h_pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
 
 
 def mhc_post_res(x, f_out, h_post, h_res):
-    """sum_i h_res_oi x_i + h_post_o f_out: (..., S, C)."""
+    """Compute sum_i h_res_oi x_i + h_post_o f_out: (..., S, C)."""
     return (h_res @ x.float() + h_post.unsqueeze(-1) * f_out.float().unsqueeze(-2)).to(x.dtype)
 
 
 def attention_residual(blocks, w_query, w_norm, eps=1e-6):
-    """Attention over depth in place of a residual sum (arXiv:2603.15031).
+    """Attend over depth in place of a residual sum (arXiv:2603.15031).
 
     Args:
         blocks: (N, ..., D) or N tensors (..., D), any N. w_query, w_norm: (D,).
@@ -143,10 +144,10 @@ def _product_of_each_group(rows, weights, offs):
 
 
 def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
-    """Mixture of SwiGLU experts: the sum over a token's experts of weight * down(silu(gate) * up).
+    """Compute a mixture of SwiGLU experts: sums of weight * down(silu(gate) * up).
 
-    Torch's grouped matrix products, with the op `swiglu` between them. Where torch's refuse (float64, or rows of H or I
-    values that are no multiple of 16 bytes), a product for each expert, which waits for the device.
+    It uses torch's grouped matrix products, with the op `swiglu` between them. Where torch refuses them (float64, or
+    rows of H or I values that are no multiple of 16 bytes), it uses one product per expert and waits for the device.
 
     Args:
         x: (T, H). gate_up_proj: (E, 2I, H). down_proj: (E, H, I). top_k_index, top_k_weights: (T, K).
@@ -161,14 +162,13 @@ def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
     y = multiply(swiglu(gate, up), down_proj.transpose(1, 2), offs=offsets)
     y = y.float() * top_k_weights.reshape(-1)[order, None].float()
     position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return y[position].view(*top_k_index.shape, -1).sum(1).to(x.dtype)  # not index_add, whose order of sums varies
+    return y[position].view(*top_k_index.shape, -1).sum(1).to(x.dtype)  # not index_add, which sums in varying order
 
 
 def tiled(function, module, x, shards=None):
-    """`function(module, x)` on pieces of the sequence, each recomputed in the backward: x (B, T, H) or (T, H).
+    """Apply `function(module, x)` to pieces of x, recomputed in the backward.
 
-    Args:
-        shards: how many pieces; ceil(T / H) by default.
+    x: (B, T, H) or (T, H). shards: number of pieces along T; default ceil(T / H).
     """
     shards = max(1, shards or -(-x.shape[-2] // x.shape[-1]))
     checkpoint = torch.utils.checkpoint.checkpoint
@@ -177,7 +177,7 @@ def tiled(function, module, x, shards=None):
 
 
 def ce_and_tvd(student_logits, teacher_logits, target, ignore_index=-100):
-    """Cross entropy and total variation distance of each row, fp32 (N,) each, 0 where the target is `ignore_index`."""
+    """Compute cross entropy and total variation distance per row, fp32 (N,), 0 at `ignore_index`."""
     log_q = student_logits.float().log_softmax(-1)
     keep = target != ignore_index
     ce = F.nll_loss(log_q, target, ignore_index=ignore_index, reduction="none")

@@ -1,4 +1,4 @@
-"""Rotary embeddings under the names that liger_kernel has for families whose tables differ."""
+"""Define rotary embeddings under liger_kernel's names for families with other tables."""
 
 from liger_hw.kernels.rope import rope
 from liger_hw.patching.flags import FLAGS
@@ -18,18 +18,18 @@ __all__ = [
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
-    """`liger_hw.rope` with tables (1|B, T, D/2) of a value for each pair, as gpt_oss makes them."""
+    """Apply `liger_hw.rope` with gpt_oss's tables (1|B, T, D/2), one value per pair."""
     return rope(q, k, cos, sin, shared=True)
 
 
 def liger_rotary_pos_emb_vision(q, k, cos, sin):
-    """`liger_hw.rope` of q and k (T, heads, D) with tables (T, D), computed in fp32 and rounded once."""
+    """Rotate q and k (T, heads, D) by tables (T, D) in fp32, rounded once."""
     q, k, cos, sin = (x.unsqueeze(0) for x in (q, k, cos.float(), sin.float()))
     return tuple(x.squeeze(0) for x in rope(q, k, cos, sin, unsqueeze_dim=2, wide=True))
 
 
 def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
-    """Rotation of neighbouring pairs, in fp32 and rounded once.
+    """Rotate neighbouring pairs in fp32, rounded once.
 
     Args:
         xq, xk: (B, T, heads, D).
@@ -40,13 +40,13 @@ def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
 
 
 def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
-    """The same for query and key (B, T, heads, D) of pictures: freqs_ci complex (T, D/2), or with dimensions of 1."""
-    freqs = freqs_ci.reshape(-1, freqs_ci.shape[-1]).to(query.device)
+    """Rotate image query and key (B, T, heads, D) by complex freqs_ci (T, D/2)."""
+    freqs = freqs_ci.reshape(-1, freqs_ci.shape[-1]).to(query.device)  # drops further dimensions of 1
     return liger_llama4_text_rotary_pos_emb(query, key, freqs)
 
 
 def apply_liger_llama4_rope_full(modeling_module):
-    """`liger_hw.patch` of every Llama 4 that is built from now on, its rotary functions alone.
+    """Patch only the rotary functions of every Llama 4 built from now on.
 
     Args:
         modeling_module: `transformers.models.llama4.modeling_llama4`.

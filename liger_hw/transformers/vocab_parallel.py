@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is divided among ranks: PyTorch and three small all-reduces.
+"""Compute cross entropy of a vocabulary sharded over ranks, with three small all-reduces.
 
 Each rank holds V / ranks consecutive columns. loss = log sum exp(x) - x_target, both over all ranks; the gradient of a
 rank's columns, softmax - one-hot, needs no further communication.
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from liger_hw.checks import check
 
-FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which leaves the target out
-MODES = ("global", "partition")  # the smoothed mean over all columns, or over those of the rank
+FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which excludes the target
+MODES = ("global", "partition")  # mean for smoothing over all columns, or over the rank's columns
 
 
 def check_smoothing(label_smoothing, formula, mode):
@@ -54,7 +54,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         log_probs, here, is_here, counts = ctx.saved_tensors
-        # sum of the smoothed target's weights, which each softmax is multiplied by, is 1
+        # the weights of the smoothed target, which multiply each softmax, sum to 1
         gradient = log_probs.exp() - ctx.alpha / ctx.averaged
         gradient.scatter_add_(-1, here, -(1 - ctx.alpha) * is_here.unsqueeze(-1).to(gradient.dtype))
         return (gradient * (grad * counts).unsqueeze(-1)).to(ctx.dtype), *[None] * 6
@@ -63,7 +63,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits, target, group=None, ignore_index=-100, label_smoothing=0.0, formula="pytorch", mode="global"
 ):
-    """Cross entropy of each token where the ranks of `group` hold a part of the vocabulary each, of equal size.
+    """Compute each token's cross entropy; each rank of `group` holds an equal vocabulary shard.
 
     Args:
         logits: (S, B, V / ranks), this rank's columns, in the order of ranks.
@@ -74,10 +74,10 @@ def vocab_parallel_cross_entropy(
         mode: "global" smooths over all columns; "partition" over this rank's, so that ranks differ.
 
     Returns:
-        fp32 (S, B), the same on every rank ("partition" with smoothing apart).
+        fp32 (S, B), equal on every rank except with smoothing in mode "partition".
 
     Raises:
-        ValueError: shapes that do not fit or an option out of its range.
+        ValueError: the shapes do not fit, or an option is out of its range.
     """
     check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
     check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")

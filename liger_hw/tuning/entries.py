@@ -135,7 +135,7 @@ def warn_once(message: str) -> None:
 def kernel_hash(kernel) -> str:
     """Hash the code of a Triton kernel, of its jit functions and their constants.
 
-    Comments, layout and the modules that these are in do not count.
+    Comments, docstrings, layout and the modules that these are in do not count.
     """
     seen, todo = {}, [kernel.fn]
     while todo:
@@ -144,6 +144,9 @@ def kernel_hash(kernel) -> str:
         if name in seen:
             continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        body = tree.body[0].body
+        if ast.get_docstring(tree.body[0]) and len(body) > 1:
+            del body[0]
         words = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(function.__globals__))
         named = {word: function.__globals__[word] for word in words}
         constants = {word: value for word, value in named.items() if isinstance(value, (int, float, str))}

@@ -1,4 +1,4 @@
-"""Runs at the start of every Python below `python -m liger_hw.run`, to give it the stand-in too."""
+"""Install the stand-in in every Python that `python -m liger_hw.run` starts."""
 
 import pathlib
 import sys
@@ -21,7 +21,7 @@ def install_stand_in():
         if error.name != "liger_hw":
             raise
         return  # a Python of another environment
-    install(replace=True)  # whoever set this path has decided
+    install(replace=True)  # PYTHONPATH contains this folder only on request
 
 
 run_the_one_hidden_by_this()
