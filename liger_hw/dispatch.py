@@ -140,7 +140,7 @@ class Function(torch.autograd.Function):
     makes a graph node even where gradients are off: 1.6 us (an x86 CPU) and 5 us (an H200's host).
 
     Attributes:
-        instead: what a program does that needs other derivatives.
+        instead: the advice in the errors below.
 
     Raises:
         RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes; an argument with a

@@ -39,7 +39,10 @@ class Row(NamedTuple):
 
 @triton.jit
 def row_at(X, index, stride, misaligned, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """The row of an index, as a Row. ALIGNED: every row begins at a boundary."""
+    """Return the `Row` of an index.
+
+    ALIGNED: every row begins at a 16-byte boundary.
+    """
     if ALIGNED:
         head, body = 0, cols // VECTOR * VECTOR
     else:
@@ -53,7 +56,7 @@ def row_at(X, index, stride, misaligned, cols: tl.constexpr, VECTOR: tl.constexp
 
 @triton.jit
 def body_pointer(X, index, stride, head, misaligned, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the body of a row begins, with what the compiler must be told: that it is a 16-byte boundary."""
+    """Return the pointer to a row's body, marked for the compiler as a 16-byte boundary."""
     if ALIGNED:
         return X + tl.multiple_of(index * stride, VECTOR)
     elif misaligned is None:
@@ -64,7 +67,7 @@ def body_pointer(X, index, stride, head, misaligned, VECTOR: tl.constexpr, ALIGN
 
 @triton.jit
 def body_mask(row, at, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
-    """Mask of the columns of the body among `at`."""
+    """Mask the columns `at` that lie in the body."""
     if ALIGNED and cols < VECTOR:  # the body is empty, and any COLS would divide its width, 0
         return at < 0
     elif ALIGNED:
@@ -75,7 +78,7 @@ def body_mask(row, at, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def edge_columns(row, cols: tl.constexpr, VECTOR: tl.constexpr):
-    """The columns before and after the body, and which lanes have one."""
+    """Return the columns before and after the body, and the lanes that have one."""
     lane = tl.arange(0, 2 * VECTOR)
     col = tl.where(lane < VECTOR, lane, row.head + row.body + lane - VECTOR)
     return col, tl.where(lane < VECTOR, lane < row.head, col < cols)
@@ -83,7 +86,10 @@ def edge_columns(row, cols: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """To 3 ulp of itself everywhere, as the softcap multiplies its error. (2 sigmoid(2x) - 1 loses small results.)"""
+    """Compute tanh to 3 ulp everywhere, because the softcap multiplies its error.
+
+    2 sigmoid(2x) - 1 loses small results.
+    """
     s = x * x
     small = ((s * 1.57394409e-2 - 5.23025580e-2) * s + 1.33152470e-1) * s - 3.33327681e-1
     large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2_E)) + 1.0)
@@ -92,7 +98,7 @@ def _tanh(x):
 
 @triton.jit
 def score(x, logit_scale, softcap):
-    """z in units of ln 2, and what the softcap multiplied."""
+    """Return z in units of ln 2, and the number that the softcap multiplied."""
     x = x.to(tl.float32)
     if softcap is None:
         return x * (logit_scale * LOG2_E), 0.0

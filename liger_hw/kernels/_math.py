@@ -12,19 +12,25 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """`x` rounded to `dtype`, back in fp32: a 16-bit value never takes part in arithmetic as such."""
+    """Round `x` to `dtype` and return it in fp32.
+
+    No kernel computes with a 16-bit value itself.
+    """
     return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def tanh(x):
-    """No libdevice: it is CUDA's alone and the interpreter lacks it. Absolute error about 1e-7."""
+    """Compute tanh with an absolute error of about 1e-7.
+
+    libdevice has one for CUDA alone, and the interpreter has none.
+    """
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """f(x), rounded to `dtype` as often as torch's operations round it; in fp32."""
+    """Return f(x), rounded to `dtype` after each of torch's operations; in fp32."""
     if ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu_tanh":
@@ -46,7 +52,7 @@ def activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activated_with_slope(x, ACTIVATION: tl.constexpr):
-    """f(x) and f'(x), not rounded."""
+    """Return f(x) and f'(x), not rounded."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
@@ -68,7 +74,10 @@ def activated_with_slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def in_row(col, cols: tl.constexpr, COLS: tl.constexpr):
-    """Mask of the columns that exist; none where COLS divides the width, so that accesses keep their full vectors."""
+    """Mask the columns that exist.
+
+    There is no mask where COLS divides the width, so that accesses keep their full vectors.
+    """
     if cols % COLS == 0:
         return tl.full(col.shape, True, tl.int1)
     else:
@@ -77,7 +86,10 @@ def in_row(col, cols: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def in_tile(row, col, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Mask of a tile; the last tile of rows alone can hold rows that do not exist, and none does where ROWS is 1."""
+    """Mask the elements of a tile that exist.
+
+    Only the last tile of rows can exceed the rows, and none does where ROWS is 1.
+    """
     if ROWS == 1:
         return in_row(col, cols, COLS)
     else:
@@ -86,7 +98,10 @@ def in_tile(row, col, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
 
 @triton.jit
 def load_parameter(P, at, absent, cols: tl.constexpr, COLS: tl.constexpr):
-    """The columns `at` of a weight or bias in its own dtype, which takes fewer registers across a loop; or `absent`."""
+    """Load the columns `at` of a weight or bias; return `absent` without one.
+
+    Its own dtype takes fewer registers across a loop than fp32.
+    """
     if P is not None:
         return tl.load(P + at, in_row(at, cols, COLS), other=0.0)
     else:

@@ -112,7 +112,7 @@ def _load_clamped(
     G, U, row, start, rows, cols, g_stride, u_stride, limit, offset,
     whole: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """gate, up, and both clamped, the offset added."""
+    """Load gate and up; return them, and both clamped with the offset added."""
     dtype: tl.constexpr = G.dtype.element_ty
     if INTERLEAVED:  # load both, then split: accesses to every other value would be one value wide
         mask = _mask(row, rows, 2 * start, 2 * cols, whole, 2 * COLS)

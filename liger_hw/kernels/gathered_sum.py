@@ -28,7 +28,7 @@ def gathered_sum_config(width, itemsize, device):
 
 @triton.jit
 def _term(ROWS, PLACE, W, at, there, col, mask, cols: tl.constexpr):
-    """A row that is there, weighted, or zeros."""
+    """Load a row and multiply it by its weight; return zeros for an absent row."""
     row = tl.load(PLACE + at, there, other=0)
     x = tl.load(ROWS + row * cols + col, mask & there, other=0.0).to(tl.float32)
     if W is not None:

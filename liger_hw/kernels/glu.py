@@ -166,7 +166,7 @@ def glu_backward_config(width, itemsize, read, device):
 
 @triton.jit
 def own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The rows of this program's tile, its first column, and whether all of it exists."""
+    """Return the rows and first column of this program's tile, and whether it is full."""
     blocks = tl.cdiv(cols, COLS)
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
     start = (tl.program_id(0) % blocks).to(tl.int64) * COLS
@@ -175,7 +175,7 @@ def own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _load(U, at, mask):
-    """The up projection, or one where there is none."""
+    """Load the up projection; return 1 without one."""
     if U is not None:
         return tl.load(U + at, mask).to(tl.float32)
     else:

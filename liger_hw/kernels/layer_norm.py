@@ -150,7 +150,7 @@ def layer_norm_forward(
 
 @triton.jit
 def _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride):
-    """The normalised row, the gradient that reaches it and the gradient of the output."""
+    """Load a row; return it normalised, the gradient before the weight and the output's gradient."""
     x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
     dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
     return (x - mean) * rstd, dy * w.to(tl.float32), dy
@@ -193,7 +193,7 @@ def layer_norm_wide_sums(
     X, W, MEAN, RSTD, DY, ALONG, SHIFT, x_stride, dy_stride, cols: tl.constexpr, COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """mean(m normed) and mean(m) of a row too wide for one program's registers."""
+    """Compute mean(m normed) and mean(m) of a row too wide for a program's registers."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     mean, rstd = tl.load(MEAN + row)[:, None], tl.load(RSTD + row)[:, None]
     along, shift = tl.zeros((1, COLS), tl.float32), tl.zeros((1, COLS), tl.float32)

@@ -120,7 +120,10 @@ def rope_rotate_config(heads, half, device):
 
 @triton.jit
 def _load_pairs(X, there, stride, half: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr):
-    """x1 and x2 of the rows that X points to, in fp32. Neighbours at once, and then apart: full vectors."""
+    """Load x1 and x2 of the rows at X, in fp32.
+
+    Neighbours are loaded together and then separated, so that accesses are full vectors.
+    """
     HALF: tl.constexpr = triton.next_power_of_2(half)
     col = tl.arange(0, HALF)[None, :]
     if NEIGHBOURS:
@@ -155,9 +158,10 @@ def _rotate_heads(
     heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr, HEADS_INSIDE: tl.constexpr,
     dtype: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of a token, HEADS at a time, into dense memory. The products are rounded to `dtype`.
+    """Rotate all heads of a token, HEADS at a time, into dense memory.
 
-    A few key heads leave lanes of a tile made for the queries idle; a smaller tile would have narrower accesses.
+    Products are rounded to `dtype`. A few key heads leave lanes of a tile for the queries idle; a smaller tile would
+    have narrower accesses.
     """
     X += batch * batch_stride + token * token_stride
     OUT += batch * (tokens * (heads * head_dim)) + token * (heads * head_dim if HEADS_INSIDE else head_dim)

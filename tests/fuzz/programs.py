@@ -255,12 +255,12 @@ def saved(side, choice):
     side.model.load_state_dict(torch.load(file))
 
 
-def threaded(side, choice):
+def in_a_thread(action, side, choice):
     failures = []
 
     def run():
         try:
-            forward(side, choice)
+            action(side, choice)
         except Exception as error:
             failures.append(error)
 
@@ -269,6 +269,10 @@ def threaded(side, choice):
     thread.join()
     if failures:
         raise failures[0]
+
+
+def threaded(side, choice):
+    in_a_thread(forward, side, choice)
 
 
 def freeze(side, choice):
@@ -365,19 +369,7 @@ def threads(side, choice):
 
 
 def backward_elsewhere(side, choice):
-    failures = []
-
-    def run():
-        try:
-            backward(side, choice)
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    in_a_thread(backward, side, choice)
 
 
 def pickled(side, choice):

@@ -33,7 +33,7 @@ def difference(family, program):
     """What `run` of a program raises, or None."""
     try:
         programs.run(family, program)
-    except Exception as error:  # a Difference, or whatever broke the comparison itself
+    except Exception as error:  # a Difference, or an error of the comparison itself
         return error
 
 

@@ -52,9 +52,9 @@ def cross_entropy_scale_config(cols, itemsize, device):
 @triton.jit
 def _online(x, col, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, best, best_col,
             SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
-    """Take one block into every lane's running maximum, sum of powers, weighted sum and largest logit's place.
+    """Add a block to each lane's running maximum, sums and largest logit's column.
 
-    A lane reduces the vectors it holds and nothing else, so that no lane waits for another before the row's end.
+    A lane reduces its own vectors alone, so that no lane waits for another before the row's end.
     """
     LANES: tl.constexpr = x.shape[0] // VECTOR
     if PREDICT:  # before the softcap, which makes large logits equal; the first of equal ones wins, as in torch.argmax
@@ -77,7 +77,7 @@ def _online(x, col, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, b
 
 @triton.jit
 def _over_lanes(peak, total, smoothed, best, best_col, cols: tl.constexpr):
-    """The row's maximum, sums and largest logit's place, from its lanes'."""
+    """Reduce the lanes' values to the row's maximum, sums and largest logit's column."""
     top = tl.max(peak, 0)
     row_best = tl.max(best, 0)
     best_col = tl.min(tl.where(best == row_best, best_col, cols - 1), 0)
@@ -87,9 +87,9 @@ def _over_lanes(peak, total, smoothed, best, best_col, cols: tl.constexpr):
 @triton.jit
 def _factors(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale,
              inside, cols: tl.constexpr, TOKEN_SCALING: tl.constexpr):  # fmt: skip
-    """What multiplies -log p_y, -w_j log p_j, -sum_j w_j log p_j / sum_j w_j and lse^2 in the loss of a row.
+    """Return the factors of the terms in the loss of a row.
 
-    `distance` is -log2 p_y.
+    The terms are -log p_y, -w_j log p_j, -sum_j w_j log p_j / sum_j w_j and lse^2. `distance` is -log2 p_y.
     """
     of_target = tl.full((), 1.0, tl.float32)
     of_each = tl.full((), 0.0, tl.float32)
@@ -116,10 +116,10 @@ def _factors(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothin
 
 @triton.jit
 def _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr):
-    """dx_j, where `of_power` multiplies 2^(z_j - peak) and every factor has been multiplied by logit_scale.
+    """Return dx_j from factors that logit_scale has multiplied.
 
-    `of_target` is 0 but in the target's column. A peak and a total, and not the one log-sum-exp, whose rounding would
-    be the same relative error in all of a row.
+    `of_power` multiplies 2^(z_j - peak); `of_target` is 0 except in the target's column. Peak and total are
+    separate, as the rounding of a single log-sum-exp would be the same relative error in the whole row.
     """
     z, ratio = score(x, logit_scale, softcap)
     dx = of_power * tl.exp2(z - peak) - of_target
@@ -148,7 +148,7 @@ def _statistics(
     row, WEIGHT, logit_scale, softcap, SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr,
     VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row: its maximum z, sum of powers, weighted sum of z and largest logit's place."""
+    """Walk a row for its maximum z, sums and largest logit's column."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
     peak = tl.full((LANES,), LOWEST, tl.float32)
@@ -183,7 +183,7 @@ def _write_gradient(
     row, x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr,
     cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row from its last block to its first and write the gradient over it."""
+    """Walk a row backwards, block by block, and write the gradient over it."""
     lane = tl.arange(0, COLS)
     tl.debug_barrier()  # every lane has read the whole row and its target's logit
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):

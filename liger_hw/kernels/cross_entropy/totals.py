@@ -16,7 +16,7 @@ def cross_entropy_totals_config(device):
 
 @triton.jit
 def _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, there, classes, ignore_index, MEAN: tl.constexpr, ROWS: tl.constexpr):
-    """What one block adds to the loss, the z-loss, the targets' class weights, a column, and the number of rows."""
+    """Return a block's sums: loss, z-loss, class weights of the targets, a column, rows."""
     loss, z_loss, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     of_targets = tl.zeros((ROWS, 1), tl.float32)
     if MEAN:
@@ -38,7 +38,7 @@ def cross_entropy_totals(
     TARGET, WEIGHT, LOSS, Z_LOSS, LOSS_TOTAL, Z_LOSS_TOTAL, DENOMINATOR, COUNT, rows, classes, ignore_index,
     MEAN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program for all rows, so always in the same order."""
+    """Add up all rows in one program, always in the same order."""
     lane = tl.arange(0, ROWS)
     loss, z_loss, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     of_targets = tl.zeros((ROWS, 1), tl.float32)

@@ -41,7 +41,10 @@ def divergence_of_logits_config(cols, itemsize, device):
 @triton.jit
 def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
           VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Columns of both rows in units of ln 2, -inf beyond both; rows are readable up to a multiple of VECTOR."""
+    """Load columns of both rows in units of ln 2, -inf beyond either's end.
+
+    Rows are readable up to a multiple of VECTOR.
+    """
     if student_cols == teacher_cols and cols % VECTOR == 0:  # nothing to pad
         mask = in_row(at, cols, COLS)
         s, t = tl.load(S + at, mask, other=float("-inf")), tl.load(T + at, mask, other=float("-inf"))
@@ -54,7 +57,7 @@ def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexp
 
 @triton.jit
 def _take(z, peak, total, VECTOR: tl.constexpr):
-    """Take one block into every lane's running maximum and sum of powers, of the vectors that the lane holds."""
+    """Add a block to each lane's running maximum and sum of powers."""
     z = tl.reshape(z, (z.shape[0] // VECTOR, VECTOR))
     higher = tl.maximum(peak, tl.max(z, 1))
     return higher, total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
@@ -62,7 +65,7 @@ def _take(z, peak, total, VECTOR: tl.constexpr):
 
 @triton.jit
 def _log_sum(peak, total):
-    """The logarithm, to the base of 2, of a row's sum, from its lanes'."""
+    """Return log2 of a row's sum from its lanes' maxima and sums."""
     top = tl.max(peak, 0)
     return top + tl.log2(tl.sum(total * tl.exp2(peak - top), 0))
 
@@ -149,7 +152,10 @@ def cosine_of_logits_config(cols, itemsize, device):
 
 @triton.jit
 def _values(X, at, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
-    """Columns of a row, 0 beyond it; rows are readable up to a multiple of VECTOR."""
+    """Load columns of a row, 0 beyond its end.
+
+    Rows are readable up to a multiple of VECTOR.
+    """
     x = tl.load(X + at, in_row(at, (cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
     return tl.where(at < cols, x, 0.0)
 

@@ -31,7 +31,7 @@ def rms_norm_backward_config(cols, itemsize, read, device):
 
 @triton.jit
 def _load_sum(X, RESIDUAL, S, row, at, mask, x_stride, residual_stride, cols: tl.constexpr, STORE: tl.constexpr):
-    """x, or x + residual rounded and, where told, stored: the row that is normalised, in fp32."""
+    """Load x, or x + residual rounded, in fp32; store the sum where STORE."""
     x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
     if RESIDUAL is not None:
         x += tl.load(RESIDUAL + row[:, None] * residual_stride + at, mask, other=0.0).to(tl.float32)
@@ -56,7 +56,10 @@ def rstd_of(mean, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
 
 @triton.jit
 def _factor(w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """w + offset in fp32. Apart from the load, which a loop over rows does once and keeps in 16 bits."""
+    """Return w + offset in fp32.
+
+    A function apart from the load: a loop over rows loads once and keeps 16 bits.
+    """
     w = w.to(tl.float32)
     return rounded(rounded(w, dtype) + offset, dtype) if CASTING == "none" else w + offset
 
@@ -114,7 +117,7 @@ def load_rows(P, row, at, mask, stride):
 
 @triton.jit
 def before_weight(dy, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """m, the gradient of what the weight multiplied."""
+    """Return m, the gradient before the multiplication by the weight."""
     if W is not None:
         return dy * _factor(w, offset, dtype, CASTING)
     else:
@@ -124,7 +127,7 @@ def before_weight(dy, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
 @triton.jit
 def store_ds(DS, DS_OUT, s, m, dy, rstd, mean, row, at, mask, ds_out_stride,
               dtype: tl.constexpr, CASTING: tl.constexpr, cols: tl.constexpr):  # fmt: skip
-    """Store ds, and return what the rows add to dw."""
+    """Store ds, and return the rows' sum for dw."""
     normed = s * rstd
     ds = rstd * (m - normed * mean)
     if DS_OUT is not None:

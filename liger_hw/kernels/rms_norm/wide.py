@@ -43,7 +43,7 @@ def rms_norm_wide_sums(
     S, W, DY, RSTD, MEAN, s_stride, dy_stride, eps, offset, cols: tl.constexpr, CASTING: tl.constexpr,
     COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """rstd and mean(m normed) of a row too wide for one block."""
+    """Compute rstd and mean(m normed) of a row too wide for one block."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     dtype: tl.constexpr = S.dtype.element_ty
     squares, products = tl.zeros((1, COLS), tl.float32), tl.zeros((1, COLS), tl.float32)

@@ -36,15 +36,16 @@ def selective_log_softmax_backward_config(cols, itemsize, device):
 
 @triton.jit
 def _scaled(x, softcap, logit_scale, temperature):
-    """The logits that the softmax sees, in units of ln 2."""
+    """Return the softmax's logits in units of ln 2."""
     return score(x, logit_scale, softcap)[0] * (1.0 / temperature)
 
 
 @triton.jit
 def _powers(z, mask, peak, total, moment, MOMENT: tl.constexpr, VECTOR: tl.constexpr):
-    """Take one block into every lane's running maximum, sum of powers and sum of powers times their exponents.
+    """Add a block to each lane's running maximum and both sums of powers.
 
-    A lane reduces the vectors it holds and nothing else, so that no lane waits for another before the row's end.
+    The second sum multiplies powers by their exponents. A lane reduces its own vectors alone, so that no lane waits for
+    another before the row's end.
     """
     LANES: tl.constexpr = z.shape[0] // VECTOR
     z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
@@ -58,7 +59,7 @@ def _powers(z, mask, peak, total, moment, MOMENT: tl.constexpr, VECTOR: tl.const
 
 @triton.jit
 def _over_lanes(peak, total, moment, MOMENT: tl.constexpr):
-    """The row's maximum and sums, from its lanes'."""
+    """Reduce the lanes' values to the row's maximum and sums."""
     top = tl.max(peak, 0)
     rescale = tl.exp2(peak - top)
     if MOMENT:
@@ -71,7 +72,7 @@ def _statistics(
     row, softcap, logit_scale, temperature, MOMENT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row: its maximum z, sum of powers, and sum of powers times their exponents."""
+    """Walk a row for its maximum z and both sums of powers."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
     peak = tl.full((LANES,), LOWEST, tl.float32)
@@ -129,7 +130,10 @@ def selective_log_softmax_forward(
 
 @triton.jit
 def _gradient(x, col, y, peak, log_total, entropy, of_token, of_power, of_entropy, softcap, logit_scale, temperature):
-    """dx_j; the factors carry logit_scale / temperature, and those of powers 1 / total."""
+    """Return dx_j.
+
+    The factors include logit_scale / temperature, and those of powers 1 / total.
+    """
     z, ratio = score(x, logit_scale, softcap)
     z *= 1.0 / temperature
     power = tl.exp2(z - peak)
