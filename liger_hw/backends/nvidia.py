@@ -44,7 +44,7 @@ ROWS = (
 )
 # fmt: on
 ARCHS = {row.device.arch: row.device for row in ROWS}
-CARDS = {  # part of a card's name -> memory bandwidth in GB/s, from its data sheet; the longest part that fits counts
+CARDS = {  # part of a card's name -> nominal memory bandwidth in GB/s; the longest part that fits counts
     "H100": 3352, "H100 PCIe": 2039, "H100 NVL": 3938, "H800": 3352, "H20": 4000, "H200": 4800, "GH200": 4000,
     "A100-SXM4-80GB": 2039, "A100 80GB PCIe": 1935, "A100-SXM4-40GB": 1555, "A100-PCIE-40GB": 1555, "A30": 933,
     "A6000": 768, "A40": 696, "A10": 600, "RTX 3090": 936, "RTX 3080": 760, "RTX 4090": 1008, "RTX 4080": 717,
