@@ -142,7 +142,7 @@ def test_cards_of_one_architecture_have_their_own_rates(name, sheet, monkeypatch
     checks = {check["what"]: check for check in report(tmp_path)["checks"]}
     assert "DIFFERS" not in capsys.readouterr().out and ("copy rate" in checks) == bool(sheet)
     assert not sheet or f"60% of {sheet} GB/s" in checks["copy rate"]["expected"]
-    assert checks["spills of 1 kernels"]["found"] == "at most 2, in 1 kernels"
+    assert checks["spills of 1 kernels"]["found"] == "k (4 warps, 40 registers): 2"
 
 
 def test_interrupted_it_says_what_was_done_and_leaves_nothing(tmp_path):

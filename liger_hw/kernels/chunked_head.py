@@ -161,7 +161,8 @@ class Gradients:
         self.dx, self.dw, self.db = empty_gradients(head.x, head.weight, head.bias, needs_grad, in_forward)
         self.scales = in_forward and head.x.dtype == torch.float16 and any(needs_grad)
         self.with_kernels, self.of_slice = head.plan.with_kernels, None
-        if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > ROUNDINGS):
+        few = 1 if self.dw.dtype == torch.float16 else ROUNDINGS  # fp16 may overflow between two slices
+        if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > few):
             self.dw = self.dw.new_empty(self.dw.shape, dtype=wide_dtype(self.dw))
         self.db = torch.zeros_like(self.db, dtype=wide_dtype(self.db))
         self.first = True

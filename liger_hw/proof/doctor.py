@@ -28,8 +28,8 @@ from liger_hw.testing import parity
 from liger_hw.testing.cases import model_cases, small_cases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPILLS = 2  # registers a lane that a kernel may spill: Triton versions other than the evidence's spill 8 bytes without
-# a measurable cost (H100, Triton 3.6: 2 registers of one warp of glu_backward)
+SPILLS = 1 / 6  # share of its registers that a kernel may spill: versions of Triton other than the evidence's do
+# without a measurable cost (H200, Triton 3.6: 24 of 168 registers of glu_backward on one warp; swiglu reaches 97%)
 COPY = 0.6  # least share of the data sheet's bandwidth; an H200 copies at 0.88 of its bandwidth
 SHARE = 0.5  # least share of the copy rate, by bytes that must move; an H200's kernels reach 0.6 to 1.0 at most shapes
 LEAST = 2**28  # bytes; the doctor times shapes that move at least this many, so that memory decides their time
@@ -224,10 +224,10 @@ def _about(op, built) -> dict:
 
 def _spills(kernels):
     spilled = sorted({f"{k['kernel']} ({k['num_warps']} warps, {k['registers']} registers): {k['spills']}"
-                      for k in kernels if k["spills"] > SPILLS})  # fmt: skip
-    few = sum(0 < k["spills"] <= SPILLS for k in kernels)
-    shown = "; ".join(spilled) or (f"at most {SPILLS}, in {few} kernels" if few else "none")
-    yield _check(f"spills of {len(kernels)} kernels", f"at most {SPILLS} registers a lane", shown, not spilled)
+                      for k in kernels if k["spills"]})  # fmt: skip
+    good = all(k["spills"] <= SPILLS * k["registers"] for k in kernels)
+    expected = f"at most {SPILLS:.0%} of a kernel's registers"
+    yield _check(f"spills of {len(kernels)} kernels", expected, "; ".join(spilled) or "none", good)
 
 
 def _time(ops, device, found) -> None:

@@ -285,3 +285,22 @@ def test_fp16_compiled(name):
     ours = gradients(compiled, tensors, 2.0**16, torch.float16, None)
     for tensor, e, p, o in zip(("x", "weight"), exact, plain, ours):
         hold(e * 2.0**16, p, o, f"{name} compiled, gradient of {tensor}")
+
+
+@pytest.mark.parametrize("op", ["fused_linear_cross_entropy", "fused_linear_selective_log_softmax"])
+def test_a_sum_of_some_chunks_beyond_fp16(op):
+    """The weight's gradient is -39,000 after the first chunk, would be infinite after the second, and ends at 0."""
+    x = torch.ones(48, FEATURES, dtype=torch.float16, device=DEVICE)
+    w = torch.zeros(67, FEATURES, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    y, options = torch.zeros(48, dtype=torch.long, device=DEVICE), {"chunk_memory": 16 * 72 * 2}
+    losses = (
+        liger_hw.fused_linear_cross_entropy(x, w, y, reduction="none", **options)
+        if op == "fused_linear_cross_entropy"
+        else -liger_hw.fused_linear_selective_log_softmax(x, w, y, **options)
+    )
+    incoming = torch.tensor([2500.0] * 31 + [0.0] + [-2500.0] * 15 + [0.0], device=DEVICE)
+    (losses * incoming).sum().backward()
+    exact = (
+        torch.full((67,), 1 / 67, dtype=torch.float64) - torch.eye(67, dtype=torch.float64)[0]
+    ) * incoming.sum().cpu()
+    torch.testing.assert_close(w.grad[:, 0].double().cpu(), exact, rtol=2**-9, atol=0)
