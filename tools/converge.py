@@ -26,9 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transformers")]
 
 STEPS, LIKELIEST, ROOM = 32, 20, 8
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
-READ = """Each training was compared with the unpatched model's: the losses of all steps, the last log-probabilities and the
-weights. A share of 1 is the difference that `make converge` allows: 8 times what moving every weight by one rounding
-changes.
+READ = """Each training was compared with the unpatched model's: the losses of all steps, the last log-probabilities and
+the weights. A share of 1 is the difference that `make converge` allows: 8 times what moving every weight by one
+rounding changes.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
