@@ -20,8 +20,9 @@ from liger_hw._triton import interpreting
 from liger_hw.dispatch import widen
 from liger_hw.losses.distillation import SOFT_LOSSES
 from liger_hw.losses.engine import logits_loss
-from liger_hw.losses.policy import OBJECTIVES
+from liger_hw.losses.policy import OBJECTIVES, policy_loss_of_logits
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
+from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 SCALES = [2.0**k for k in (0, 8, 16, 24)]
 DTYPES = [torch.float16, torch.bfloat16]
@@ -96,6 +97,21 @@ def policy(x, w, y, **options):
         num_items=ITEMS if divides else None, chunk_memory=MEMORY, **options,
     ).loss  # fmt: skip
     return loss if divides else loss / (ITEMS / y.numel())
+
+
+def policy_of_logits(x, w, y, in_place):
+    old, noise = old_log_probs(x, w, y)
+    loss, *_ = policy_loss_of_logits(
+        linear(x, w), y.clamp(min=0), noise[:, 0].float(), y != -100, old, old - 0.1, in_place=in_place
+    )
+    return loss.sum() / ITEMS
+
+
+def sharded_cross_entropy(x, w, y):
+    logits = linear(x, w)
+    if liger_hw.backends.forced() == "reference":
+        return liger_hw.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / ITEMS
+    return vocab_parallel_cross_entropy(logits, y).sum() / ITEMS
 
 
 def pairs(x, w, y, **options):
@@ -191,6 +207,9 @@ LOSSES = {
         [x, x], w, y, head_weights=(2.0**-18, 2.0**-19), chunk_memory=MEMORY
     ).loss,
     "a preference loss of one's own": own_pairs,
+    "policy_loss_of_logits": lambda x, w, y: policy_of_logits(x, w, y, False),
+    "policy_loss_of_logits in place": lambda x, w, y: policy_of_logits(x, w, y, True),
+    "vocab_parallel_cross_entropy": sharded_cross_entropy,
     "GSPO": lambda x, w, y: policy(x, w, y, loss_type="grpo", importance_sampling_level="sequence"),
     **{f"distillation, {k}": lambda x, w, y, k=k: distil(x, w, y, soft_loss=k) for k in SOFT_LOSSES},
     **{f"policy, {k}": lambda x, w, y, k=k: policy(x, w, y, loss_type=k) for k in OBJECTIVES},
