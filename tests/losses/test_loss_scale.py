@@ -115,7 +115,8 @@ def sharded_cross_entropy(x, w, y):
 
 
 def pairs(x, w, y, **options):
-    options = {"average_log_prob": True, "label_smoothing": 0.1, "chunk_memory": MEMORY} | options
+    smoothing = 0.1 * PAIR_LOSSES[options.get("loss_type", "sigmoid")].smooths
+    options = {"average_log_prob": True, "label_smoothing": smoothing, "chunk_memory": MEMORY} | options
     return liger_hw.preference_loss(x, w, y, **options).loss / 2.0**10
 
 
