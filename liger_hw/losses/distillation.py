@@ -43,6 +43,7 @@ def distillation_loss(
     labels: torch.Tensor | None = None, bias: torch.Tensor | None = None, teacher_bias: torch.Tensor | None = None,
     soft_loss: str = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
     soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
+    accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Compute the mean soft loss to the teacher plus the labels' mean cross entropy.
 
@@ -59,6 +60,7 @@ def distillation_loss(
         temperature: divides both models' logits in the soft loss, not in the hard loss.
         hard_weight, soft_weight: weights of the two losses.
         chunk_memory: bytes that a chunk of both models' logits may take.
+        accum_dtype: as in `logits_loss`.
 
     Returns:
         A `DistillationOutput` in fp32 (fp64 for fp64 inputs).
@@ -99,7 +101,7 @@ def distillation_loss(
             hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
         return soft, hard
 
-    plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias)
+    plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias, accum_dtype=accum_dtype)
     if plan is None:
         soft, hard = by_row(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
         loss = (soft * factors[0] + hard * factors[1]).sum()

@@ -25,15 +25,19 @@ from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_sel
 CHUNK_MEMORY = 512 * MiB
 
 
-def plan_of(chunk_memory, x, *tensors):
+def plan_of(chunk_memory, x, *tensors, accum_dtype=None):
     """Return the plan for the chunks of `x`, or None to use torch operations.
+
+    Args:
+        accum_dtype: None, or torch.float32 to accumulate the weight's gradient in fp32 however few the chunks.
 
     None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
     """
+    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     if traced(x, *tensors) or x.numel() == 0:
         return None
     backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
-    return None if backend == "reference" else Plan(chunk_memory, backend != "cpu")
+    return None if backend == "reference" else Plan(chunk_memory, backend != "cpu", accum_dtype is not None)
 
 
 class LossInForward(GradientsInForward):
@@ -109,7 +113,7 @@ def _scaled_gradient(value, logits, gradients):
 @names_arguments
 def logits_loss(
     loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
-    chunk_memory: float = CHUNK_MEMORY, buffers: float = 4,
+    chunk_memory: float = CHUNK_MEMORY, buffers: float = 4, accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum `loss(logits, *rows)` over all rows of `x`, in one chunk's memory.
 
@@ -122,6 +126,8 @@ def logits_loss(
         buffers: memory that `loss` and its backward take, logits included, in multiples of a chunk's logits. fp16
             inputs add four: autograd differentiates `loss` twice, the second time scaled by a factor from the first
             gradient.
+        accum_dtype: torch.float32 accumulates the weight's gradient in fp32, for 2VH bytes. None: in the weight's
+            dtype, or in fp32 over more than 32 chunks.
 
     Returns:
         the sum, a scalar in the dtype that `loss` returns.
@@ -135,7 +141,7 @@ def logits_loss(
     rows = detached(rows)
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
-    plan = plan_of(chunk_memory, x, weight, bias)
+    plan = plan_of(chunk_memory, x, weight, bias, accum_dtype=accum_dtype)
     if plan is None:
         return loss(torch.nn.functional.linear(x, weight, bias), *rows)
 

@@ -126,7 +126,7 @@ def preference_loss(
             `@pair_loss`). "simpo" and "orpo" expect average_log_prob=True and no reference.
         beta: weight of the log-ratio; more than 0.
         label_smoothing: probability that a pair's order is wrong: 0 to 0.5, more than 0 for "exo_pair" and less than
-            0.5 for "robust". These two, "sigmoid", "simpo", "aot" and "aot_pair" use it.
+            0.5 for "robust". These two, "sigmoid", "simpo", "aot" and "aot_pair" use it; the others take 0 alone.
         alpha: weight of the NLL.
         average_log_prob: average an answer's token log-probabilities instead of summing them.
         ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and head; no gradient.
@@ -148,7 +148,9 @@ def preference_loss(
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
     formula, whole_batch = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
-    check_numbers("0 to 0.5", least=0, most=0.5, label_smoothing=label_smoothing)
+    smooths = getattr(formula.func, "smooths", True)
+    allowed = "0 to 0.5" if smooths else f"0, as {loss_type} has no smoothing"
+    check_numbers(allowed, least=0, most=0.5 if smooths else 0, label_smoothing=label_smoothing)
     check_numbers(alpha=alpha)
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)

@@ -1,7 +1,8 @@
 """Formulas of the preference losses over log-probabilities of whole answers.
 
 A loss type is one function of `Pairs` under `@pair_loss`, or of `Answers` under `@unpaired_loss`. Its parameters with
-a default are its options; their annotations give the types.
+a default are its options; their annotations give the types. A pair loss whose third parameter is not called `smoothing`
+refuses `label_smoothing`.
 """
 
 import functools
@@ -19,7 +20,7 @@ PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 def _registering(losses):
     def decorator(function=None, *, whole_batch=False):
-        """Register a function as the loss type of its name; set its `whole_batch` and `options`.
+        """Register a function as the loss type of its name; set its `whole_batch`, `options` and `smooths`.
 
         Args:
             whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
@@ -29,7 +30,7 @@ def _registering(losses):
             return functools.partial(decorator, whole_batch=whole_batch)
         parameters = inspect.signature(function).parameters
         function.options = {name: p for name, p in parameters.items() if p.default is not p.empty}
-        function.whole_batch = whole_batch
+        function.whole_batch, function.smooths = whole_batch, "smoothing" in parameters
         losses[function.__name__] = function
         return function
 
@@ -88,13 +89,13 @@ def robust(pairs, beta, smoothing):
 
 
 @pair_loss
-def hinge(pairs, beta, smoothing):
+def hinge(pairs, beta, _):
     """Compute SLiC-HF's calibration loss, arXiv:2305.10425, with DPO's margin."""
     return torch.relu(1 - beta * (pairs.c - pairs.r))
 
 
 @pair_loss
-def ipo(pairs, beta, smoothing):
+def ipo(pairs, beta, _):
     """Compute IPO, arXiv:2310.12036 eq. 17."""
     return (pairs.c - pairs.r - 1 / (2 * beta)) ** 2
 
@@ -109,14 +110,14 @@ def exo_pair(pairs, beta, smoothing):
 
 
 @pair_loss
-def nca_pair(pairs, beta, smoothing):
+def nca_pair(pairs, beta, _):
     """Compute NCA for pairs, arXiv:2402.05369."""
     c, r = beta * pairs.c, beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
 @pair_loss(whole_batch=lambda options: options.get("delta") is None)
-def bco_pair(pairs, beta, smoothing, delta: torch.Tensor | float | None = None):
+def bco_pair(pairs, beta, _, delta: torch.Tensor | float | None = None):
     """Compute BCO of pairs, arXiv:2404.04656; `delta` defaults to these pairs' mean reward."""
     c, r = beta * pairs.c, beta * pairs.r
     delta = torch.cat((c, r)).mean().detach() if delta is None else delta
@@ -124,25 +125,25 @@ def bco_pair(pairs, beta, smoothing, delta: torch.Tensor | float | None = None):
 
 
 @pair_loss
-def sppo_hard(pairs, beta, smoothing):
+def sppo_hard(pairs, beta, _):
     """Compute SPPO, arXiv:2405.00675 eq. 4.7, with winning probabilities rounded to 0 or 1."""
     return (pairs.c - 0.5 / beta) ** 2 + (pairs.r + 0.5 / beta) ** 2
 
 
 @pair_loss
-def apo_zero(pairs, beta, smoothing):
+def apo_zero(pairs, beta, _):
     """Compute APO-zero, arXiv:2408.06266 eq. 7: raise the chosen, lower the rejected."""
     return 1 - torch.sigmoid(beta * pairs.c) + torch.sigmoid(beta * pairs.r)
 
 
 @pair_loss
-def apo_down(pairs, beta, smoothing):
+def apo_down(pairs, beta, _):
     """Compute APO-down, arXiv:2408.06266 eq. 8: lower both, the rejected further."""
     return torch.sigmoid(beta * pairs.c) + 1 - torch.sigmoid(beta * (pairs.c - pairs.r))
 
 
 @pair_loss
-def discopop(pairs, beta, smoothing, tau: float = 0.05):
+def discopop(pairs, beta, _, tau: float = 0.05):
     """Compute DiscoPOP, arXiv:2406.08414 eq. 5, the log-ratio modulated loss."""
     check(tau > 0, "tau", tau, "a positive number")
     margin = beta * (pairs.c - pairs.r)
@@ -174,7 +175,7 @@ def log_odds_ratio(pairs):
 
 
 @pair_loss
-def orpo(pairs, beta, smoothing):
+def orpo(pairs, beta, _):
     """Compute ORPO, arXiv:2403.07691 eq. 7 without the NLL, from averaged log-probabilities."""
     return -beta * logsigmoid(log_odds_ratio(pairs))
 

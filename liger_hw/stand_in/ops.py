@@ -1,8 +1,6 @@
 """Define the autograd functions of `liger_kernel.ops`; `apply` calls this library's functions.
 
-Arguments that let liger_kernel's kernels reuse memory or choose an implementation (`in_place`, `row_mode`, `*_impl`,
-`*_mode`, `BLOCK_SIZE`) have no effect. Nor has `compute_params` of tiled MLPs, which tells ZeRO when a gradient is
-complete; it changes no result without ZeRO, and is untested with ZeRO.
+docs/adapters_and_trainers.md lists the arguments without effect, and why that is safe.
 """
 
 import torch
@@ -349,9 +347,10 @@ class LigerMHCCoeffsFunction:
 
     @staticmethod
     def apply(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult):
-        return ops_without_kernels.mhc_coefficients(
-            x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-        )
+        return functional.liger_mhc_coeffs(
+            x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=allow_fp32, tmax=tmax, rms_eps=rms_eps,
+            pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
+        )  # fmt: skip
 
 
 class LigerMHCPreFunction:

@@ -56,9 +56,13 @@ def _tell_observer(op, inputs, backend, error):
 def compare(exact, reference, outputs, name):
     """Compare `outputs` with float64 `exact`; `reference`, in the same dtypes, sets the allowed error.
 
+    Returns:
+        the largest error as a share of the allowed one, 0 to 1.
+
     Raises:
         AssertionError: says which output of `name` differs and by how much.
     """
+    share = 0.0
     _hold(len(outputs) == len(exact) == len(reference), f"{name}: {len(outputs)} outputs, expected {len(reference)}")
     for i, (e, r, out) in enumerate(zip(exact, reference, outputs)):
         label = f"output {i} of {name}"
@@ -83,6 +87,9 @@ def compare(exact, reference, outputs, name):
             allowed = 2 * (norm(r - e) + eps * norm(e))
             error = norm(out - e)
             _hold(error <= allowed, f"{label}: {measure} error {error:.3g}, allowed {allowed:.3g}")
+            if error:
+                share = max(share, (error / allowed).item())
+    return share
 
 
 def _hold(condition, message):

@@ -161,8 +161,11 @@ def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
 def liger_kl_div(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
     """Apply `liger_hw.kl_div` to log-probabilities `input` (N, V) and `target` probabilities (or logarithms).
 
-    `size_average` and `reduce` have no effect.
+    Raises:
+        ValueError: `size_average` or `reduce`, torch's deprecated forms of `reduction`, is False.
     """
+    check(size_average, "size_average", size_average, "True; reduction='sum' sums")
+    check(reduce, "reduce", reduce, "True; reduction='none' keeps the entries")
     return kl_div(input, target, reduction, log_target, eps)
 
 
@@ -180,10 +183,9 @@ def liger_fused_linear_jsd(
     Returns:
         fp32 scalar, the mean over the rows whose label is not `ignore_index`.
     """
-    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     return distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
-        temperature=temperature, hard_weight=0.0, soft_weight=1.0, ignore_index=ignore_index,
+        temperature=temperature, hard_weight=0.0, soft_weight=1.0, ignore_index=ignore_index, accum_dtype=accum_dtype,
     ).loss  # fmt: skip
 
 
@@ -200,12 +202,11 @@ def liger_fused_linear_kl_div(
         shift_labels: (N,) int64 or int32, or None; rows whose label is `ignore_index` do not count.
         reduction: "batchmean" over the rows that count, "mean" over their entries, or "sum".
         eps: lower bound of a probability before its logarithm.
-        accum_dtype: None or torch.float32, which accumulates the weight's gradient in fp32 over several chunks.
+        accum_dtype: None or torch.float32, as in `logits_loss`.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or an option is out of its range.
     """
-    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     fits = shift_labels is None or shift_labels.dtype in TARGET_DTYPES and shift_labels.shape == target.shape[:1]
     check(fits, "shift_labels", shift_labels, f"None, or int64 or int32 of shape ({target.shape[0]},)")
     check_known("reduction", reduction, ("batchmean", "mean", "sum"))
@@ -217,7 +218,7 @@ def liger_fused_linear_kl_div(
         log_q, p = (widen(logits) / temperature).log_softmax(-1), widen(target)
         return (keep * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)).sum()
 
-    total = logits_loss(sum_of_rows, student_input, student_weight, None, (target, keep))
+    total = logits_loss(sum_of_rows, student_input, student_weight, None, (target, keep), accum_dtype=accum_dtype)
     if reduction == "sum":
         return total
     return total / (keep.sum().clamp(min=1) * (target.shape[-1] if reduction == "mean" else 1))
@@ -309,7 +310,13 @@ def liger_mhc_coeffs(
     x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
     sinkhorn_eps=1e-6, post_mult=2.0,
 ):  # fmt: skip
-    """See `mhc_coefficients` of `ops_without_kernels`. `allow_fp32` has no effect: any dtype of x is allowed."""
+    """Compute `mhc_coefficients` of `ops_without_kernels`.
+
+    Raises:
+        AssertionError: x is neither bf16 nor fp16, and `allow_fp32` is False, as in liger_kernel.
+    """
+    if not allow_fp32 and x.dtype not in (torch.bfloat16, torch.float16):
+        raise AssertionError(f"x should be BF16/FP16 (set allow_fp32=True for FP32), got {x.dtype}")
     return ops_without_kernels.mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
@@ -336,9 +343,10 @@ def liger_mhc_forward(
     sinkhorn_eps=1e-6, post_mult=2.0, return_coeffs=False,
 ):  # fmt: skip
     """Apply hyper-connections around `layer`: streams (..., S, C), with `return_coeffs` also coefficients."""
-    coefficients = ops_without_kernels.mhc_coefficients(
-        x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    )
+    coefficients = liger_mhc_coeffs(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=allow_fp32, tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps,
+        sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
+    )  # fmt: skip
     h_pre, h_post, h_res = coefficients
     x_in = ops_without_kernels.mhc_pre(x, h_pre)
     first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None

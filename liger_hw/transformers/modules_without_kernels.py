@@ -227,7 +227,7 @@ class LigerMHC(nn.Module):
     Args:
         tmax: Sinkhorn iterations.
         phi_dtype: dtype of the projection that computes the coefficients.
-        allow_fp32: no effect: any dtype is allowed.
+        allow_fp32: whether x may be wider than bf16 and fp16.
     """
 
     def __init__(
@@ -249,8 +249,9 @@ class LigerMHC(nn.Module):
     def forward(self, x):
         check(x.shape[-2:] == (self.hc, self.c), "x", tuple(x.shape), f"(..., {self.hc}, {self.c})")
         return functional.liger_mhc_forward(
-            x, self.layer, self.phi, self.b, self.alpha_pre, self.alpha_post, self.alpha_res, tmax=self.tmax,
-            rms_eps=self.rms_eps, pre_eps=self.pre_eps, sinkhorn_eps=self.sinkhorn_eps, post_mult=self.post_mult,
+            x, self.layer, self.phi, self.b, self.alpha_pre, self.alpha_post, self.alpha_res,
+            allow_fp32=self.allow_fp32, tmax=self.tmax, rms_eps=self.rms_eps, pre_eps=self.pre_eps,
+            sinkhorn_eps=self.sinkhorn_eps, post_mult=self.post_mult,
         )  # fmt: skip
 
     def extra_repr(self):

@@ -7,6 +7,7 @@ from liger_hw import use_backend
 from liger_hw.losses.engine import logits_loss
 from liger_hw.losses.sequences import token_loss
 from liger_hw.testing.inputs import randn, targets
+from liger_hw.transformers import functional
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -113,3 +114,27 @@ def test_bad_input():
         token_loss(formula, x, w, y[:3])
     with pytest.raises(ValueError, match="x: "):
         token_loss(formula, x[None], w, y[None])
+
+
+def test_accum_dtype():
+    """With torch.float32 the weight's gradient is rounded once, and not once a chunk."""
+    x, w, teacher_x, teacher_w = (torch.randn(size).abs() for size in ((640, 8), (31, 8), (640, 4), (31, 4)))
+    x, w, teacher_x, teacher_w = (t.bfloat16() for t in (x, w / 8, teacher_x, teacher_w))
+    target = (teacher_x @ teacher_w.T).float().softmax(-1)
+
+    def gradient(function, dtype, **options):
+        leaf = w.to(dtype).requires_grad_()
+        return torch.autograd.grad(function(x.to(dtype), leaf, **options), leaf)[0].double()
+
+    for function in (
+        lambda x, w, **options: logits_loss(lambda logits: logits.float().sum(), x, w, **options),
+        lambda x, w, **o: functional.liger_fused_linear_jsd(x, w, teacher_x.to(x), teacher_w.to(x), **o),
+        lambda x, w, **o: functional.liger_fused_linear_kl_div(x, w, target, **o),
+    ):
+        exact = gradient(function, torch.float64)
+        by_chunk, once = (
+            (gradient(function, torch.bfloat16, accum_dtype=dtype) - exact).norm() for dtype in (None, torch.float32)
+        )
+        assert once < 0.8 * by_chunk, (once, by_chunk)
+        with pytest.raises(ValueError, match="accum_dtype"):
+            gradient(function, torch.bfloat16, accum_dtype=torch.bfloat16)

@@ -77,14 +77,18 @@ def answers_of(x, w, labels, bias, average):
     return total / (labels != -100).sum(-1).clamp(min=1) if average else total
 
 
-def whole(loss_type, labels, average, alpha, beta=0.3, smoothing=0.1):
+def smoothing_of(loss_type):
+    return 0.1 * PAIR_LOSSES[loss_type].smooths
+
+
+def whole(loss_type, labels, average, alpha, beta=0.3):
     """The loss and everything beside it, by all logits at once."""
 
     def function(x, w, b, *ref):
         policy = answers_of(x, w, labels, b, average)
         reference = answers_of(ref[0], ref[1], labels, ref[2], average) if ref else torch.zeros_like(policy)
         (c, r), (C, R), half = policy.chunk(2), reference.chunk(2), len(x) // 2
-        loss = PUBLISHED[loss_type](c, r, C, R, beta, smoothing).mean()
+        loss = PUBLISHED[loss_type](c, r, C, R, beta, smoothing_of(loss_type)).mean()
         nll = -token_log_probs(x[:half], w, labels[:half], b)[0].sum() / (labels[:half] != -100).sum().clamp(min=1)
         logits = F.linear(x.double(), w.double(), None if b is None else b.double())
         nll = nll if alpha else nll * 0
@@ -94,11 +98,11 @@ def whole(loss_type, labels, average, alpha, beta=0.3, smoothing=0.1):
     return function
 
 
-def fused(loss_type, labels, average, alpha, memory, beta=0.3, smoothing=0.1):
+def fused(loss_type, labels, average, alpha, memory, beta=0.3):
     def function(x, w, b, *ref):
         ref = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
         options = {"average_log_prob": average, "chunk_memory": memory, **ref}
-        return preference_loss(x, w, labels, b, loss_type, beta, smoothing, alpha, **options)
+        return preference_loss(x, w, labels, b, loss_type, beta, smoothing_of(loss_type), alpha, **options)
 
     return function
 
@@ -189,7 +193,7 @@ def test_reference_log_probs_are_its_hidden_states(engine, device):
 def test_nothing_to_learn_from(loss_type, device):
     """Ignored labels, an empty answer and one pair give finite values and zero gradients."""
     (x, w, b), _, labels = case(2, device=device)
-    options = {"average_log_prob": True, "alpha": 1.0, "label_smoothing": 0.1}
+    options = {"average_log_prob": True, "alpha": 1.0, "label_smoothing": smoothing_of(loss_type)}
     loss = preference_loss(x, w, torch.full_like(labels, -100), b, loss_type, **options).loss
     loss.backward()
     assert loss.isfinite() and x.grad.abs().sum() == w.grad.abs().sum() == 0
@@ -213,7 +217,7 @@ def extremes(device):
 
 @pytest.mark.parametrize("loss_type", PAIR_LOSSES)
 def test_extreme_logits(loss_type, engine, device):
-    beta, smoothing = 1e-3, 0.1
+    beta, smoothing = 1e-3, smoothing_of(loss_type)
     for x, w, labels in extremes(device):
         loss = preference_loss(x, w, labels, None, loss_type, beta, smoothing, average_log_prob=True).loss
         loss.backward()
@@ -231,7 +235,7 @@ def test_extreme_logits(loss_type, engine, device):
 def test_extreme_margins(loss_type, engine, device):
     """Of +-2,000: a power of that is infinite, also in fp64."""
     for x, w, labels in extremes(device):
-        loss = preference_loss(x, w, labels, None, loss_type, 0.1, 0.1, average_log_prob=True).loss
+        loss = preference_loss(x, w, labels, None, loss_type, 0.1, smoothing_of(loss_type), average_log_prob=True).loss
         loss.backward()
         assert loss.isfinite() and x.grad.isfinite().all() and w.grad.isfinite().all()
         if loss_type == "discopop":
@@ -278,7 +282,7 @@ def test_only_what_asks_gets_a_gradient(engine, device):
 def test_second_backward(loss_type, device):
     """It is right, or it says that there is none."""
     (x, w, b), _, labels = case(device=device)
-    loss = preference_loss(x, w, labels, b, loss_type, average_log_prob=True, label_smoothing=0.1).loss
+    loss = preference_loss(x, w, labels, b, loss_type, 0.1, smoothing_of(loss_type), average_log_prob=True).loss
     (once,) = torch.autograd.grad(loss, x, retain_graph=True)
     if needs_whole_batch(PAIR_LOSSES[loss_type], {}):
         assert torch.equal(once, torch.autograd.grad(loss, x)[0])
@@ -377,6 +381,7 @@ def test_compiles(device):
         ("label_smoothing", {"label_smoothing": 0.6}),
         ("label_smoothing", {"label_smoothing": 0.0, "loss_type": "exo_pair"}),
         ("label_smoothing", {"label_smoothing": 0.5, "loss_type": "robust"}),
+        *(("label_smoothing", {"label_smoothing": 0.1, "loss_type": k}) for k in ("hinge", "ipo", "discopop")),
         ("unknown option 'gamma'", {"gamma": 1.0}),
         ("tau", {"tau": 0.0, "loss_type": "discopop"}),
         ("ref_log_probs", {"ref_log_probs": torch.zeros(5)}),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.stand_in import ops, passes
+from liger_hw.stand_in.ops import apply_tiled_mlp
 from liger_hw.transformers import functional, modules_without_kernels, ops_without_kernels
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -128,12 +129,13 @@ def test_neighborhood_attention(dilation):
 
 def test_hyper_connections():
     layer = torch.nn.Linear(4, 4, bias=False)
-    module = modules_without_kernels.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32)
+    module = modules_without_kernels.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
     torch.nn.init.normal_(module.phi), torch.nn.init.normal_(module.b)
     x = random(2, 5, 3, 4)
     out, (pre, post, res) = functional.liger_mhc_forward(
-        x, layer, module.phi, module.b, module.alpha_pre, module.alpha_post, module.alpha_res, return_coeffs=True
-    )
+        x, layer, module.phi, module.b, module.alpha_pre, module.alpha_post, module.alpha_res, allow_fp32=True,
+        return_coeffs=True,
+    )  # fmt: skip
     assert torch.equal(out, module(x)) and (0 < pre).all() and (pre < 1).all() and (post < 2).all()
     torch.testing.assert_close(res.sum(-1), torch.ones(2, 5, 3), rtol=0, atol=0.1)  # 20 iterations
     torch.testing.assert_close(res.sum(-2), torch.ones(2, 5, 3), rtol=1e-5, atol=1e-5)
@@ -145,13 +147,15 @@ def test_hyper_connections():
     expected = torch.einsum("btos,btsc->btoc", res, x) + torch.einsum("bts,btc->btsc", post, f)
     alike(out, expected, x, layer.weight, module.phi, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(functional.liger_mhc_apply(x, f, pre, post, res, return_x_in=True)[0], out)
+    with pytest.raises(AssertionError, match="x should be BF16/FP16"):
+        modules_without_kernels.LigerMHC(layer, hc=3, c=4)(x)
 
 
 @pytest.mark.parametrize("used", range(3))
 def test_parameters_of_unused_hyper_connections_have_a_gradient_of_zero(used):
-    module = modules_without_kernels.LigerMHC(torch.nn.Identity(), hc=3, c=4, phi_dtype=torch.float32)
+    module = modules_without_kernels.LigerMHC(torch.nn.Identity(), hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
     alphas = [module.alpha_pre, module.alpha_post, module.alpha_res]
-    outputs = functional.liger_mhc_coeffs(random(2, 3, 4), module.phi, module.b, *alphas)
+    outputs = functional.liger_mhc_coeffs(random(2, 3, 4), module.phi, module.b, *alphas, allow_fp32=True)
     gradients = torch.autograd.grad(outputs[used].square().sum(), alphas)
     assert [bool(g) for g in gradients] == [i == used for i in range(3)]
 
@@ -324,3 +328,21 @@ def test_embedding():
     table, indices = modules_without_kernels.LigerEmbedding(7, 4, padding_idx=2), torch.tensor([[1, 2, 6]])
     assert not table.weight[2].any()
     torch.testing.assert_close(table(indices), table.weight[indices])
+
+
+def test_a_parameter_of_a_tiled_mlp_gets_one_whole_gradient():
+    """So `compute_params`, by which ZeRO learns that a gradient is complete, needs no effect."""
+    layer, x = torch.nn.Linear(4, 4), random(7, 4)
+    whole = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    apply_tiled_mlp(lambda module, x: module(x), layer, x, 3, [layer.weight]).square().sum().backward()
+    (gradient,) = seen
+    torch.testing.assert_close(gradient, whole)
+
+
+@pytest.mark.parametrize("name", ["size_average", "reduce"])
+def test_deprecated_reductions_of_kl_div(name):
+    q, p = random(3, 5).log_softmax(-1), random(3, 5).softmax(-1)
+    with pytest.raises(ValueError, match=f"{name}: got False, .*reduction="):
+        functional.liger_kl_div(q, p, **{name: False})
