@@ -20,12 +20,12 @@ def parameters(meta: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in meta.items())
 
 
-def progress(console=None):
+def progress():
     """Make a progress bar of rich's: task, share done, count, time and a note."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
+    bars = Progress(*columns, TextColumn("{task.fields[note]}"))
     return bars if bars.console.is_terminal else _Lines(bars)
 
 

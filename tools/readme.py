@@ -3,6 +3,7 @@
     python tools/readme.py benchmarks/h200.json ...                     the README, of `liger-hw bench [train]`
     python tools/readme.py docs/models_speed.md benchmarks/models.json ...  whole models, of `liger-hw bench train`
     python tools/readme.py docs/losses.md benchmarks/h200-losses.json   losses, of `liger-hw bench losses`
+    python tools/readme.py docs/distributed.md benchmarks/distributed-4xh200.json  of `liger-hw bench distributed`
 
 The text between the page's two markers is replaced. Pictures go beside the results.
 """
@@ -76,13 +77,39 @@ def operations(benchmark: dict, stem: Path) -> str:
     return "\n\n".join([lead, markdown(header, rows), *pictures])
 
 
-def training(benchmark: dict, stem: Path) -> str:
-    rows = [[cell or " " for cell in row] for row in formatting.training_rows(benchmark)]
+def training(benchmark: dict, stem: Path, sharded: list[dict]) -> str:
+    """Return the table and pictures of training steps; of each sharded run, the longest steps that all can train."""
+    rows = formatting.training_rows(benchmark)
     pictures = [_save(figure, stem, name) for name, figure in charts.training_figures(benchmark)]
     lead = (
-        f"Training steps, {formatting.facts(benchmark)['device']}, {benchmark['date']}, every model in its own process:"
+        f"Training steps, {formatting.facts(benchmark)['device']}, {benchmark['date']}, every model in its own process"
     )
-    return "\n\n".join([lead, markdown(formatting.TRAINING, rows), *pictures])
+    for run in sharded:
+        steps = formatting.by_setting(run)
+        timed = [label for label, records in steps.items() if not any("error" in r for r in records.values())]
+        rows += formatting.training_rows(run | {"results": list(steps[timed[-1]].values())})
+        gpus = run["results"][0]["gpus"]
+        lead += f"; on {gpus} of them, {run['date']}, tokens/s and memory of one"
+    rows = [[cell or " " for cell in row] for row in rows]
+    return "\n\n".join([f"{lead}:", markdown(formatting.TRAINING, rows), *pictures])
+
+
+def sharded_table(benchmark: dict) -> str:
+    """Return the table of a run of `liger-hw bench distributed`: a row for each length."""
+    rows = []
+    for records in formatting.by_setting(benchmark).values():
+        ours, cells, gains = records[OURS], [], []
+        for record in map(records.get, TRAINED):
+            if "error" in record:
+                cells.append("" if record["error"].startswith("not tried") else record["error"])
+                gains.append("")
+                continue
+            cells.append(f"{record['tokens_per_second']:,.0f}, {formatting.memory(record)}")
+            speed = ours["tokens_per_second"] / record["tokens_per_second"]
+            gains.append(f"{speed:.3f}x, {(record['peak_bytes'] - ours['peak_bytes']) / 2**30:+.1f} GiB")
+        rows.append([f"{ours['seq']:,}", *cells, *gains[:-1]])  # without ours over ours
+    header = ["tokens of a sequence", "plain", "liger-kernel", "liger_hw", "over plain", "over liger-kernel"]
+    return markdown(header, rows)
 
 
 def _save(figure, stem: Path, name: str) -> str:
@@ -157,15 +184,19 @@ def main(files) -> None:
     files = [Path(file) for file in files]
     if files[0].suffix == ".md":
         benchmarks = [json.loads(file.read_text()) for file in files[1:]]
+        if "engine" in benchmarks[0]["results"][0]:
+            return insert(files[0], "\n\n".join(map(sharded_table, benchmarks)), TOOL)
         of_losses = any("gradient_bytes" in record for record in benchmarks[0]["results"])
         return insert(files[0], losses_table(benchmarks) if of_losses else models(benchmarks), TOOL)
     benchmarks = {file.with_suffix(""): json.loads(file.read_text()) for file in files}
     parts = [operations(benchmark, stem) for stem, benchmark in benchmarks.items() if "ceilings" in benchmark]
-    training_runs = {stem: benchmark for stem, benchmark in benchmarks.items() if "ceilings" not in benchmark}
+    steps = {stem: benchmark for stem, benchmark in benchmarks.items() if "ceilings" not in benchmark}
+    sharded = [benchmark for benchmark in steps.values() if "engine" in benchmark["results"][0]]
+    training_runs = {stem: benchmark for stem, benchmark in steps.items() if benchmark not in sharded}
     if training_runs:
         stem, first = next(iter(training_runs.items()))
         results = [result for benchmark in training_runs.values() for result in benchmark["results"]]
-        parts.append(training(first | {"results": results}, stem))
+        parts.append(training(first | {"results": results}, stem, sharded))
     insert(ROOT / "README.md", "\n\n".join(parts), TOOL)
 
 

@@ -1,13 +1,12 @@
 """Draw the results of a benchmark as charts and write them into one HTML file."""
 
-import base64
 import html
 import io
 from pathlib import Path
 
-from liger_hw.bench import formatting
+from liger_hw.bench import formatting, pages
+from liger_hw.bench.formatting import size
 from liger_hw.bench.peers import FLOOR, OURS
-from liger_hw.bench.report import STYLE, definitions, pictures_style, size
 
 COLOURS = {
     OURS: "#e4572e", "liger": "#3d7ea6", "compile": "#5b9e6f", "torch": "#b08fc7", "eager": "#8b93a1",
@@ -16,8 +15,24 @@ COLOURS = {
 WIDE = """
 main { max-width: 76rem; } td, th { padding: .3rem .55rem; font-size: .85rem; white-space: nowrap; }
 td:nth-child(-n+3), th:nth-child(-n+3) { text-align: left; }
-.scroll { overflow-x: auto; } .bad { color: #b3261e; white-space: pre-wrap; } img { max-width: 100%; width: auto; }
+.bad { color: #b3261e; white-space: pre-wrap; } img { max-width: 100%; width: auto; }
 """
+
+
+def pictures_style():
+    """Import matplotlib.pyplot, without a display and in the style of our pages."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({
+        "font.family": "sans-serif", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.edgecolor": "#c3c8d1", "axes.labelcolor": "#4a5160", "xtick.color": "#4a5160", "ytick.color": "#4a5160",
+        "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlecolor": "#1d2430",
+        "axes.grid.axis": "y", "grid.color": "#eceef2", "axes.axisbelow": True, "savefig.dpi": 160,
+    })  # fmt: skip
+    return pyplot
 
 
 def figures(benchmark: dict):
@@ -155,21 +170,17 @@ def picture(figure, kind: str) -> bytes:
 
 def write(benchmark: dict, file: Path) -> Path:
     """Write the HTML page of `operations`' results."""
-    limit = (
-        "The limit of a time is the time of the bytes at this machine's copy rate or of the operations at its matrix \
-product rate: the longer of the two."
-    )
-    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in formatting.problems(benchmark))
+    limit = "The limit of a time is the time of the bytes at this machine's copy rate or of the operations at its " \
+        "matrix product rate: the longer of the two."  # fmt: skip
     grouped = formatting.by_shape(benchmark)
     every = [[*key, name, *_numbers(record)] for key, records in grouped.items() for name, record in records.items()]
     header = ["op", "shape", "mode", "provider", "median", "p20", "p80", "rounds", "kernels alone", "of the limit",
               "memory", "how"]  # fmt: skip
     tables_of_numbers = f"""
-<h2>Against the fastest peer</h2><div class="scroll">{_table(formatting.HEADER, formatting.rows(benchmark))}</div>
-<h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>
-<div class="scroll">{_table(header, every)}</div>"""
+<h2>Against the fastest peer</h2>{pages.table(formatting.HEADER, formatting.rows(benchmark))}
+<h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>{pages.table(header, every)}"""
     notes = {name: note for name, note in benchmark["providers"].items() if note}
-    return _page(benchmark, file, limit, bad, figures(benchmark), tables_of_numbers, notes)
+    return _page(benchmark, file, limit, (), figures(benchmark), tables_of_numbers, notes)
 
 
 def training_figures(benchmark: dict):
@@ -207,48 +218,25 @@ def write_training(benchmark: dict, file: Path, lead: str, header, rows, problem
         header, rows: the table.
         problems: lines of warnings.
     """
-    numbers = f'<div class="scroll">{_table(header, rows)}</div>'
-    problems = [*problems, *([] if benchmark["complete"] else ["interrupted: some measurements are missing"])]
-    bad = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in problems)
-    return _page(benchmark, file, lead, bad, training_figures(benchmark), numbers, {})
+    return _page(benchmark, file, lead, problems, training_figures(benchmark), pages.table(header, rows), {})
 
 
-def _page(benchmark, file, lead, bad, drawn, numbers, notes) -> Path:
-    pictures = ""
-    for name, figure in drawn:
-        data = base64.b64encode(picture(figure, "svg")).decode()
-        pictures += f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">\n'
+def _page(benchmark, file, lead, warnings, drawn, numbers, notes) -> Path:
+    lines = (html.escape(line) for line in (*warnings, *formatting.problems(benchmark)))
+    bad = "".join(f'<p class="bad">{line}</p>' for line in lines)
     about = formatting.facts(benchmark)
-    peers = f"<h2>The peers</h2>{definitions(notes)}" if notes else ""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>liger-hw bench</title><style>{STYLE}{WIDE}</style>
-<main><h1>liger-hw bench</h1>
-<p class="lead">{html.escape(about["device"])}, {html.escape(benchmark["date"])}. {lead}</p>
+    pictures = "".join(pages.image(name, picture(figure, "svg"), "svg+xml") for name, figure in drawn)
+    peers = f"<h2>The peers</h2>{pages.definitions(notes)}" if notes else ""
+    content = f"""<p class="lead">{html.escape(about["device"])}, {html.escape(benchmark["date"])}. {lead}</p>
 {bad}{pictures}{numbers}
-<h2>The run</h2>{definitions(about)}
-{peers}
-</main></html>
-""", encoding="utf-8")  # fmt: skip
-    return file
+<h2>The run</h2>{pages.definitions(about)}
+{peers}"""
+    return pages.write(file, "liger-hw bench", content, WIDE)
 
 
-def _numbers(record) -> list[str]:
+def _numbers(record) -> list:
     times = [formatting.number(record[key]) for key in ("median", "p20", "p80")]
     kernels = formatting.number(record["gpu"]) if record.get("gpu") else ""
     how = "full - fwd" if record.get("derived") else ""
-    return [
-        *times,
-        str(record["rounds"]),
-        kernels,
-        formatting.percent(record.get("share")),
-        formatting.memory(record),
-        how,
-    ]
-
-
-def _table(header, rows) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    share = formatting.percent(record.get("share"))
+    return [*times, record["rounds"], kernels, share, formatting.memory(record), how]

@@ -66,6 +66,15 @@ MODELS = {
 }  # fmt: skip
 
 
+def step(model, optimizer, **batch):
+    """Make one optimiser step; return its loss, on the device."""
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 @dataclass
 class Run:
     """One model in training.
@@ -91,12 +100,7 @@ class Run:
     loss_bytes: int = 0
 
     def step(self, batch):
-        """Make one optimiser step; return its loss, on the device."""
-        self.optimizer.zero_grad()
-        loss = self.model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        return step(self.model, self.optimizer, input_ids=batch, labels=batch)
 
     def release(self):
         self.model = self.optimizer = None

@@ -15,12 +15,11 @@ from statistics import mean
 import torch
 
 from liger_hw.bench import formatting, sharded, training
+from liger_hw.bench.formatting import size
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
-from liger_hw.bench.report import size
 from liger_hw.bench.run_file import environment, saved_at_end, write
 from liger_hw.bench.training import EAGER, LIGER
-from liger_hw.console import table
 from liger_hw.spelling import check_known
 
 PEERS = (EAGER, LIGER)
@@ -188,10 +187,3 @@ def disagreements(benchmark: dict) -> list[str]:
             losses = ", ".join(f"{name} {loss:.5f}" for name, loss in first.items())
             lines.append(f"RED: {label}: the losses of the same weights and tokens differ: {losses}")
     return lines
-
-
-def show(benchmark: dict) -> str:
-    """Return the text for a terminal."""
-    lines = [f"{name}: {value}" for name, value in formatting.facts(benchmark).items()]
-    lines += ["", table(HEADER, rows(benchmark)), *disagreements(benchmark)]
-    return "\n".join(lines if benchmark["complete"] else [*lines, "interrupted: some measurements are missing"])

@@ -1,10 +1,15 @@
 """Format the results of a benchmark as text, and the changes between two runs."""
 
 from liger_hw.bench.peers import FLOOR, OURS
-from liger_hw.bench.report import size
 from liger_hw.console import table
 
+MiB = 2**20
 NOISE = 0.03  # smaller changes are not listed, nor changes within both runs' spreads
+
+
+def size(bytes_: float) -> str:
+    """Format a number of bytes: "184 MiB", "16.9 GiB"."""
+    return f"{bytes_ / MiB:,.0f} MiB" if bytes_ < 10 * 1024 * MiB else f"{bytes_ / MiB / 1024:,.1f} GiB"
 
 
 def by_shape(benchmark: dict) -> dict:
@@ -88,6 +93,9 @@ def facts(benchmark: dict) -> dict[str, str]:
     if "ceilings" in benchmark:
         lines["copy"] = f"{benchmark['ceilings']['bytes_per_second'] / 1e12:.3f} TB/s, read and written"
         lines["matrix product"] = f"{benchmark['ceilings']['flops_per_second'] / 1e12:.2f} TFLOP/s"
+    if benchmark.get("parity"):
+        green = sum(result["cases"] for result in benchmark["parity"].values() if not result["error"])
+        lines["parity"] = f"{green} cases pass"
     lines["versions"] = ", ".join(f"{package} {number}" for package, number in versions.items() if number)
     return lines | {
         "commit": benchmark["commit"] or "unknown", "date": benchmark["date"], "backend": benchmark["backend"],
@@ -99,19 +107,17 @@ def problems(benchmark: dict) -> list[str]:
     """Return a line for each wrong op, each failed provider, and an early end."""
     lines = [
         f"RED: {op} is not measured because its parity fails here: {result['error']}"
-        for op, result in benchmark["parity"].items()
+        for op, result in benchmark.get("parity", {}).items()
         if result["error"]
     ]
-    lines += [f"skipped: {s['op']} {s['shape']} by {s['provider']}: {s['why']}" for s in benchmark["skipped"]]
+    lines += [f"skipped: {s['op']} {s['shape']} by {s['provider']}: {s['why']}" for s in benchmark.get("skipped", ())]
     return lines if benchmark["complete"] else [*lines, "interrupted: some measurements are missing"]
 
 
-def show(benchmark: dict) -> str:
-    """Return the text for a terminal."""
-    lines = [f"{name}: {value}" for name, value in facts(benchmark).items()]
-    green = sum(result["cases"] for result in benchmark["parity"].values() if not result["error"])
-    lines += [f"parity: {green} cases pass", ""]
-    return "\n".join([*lines, table(HEADER, rows(benchmark)), *problems(benchmark)])
+def show(benchmark: dict, header: list[str], lines: list[list[str]], *warnings: str) -> str:
+    """Return the text of a run for a terminal: its facts, a table, warnings and `problems`."""
+    about = [f"{name}: {value}" for name, value in facts(benchmark).items()]
+    return "\n".join([*about, "", table(header, lines), *warnings, *problems(benchmark)])
 
 
 TRAINING = ["model", "", "tokens/s", "p20-p80 ms", "peak memory", "longest context", "liger_hw is"]
@@ -163,13 +169,6 @@ def setting(run: dict) -> str:
     if "engine" in run:
         return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}"
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}"
-
-
-def show_training(benchmark: dict) -> str:
-    """Return the text of a training benchmark for a terminal."""
-    lines = [f"{name}: {value}" for name, value in facts(benchmark).items()]
-    lines += ["", table(TRAINING, training_rows(benchmark))]
-    return "\n".join(lines if benchmark["complete"] else [*lines, "interrupted: some measurements are missing"])
 
 
 def compare(before: dict, after: dict) -> str:

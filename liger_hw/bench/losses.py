@@ -4,10 +4,9 @@ The command is `liger-hw bench losses`.
 """
 
 import contextlib
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import functools
+from concurrent.futures import as_completed
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -15,10 +14,9 @@ import torch
 from liger_hw.bench import formatting, memory
 from liger_hw.bench.loss_cases import LIGER, REAL, SMALL, TORCH, cases
 from liger_hw.bench.measure import Clock
-from liger_hw.bench.operations import clean
-from liger_hw.bench.peers import FLOOR, OURS
+from liger_hw.bench.operations import clean, compiling_workers
+from liger_hw.bench.peers import FLOOR, OURS, Products
 from liger_hw.bench.run_file import environment, new_benchmark, record_skip, saved_at_end, write
-from liger_hw.console import table
 
 PROVIDERS = {
     OURS: "",
@@ -71,26 +69,6 @@ class Step:
         return torch.autograd.grad(self.function(*self.inputs), self.leaves)
 
 
-class _Products:
-    """Compute only the matrix products of a loss, into preallocated buffers."""
-
-    def __init__(self, case, inputs):
-        self.layers = []
-        for x, weight in case.products:
-            x, weight = inputs[x], inputs[weight]
-            learns, x = x.requires_grad, x.detach().reshape(-1, x.shape[-1])
-            logits = x.new_empty(len(x), len(weight)).normal_()
-            gradients = (torch.empty_like(x), torch.empty_like(weight)) if learns else None
-            self.layers.append((x, weight.detach(), logits, torch.empty_like(logits), gradients))
-
-    def __call__(self):
-        for x, weight, dlogits, logits, gradients in self.layers:
-            torch.mm(x, weight.t(), out=logits)
-            if gradients:
-                torch.mm(dlogits, weight, out=gradients[0])
-                torch.mm(dlogits.t(), x, out=gradients[1])
-
-
 def run(chosen, providers, dtype, device, progress, file: Path) -> dict:
     """Measure the cases `chosen`; write the results to `file` after each and return them.
 
@@ -136,7 +114,7 @@ def _measure(case, providers, dtype, clock, benchmark) -> None:
             record_skip(benchmark, case, name, error)
         clean(clock.device)
     if FLOOR in providers and case.products:
-        calls[FLOOR] = _Products(case, inputs)
+        calls[FLOOR] = functools.partial(Products(case.products), *inputs)
     for name, took in clock.interleave(calls, SECONDS).items():
         times = {key: value * 1e3 if key != "rounds" else value for key, value in took.items()}
         record = {"op": case.op, "shape": case.label, "mode": "full", "provider": name}
@@ -149,15 +127,10 @@ def _compile(chosen, providers, dtype, device, progress) -> None:
     """Compile the kernels of the cases in several processes, into the compilers' caches."""
     bar = progress.add_task("compiling", total=len(chosen), note="")
     # without plain torch, which does not run here, six losses fit an accelerator's memory at once
-    cores = max(min((os.cpu_count() or 2) // 2, 6), 1)
-    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=_one_thread) as workers:
+    with compiling_workers(6) as workers:
         jobs = [workers.submit(_warm, case.op, case.label, providers, dtype, device) for case in chosen]
         for _ in as_completed(jobs):
             progress.advance(bar)
-
-
-def _one_thread() -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each worker starts one process for every core
 
 
 def _warm(name, label, providers, dtype, device) -> None:
@@ -202,9 +175,3 @@ def rows(benchmark: dict) -> list[list[str]]:
 
 def _without_gradients(record) -> int | None:
     return record["peak_bytes"] - record["gradient_bytes"] if record else None
-
-
-def show(benchmark: dict) -> str:
-    """Return the text for a terminal."""
-    lines = [f"{name}: {value}" for name, value in formatting.facts(benchmark).items()]
-    return "\n".join([*lines, "", table(HEADER, rows(benchmark)), *formatting.problems(benchmark)])

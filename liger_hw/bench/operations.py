@@ -128,7 +128,7 @@ def _prepare(cases, providers, dtype, device, benchmark, progress) -> None:
     compiled = [name for name in providers if name not in ("torch", "eager", FLOOR)]
     keys = [(case.op, case.label) for case in cases]
     warm = progress.add_task("compiling", total=len(keys), note="")
-    workers = ProcessPoolExecutor(max(min((os.cpu_count() or 2) // 2, 8), 1), get_context("spawn"), _start_worker)
+    workers = compiling_workers(8)
     try:
         parities = {workers.submit(check_parity, op, dtype, device): op for op in ops}
         warming = {workers.submit(_warm, key, compiled, dtype, device) for key in keys}
@@ -142,6 +142,11 @@ def _prepare(cases, providers, dtype, device, benchmark, progress) -> None:
             progress.update(bar, advance=1, note=op)
     finally:
         workers.shutdown(cancel_futures=True)
+
+
+def compiling_workers(most: int) -> ProcessPoolExecutor:
+    """Start at most `most` processes that compile kernels into the compilers' caches."""
+    return ProcessPoolExecutor(max(min((os.cpu_count() or 2) // 2, most), 1), get_context("spawn"), _start_worker)
 
 
 def _start_worker() -> None:

@@ -103,25 +103,33 @@ def _quack(case):
 
 
 def _floor(case):
-    return _Floor() if case.op == "fused_linear_cross_entropy" else None
+    return Products([(0, 1)]) if case.op == "fused_linear_cross_entropy" else None
 
 
-class _Floor:
-    """Compute only the matrix products of a linear cross entropy: logits and both gradients."""
+class Products:
+    """Compute only the matrix products of linear layers, into own buffers.
 
-    def __init__(self):
-        self.buffers = None
+    They are each layer's logits and, with gradients enabled, both gradients of a layer that learns.
 
-    def __call__(self, x, weight, target):
-        x, weight = x.detach(), weight.detach()
+    Args:
+        layers: positions of (x, weight) of each layer among the inputs.
+    """
+
+    def __init__(self, layers):
+        self.layers, self.buffers = layers, None
+
+    def __call__(self, *inputs):
+        layers = [(inputs[x].detach().flatten(0, -2), inputs[weight].detach()) for x, weight in self.layers]
         if self.buffers is None:
-            logits = torch.randn(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-            self.buffers = logits, torch.empty_like(x), torch.empty_like(weight), torch.empty_like(logits)
-        dlogits, dx, dw, logits = self.buffers
-        torch.mm(x, weight.t(), out=logits)
-        if torch.is_grad_enabled():
-            torch.mm(dlogits, weight, out=dx)
-            torch.mm(dlogits.t(), x, out=dw)
+            logits = [x.new_empty(len(x), len(weight)).normal_() for x, weight in layers]
+            learn = [inputs[x].requires_grad for x, _ in self.layers]
+            gradients = [[torch.empty_like(t) for t in layer] if yes else [] for layer, yes in zip(layers, learn)]
+            self.buffers = [(y, torch.empty_like(y), of_layer) for y, of_layer in zip(logits, gradients)]
+        for (x, weight), (dlogits, logits, gradients) in zip(layers, self.buffers):
+            torch.mm(x, weight.t(), out=logits)
+            if torch.is_grad_enabled() and gradients:
+                torch.mm(dlogits, weight, out=gradients[0])
+                torch.mm(dlogits.t(), x, out=gradients[1])
         return logits
 
 

@@ -1,18 +1,15 @@
 """Show the demo's comparison as a table, as pictures and as one HTML file."""
 
-import base64
 import html
 from pathlib import Path
 
+from liger_hw.bench import pages
+from liger_hw.bench.charts import pictures_style
 from liger_hw.bench.demo import LAST, PATCHED, PEER, PLAIN, Comparison, difference, final_loss
+from liger_hw.bench.formatting import size
+from liger_hw.console import table
 
 COLOURS = {PLAIN: "#8b93a1", PATCHED: "#e4572e", PEER: "#3d7ea6"}
-MiB = 2**20
-
-
-def size(bytes_: float) -> str:
-    """Format a number of bytes: "184 MiB", "16.9 GiB"."""
-    return f"{bytes_ / MiB:,.0f} MiB" if bytes_ < 10 * 1024 * MiB else f"{bytes_ / MiB / 1024:,.1f} GiB"
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
@@ -22,6 +19,9 @@ def rows(comparison: Comparison) -> list[list[str]]:
     """
     plain, patched, *peers = comparison.runs
     others = [plain, *peers]
+    empty = [""] * len(others)
+    means, deviations = ([f"{number:.4f}" for number in of_runs] for of_runs in zip(*map(final_loss, comparison.runs)))
+    differences = [f"{max(difference(plain, run)):.1e}" for run in comparison.runs[1:]]
 
     def line(title, value, show):
         shares = [f"{value(patched) / value(other):.2f}x" for other in others]
@@ -29,18 +29,9 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
     return [
         ["", *(run.name for run in comparison.runs), *(f"{patched.name} / {other.name}" for other in others)],
-        [
-            f"mean loss of last {min(LAST, len(plain.losses))} steps",
-            *(f"{final_loss(run)[0]:.4f}" for run in comparison.runs),
-            *("" for _ in others),
-        ],
-        ["their standard deviation", *(f"{final_loss(run)[1]:.4f}" for run in comparison.runs), *("" for _ in others)],
-        [
-            "greatest difference of the loss",
-            "",
-            *(f"{max(difference(plain, run)):.1e}" for run in comparison.runs[1:]),
-            *("" for _ in others),
-        ],
+        [f"mean loss of last {min(LAST, len(plain.losses))} steps", *means, *empty],
+        ["their standard deviation", *deviations, *empty],
+        ["greatest difference of the loss", "", *differences, *empty],
         line("tokens/s, median round", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
         line("peak memory of a step", lambda run: run.step_bytes, size),
         line("peak memory of the loss alone", lambda run: run.loss_bytes, size),
@@ -70,38 +61,12 @@ def caution(comparison: Comparison) -> str:
     )
 
 
-def show(comparison: Comparison, console) -> None:
-    """Print the table to a `rich.console.Console`."""
-    from rich.table import Table
-
+def show(comparison: Comparison) -> str:
+    """Return the text for a terminal."""
     header, *body = rows(comparison)
-    table = Table(title="liger-hw demo" + ("" if comparison.complete else " (interrupted)"), title_justify="left")
-    table.add_column(header[0])
-    for name in header[1:]:
-        table.add_column(name, justify="right")
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
-    for name, value in facts(comparison).items():
-        console.print(f"{name}: [bold]{value}[/bold]", highlight=False)
-    if caution(comparison):
-        console.print(caution(comparison), highlight=False)
-
-
-def pictures_style():
-    """Import matplotlib.pyplot, without a display and in the style of our pages."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({
-        "font.family": "sans-serif", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.edgecolor": "#c3c8d1", "axes.labelcolor": "#4a5160", "xtick.color": "#4a5160", "ytick.color": "#4a5160",
-        "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlecolor": "#1d2430",
-        "axes.grid.axis": "y", "grid.color": "#eceef2", "axes.axisbelow": True, "savefig.dpi": 160,
-    })  # fmt: skip
-    return pyplot
+    title = "liger-hw demo" + ("" if comparison.complete else " (interrupted)")
+    lines = [title, table(header, body), *(f"{name}: {value}" for name, value in facts(comparison).items())]
+    return "\n".join([*lines, *filter(None, [caution(comparison)])])
 
 
 def _figures(comparison: Comparison) -> dict:
@@ -157,55 +122,23 @@ def _bar_figure(comparison, pyplot):
     return figure
 
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1d2430; background: #f6f7f9; margin: 0; }
-main { max-width: 60rem; margin: 2.5rem auto; padding: 2rem 2.5rem; background: #fff; border-radius: 12px; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
-p.lead { color: #4a5160; margin: .3rem 0 1.6rem; }
-img { width: 100%; height: auto; margin: .4rem 0; }
-table { border-collapse: collapse; width: 100%; } th, td { padding: .5rem .7rem; border-bottom: 1px solid #eceef2; }
-th, td { text-align: right; font-variant-numeric: tabular-nums; } th { font-weight: 600; color: #4a5160; }
-th:first-child, td:first-child { text-align: left; }
-pre { font-size: .85rem; background: #f6f7f9; border-radius: 8px; padding: .8rem 1rem; overflow-x: auto; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.5rem; margin: 0; }
-dt { color: #4a5160; } dd { margin: 0; overflow-wrap: anywhere; }
-"""
-
-
 def write(comparison: Comparison, folder: Path) -> Path:
     """Write report.html, loss.png and bars.png into `folder`; return the path of the HTML."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for name, figure in _figures(comparison).items():
         figure.savefig(folder / name)
-        data = base64.b64encode((folder / name).read_bytes()).decode()
-        pictures.append(f'<img alt="{name.removesuffix(".png")}" src="data:image/png;base64,{data}">')
+        pictures.append(pages.image(name.removesuffix(".png"), (folder / name).read_bytes(), "png"))
     header, *body = rows(comparison)
-    table = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
     about = facts(comparison)
-    page = f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>liger-hw demo</title><style>{STYLE}</style>
-<main><h1>liger-hw demo</h1>
-<p class="lead">{html.escape(about.pop("model"))}, trained from the same random weights on the same text,
-plain and patched.{"" if comparison.complete else " Interrupted before its last step."}</p>
-<table><tr>{"".join(f"<th>{html.escape(cell)}</th>" for cell in header)}</tr>{table}</table>
+    settings = {name: str(comparison.settings[name]) for name in ("text", "order", "warm-up steps")}
+    machine = {name: value for name, value in comparison.machine.items() if name not in about}
+    content = f"""<p class="lead">{html.escape(about.pop("model"))}, trained from the same random weights on the same
+text, plain and patched.{"" if comparison.complete else " Interrupted before its last step."}</p>
+{pages.table(header, body)}
 <h2>Loss</h2>{pictures[0]}
 <h2>Speed and memory</h2>{f"<p>{caution(comparison)}</p>" if caution(comparison) else ""}{pictures[1]}
-<h2>The run</h2>
-{definitions(about | {name: str(comparison.settings[name]) for name in ("text", "order", "warm-up steps")})}
-<h2>Replaced modules</h2>
-<pre>{html.escape(comparison.runs[1].patched)}</pre>
-<h2>The machine</h2>
-{definitions({name: value for name, value in comparison.machine.items() if name not in about})}
-</main></html>
-"""
-    file = folder / "report.html"
-    file.write_text(page, encoding="utf-8")
-    return file
-
-
-def definitions(items: dict) -> str:
-    """Return names and their values as an HTML list."""
-    lines = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in items.items())
-    return f"<dl>{lines}</dl>"
+<h2>The run</h2>{pages.definitions(about | settings)}
+<h2>Replaced modules</h2><pre>{html.escape(comparison.runs[1].patched)}</pre>
+<h2>The machine</h2>{pages.definitions(machine)}"""
+    return pages.write(folder / "report.html", "liger-hw demo", content)

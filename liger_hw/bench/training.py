@@ -220,12 +220,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: dict):
-        """Make one optimiser step; return its loss, on the device."""
-        self.optimizer.zero_grad()
-        loss = self.model(**batch).loss
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        return demo.step(self.model, self.optimizer, **batch)
 
 
 def build(planned: dict, device) -> Trained:

@@ -1,13 +1,12 @@
 """Distillation losses as the modules of `liger_kernel.chunked_loss`."""
 
-from torch import nn
-
 from liger_hw.chunked_loss.functional import liger_fused_linear_cosine, liger_fused_linear_jsd
+from liger_hw.losses.options import OptionsModule
 
 __all__ = ["LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearJSDLoss"]
 
 
-class _Distillation(nn.Module):
+class _Distillation(OptionsModule):
     """Distil a teacher's output layer into a student's.
 
     `forward` takes student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H') and
@@ -21,10 +20,7 @@ class _Distillation(nn.Module):
         self, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
         chunk_size=1024, return_soft_hard_loss=False,
     ):  # fmt: skip
-        super().__init__()
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature = ignore_index, temperature
-        self.compiled, self.chunk_size, self.return_soft_hard_loss = compiled, chunk_size, return_soft_hard_loss
+        super().__init__(locals())
 
     def forward(
         self, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None,
@@ -32,8 +28,7 @@ class _Distillation(nn.Module):
     ):  # fmt: skip
         return self._loss(
             student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
-            self.weight_hard_loss, self.weight_soft_loss, self.beta, self.ignore_index, self.temperature,
-            self.compiled, self.chunk_size, self.return_soft_hard_loss,
+            **self.options,
         )  # fmt: skip
 
 

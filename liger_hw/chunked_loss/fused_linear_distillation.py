@@ -4,16 +4,18 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw.checks import check
-from liger_hw.chunked_loss.own_losses import keep_gradients, scaled_gradients
+from liger_hw.chunked_loss.own_losses import OwnLoss, keep_gradients
 from liger_hw.losses.engine import logits_loss
 
 
-class LigerFusedLinearDistillationBase(torch.autograd.Function):
+class LigerFusedLinearDistillationBase(OwnLoss):
     """Base class: define `distillation_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
     Memory holds the student's logits and their gradient for one chunk of rows at a time. `logits_loss` of
     `liger_hw.losses.engine` does the same for any torch function, without a class.
     """
+
+    bias_at = 5
 
     @staticmethod
     def distillation_loss_fn(student_logits, teacher_logits, target, ignore_index, **loss_kwargs):
@@ -67,9 +69,3 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         parts = [mean_of(part, *detached) for part in (soft, hard)]
         ctx.mark_non_differentiable(*parts)
         return loss, *parts
-
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        """Return the gradients of the first six arguments."""
-        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
-        return of_input, of_weight, None, None, None, of_bias

@@ -3,7 +3,7 @@
 import torch
 
 from liger_hw.chunked_loss.functional import items_of_all_ranks, reference_of
-from liger_hw.chunked_loss.own_losses import joined, keep_gradients, scaled_gradients
+from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
@@ -12,8 +12,10 @@ __all__ = ["LigerFusedLinearPPOBase"]
 IGNORED = -1  # no token has this value: the loss gets the mask
 
 
-class LigerFusedLinearPPOBase(torch.autograd.Function):
+class LigerFusedLinearPPOBase(OwnLoss):
     """Base class: define `ppo_loss_fn`, and call `super().forward(cls=cls, ctx=ctx, ...)` in `forward`."""
+
+    bias_at = 5
 
     @staticmethod
     def ppo_loss_fn(per_token_logps, attention_mask, advantages, full_attention_mask, **options):
@@ -79,9 +81,3 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
         """Return the divisor of the sum of this rank's token losses."""
         return items_of_all_ranks(attention_mask, num_items_in_batch)
-
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        """Return the gradients of the first six arguments."""
-        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
-        return of_input, of_weight, None, None, None, of_bias

@@ -1,19 +1,19 @@
 """Base class for a program's own preference losses, with liger_kernel's interface."""
 
-import torch
-
 from liger_hw.chunked_loss.functional import reference_of
-from liger_hw.chunked_loss.own_losses import joined, keep_gradients, loss_and_others, scaled_gradients
+from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients, loss_and_others
 from liger_hw.losses.preference import preference_loss
 
 __all__ = ["LigerFusedLinearPreferenceBase"]
 
 
-class LigerFusedLinearPreferenceBase(torch.autograd.Function):
+class LigerFusedLinearPreferenceBase(OwnLoss):
     """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
     `preference_loss` of `liger_hw.losses.preference` takes a function as its `loss_type`, without a class.
     """
+
+    bias_at = 3
 
     @staticmethod
     def preference_loss_fn(chosen_logps, rejected_logps, full_target, **loss_kwargs):
@@ -63,9 +63,3 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
 
         loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, (*others[:5], *joined(others_of_calls))
-
-    @staticmethod
-    def backward(ctx, *grad_output):
-        """Return the gradients of the first four arguments."""
-        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output[0])
-        return of_input, of_weight, None, of_bias

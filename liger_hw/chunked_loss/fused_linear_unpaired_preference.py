@@ -1,19 +1,19 @@
 """Base class for a program's own losses of single answers, with liger_kernel's interface."""
 
-import torch
-
 from liger_hw.chunked_loss.functional import reference_of
-from liger_hw.chunked_loss.own_losses import joined, keep_gradients, loss_and_others, scaled_gradients
+from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients, loss_and_others
 from liger_hw.losses.preference import unpaired_preference_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
 
 
-class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
+class LigerFusedLinearUnpairedPreferenceBase(OwnLoss):
     """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
     `unpaired_preference_loss` of `liger_hw.losses.preference` takes a function as its `loss_type`, without a class.
     """
+
+    bias_at = 4
 
     @staticmethod
     def preference_loss_fn(
@@ -59,9 +59,3 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
 
         loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
         return loss, (*others[:4], *joined(others_of_calls))
-
-    @staticmethod
-    def backward(ctx, *grad_output):
-        """Return the gradients of the first five arguments."""
-        of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output[0])
-        return of_input, of_weight, None, None, of_bias

@@ -1,10 +1,10 @@
 """GRPO with the module and helper names of `liger_kernel.chunked_loss`."""
 
 import torch
-from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.chunked_loss.functional import check_grpo_options, liger_fused_linear_grpo, policy_options
+from liger_hw.losses.options import OptionsModule
 from liger_hw.losses.policy import KL, PolicyOptions, vespo_weights
 
 __all__ = ["LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]
@@ -43,7 +43,7 @@ def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
     return coef.clamp(low, high), coef < low, coef > high
 
 
-class LigerFusedLinearGRPOLoss(nn.Module):
+class LigerFusedLinearGRPOLoss(OptionsModule):
     """GRPO and the other losses of `liger_hw.losses.policy.OBJECTIVES`, from hidden states (B, T, H).
 
     forward returns (loss, [mean KL if beta is not 0, share of clipped tokens]). If torch.distributed is initialised,
@@ -65,13 +65,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         sapo_temperature_neg=1.05, temperature=1.0, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0,
         vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
     ):  # fmt: skip
-        super().__init__()
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__(locals())
         check_grpo_options(loss_type, max_completion_length)
-        PolicyOptions(**policy_options(arguments))
-        for name, value in arguments.items():
-            setattr(self, name, value)
-        self._options = tuple(arguments)
+        PolicyOptions(**policy_options(self.options))
 
     def forward(
         self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
@@ -81,5 +77,5 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return liger_fused_linear_grpo(
             _input, lin_weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
             old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio=vllm_is_ratio,
-            num_items_in_batch=num_items_in_batch, **{name: getattr(self, name) for name in self._options},
+            num_items_in_batch=num_items_in_batch, **self.options,
         )  # fmt: skip

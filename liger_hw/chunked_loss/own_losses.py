@@ -23,7 +23,7 @@ def with_gradients(function, *tensors, grad_output=None):
 
 
 def keep_gradients(ctx, function, *tensors):
-    """Call `function(*tensors)` and keep the gradients of its first output for `scaled_gradients`.
+    """Call `function(*tensors)` and keep the gradients of its first output for `OwnLoss.backward`.
 
     In fp16 it keeps the graph instead: gradients rounded before the loss scale is known would underflow.
 
@@ -43,12 +43,25 @@ def keep_gradients(ctx, function, *tensors):
     return loss.detach(), *others
 
 
-def scaled_gradients(ctx, grad_output):
-    """Return the kept gradients times `grad_output`, a tensor or a tuple that begins with it."""
-    grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
-    if hasattr(ctx, "graph"):
-        return _gradients(*ctx.graph, grad_output)
-    return [g if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
+class OwnLoss(torch.autograd.Function):
+    """Base class of a program's own losses, whose `forward` calls `keep_gradients` with input, weight and bias.
+
+    Attributes:
+        bias_at: position of the bias among the arguments, of which input and weight are the first.
+    """
+
+    bias_at: int
+
+    @classmethod
+    def backward(cls, ctx, grad_output, *_):
+        """Return the gradients of the arguments up to the bias."""
+        grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
+        if hasattr(ctx, "graph"):
+            of_input, of_weight, of_bias = _gradients(*ctx.graph, grad_output)
+        else:
+            kept = ctx.saved_tensors
+            of_input, of_weight, of_bias = (g if g is None else g * grad_output.to(g.dtype) for g in kept)
+        return of_input, of_weight, *[None] * (cls.bias_at - 2), of_bias
 
 
 def _with_graph(function, tensors):

@@ -3,8 +3,6 @@
 The functions in `functional` have the same arguments; `liger_hw.losses.preference` documents them.
 """
 
-from torch import nn
-
 from liger_hw.chunked_loss.functional import (
     check_dpo_options,
     liger_fused_linear_cpo,
@@ -13,17 +11,15 @@ from liger_hw.chunked_loss.functional import (
     liger_fused_linear_orpo,
     liger_fused_linear_simpo,
 )
+from liger_hw.losses.options import OptionsModule
 
 __all__ = [
-    "LigerFusedLinearCPOLoss",
-    "LigerFusedLinearDPOLoss",
-    "LigerFusedLinearKTOLoss",
-    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearCPOLoss", "LigerFusedLinearDPOLoss", "LigerFusedLinearKTOLoss", "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
-]
+]  # fmt: skip
 
 
-class LigerFusedLinearDPOLoss(nn.Module):
+class LigerFusedLinearDPOLoss(OptionsModule):
     """DPO and the other pair losses of `PAIR_LOSSES`; liger_kernel lacks "ipo", "aot" and "aot_pair".
 
     forward takes hidden states (2B, T, H), chosen answers before rejected ones, and the shifted labels (2B, T).
@@ -45,91 +41,63 @@ class LigerFusedLinearDPOLoss(nn.Module):
         self, ignore_index=-100, beta=0.1, alpha=1.0, compute_nll_loss=False, compiled=True, use_ref_model=True,
         average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(locals())
         check_dpo_options(loss_type, label_smoothing)
-        self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
-        self.compute_nll_loss, self.compiled, self.use_ref_model = compute_nll_loss, compiled, use_ref_model
-        self.average_log_prob, self.chunk_size, self.loss_type = average_log_prob, chunk_size, loss_type
-        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
 
     def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
-        return liger_fused_linear_dpo(
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, self.ignore_index, self.beta,
-            self.compute_nll_loss, self.compiled, self.use_ref_model, self.average_log_prob, self.chunk_size,
-            self.loss_type, self.label_smoothing, self.discopop_tau, self.alpha,
-        )  # fmt: skip
+        return liger_fused_linear_dpo(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options)
 
 
-class LigerFusedLinearCPOLoss(nn.Module):
+class LigerFusedLinearCPOLoss(OptionsModule):
     """CPO: DPO without a reference, with the NLL. Outputs as `LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
         average_log_prob=False, chunk_size=1,
     ):  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
-        self.compute_nll_loss, self.compiled = compute_nll_loss, compiled
-        self.average_log_prob, self.chunk_size = average_log_prob, chunk_size
+        super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None):
-        return liger_fused_linear_cpo(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing,
-            self.compute_nll_loss, self.compiled, self.average_log_prob, self.chunk_size,
-        )  # fmt: skip
+        return liger_fused_linear_cpo(_input, lin_weight, target, bias, **self.options)
 
 
-class LigerFusedLinearSimPOLoss(nn.Module):
+class LigerFusedLinearSimPOLoss(OptionsModule):
     """SimPO, of averaged log-probabilities. Outputs as `LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
         gamma=0.5, chunk_size=1,
     ):  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
-        self.compute_nll_loss, self.compiled = compute_nll_loss, compiled
-        self.gamma, self.chunk_size = gamma, chunk_size
+        super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None):
-        return liger_fused_linear_simpo(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing,
-            self.compute_nll_loss, self.compiled, self.gamma, self.chunk_size,
-        )  # fmt: skip
+        return liger_fused_linear_simpo(_input, lin_weight, target, bias, **self.options)
 
 
-class LigerFusedLinearORPOLoss(nn.Module):
+class LigerFusedLinearORPOLoss(OptionsModule):
     """ORPO, of averaged log-probabilities. Outputs as `LigerFusedLinearDPOLoss`, and two more.
     They are log_odds_ratio (mean log-sigmoid of the log odds ratio) and log_odds_chosen (its mean)."""
 
     def __init__(self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1):
-        super().__init__()
-        self.ignore_index, self.beta, self.compute_nll_loss = ignore_index, beta, compute_nll_loss
-        self.compiled, self.chunk_size = compiled, chunk_size
+        super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
-        return liger_fused_linear_orpo(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.compute_nll_loss, nll_target,
-            self.compiled, self.chunk_size,
-        )  # fmt: skip
+        return liger_fused_linear_orpo(_input, lin_weight, target, bias, nll_target=nll_target, **self.options)
 
 
-class LigerFusedLinearKTOLoss(nn.Module):
+class LigerFusedLinearKTOLoss(OptionsModule):
     """KTO. Outputs: (loss, (chosen_X_sum, rejected_X_sum for X = logps, logits, rewards)).
     `forward` takes the input first."""
 
     def __init__(
         self, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1
     ):
-        super().__init__()
-        self.ignore_index, self.beta, self.compiled, self.use_ref_model = ignore_index, beta, compiled, use_ref_model
-        self.average_log_prob, self.chunk_size = average_log_prob, chunk_size
+        super().__init__(locals())
 
     def forward(
         self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None,
         ref_bias=None, kl=None,
     ):  # fmt: skip
         return liger_fused_linear_kto(
-            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, self.ignore_index,
-            self.beta, self.compiled, self.use_ref_model, self.average_log_prob, self.chunk_size,
-        )  # fmt: skip
+            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, **self.options
+        )

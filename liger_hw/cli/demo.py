@@ -23,13 +23,10 @@ def demo(args) -> None:
     """Train plain and patched, print the table, write the report."""
     console.require("matplotlib", "rich", "tokenizers", "transformers", *(["liger_kernel"] if args.against else []))
     import transformers
-    from rich.console import Console
 
     from liger_hw.bench import demo, report
 
     transformers.logging.set_verbosity_error()
-    terminal = Console()
-    with console.progress(terminal) as progress:
+    with console.progress() as progress:
         comparison = demo.compare(args, progress)
-    report.show(comparison, terminal)
-    terminal.print(f"report: [bold]{report.write(comparison, args.report)}[/bold]", highlight=False, soft_wrap=True)
+    print(report.show(comparison), f"report: {report.write(comparison, args.report)}", sep="\n")

@@ -8,7 +8,7 @@ It replaces `axolotl.integrations.liger.LigerPlugin` and takes its keys, for eve
 """
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel
+from pydantic import create_model
 
 from liger_hw.checks import check
 from liger_hw.patching.patch import patch
@@ -24,15 +24,8 @@ FLAGS = {  # key of the configuration -> flags of `patch`
 OTHER = "axolotl.integrations.liger.LigerPlugin"
 
 
-class LigerHwArgs(BaseModel):
-    """The keys of a configuration that the plugin reads."""
-
-    liger_rope: bool | None = None
-    liger_rms_norm: bool | None = None
-    liger_layer_norm: bool | None = None
-    liger_glu_activation: bool | None = None
-    liger_cross_entropy: bool | None = None
-    liger_fused_linear_cross_entropy: bool | None = None
+# the keys of a configuration that the plugin reads
+LigerHwArgs = create_model("LigerHwArgs", __module__=__name__, **dict.fromkeys(FLAGS, (bool | None, None)))
 
 
 class LigerHwPlugin(BasePlugin):

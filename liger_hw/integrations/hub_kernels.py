@@ -25,31 +25,29 @@ _forwards = {}  # (class, whether it has a weight) -> function (module, *inputs)
 _replaced = []  # (owner, name or key, the original there or None)
 
 
-class Norm(nn.Module):
-    """An RMSNorm of any rounding order: its forward becomes that of a model's class."""
+class Layer(nn.Module):
+    """A layer whose forward becomes that of a model's class."""
 
     can_torch_compile = True
     has_backward = True
+
+
+class Norm(Layer):
+    """An RMSNorm of any rounding order."""
 
     def forward(self, hidden_states):
         return _forward_of(self)(self, hidden_states)
 
 
-class GatedMLP(nn.Module):
-    """down(f(gate(x)) * up(x)): its forward becomes that of a model's class."""
-
-    can_torch_compile = True
-    has_backward = True
+class GatedMLP(Layer):
+    """down(f(gate(x)) * up(x))."""
 
     def forward(self, x):
         return _forward_of(self)(self, x)
 
 
-class Rotary(nn.Module):
-    """The rotation of q and k: its forward becomes the call of a model's function."""
-
-    can_torch_compile = True
-    has_backward = True
+class Rotary(Layer):
+    """The rotation of q and k, by a model's function."""
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
         return _forward_of(self)(self, q, k, cos, sin, unsqueeze_dim)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from liger_hw.backends import ARCHITECTURES, VENDORS
-from liger_hw.bench.report import STYLE
+from liger_hw.bench import pages
 from liger_hw.proof.evidence import DTYPES, LEVELS, SAYS, Cell, total
 
 
@@ -73,7 +73,7 @@ def run_rows(runs: dict) -> list[list[str]]:
 
 RUNS = ["level", "date", "on", "versions", "commit", "tests of that run"]
 MARKS = """
-.scroll { overflow-x: auto; } main { max-width: 76rem; }
+main { max-width: 76rem; }
 table.grid { width: auto; } table.grid th, table.grid td { padding: .2rem .7rem; white-space: nowrap; }
 table.grid th, td.cell { text-align: center; }
 i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin: 0 1px; background: #eceef2; }
@@ -86,30 +86,16 @@ def write(runs: dict, cells: list[Cell], file: Path) -> Path:
     totals = total(cells)
     failed = problems(cells, runs)
     grids = "".join(_grid(vendor, totals, cells) for vendor in VENDORS)
-    legend = "".join(f"<dt>{level}</dt><dd>{html.escape(text)}</dd>" for level, text in SAYS.items())
     bad = "<h2>Failed</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in failed) + "</ul>"
-    page = f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>liger_hw: evidence for each GPU</title><style>{STYLE}{MARKS}</style>
-<main><h1>Evidence for each GPU</h1>
-<p class="lead">{sum(cell.passed for cell in cells):,} cases passed, {sum(cell.failed for cell in cells):,} failed,
-in {len(runs)} runs. An op is counted at a level where every case of it passed.</p>
-<dl>{legend}</dl>
+    content = f"""<p class="lead">{sum(cell.passed for cell in cells):,} cases passed,
+{sum(cell.failed for cell in cells):,} failed, in {len(runs)} runs.
+An op is counted at a level where every case of it passed.</p>
+{pages.definitions(SAYS)}
 {bad if failed else ""}
-<h2>GPUs</h2><div class="scroll">{_table(HEADER, rows(cells))}</div>
+<h2>GPUs</h2>{pages.table(HEADER, rows(cells))}
 {grids}
-<h2>Runs</h2><div class="scroll">{_table(RUNS, run_rows(runs))}</div>
-</main></html>
-"""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page, encoding="utf-8")
-    return file
-
-
-def _table(header, lines) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in line)}</tr>" for line in lines)
-    return f"<table><tr>{head}</tr>{body}</table>"
+<h2>Runs</h2>{pages.table(RUNS, run_rows(runs))}"""
+    return pages.write(file, "liger_hw: evidence for each GPU", content, MARKS)
 
 
 def _grid(vendor: str, totals: dict, cells: list[Cell]) -> str:

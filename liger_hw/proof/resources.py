@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from liger_hw import console
-from liger_hw.bench.report import STYLE, definitions
+from liger_hw.bench import pages
 
 FAILURES = 40  # lines of the terminal's list
 
@@ -63,7 +63,7 @@ def widths(row: dict) -> str:
 
 PAGE = """
 main { max-width: 92rem; } table { font-size: .85rem; } td, th { padding: .3rem .5rem; white-space: nowrap; }
-.scroll { overflow-x: auto; } th.arch { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left; }
+th.arch { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left; }
 #matrix td { text-align: center; padding: 0; border: 2px solid #fff; }
 #matrix td:first-child { text-align: left; padding: .3rem .5rem; font-weight: 600; }
 #matrix button { font: inherit; border: 0; width: 100%; padding: .35rem .4rem; cursor: pointer; border-radius: 4px; }
@@ -132,20 +132,17 @@ def write(rows: list[dict], about: dict, file: Path) -> Path:
              "Date": about["date"], "Commit": about["commit"] or "unknown", "Command": about["command"]}  # fmt: skip
     columns = ["kernel", "dtype", "shapes", "configuration", "registers a lane", "spills", "shared memory",
                "programs a core", "core full", "limited by", "bytes a lane", "missed"]  # fmt: skip
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>liger-hw matrix --compile</title><style>{STYLE}{PAGE}</style>
-<main><h1>Every kernel, compiled for every architecture</h1>
-<p class="lead">{verdict} Each kernel was built by the architecture's own compiler with the configuration a launch there
-would choose. It passes if it builds, fits the shared memory and the warps of a program, spills nothing, reads and
+    content = f"""<p class="lead">{verdict} Each kernel was built by the architecture's own compiler
+with the configuration a launch there would choose.
+It passes if it builds, fits the shared memory and the warps of a program, spills nothing, reads and
 writes its rows 16 bytes a lane, and has no atomics, no fp64 and no calls.</p>
 {f'<h2>What misses</h2><ul class="missed">{missed}</ul>' if missed else ""}
 <h2>Kernels that pass, by op and architecture</h2>
 <div class="scroll"><table id="matrix"><tr><th></th>{heads}</tr>{body}</table></div>
 <h2 id="which"></h2>
-<p class="note">dtype <select id="dtype"><option value="">all</option>{"".join(
-    f"<option>{dtype}</option>" for dtype in _names(rows, "dtype"))}</select>
+<p class="note">dtype <select id="dtype"><option value="">all</option>{
+        "".join(f"<option>{dtype}</option>" for dtype in _names(rows, "dtype"))
+    }</select>
 Choose a cell above. Shapes that differ in nothing the code depends on are one line.</p>
 <div class="scroll"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in columns)}</tr></thead>
 <tbody id="found"></tbody></table></div>
@@ -153,10 +150,9 @@ Choose a cell above. Shapes that differ in nothing the code depends on are one l
 <p class="note">Warps that a core holds of those it could hold, in percent: the least of each kernel's shapes in bf16,
 by its registers and shared memory and this library's model of the architecture.</p>
 <div class="scroll"><table id="heat"><tr><th></th>{heads}</tr>{_heat(rows, archs)}</table></div>
-<h2>How it was run</h2>{definitions(facts)}
-</main><script id="data" type="application/json">{_data(rows)}</script><script>{SCRIPT}</script></html>
-""", encoding="utf-8")  # fmt: skip
-    return file
+<h2>How it was run</h2>{pages.definitions(facts)}"""
+    scripts = f'<script id="data" type="application/json">{_data(rows)}</script><script>{SCRIPT}</script>'
+    return pages.write(file, "Every kernel, compiled for every architecture", content, PAGE, scripts)
 
 
 def _heat(rows, archs) -> str:

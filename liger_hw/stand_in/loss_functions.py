@@ -1,51 +1,19 @@
-"""Define liger_kernel's autograd functions of `chunked_loss`; `apply` calls ours."""
+"""Define liger_kernel's autograd functions of `chunked_loss`; `apply` calls ours.
+
+Its `LigerFusedLinearJSDFunction` is distillation with hard labels, not the function of this name in `ops`.
+"""
 
 from liger_hw.chunked_loss import functional
+from liger_hw.stand_in.function_class import function_class
 
+LOSSES = {"CPO": "cpo", "CosineSimilarity": "cosine", "DPO": "dpo", "GRPO": "grpo", "JSD": "jsd", "KTO": "kto",
+          "ORPO": "orpo", "SimPO": "simpo"}  # fmt: skip
 
-class LigerFusedLinearCPOFunction:
-    """`liger_fused_linear_cpo`."""
-
-    apply = staticmethod(functional.liger_fused_linear_cpo)
-
-
-class LigerFusedLinearCosineSimilarityFunction:
-    """`liger_fused_linear_cosine`."""
-
-    apply = staticmethod(functional.liger_fused_linear_cosine)
-
-
-class LigerFusedLinearDPOFunction:
-    """`liger_fused_linear_dpo`."""
-
-    apply = staticmethod(functional.liger_fused_linear_dpo)
-
-
-class LigerFusedLinearGRPOFunction:
-    """`liger_fused_linear_grpo`."""
-
-    apply = staticmethod(functional.liger_fused_linear_grpo)
-
-
-class LigerFusedLinearJSDFunction:
-    """`liger_fused_linear_jsd` of `chunked_loss`, distillation with hard labels; not that of `ops`."""
-
-    apply = staticmethod(functional.liger_fused_linear_jsd)
-
-
-class LigerFusedLinearKTOFunction:
-    """`liger_fused_linear_kto`."""
-
-    apply = staticmethod(functional.liger_fused_linear_kto)
-
-
-class LigerFusedLinearORPOFunction:
-    """`liger_fused_linear_orpo`."""
-
-    apply = staticmethod(functional.liger_fused_linear_orpo)
-
-
-class LigerFusedLinearSimPOFunction:
-    """`liger_fused_linear_simpo`."""
-
-    apply = staticmethod(functional.liger_fused_linear_simpo)
+globals().update(
+    {
+        (name := f"LigerFusedLinear{loss}Function"): function_class(
+            getattr(functional, f"liger_fused_linear_{ours}"), name
+        )
+        for loss, ours in LOSSES.items()
+    }
+)

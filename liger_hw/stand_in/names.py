@@ -9,6 +9,14 @@ MODULES_OF_TRANSFORMERS = (
     "transformers.modules_without_kernels", "stand_in.ops",
 )  # fmt: skip
 
+OP_MODULES = (  # below both ops and transformers
+    "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy", "fused_linear_jsd",
+    "fused_linear_kl_div", "fused_neighborhood_attention", "geglu", "group_norm", "jsd", "kl_div", "layer_norm",
+    "llama4_rope", "mhc", "mlp", "modulated_rms_norm", "multi_token_attention", "poly_norm", "qwen2vl_mrope",
+    "relu_squared", "rms_norm", "rope", "softmax", "sparsemax", "swiglu", "tiled_mlp", "tvd",
+    "vocab_parallel_cross_entropy",
+)  # fmt: skip
+
 MODULES = {  # module of liger_kernel -> modules of this library with its names, in search order
     "": ("stand_in.backends",),
     "backends": ("stand_in.backends",),
@@ -36,17 +44,8 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "ops.experimental.embedding": OPS,
     "ops.experimental.mm_int8int2": (),
     "ops.utils": ("stand_in.ops_utils",),
-    **{
-        f"ops.{name}": OPS
-        for name in (
-            "attn_res", "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy",
-            "fused_linear_jsd", "fused_linear_kl_div", "fused_linear_scaled_cross_entropy", "fused_moe",
-            "fused_neighborhood_attention", "geglu", "group_norm", "grpo_loss", "jsd", "kl_div", "layer_norm",
-            "llama4_rope", "mhc", "mlp", "modulated_rms_norm", "multi_token_attention", "poly_norm", "qwen2vl_mrope",
-            "relu_squared", "rms_norm", "rope", "softmax", "sparsemax", "swiglu", "tiled_mlp", "tvd",
-            "vocab_parallel_cross_entropy",
-        )
-    },
+    **{f"ops.{name}": OPS for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
+    "ops.fused_linear_scaled_cross_entropy": OPS,
     "transformers": ("transformers",),
     "transformers.auto_model": ("transformers.auto_model",),
     "transformers.experimental": ("transformers.modules_without_kernels",),
@@ -62,16 +61,7 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "transformers.trainer": ("stand_in.orpo_trainer",),
     "transformers.trainer.orpo_trainer": ("stand_in.fsdp", "stand_in.orpo_trainer"),
     "transformers.trainer_integration": ("transformers.monkey_patch",),
-    **{
-        f"transformers.{name}": MODULES_OF_TRANSFORMERS
-        for name in (
-            "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy",
-            "fused_linear_jsd", "fused_linear_kl_div", "fused_neighborhood_attention", "geglu", "group_norm", "jsd",
-            "kl_div", "layer_norm", "llama4_rope", "mhc", "mlp", "modulated_rms_norm", "multi_token_attention",
-            "poly_norm", "qwen2vl_mrope", "relu_squared", "rms_norm", "rope", "softmax", "sparsemax", "swiglu",
-            "tiled_mlp", "tvd", "vocab_parallel_cross_entropy",
-        )
-    },
+    **{f"transformers.{name}": MODULES_OF_TRANSFORMERS for name in OP_MODULES},
     "triton": ("stand_in.triton_cache",),
     "triton.monkey_patch": ("stand_in.triton_cache",),
     "utils": ("stand_in.utils",),

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from liger_hw.losses.options import OptionsModule
 from liger_hw.transformers import ops_without_kernels
 from liger_hw.transformers.functional import (
     liger_fused_linear_jsd,
@@ -12,16 +13,12 @@ from liger_hw.transformers.functional import (
 )
 
 __all__ = [
-    "LigerFusedCETVDLoss",
-    "LigerFusedLinearJSD",
-    "LigerFusedLinearKLDivLoss",
-    "LigerJSD",
-    "LigerKLDIVLoss",
+    "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
     "LigerTVDLoss",
-]
+]  # fmt: skip
 
 
-class LigerJSD(nn.Module):
+class LigerJSD(OptionsModule):
     """`liger_hw.jsd` of log-probabilities log_q (N, V) of the student and log_p of the teacher.
 
     Args:
@@ -30,11 +27,10 @@ class LigerJSD(nn.Module):
     """
 
     def __init__(self, beta=0.5, ignore_index=-100):
-        super().__init__()
-        self.beta, self.ignore_index = beta, ignore_index
+        super().__init__(locals())
 
     def forward(self, log_q, log_p, shift_labels=None):
-        return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+        return liger_jsd(log_q, log_p, shift_labels, **self.options)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -53,18 +49,17 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
 
 
-class LigerTVDLoss(nn.Module):
+class LigerTVDLoss(OptionsModule):
     """`liger_hw.tvd` of student p and teacher q, probabilities (N, V); arguments as `LigerJSD`."""
 
     def __init__(self, reduction="batchmean", ignore_index=-100):
-        super().__init__()
-        self.reduction, self.ignore_index = reduction, ignore_index
+        super().__init__(locals())
 
     def forward(self, p, q, shift_labels=None):
-        return liger_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+        return liger_tvd(p, q, shift_labels, **self.options)
 
 
-class LigerFusedLinearJSD(nn.Module):
+class LigerFusedLinearJSD(OptionsModule):
     """JSD of student_input (N, H) and teacher_input (N, H') through their heads, without logits.
 
     Args:
@@ -75,38 +70,29 @@ class LigerFusedLinearJSD(nn.Module):
     """
 
     def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
-        super().__init__()
-        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
-        self.temperature, self.accum_dtype = temperature, accum_dtype
+        super().__init__(locals())
 
     def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None):
         return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
-            self.ignore_index, self.temperature, self.accum_dtype,
-        )  # fmt: skip
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options
+        )
 
 
-class LigerFusedLinearKLDivLoss(nn.Module):
+class LigerFusedLinearKLDivLoss(OptionsModule):
     """`liger_fused_linear_kl_div` of student_input (N, H), student_weight (V, H), target (N, V)."""
 
     def __init__(self, reduction="batchmean", ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None):
-        super().__init__()
-        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
-        self.eps, self.accum_dtype = eps, accum_dtype
+        super().__init__(locals())
 
     def forward(self, student_input, student_weight, target, shift_labels=None):
-        return liger_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
-            self.eps, self.accum_dtype,
-        )  # fmt: skip
+        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)
 
 
-class LigerFusedCETVDLoss(nn.Module):
+class LigerFusedCETVDLoss(OptionsModule):
     """Cross entropy and TVD (total variation distance) per row of logits (N, V): fp32 (N,)."""
 
     def __init__(self, ignore_index=-100):
-        super().__init__()
-        self.ignore_index = ignore_index
+        super().__init__(locals())
 
     def forward(self, student_logits, teacher_logits, target):
         return ops_without_kernels.ce_and_tvd(student_logits, teacher_logits, target, self.ignore_index)

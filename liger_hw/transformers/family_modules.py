@@ -8,28 +8,12 @@ from liger_hw.transformers import ops_without_kernels
 from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
 
 __all__ = [
-    "LigerBlockSparseTop2MLP",
-    "LigerExperts",
-    "LigerFalconH1MLP",
-    "LigerFalconH1SwiGLUMLP",
-    "LigerGEGLUMLPForGemma4",
-    "LigerHunyuanV1SwiGLUMLP",
-    "LigerMLP",
-    "LigerPhi3SwiGLUMLP",
-    "LigerQwen3MoeSwiGLUMLP",
-    "LigerRMSNormForGemma",
-    "LigerRMSNormForGemma2",
-    "LigerRMSNormForGemma3",
-    "LigerRMSNormForGemma4",
-    "LigerRMSNormForGlm4",
-    "LigerRMSNormForMuseGlimmer",
-    "LigerRMSNormForMuseGlimmerTextCentered",
-    "LigerRMSNormForOlmo2",
-    "LigerRMSNormForQwen3Next",
-    "LigerSwiGLUMLPForMuseGlimmer",
-    "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP",
-]
+    "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLPForGemma4",
+    "LigerHunyuanV1SwiGLUMLP", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2", "LigerRMSNormForGemma3", "LigerRMSNormForGemma4", "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered", "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",
+]  # fmt: skip
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):

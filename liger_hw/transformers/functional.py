@@ -8,7 +8,10 @@ from torch.nn._reduction import legacy_get_string
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
-from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.kernels.cross_entropy import (
+    CrossEntropyOutput as CrossEntropyOutput,
+)  # for programs that import it from here
+from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -21,40 +24,6 @@ from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY, logits_loss
 from liger_hw.spelling import check_known
 from liger_hw.transformers import ops_without_kernels
-
-__all__ = [
-    "CrossEntropyOutput",
-    "liger_attn_res",
-    "liger_cross_entropy",
-    "liger_dyt",
-    "liger_fused_add_rms_norm",
-    "liger_fused_linear_cross_entropy",
-    "liger_fused_linear_jsd",
-    "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy",
-    "liger_fused_neighborhood_attention",
-    "liger_geglu",
-    "liger_group_norm",
-    "liger_jsd",
-    "liger_kl_div",
-    "liger_layer_norm",
-    "liger_mhc_apply",
-    "liger_mhc_coeffs",
-    "liger_mhc_forward",
-    "liger_mhc_post_res",
-    "liger_mhc_pre",
-    "liger_modulated_rms_norm",
-    "liger_multi_token_attention",
-    "liger_poly_norm",
-    "liger_qwen2vl_mrope",
-    "liger_relu_squared",
-    "liger_rms_norm",
-    "liger_rope",
-    "liger_softmax",
-    "liger_sparsemax",
-    "liger_swiglu",
-    "liger_tvd",
-]
 
 
 def liger_cross_entropy(
@@ -257,11 +226,6 @@ def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
     return ops_without_kernels.poly_norm(X, W, B, eps)
 
 
-def liger_dyt(x, alpha, gamma, beta):
-    """See `dyt` of `ops_without_kernels`."""
-    return ops_without_kernels.dyt(x, alpha, gamma, beta)
-
-
 def liger_relu_squared(x):
     """Return relu(x) squared."""
     return activate(x, "relu_squared")
@@ -275,6 +239,11 @@ def liger_softmax(x):
 def liger_sparsemax(input, dim=-1):
     """See `sparsemax` of `ops_without_kernels`."""
     return ops_without_kernels.sparsemax(input, dim)
+
+
+def liger_attn_res(V, w_query, w_norm, eps=1e-6):
+    """See `attention_residual` of `ops_without_kernels`."""
+    return ops_without_kernels.attention_residual(V, w_query, w_norm, eps)
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
@@ -291,21 +260,6 @@ def merged_mrope_table(table, mrope_section):
     return torch.cat([part[i % 3] for i, part in enumerate(table.split(list(mrope_section) * 2, -1))], -1)
 
 
-def liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    """See `multi_token_attention` of `ops_without_kernels`."""
-    return ops_without_kernels.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
-
-
-def liger_fused_neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
-    """See `neighborhood_attention` of `ops_without_kernels`."""
-    return ops_without_kernels.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
-
-
-def liger_attn_res(V, w_query, w_norm, eps=1e-6):
-    """See `attention_residual` of `ops_without_kernels`."""
-    return ops_without_kernels.attention_residual(V, w_query, w_norm, eps)
-
-
 def liger_mhc_coeffs(
     x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
     sinkhorn_eps=1e-6, post_mult=2.0,
@@ -320,16 +274,6 @@ def liger_mhc_coeffs(
     return ops_without_kernels.mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
-
-
-def liger_mhc_pre(x, h_pre):
-    """See `mhc_pre` of `ops_without_kernels`."""
-    return ops_without_kernels.mhc_pre(x, h_pre)
-
-
-def liger_mhc_post_res(x, f_out, h_post, h_res):
-    """See `mhc_post_res` of `ops_without_kernels`."""
-    return ops_without_kernels.mhc_post_res(x, f_out, h_post, h_res)
 
 
 def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
@@ -352,3 +296,14 @@ def liger_mhc_forward(
     first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
     out = ops_without_kernels.mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
     return (out, coefficients) if return_coeffs else out
+
+
+# ops without kernels whose parameters are liger_kernel's
+liger_dyt = ops_without_kernels.dyt
+liger_fused_neighborhood_attention = ops_without_kernels.neighborhood_attention
+liger_mhc_post_res = ops_without_kernels.mhc_post_res
+liger_mhc_pre = ops_without_kernels.mhc_pre
+liger_multi_token_attention = ops_without_kernels.multi_token_attention
+
+__all__ = ["CrossEntropyOutput"]
+__all__ += [name for name in dir() if name.startswith("liger_")]

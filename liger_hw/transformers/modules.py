@@ -11,20 +11,15 @@ from liger_hw.checks import check
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.losses.options import OptionsModule
 from liger_hw.patching.projection import project_down
 from liger_hw.transformers.functional import liger_cross_entropy
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 
 __all__ = [
-    "LigerCrossEntropyLoss",
-    "LigerFusedAddRMSNorm",
-    "LigerFusedLinearCrossEntropyLoss",
-    "LigerGEGLUMLP",
-    "LigerLayerNorm",
-    "LigerRMSNorm",
-    "LigerSwiGLUMLP",
-    "liger_rotary_pos_emb",
-]
+    "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
+    "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+]  # fmt: skip
 
 INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -172,7 +167,7 @@ class LigerGEGLUMLP(_GatedMLP):
         return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "gelu_tanh")
 
 
-class LigerCrossEntropyLoss(nn.Module):
+class LigerCrossEntropyLoss(OptionsModule):
     """`cross_entropy` of logits (N, V) and targets (N,).
 
     The backward writes the gradient to its own memory: the logits stay readable, and a second backward is correct.
@@ -191,23 +186,14 @@ class LigerCrossEntropyLoss(nn.Module):
         self, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
         return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(locals())
         _check_loss(label_smoothing, reduction, softcap)
-        self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
-        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input, target):
-        return liger_cross_entropy(
-            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale, softcap=self.softcap,
-            return_z_loss=self.return_z_loss, return_token_accuracy=self.return_token_accuracy,
-            return_predicted_tokens=self.return_predicted_tokens,
-        )  # fmt: skip
+        return liger_cross_entropy(_input, target, **self.options)
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(OptionsModule):
     """`fused_linear_cross_entropy` of (lin_weight (V, H), _input (N, H), target (N,), bias (V,) or None).
 
     Args:
@@ -225,21 +211,11 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False,
         return_predicted_tokens=False,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(locals())
         _check_loss(label_smoothing, reduction, softcap)
-        self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
-        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
-        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, lin_weight, _input, target, bias=None):
-        return fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.label_smoothing,
-            self.lse_square_scale, self.softcap, reduction=self.reduction, accum_dtype=self.accum_dtype,
-            use_token_scaling=self.use_token_scaling, return_z_loss=self.return_z_loss,
-            return_token_accuracy=self.return_token_accuracy, return_predicted_tokens=self.return_predicted_tokens,
-        )  # fmt: skip
+        return fused_linear_cross_entropy(_input, lin_weight, target, bias, **self.options)
 
 
 def _check_loss(label_smoothing, reduction, softcap):

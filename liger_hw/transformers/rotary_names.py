@@ -7,14 +7,10 @@ from liger_hw.transformers.functional import liger_qwen2vl_mrope as liger_multim
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 
 __all__ = [
-    "apply_liger_llama4_rope_full",
-    "liger_llama4_text_rotary_pos_emb",
-    "liger_llama4_vision_rotary_pos_emb",
-    "liger_multimodal_rotary_pos_emb",
-    "liger_rotary_pos_emb",
-    "liger_rotary_pos_emb_gpt_oss",
+    "apply_liger_llama4_rope_full", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
+    "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss",
     "liger_rotary_pos_emb_vision",
-]
+]  # fmt: skip
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
