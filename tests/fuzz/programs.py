@@ -4,6 +4,10 @@ A program is a list of actions, each what a training script might do: forwards i
 reads and writes of logits, hooks, losses of its own, optimizer steps, checkpointing, copies, saves, threads. After each
 action every observable is compared. The patched model may refuse with an error that says what to do; then the program
 ends, as the two have gone different ways.
+
+Numbers are held to the rule of `liger_hw/testing/parity.py`, without a tolerance of anybody's choice. A third model, the
+plain one in float64, runs the program too. The patched model's difference from it may be at most twice the sum of two:
+the plain model's difference, and one rounding. See `allowed`.
 """
 
 import contextlib
@@ -32,11 +36,9 @@ FAMILIES = {
     "llama tied": {"tie_word_embeddings": True},
 }
 REFUSALS = ("skip_logits=False", "a second", "use_backend('reference')", "in_place=False")
-LENIENT = (  # where only the plain model raises
-    "appears to not have been used in the graph",  # of logits written under no_grad: the patched model's has one
-    # a weight written between forward and backward: the patched model keeps a copy, or needs it no longer
-    "modified by an inplace operation",
-)
+# torch's error for a tensor that was written between forward and backward: the patched model may have kept a copy
+MODIFIED = "modified by an inplace operation"
+FP32_EPS = torch.finfo(torch.float32).eps
 _templates = {}
 
 
@@ -44,38 +46,69 @@ class Difference(AssertionError):
     """The patched model showed another number, or another kind of outcome."""
 
 
-def _pair(family):
+def _model(family, kind):
+    """Return a copy of a family's "plain", "patched" or "exact" model."""
     if family not in _templates:
-        _templates[family] = tiny.model(family.split()[0], **SMALL | FAMILIES[family])
-    plain = copy.deepcopy(_templates[family])
-    patched = copy.deepcopy(plain)
-    liger_hw.patch(patched)
-    return plain, patched
+        plain = tiny.model(family.split()[0], **SMALL | FAMILIES[family])
+        patched, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+        liger_hw.patch(patched)
+        exact.set_experts_implementation("eager")  # grouped_mm has no float64
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for p in exact.parameters():  # by a rounding of fp32, in which transformers computes a float64 loss too
+                p *= 1 + FP32_EPS * torch.randint(0, 2, p.shape).mul(2).sub(1)
+        _templates[family] = {"plain": plain, "patched": patched, "exact": exact}
+    return copy.deepcopy(_templates[family][kind])
 
 
 class Side:
-    """One of the two models, with what the program holds of it."""
+    """One of the three models, with what the program holds of it.
 
-    def __init__(self, model):
-        self.model, self.out, self.value = model, None, None
-        self.optimizer, self.handles, self.seen = None, [], []
+    Args:
+        family: of models.
+        kind: "plain", "patched" or "exact": the plain model in float64, where autocast and casts have no effect.
+        overflows: for "exact", whether each step with a loss scale overflowed in the plain model.
+    """
+
+    def __init__(self, family, kind, overflows=()):
+        self.model, self.kind, self.overflows = _model(family, kind), kind, list(overflows)
+        self.exact, self.eps = kind == "exact", FP32_EPS
+        self.out, self.value, self.optimizer, self.handles, self.seen = None, None, None, [], []
         self.written = False  # whether some logits were written to
-        self.rounds = False  # whether anything ran in bf16
+
+    def autocast(self, dtype):
+        self.rounds_to(dtype or torch.float32)
+        return torch.autocast("cpu", dtype, enabled=dtype is not None and not self.exact)
+
+    def rounds_to(self, dtype):
+        """Keep the coarsest rounding of the program, as `eps`."""
+        self.eps = max(self.eps, torch.finfo(dtype).eps)
 
     def unhook(self):
         while self.handles:
             self.handles.pop().remove()
 
     def observed(self):
-        """Everything that a program can see, by name."""
-        found = {f"grad of {name}": p.grad for name, p in self.model.named_parameters()}
-        found |= {f"parameter {name}": p.detach() for name, p in self.model.named_parameters()}
-        found["random state"] = torch.get_rng_state()
-        found["training"] = self.model.training
-        found["seen by hooks"] = tuple(self.seen)
+        """Return copies of everything that a program can see, by name."""
+        seen = {f"grad of {name}": p.grad for name, p in self.model.named_parameters()}
+        seen |= {f"parameter {name}": p.detach() for name, p in self.model.named_parameters()}
+        seen |= {"random state": torch.get_rng_state(), "training": self.model.training}
+        seen |= {"seen by hooks": tuple(self.seen), "value": self.value, "eps": self.eps}
         if self.out is not None:
-            found["loss"] = self.out.loss
-        return found
+            seen["loss"] = self.out.loss
+            if self.kind != "patched":  # reading the patched model's logits would compute them
+                seen["logits"] = self.out.logits
+        return {name: Seen(value) if isinstance(value, torch.Tensor) else value for name, value in seen.items()}
+
+
+class Seen:
+    """A tensor's values at one time, and whether it required a gradient."""
+
+    def __init__(self, tensor):
+        self.values, self.requires_grad = tensor.detach().clone(), tensor.requires_grad
+
+    def __repr__(self):
+        return repr(self.values)
 
 
 # Actions: (side, choice) -> None. `choice` is an integer that picks a variant. ---------------------------------------
@@ -107,18 +140,17 @@ AUTOCASTS = (None, None, None, torch.bfloat16)
 
 def forward(side, choice):
     mode, dtype = GRAD_MODES[choice % len(GRAD_MODES)], AUTOCASTS[choice // 5 % len(AUTOCASTS)]
-    side.rounds |= dtype is not None
     torch.manual_seed(choice)
-    with mode(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+    with mode(), side.autocast(dtype):
         side.out = side.model(**_tokens(choice), use_cache=False)
 
 
-READS = (
-    lambda x: x.sum(), lambda x: x[:, -1], lambda x: x.softmax(-1), lambda x: x.float() / 3, lambda x: x.argmax(-1),
+READS = (  # all continuous: an index of the largest, or a shape, may change with a rounding
+    lambda x: x.sum(), lambda x: x[:, -1], lambda x: x.softmax(-1), lambda x: x.float() / 3, lambda x: x.gather(-1, x.argmax(-1, True)),
     lambda x: x.detach().clone(), lambda x: x[..., :7].logsumexp(-1), lambda x: x.view(-1, x.shape[-1])[1:],
     lambda x: torch.tensor(x.tolist()), lambda x: x.mean().item() * torch.ones(()), lambda x: x.topk(2).values,
     lambda x: torch.nn.functional.cross_entropy(x.reshape(-1, x.shape[-1]), torch.zeros(x.shape[:-1].numel()).long()),
-    lambda x: x.clone(), lambda x: x * 2.0, lambda x: torch.cat([x, x]), lambda x: x[x > 0],
+    lambda x: x.clone(), lambda x: x * 2.0, lambda x: torch.cat([x, x]), lambda x: x[x > 0].sum(),
 )  # fmt: skip
 
 
@@ -131,7 +163,7 @@ def read(side, choice):
 
 WRITES = (
     lambda x: x.mul_(0.5), lambda x: x[:, 0].zero_(), lambda x: x.__setitem__((Ellipsis, 3), -5.0),
-    lambda x: x.div_(2.0), lambda x: x.masked_fill_(x > 1, 0.0), lambda x: x.view(-1).add_(1.0),
+    lambda x: x.div_(2.0), lambda x: x.masked_fill_(x > 1, 1.0), lambda x: x.view(-1).add_(1.0),
 )  # fmt: skip
 
 
@@ -161,9 +193,10 @@ def gradient_of_logits(side, choice):
         side.value = torch.autograd.grad(side.out.loss, side.out.logits, retain_graph=True)[0]
 
 
+# AdamW's step is lr g / (|g| + eps): with torch's eps of 1e-8 the sign of a rounding would move a weight by lr
 OPTIMIZERS = (
-    lambda p: torch.optim.SGD(p, 0.05), lambda p: torch.optim.AdamW(p, 1e-3),
-    lambda p: torch.optim.AdamW(p, 1e-3, fused=True), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, foreach=True),
+    lambda p: torch.optim.SGD(p, 0.05), lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2),
+    lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2, fused=True), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, foreach=True),
 )  # fmt: skip
 
 
@@ -199,7 +232,7 @@ def hook(side, choice):
         return output[0] if isinstance(output, tuple) else output
 
     def look(module, args, output):
-        seen.append(("forward", type(first(output)).__name__ != "", tuple(first(output).shape)))
+        seen.append(("forward", tuple(first(output).shape)))
 
     def look_back(module, into, of):
         seen.append(("backward", tuple(None if g is None else tuple(g.shape) for g in of)))
@@ -242,7 +275,8 @@ def checkpointing(side, choice):
 
 
 def copied(side, choice):
-    side.model, side.out, side.value, side.optimizer = copy.deepcopy(side.model), None, None, None
+    side.model, side.handles = copy.deepcopy((side.model, side.handles))  # together, so the handles are the copy's
+    side.out = side.value = side.optimizer = None
 
 
 def saved(side, choice):
@@ -318,26 +352,28 @@ def scaled_step(side, choice):
     scaler = torch.amp.GradScaler("cpu", init_scale=(16.0, 2.0**14, 2.0**120)[choice % 3])
     optimizer = OPTIMIZERS[choice // 3 % 2](side.model.parameters())
     dtype = (torch.bfloat16, torch.float16)[choice // 6 % 2]
-    side.rounds = True
     torch.manual_seed(choice)
-    with torch.autocast("cpu", dtype):
+    with side.autocast(dtype):
         side.out = side.model(**tiny.tokens(2, 6, seed=choice % 5), use_cache=False)
     scaler.scale(side.out.loss).backward()
+    if side.exact and side.overflows.pop(0):  # float64 does not overflow
+        return side.model.zero_grad()
     if choice // 12 % 2:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
     scaler.step(optimizer)
     scale = scaler.get_scale()
     scaler.update()
-    if scaler.get_scale() < scale:  # overflow: which values did is a matter of rounding, that no step was done is not
+    side.overflows.append(scaler.get_scale() < scale)
+    if side.overflows[-1]:  # which values did is a matter of rounding, that no step was done is not
         side.model.zero_grad()
 
 
 def read_under_autocast(side, choice):
     if side.out is not None:
-        side.rounds = True
-        with torch.autocast("cpu", torch.bfloat16, enabled=bool(choice % 3)):
-            side.value = side.out.logits @ torch.ones(side.out.logits.shape[-1], 2)
+        ones = torch.ones(side.out.logits.shape[-1], 2, dtype=torch.float64 if side.exact else torch.float32)
+        with side.autocast(torch.bfloat16 if choice % 3 else None):
+            side.value = side.out.logits @ ones
 
 
 def threads(side, choice):
@@ -390,8 +426,10 @@ def pickled(side, choice):
 def cast(side, choice):
     """The model in another dtype, and back again in some of the programs."""
     dtype = (torch.bfloat16, torch.float32, torch.float64)[choice % 3]
-    side.rounds |= dtype is torch.bfloat16
     side.model, side.out, side.value, side.optimizer = side.model.to(dtype), None, None, None
+    side.rounds_to(dtype)
+    if side.exact:
+        side.model.double()
 
 
 def clone_of_outputs(side, choice):
@@ -485,7 +523,7 @@ def compiled(side, choice):
         return
     torch._dynamo.reset()
     torch.manual_seed(choice)
-    run = torch.compile(side.model, backend="aot_eager")
+    run = side.model if side.exact else torch.compile(side.model, backend="aot_eager")
     side.out, loss = None, run(**tiny.tokens(2, 6, seed=choice), use_cache=False).loss
     if loss.requires_grad:
         loss.backward()
@@ -503,77 +541,120 @@ ACTIONS = (
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def _attempt(action, side, choice):
-    try:
-        action(side, choice)
-        return None
-    except Exception as error:
-        return error
-
-
-def _alike(found, expected, tolerance, floor):
-    """Tell whether values are equal up to `tolerance` of the largest, or of `floor` where that is more."""
-    if isinstance(expected, torch.Tensor) != isinstance(found, torch.Tensor):
-        return False
-    if not isinstance(expected, torch.Tensor):
-        return found == expected
-    if found.shape != expected.shape or found.dtype != expected.dtype or found.requires_grad != expected.requires_grad:
-        return False
-    if not expected.is_floating_point():
-        return torch.equal(found, expected)
-    found, expected = found.detach().double(), expected.detach().double()
-    if not torch.equal(found.isfinite(), expected.isfinite()):
-        return False
-    found, expected = found.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
-    if not expected.numel():
-        return True
-    return (found - expected).abs().max().item() <= tolerance * max(expected.abs().max().item(), floor)
+def _shows(side, program):
+    """Run `program` and return [(error or None, what the program sees)] of its actions, until the first error."""
+    shown = []
+    torch.manual_seed(0)
+    for index, choice in program:
+        try:
+            ACTIONS[index % len(ACTIONS)](side, choice)
+            shown.append((None, side.observed()))
+        except Exception as error:
+            return [*shown, (error, None)]
+    return shown
 
 
 def run(family, program):
-    """Run `program`, (index of an action, choice) pairs, on both models of a family.
+    """Run `program`, (index of an action, choice) pairs, on the models of a family.
 
     Returns:
-        None, or the error with which the patched model refused.
+        None, or the error that ended the program: one of the plain model, or with which the patched model refused.
 
     Raises:
         Difference: the models differ in what they show.
     """
-    state = torch.get_rng_state()
-    sides = [Side(model) for model in _pair(family)]
-    done = []
-    states = [state, state]
-    for index, choice in program:
-        action = ACTIONS[index % len(ACTIONS)]
-        done.append(f"{action.__name__}({choice})")
-        errors = []
-        for i, side in enumerate(sides):
-            torch.set_rng_state(states[i])
-            errors.append(_attempt(action, side, choice))
-            states[i] = torch.get_rng_state()
-        expected, found = errors
-        trace = f"{family}: {', '.join(done)}"
-        if found is not None and expected is None:
-            if any(text in str(found) for text in REFUSALS):
-                return found
-            raise Difference(f"{trace}: {type(found).__name__}: {found}") from found
-        if expected is not None:
-            if found is None and not any(text in str(expected) for text in LENIENT):
-                raise Difference(f"{trace}: plain raises {type(expected).__name__}: {expected}, patched does not")
-            return expected
-        seen = [side.observed() | {"value": side.value} for side in sides]
-        # fp32: another order of sums, of which a gradient that cancels keeps 10 eps of the largest; bf16: a few
-        # roundings, which gradients that cancel are made of: by up to 0.19 plain itself differs from fp32 (gemma2)
-        gradients = [g for name, g in seen[0].items() if name.startswith("grad") and g is not None]
-        largest = max((g.abs().max().item() for g in gradients), default=0.0)
-        tolerance, floor = (1.5e-1, max(1e-3, 2e-2 * largest)) if sides[0].rounds else (2e-3, max(1e-3, 1e-3 * largest))
-        for name, value in seen[0].items():
-            try:
-                alike = _alike(seen[1].get(name), value, tolerance, floor)
-            except RuntimeError as error:
+    plain, patched = Side(family, "plain"), Side(family, "patched")
+    expected, shown = _shows(plain, program), _shows(patched, program)
+    written = MODIFIED in str(expected[-1][0]) and (len(shown) > len(expected) or shown[len(expected) - 1][0] is None)
+    # in the context torch copies what is written, so the plain model shows the gradients of its forward
+    with torch.autograd.graph.allow_mutation_on_saved_tensors() if written else contextlib.nullcontext():
+        if written:
+            plain = Side(family, "plain")
+            expected = _shows(plain, program)
+        exact = None
+        for i, (error, seen) in enumerate(shown):
+            names = ", ".join(f"{ACTIONS[index % len(ACTIONS)].__name__}({choice})" for index, choice in program[: i + 1])
+            trace, (error_of_plain, seen_of_plain) = f"{family}: {names}", expected[i]
+            if error is not None and error_of_plain is None:
                 if any(text in str(error) for text in REFUSALS):
                     return error
-                raise
-            if not alike:
-                raise Difference(f"{trace}: {name}: {seen[1].get(name)} instead of {value}")
+                raise Difference(f"{trace}: {type(error).__name__}: {error}") from error
+            if error_of_plain is not None:
+                if error is None:
+                    raise Difference(f"{trace}: plain raises {type(error_of_plain).__name__}: {error_of_plain}")
+                return error_of_plain
+            unequal = _unequal(seen, seen_of_plain)
+            if unequal and exact is None:
+                exact = _shows(Side(family, "exact", plain.overflows), program)
+            if unequal and exact[i][0] is not None:
+                raise exact[i][0]
+            for name in unequal:
+                text = _difference(name, seen, seen_of_plain, exact[i][1])
+                if text is not None:
+                    raise Difference(f"{trace}: {name}: {text}")
     return None
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def _unequal(seen, expected):
+    """Return the names whose values are not bitwise equal."""
+    return [name for name in expected if name != "logits" and not _equal(seen.get(name), expected[name])]
+
+
+def _equal(a, b):
+    if not isinstance(a, Seen) or not isinstance(b, Seen):
+        return a == b
+    if a.requires_grad != b.requires_grad or a.values.dtype != b.values.dtype or a.values.shape != b.values.shape:
+        return False
+    return torch.equal(a.values.nan_to_num(), b.values.nan_to_num())
+
+
+MEASURES = {"largest": lambda t: t.abs().max().item(), "norm": lambda t: t.norm().item()}
+
+
+def _difference(name, seen, plain, exact):
+    """Tell how the values of `name` differ, or return None if they differ no more than roundings may.
+
+    With |t| for the largest element, and again for the norm,
+
+        |patched - exact| <= 2 (|plain - exact| + (moved + eps) |exact|) + eps_of_program |gradients|
+
+    moved: |plain - exact| / |exact| of the logits, or of all gradients if that is more. A loss is one number, of which
+        |plain - exact| can be small by chance.
+    gradients: all of them, for a gradient only. In exact arithmetic some are zero, as that of a bias of keys or of a
+        router that chooses one expert: roundings of what cancels are left, in the coarsest dtype of the program.
+    """
+    found, expected, reference = seen.get(name), plain[name], exact.get(name)
+    tensors = isinstance(found, Seen) and isinstance(expected, Seen) and isinstance(reference, Seen)
+    if not tensors or found.requires_grad != expected.requires_grad:
+        return f"{found} instead of {expected}"
+    found, expected, reference = found.values, expected.values, reference.values
+    if found.dtype != expected.dtype or found.shape != expected.shape or not found.is_floating_point():
+        return f"{found} instead of {expected}"
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return f"finite elsewhere: {found} instead of {expected}"
+    eps = max(torch.finfo(found.dtype).eps, FP32_EPS)
+    found, expected, reference = found[finite].double(), expected[finite].double(), reference[finite].double()
+    gradients = [n for n in plain if n.startswith("grad of") and plain[n] is not None and exact[n] is not None]
+    moved = max(_moved(plain, exact, gradients), _moved(plain, exact, ["logits"] if "logits" in plain else []))
+    for measure, size in MEASURES.items():
+        allowed = 2 * (size(expected - reference) + (moved + eps) * size(reference))
+        if name in gradients:
+            allowed += plain["eps"] * size(torch.stack([torch.tensor(size(exact[n].values)) for n in gradients]))
+        error = size(found - reference)
+        shares.append((error/(allowed or 1e-300), name, measure, found.numel(), error / (size(reference) or 1e-300), moved))
+        if not error <= allowed:
+            return f"error {error:.3g} by its {measure}, allowed {allowed:.3g}: {found} instead of {expected}"
+    return None
+
+shares = []
+
+def _moved(plain, exact, names):
+    """Return the relative distance of plain's tensors from the exact ones, of all together."""
+    pairs = [(plain[name].values, exact[name].values.nan_to_num()) for name in names]
+    size = torch.stack([torch.zeros(()), *(e.norm() for _, e in pairs)]).norm().item()
+    distance = torch.stack([torch.zeros(()), *((p.nan_to_num() - e).norm() for p, e in pairs)]).norm().item()
+    return distance / size if size else 0.0
