@@ -20,3 +20,16 @@ ACTION = st.tuples(st.integers(0, len(programs.ACTIONS) - 1), st.integers(0, 63)
 @given(family=st.sampled_from(sorted(programs.FAMILIES)), program=st.lists(ACTION, min_size=3, max_size=14))
 def test_a_patched_model_is_the_plain_one_whatever_is_done(family, program):
     programs.run(family, program)
+
+
+@pytest.mark.parametrize("family", sorted(programs.FAMILIES))
+def test_a_mistake_of_a_thousandth_is_a_difference(family, monkeypatch):
+    def mistaken(side, choice):
+        programs.forward(side, 10)
+        if side.kind == "patched":
+            side.out.logits.register_hook(lambda grad: grad * 1.001)
+        side.out.loss.backward()
+
+    monkeypatch.setattr(programs, "ACTIONS", (mistaken,))
+    with pytest.raises(programs.Difference, match="grad of"):
+        programs.run(family, [(0, 0)])
