@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "backends": ("use_backend",),
     "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),
+    "kernels.gated_rms_norm": ("gated_rms_norm", "modulated_rms_norm"),
     "kernels.layer_norm": ("layer_norm",),
     "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),

@@ -76,6 +76,7 @@ def _liger(case):
     return {
         "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, **norm),
         "fused_add_rms_norm": lambda x, residual, w: liger.liger_fused_add_rms_norm(x, residual, w, **norm),
+        "modulated_rms_norm": liger.liger_modulated_rms_norm,
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, **norm),
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,

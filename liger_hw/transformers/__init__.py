@@ -8,7 +8,7 @@ from liger_hw.transformers.families import FAMILIES
 _NAMES = {
     "modules": (
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
-        "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+        "LigerLayerNorm", "LigerModulatedRMSNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
     ),
     "family_modules": (
         "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerMLP",
@@ -17,7 +17,7 @@ _NAMES = {
         "LigerTiledSwiGLUMLP",
     ),
     "modules_without_kernels": (
-        "LigerDyT", "LigerMHC", "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm",
+        "LigerDyT", "LigerMHC", "LigerMultiTokenAttention", "LigerPolyNorm",
         "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax", "LigerVocabParallelCrossEntropy",
     ),
     "rotary_names": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),

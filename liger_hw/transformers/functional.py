@@ -13,6 +13,7 @@ from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -247,8 +248,8 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
 
 
 def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
-    """See `modulated_rms_norm` of `ops_without_kernels`."""
-    return ops_without_kernels.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+    """Apply `liger_hw.modulated_rms_norm` to X (..., C), weight W (C,) or None, and rows of scale and shift."""
+    return modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
 def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):

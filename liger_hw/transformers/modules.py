@@ -9,6 +9,7 @@ from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.patching.projection import project_down
@@ -21,6 +22,7 @@ __all__ = [
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
     "LigerLayerNorm",
+    "LigerModulatedRMSNorm",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
     "liger_rotary_pos_emb",
@@ -84,6 +86,22 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
     def forward(self, hidden_states, residual):
         eps, offset, mode = self.variance_epsilon, self.offset, self.casting_mode
         return fused_add_rms_norm(hidden_states, residual, self.weight, eps, offset, mode)
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """`modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
+        elementwise_affine=True,
+    ):  # fmt: skip
+        super().__init__(
+            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
+        )
+
+    def forward(self, hidden_states, scale, shift=None):
+        eps, offset, mode = self.variance_epsilon, self.offset, self.casting_mode
+        return modulated_rms_norm(hidden_states, self.weight, scale, shift, eps, offset, mode)
 
 
 class LigerLayerNorm(nn.Module):

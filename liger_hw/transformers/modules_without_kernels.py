@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.transformers import functional
-from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, check_option, initial_weight
+from liger_hw.transformers.modules import LigerLayerNorm, check_option, initial_weight
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "LigerFusedNeighborhoodAttentionLayer",
     "LigerGroupNorm",
     "LigerMHC",
-    "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention",
     "LigerPolyNorm",
     "LigerReLUSquared",
@@ -115,23 +114,6 @@ class LigerSparsemax(nn.Module):
 
     def forward(self, x):
         return functional.liger_sparsemax(x, self.dim)
-
-
-class LigerModulatedRMSNorm(LigerRMSNorm):
-    """`modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
-
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
-        elementwise_affine=True,
-    ):  # fmt: skip
-        super().__init__(
-            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
-        )
-
-    def forward(self, hidden_states, scale, shift=None):
-        return functional.liger_modulated_rms_norm(
-            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
-        )
 
 
 class LigerMultiTokenAttention(nn.Module):

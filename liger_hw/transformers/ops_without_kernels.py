@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from liger_hw._torch import grouped_mm
 from liger_hw.checks import KERNEL_DTYPES, check
 from liger_hw.kernels.glu import swiglu
-from liger_hw.kernels.rms_norm import rms_norm
 
 FAR_BELOW = -1e9  # masked scores in multi-token attention; finite, because a convolution reads them
 
@@ -45,22 +44,6 @@ def sparsemax(x, dim=-1):
     size = (places * ordered > sums - 1).sum(dim, keepdim=True)
     threshold = (sums.gather(dim, size - 1) - 1) / size
     return (z - threshold).clamp(min=0).to(x.dtype)
-
-
-def modulated_rms_norm(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama"):
-    """Compute rms_norm(x) (1 + scale) + shift.
-
-    x: (..., C). scale, shift: (..., C), whose row count equals or divides that of x: one row serves consecutive rows.
-    """
-    rows = x.numel() // x.shape[-1]
-
-    def spread(m):
-        m = m.reshape(-1, x.shape[-1])
-        check(rows % m.shape[0] == 0, "scale", f"{m.shape[0]} rows", f"a divisor of x's {rows}")
-        return m.repeat_interleave(rows // m.shape[0], 0).reshape(x.shape)
-
-    y = rms_norm(x, weight, eps, offset, casting_mode).float() * (1 + spread(scale).float())
-    return (y if shift is None else y + spread(shift).float()).to(x.dtype)
 
 
 def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):

@@ -85,16 +85,6 @@ def test_sparsemax():
     torch.testing.assert_close(modules_without_kernels.LigerSoftmax()(x), x.softmax(-1))
 
 
-def test_modulated_rms_norm():
-    x, norm = random(2, 6, 8), modules_without_kernels.LigerModulatedRMSNorm(8)
-    torch.nn.init.normal_(norm.weight)
-    scale, shift = random(2, 1, 8, seed=1), random(2, 1, 8, seed=2)  # one row for each sequence
-    alike(norm(x, scale, shift), F.rms_norm(x, (8,), norm.weight, 1e-6) * (1 + scale) + shift, x, scale, shift)
-    alike(norm(x, x), F.rms_norm(x, (8,), norm.weight, 1e-6) * (1 + x), x, norm.weight)
-    with pytest.raises(ValueError, match="divisor"):
-        norm(x, random(5, 8))
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_multi_token_attention(sparse):
     scores = random(2, 3, 6, 6)

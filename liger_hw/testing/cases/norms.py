@@ -1,5 +1,7 @@
 """Cases of RMSNorm, with and without the residual addition, and of layer norm."""
 
+import itertools
+
 import torch
 
 from liger_hw.testing.case import OpCases, Shape
@@ -62,6 +64,67 @@ def wide_layer_norms(new):
     yield (new.randn(2, 4096), None, None), {}
 
 
+GATED_FORMS = (
+    {}, {"gate_first": True}, {"activation": "sigmoid", "casting_mode": "gemma"},
+    {"gate_first": True, "activation": "sigmoid", "casting_mode": "gemma"},
+)  # fmt: skip
+
+
+def gated_rms_norms(new):
+    for (rows, cols), options in zip(SMALL, itertools.cycle(GATED_FORMS)):
+        yield (new.randn(rows, cols), new.randn(rows, cols), new.randn(cols)), options
+    for options in ({"group_size": 21}, {"group_size": 9, "gate_first": True}):
+        yield (new.randn(2, 7, 63), new.randn(2, 7, 63), new.randn(63, dtype=torch.float32)), options
+    yield (new.randn(3, 40), new.randn(3, 40, dtype=torch.float32), None), {}
+    for learns in ((False, True, True), (True, False, True), (True, True, False), (False, False, True)):
+        yield tuple(new.randn(*size, grad=grad) for size, grad in zip([(3, 40), (3, 40), (40,)], learns)), {}
+    for options in GATED_FORMS[:2]:  # looped
+        yield (new.randn(2, 33001), new.randn(2, 33001), new.randn(33001)), options
+
+
+def wide_gated_rms_norms(new):
+    for cols, options in itertools.product((4096, 8192, 16384), GATED_FORMS[:2]):
+        yield (new.randn(2, cols), new.randn(2, cols), new.randn(cols)), options
+    for cols, options in ((128, {}), (1001, {}), (8192, {"group_size": 1024, "gate_first": True})):
+        yield (new.randn(2, cols), new.randn(2, cols), new.randn(cols)), options
+
+
+def modulated_rms_norms(new):
+    for scale in ((2, 5, 123), (2, 1, 123), (123,)):  # a row for each row, each sequence, all
+        yield (new.randn(2, 5, 123), new.randn(123), new.randn(*scale), new.randn(*scale)), {}
+    x, scale, w = new.randn(3, 4, 40), new.randn(3, 1, 40), new.randn(40, dtype=torch.float32)
+    yield (x, None, scale, None), {}
+    yield (x, w, scale, new.randn(3, 4, 40)), {"offset": 1.0, "casting_mode": "gemma"}  # more rows than scale
+    yield (x, w, scale, scale.detach()), {"casting_mode": "none"}
+    yield (x.detach(), None, scale.detach(), new.randn(3, 1, 40)), {}
+    yield (x.detach(), w, scale.detach(), None), {}
+    yield (new.randn(0, 16), new.randn(16), new.randn(16), new.randn(16)), {}
+    for scale in ((2, 1, 33001), (2, 2, 33001)):  # looped
+        yield (new.randn(2, 2, 33001), new.randn(33001), new.randn(*scale), new.randn(*scale)), {}
+
+
+def wide_modulated_rms_norms(new):
+    for cols in (1152, 3072, 5120, 8192, 16384, 1001):
+        yield (new.randn(4, cols), new.randn(cols), new.randn(2, cols), new.randn(2, cols)), {}
+    yield (new.randn(4, 4096), new.randn(4096), new.randn(4, 4096), new.randn(4, 4096)), {}
+    yield (new.randn(4, 3072), None, new.randn(2, 3072), new.randn(2, 3072)), {}
+
+
+def modulated_shape(sequences, tokens, cols, weight):
+    """Make a shape whose scale and shift have a row for each sequence."""
+
+    def tensors(new):
+        scale, shift = (new.large(sequences, 1, cols) for _ in range(2))
+        return new.large(sequences, tokens, cols), new.large(cols) if weight else None, scale, shift
+
+    return Shape(f"{sequences}x{tokens}x{cols}" + (" weight" if weight else ""), tensors)
+
+
+def gated_shape(rows, cols, **options):
+    label = " ".join([f"{rows}x{cols}", *(f"{name}={value}" for name, value in options.items())])
+    return Shape(label, lambda new: (new.large(rows, cols), new.large(rows, cols), new.large(cols)), options)
+
+
 def shapes(sizes, matrices, parameters):
     """Make the shapes of an op of `matrices` tensors (rows, cols) and `parameters` tensors (cols,)."""
 
@@ -79,7 +142,29 @@ CASES = {
     "fused_add_rms_norm": OpCases(
         with_residual(rms_norms), with_residual(wide_rms_norms), shapes(HIDDEN, 2, 1), shapes(FURTHER, 2, 1)
     ),
+    "gated_rms_norm": OpCases(
+        gated_rms_norms, wide_gated_rms_norms,
+        [
+            gated_shape(TOKENS * 32, 128),  # Qwen3-Next's gated DeltaNet
+            gated_shape(TOKENS * 32, 128, activation="sigmoid", casting_mode="gemma"),  # Kimi Linear
+            gated_shape(TOKENS, 5120, gate_first=True),  # Mamba2-2.7B
+            gated_shape(TOKENS, 8192, gate_first=True, group_size=1024),  # Nemotron-H-8B
+        ],
+        [gated_shape(TOKENS, 4096), gated_shape(2048, 16384, gate_first=True), gated_shape(16, 2048)],
+    ),
+    "modulated_rms_norm": OpCases(
+        modulated_rms_norms, wide_modulated_rms_norms,
+        [
+            modulated_shape(32, 256, 1152, False),  # DiT-XL, 256 patches
+            modulated_shape(4, 4096, 3072, False),  # FLUX.1, an image of 1024 x 1024
+            modulated_shape(1, 16384, 5120, True),  # Wan2.1-14B
+        ],
+        [
+            modulated_shape(16384, 1, 3072, True), modulated_shape(8, 1024, 4096, True),
+            modulated_shape(2, 1024, 16384, True), modulated_shape(1, 16, 2048, True),
+        ],
+    ),
     "layer_norm": OpCases(
         layer_norms, wide_layer_norms, shapes([*LAYER_NORMS, *LONG_ROWS], 1, 2), shapes(FURTHER, 1, 2)
     ),
-}
+}  # fmt: skip
