@@ -12,6 +12,8 @@ _NAMES = {
     "backends": ("use_backend",),
     "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),
     "kernels.gated_rms_norm": ("gated_rms_norm", "modulated_rms_norm"),
+    "kernels.group_norm": ("group_norm",),
+    "kernels.l2_norm": ("l2_norm",),
     "kernels.layer_norm": ("layer_norm",),
     "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),

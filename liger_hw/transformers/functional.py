@@ -15,6 +15,7 @@ from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entro
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
+from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
@@ -242,9 +243,9 @@ def liger_fused_linear_scaled_cross_entropy(
 
 
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-    """Apply `torch.nn.functional.group_norm` to X (N, num_channels, ...)."""
+    """Apply `liger_hw.group_norm` to X (N, num_channels, ...)."""
     check(X.shape[1] == num_channels, "X", tuple(X.shape), f"(N, {num_channels}, ...)")
-    return torch.nn.functional.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
+    return group_norm(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
 
 
 def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):

@@ -10,6 +10,8 @@ from torch import nn
 from liger_hw.checks import check
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
+from liger_hw.kernels.group_norm import group_norm
+from liger_hw.kernels.l2_norm import l2_norm
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.patching.projection import project_down
@@ -21,6 +23,8 @@ __all__ = [
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGroupNorm",
+    "LigerL2Norm",
     "LigerLayerNorm",
     "LigerModulatedRMSNorm",
     "LigerRMSNorm",
@@ -127,6 +131,47 @@ class LigerLayerNorm(nn.Module):
 
     def extra_repr(self):
         return f"{self.hidden_size}, eps={self.eps}"
+
+
+class LigerGroupNorm(nn.Module):
+    """`group_norm` with weight and bias: `torch.nn.GroupNorm`, with the number of channels first.
+
+    Args:
+        bias: no effect: the module always has a bias, which starts at zero.
+        init_fn: "ones" or "zeros", of the weight.
+    """
+
+    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
+        super().__init__()
+        divides = num_channels % num_groups == 0
+        check_option(divides, f"num_groups must divide the {num_channels} channels. Got: {num_groups}")
+        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
+        self.weight, self.bias = initial_weight(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, hidden_states):
+        return group_norm(hidden_states, self.weight, self.bias, self.num_groups, self.variance_epsilon)
+
+    def extra_repr(self):
+        return f"{self.num_channels}, {self.num_groups}, eps={self.eps}"
+
+
+class LigerL2Norm(nn.Module):
+    """`l2_norm`.
+
+    Args:
+        eps: added to the sum of squares.
+        casting_mode: "gemma" or "none": see `liger_hw.l2_norm`.
+    """
+
+    def __init__(self, eps=1e-6, casting_mode="gemma"):
+        super().__init__()
+        self.eps, self.casting_mode = eps, casting_mode
+
+    def forward(self, hidden_states):
+        return l2_norm(hidden_states, self.eps, self.casting_mode)
+
+    def extra_repr(self):
+        return f"eps={self.eps}, casting_mode={self.casting_mode!r}"
 
 
 def require_silu(activation):

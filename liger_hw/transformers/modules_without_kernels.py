@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.transformers import functional
-from liger_hw.transformers.modules import LigerLayerNorm, check_option, initial_weight
+from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "LigerFusedNeighborhoodAttention",
     "LigerFusedNeighborhoodAttentionConfig",
     "LigerFusedNeighborhoodAttentionLayer",
-    "LigerGroupNorm",
     "LigerMHC",
     "LigerMultiTokenAttention",
     "LigerPolyNorm",
@@ -26,30 +25,6 @@ __all__ = [
     "LigerSparsemax",
     "LigerVocabParallelCrossEntropy",
 ]
-
-
-class LigerGroupNorm(nn.Module):
-    """`torch.nn.GroupNorm`, with the number of channels first.
-
-    Args:
-        bias: no effect: the module always has a bias, which starts at zero.
-        init_fn: "ones" or "zeros", of the weight.
-    """
-
-    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
-        super().__init__()
-        divides = num_channels % num_groups == 0
-        check_option(divides, f"num_groups must divide the {num_channels} channels. Got: {num_groups}")
-        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
-        self.weight, self.bias = initial_weight(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
-
-    def forward(self, hidden_states):
-        return functional.liger_group_norm(
-            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
-        )
-
-    def extra_repr(self):
-        return f"{self.num_channels}, {self.num_groups}, eps={self.eps}"
 
 
 class LigerPolyNorm(nn.Module):

@@ -32,17 +32,6 @@ def alike(found, expected, *leaves, **tolerance):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-def test_group_norm():
-    x, norm = random(3, 8, 5), modules_without_kernels.LigerGroupNorm(8, 4)
-    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
-    parts = x.reshape(3, 4, -1)
-    parts = (parts - parts.mean(-1, keepdim=True)) / (parts.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
-    alike(norm(x), parts.reshape(3, 8, 5) * norm.weight[:, None] + norm.bias[:, None], x, norm.weight, norm.bias)
-    assert "8, 4" in repr(norm) and not modules_without_kernels.LigerGroupNorm(8, 4, bias=True).bias.any()
-    with pytest.raises(ValueError, match="num_groups"):
-        modules_without_kernels.LigerGroupNorm(8, 3)
-
-
 def test_poly_norm():
     x, norm = random(3, 8), modules_without_kernels.LigerPolyNorm()
     found = norm(x)

@@ -64,10 +64,11 @@ def gated_rms_norm_forward_config(cols, itemsize, device):
 @tuned
 def gated_rms_norm_backward_config(cols, itemsize, read, device):
     # A row that does not fit the registers is read twice; a program then has a narrow block of every n-th row. A gate
-    # of each row needs registers for half as many values a lane: 32 of 1,024 columns spill 48 bytes (compiled for sm90).
+    # of each row leaves registers for 8 values a lane: with 16 of 1,024 columns 8 bytes spill (compiled for sm90).
     widest = widest_block(device, 4 if read == 2 else 5)
     config = norm_backward_config(cols if cols <= widest else 1024, itemsize, device, read)
-    return config if read == 2 else replace(config, num_warps=min(2 * config.num_warps, device.max_warps))
+    warps = row_warps(config["ROWS"] * config["COLS"], device, per_lane=8)
+    return config if read == 2 else replace(config, num_warps=warps)
 
 
 @tuned

@@ -110,14 +110,50 @@ def wide_modulated_rms_norms(new):
     yield (new.randn(4, 3072), None, new.randn(2, 3072), new.randn(2, 3072)), {}
 
 
-def modulated_shape(sequences, tokens, cols, weight):
+def l2_norms(new):
+    for rows, cols in SMALL:
+        yield (new.randn(rows, cols),), {}
+        yield (new.randn(rows, cols),), {"casting_mode": "none"}
+    yield (new.randn(2, 33001),), {}  # looped
+    yield (new.randn(3, 40, grad=False),), {}
+
+
+def wide_l2_norms(new):
+    for cols in (64, 128, 256, 4096, 16384, 1001):
+        yield (new.randn(2, cols),), {}
+
+
+def group_norms(new):
+    for shape, groups in (((2, 6, 5, 7), 3), ((3, 8), 2), ((1, 4, 1), 4), ((2, 3, 5001), 1), ((0, 4, 9), 2)):
+        yield (new.randn(*shape), new.randn(shape[1]), new.randn(shape[1])), {"num_groups": groups}
+    x = new.randn(2, 4, 40)
+    yield (x, None, None), {"num_groups": 2, "eps": 1e-3}
+    yield (x, new.randn(4, dtype=torch.float32), None), {"num_groups": 2}
+    yield (x.detach(), new.randn(4), new.randn(4, grad=False)), {"num_groups": 2}
+    yield (x.detach(), None, new.randn(4, dtype=torch.float32)), {"num_groups": 2}
+
+
+def wide_group_norms(new):
+    for channels, groups, positions in ((320, 32, 4096), (512, 32, 64), (512, 512, 16000), (64, 8, 1001)):
+        x, w, b = new.randn(1, channels, positions), new.randn(channels), new.randn(channels)
+        yield (x, w, b), {"num_groups": groups}
+
+
+def group_norm_shape(groups, *shape):
+    def tensors(new):
+        return new.large(*shape), new.large(shape[1]), new.large(shape[1])
+
+    return Shape("x".join(map(str, shape)) + f" num_groups={groups}", tensors, {"num_groups": groups})
+
+
+def modulated_shape(sequences, tokens, cols):
     """Make a shape whose scale and shift have a row for each sequence."""
 
     def tensors(new):
         scale, shift = (new.large(sequences, 1, cols) for _ in range(2))
-        return new.large(sequences, tokens, cols), new.large(cols) if weight else None, scale, shift
+        return new.large(sequences, tokens, cols), new.large(cols), scale, shift
 
-    return Shape(f"{sequences}x{tokens}x{cols}" + (" weight" if weight else ""), tensors)
+    return Shape(f"{sequences}x{tokens}x{cols}", tensors)
 
 
 def gated_shape(rows, cols, **options):
@@ -155,13 +191,30 @@ CASES = {
     "modulated_rms_norm": OpCases(
         modulated_rms_norms, wide_modulated_rms_norms,
         [
-            modulated_shape(32, 256, 1152, False),  # DiT-XL, 256 patches
-            modulated_shape(4, 4096, 3072, False),  # FLUX.1, an image of 1024 x 1024
-            modulated_shape(1, 16384, 5120, True),  # Wan2.1-14B
+            modulated_shape(32, 256, 1152),  # DiT-XL, 256 patches
+            modulated_shape(4, 4096, 3072),  # FLUX.1, an image of 1024 x 1024
+            modulated_shape(1, 16384, 5120),  # Wan2.1-14B
         ],
         [
-            modulated_shape(16384, 1, 3072, True), modulated_shape(8, 1024, 4096, True),
-            modulated_shape(2, 1024, 16384, True), modulated_shape(1, 16, 2048, True),
+            modulated_shape(16384, 1, 3072), modulated_shape(8, 1024, 4096),
+            modulated_shape(2, 1024, 16384), modulated_shape(1, 16, 2048),
+        ],
+    ),
+    "l2_norm": OpCases(
+        l2_norms, wide_l2_norms,
+        shapes([HEADS, (TOKENS * 16, 256)], 1, 0),  # keys of gated DeltaNet: Qwen3-Next, and a wide head
+        shapes([(TOKENS, 4096), (16, 2048)], 1, 0),
+    ),
+    "group_norm": OpCases(
+        group_norms, wide_group_norms,
+        [
+            group_norm_shape(32, 8, 320, 128, 128),  # UNet of Stable Diffusion XL, an image of 1024 x 1024
+            group_norm_shape(32, 2, 128, 512, 512),  # its decoder
+            group_norm_shape(512, 8, 512, 3199),  # Wav2Vec2's first convolution, a second of sound
+        ],
+        [
+            group_norm_shape(32, 1, 512, 128, 128), group_norm_shape(32, 64, 1280, 32, 32),
+            group_norm_shape(8, 4, 64, 32),
         ],
     ),
     "layer_norm": OpCases(
