@@ -15,6 +15,8 @@ _NAMES = {
     "kernels.group_norm": ("group_norm",),
     "kernels.l2_norm": ("l2_norm",),
     "kernels.layer_norm": ("layer_norm",),
+    "kernels.poly_norm": ("poly_norm",),
+    "kernels.dyt": ("dyt",),
     "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),
     "kernels.glu_linear": ("glu_linear",),

@@ -80,6 +80,8 @@ def _liger(case):
         "modulated_rms_norm": liger.liger_modulated_rms_norm,
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, **norm),
         "group_norm": lambda x, w, b: liger.liger_group_norm(x, w, b, x.shape[1], case.options["num_groups"], 1e-5),
+        "poly_norm": lambda x, w, b: liger.liger_poly_norm(x, w, b, **norm),
+        "dyt": liger.liger_dyt,
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,

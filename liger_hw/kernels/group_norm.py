@@ -60,7 +60,7 @@ def group_norm(
         ValueError: `num_groups` does not divide C, or `weight` or `bias` does not fit.
     """
     _validate(x, weight, bias, num_groups)
-    groups = widen(x).reshape(x.shape[0], num_groups, -1)
+    groups = widen(x).unflatten(1, (num_groups, x.shape[1] // num_groups)).flatten(2)
     groups = groups - groups.mean(-1, keepdim=True)
     normed = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).reshape(x.shape)
     of_channel = (-1, *[1] * (x.ndim - 2))

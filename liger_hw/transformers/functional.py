@@ -11,12 +11,14 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
+from liger_hw.kernels.dyt import dyt
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
 from liger_hw.losses.distillation import distillation_loss
@@ -254,13 +256,13 @@ def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, cast
 
 
 def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
-    """See `poly_norm` of `ops_without_kernels`."""
-    return ops_without_kernels.poly_norm(X, W, B, eps)
+    """Apply `liger_hw.poly_norm` to X (..., C), weights W (3,) and a bias B of one value."""
+    return poly_norm(X, W, B, eps)
 
 
 def liger_dyt(x, alpha, gamma, beta):
-    """See `dyt` of `ops_without_kernels`."""
-    return ops_without_kernels.dyt(x, alpha, gamma, beta)
+    """Apply `liger_hw.dyt` to x (..., C), alpha of one value, gamma (C,) and beta (C,) or None."""
+    return dyt(x, alpha, gamma, beta)
 
 
 def liger_relu_squared(x):

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
+from liger_hw.kernels.dyt import dyt
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.l2_norm import l2_norm
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.patching.projection import project_down
 from liger_hw.transformers.functional import liger_cross_entropy
@@ -20,6 +22,7 @@ from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 
 __all__ = [
     "LigerCrossEntropyLoss",
+    "LigerDyT",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
@@ -27,6 +30,7 @@ __all__ = [
     "LigerL2Norm",
     "LigerLayerNorm",
     "LigerModulatedRMSNorm",
+    "LigerPolyNorm",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
     "liger_rotary_pos_emb",
@@ -172,6 +176,39 @@ class LigerL2Norm(nn.Module):
 
     def extra_repr(self):
         return f"eps={self.eps}, casting_mode={self.casting_mode!r}"
+
+
+class LigerPolyNorm(nn.Module):
+    """`poly_norm` with three weights, initially 1/3 each, and a bias, initially 1."""
+
+    def __init__(self, eps=1e-6, in_place=True):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.full((3,), 1 / 3)), nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon, self.in_place = eps, in_place
+
+    def forward(self, hidden_states):
+        return poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+class LigerDyT(nn.Module):
+    """`dyt` with its parameters.
+
+    Args:
+        beta: whether to have beta.
+        init_alpha: initial alpha; initially gamma is one and beta zero.
+    """
+
+    def __init__(self, hidden_size, beta=True, init_alpha=0.5):
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha, self.gamma = nn.Parameter(torch.ones(1) * init_alpha), nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x):
+        return dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
 
 
 def require_silu(activation):

@@ -12,52 +12,17 @@ from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
 
 __all__ = [
-    "LigerDyT",
     "LigerEmbedding",
     "LigerFusedNeighborhoodAttention",
     "LigerFusedNeighborhoodAttentionConfig",
     "LigerFusedNeighborhoodAttentionLayer",
     "LigerMHC",
     "LigerMultiTokenAttention",
-    "LigerPolyNorm",
     "LigerReLUSquared",
     "LigerSoftmax",
     "LigerSparsemax",
     "LigerVocabParallelCrossEntropy",
 ]
-
-
-class LigerPolyNorm(nn.Module):
-    """`poly_norm` with three weights, initially 1/3 each, and a bias, initially 1."""
-
-    def __init__(self, eps=1e-6, in_place=True):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.full((3,), 1 / 3)), nn.Parameter(torch.tensor(1.0))
-        self.variance_epsilon, self.in_place = eps, in_place
-
-    def forward(self, hidden_states):
-        return functional.liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
-
-
-class LigerDyT(nn.Module):
-    """`dyt` with its parameters.
-
-    Args:
-        beta: whether to have beta.
-        init_alpha: initial alpha; initially gamma is one and beta zero.
-    """
-
-    def __init__(self, hidden_size, beta=True, init_alpha=0.5):
-        super().__init__()
-        self.hidden_size, self.init_alpha = hidden_size, init_alpha
-        self.alpha, self.gamma = nn.Parameter(torch.ones(1) * init_alpha), nn.Parameter(torch.ones(hidden_size))
-        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
-
-    def forward(self, x):
-        return functional.liger_dyt(x, self.alpha, self.gamma, self.beta)
-
-    def extra_repr(self):
-        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
 
 
 class LigerReLUSquared(nn.Module):

@@ -13,25 +13,6 @@ from liger_hw.kernels.glu import swiglu
 FAR_BELOW = -1e9  # masked scores in multi-token attention; finite, because a convolution reads them
 
 
-def poly_norm(x, weight, bias, eps=1e-6):
-    """Compute PolyNorm in fp32 (arXiv:2411.03884).
-
-    w0 n(x^3) + w1 n(x^2) + w2 n(x) + b with n(u) = u / sqrt(mean(u^2) + eps); x (..., C), weight (3,), bias () or (1,).
-    """
-    wide = x.float()
-    powers = (p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in (wide**3, wide**2, wide))
-    return (sum(w * p for w, p in zip(weight.float(), powers)) + bias.float()).to(x.dtype)
-
-
-def dyt(x, alpha, gamma, beta):
-    """Compute gamma tanh(alpha x) + beta in fp32 (arXiv:2503.10622).
-
-    x (..., C), alpha (1,), gamma (C,), beta (C,) or None.
-    """
-    y = gamma.float() * torch.tanh(alpha.float() * x.float())
-    return (y if beta is None else y + beta.float()).to(x.dtype)
-
-
 def sparsemax(x, dim=-1):
     """Project `x` on the simplex along `dim` (arXiv:1602.02068)."""
     z = x.float()

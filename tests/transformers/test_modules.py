@@ -64,6 +64,22 @@ def test_l2_norm():
     assert "eps=1e-06" in repr(modules.LigerL2Norm())
 
 
+def test_poly_norm():
+    x, norm = torch.randn(3, 8), modules.LigerPolyNorm()
+    torch.testing.assert_close(norm(x), sum(F.rms_norm(x**n, (8,), eps=1e-6) / 3 for n in (1, 2, 3)) + 1)
+    weighted = functional.liger_poly_norm(x, torch.tensor([1.0, 0, 0]), torch.zeros(1))
+    torch.testing.assert_close(weighted, F.rms_norm(x**3, (8,), eps=1e-6))
+
+
+def test_dyt():
+    x, layer = torch.randn(3, 8), modules.LigerDyT(8)
+    torch.nn.init.normal_(layer.gamma), torch.nn.init.normal_(layer.beta)
+    expected = layer.gamma * torch.tanh(0.5 * x) + layer.beta
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(functional.liger_dyt(x, layer.alpha, layer.gamma, None), expected - layer.beta)
+    assert modules.LigerDyT(8, beta=False).beta is None and "init_alpha=0.5" in repr(layer)
+
+
 def test_modulated_rms_norm():
     x, norm = torch.randn(2, 6, 8), modules.LigerModulatedRMSNorm(8)
     torch.nn.init.normal_(norm.weight)

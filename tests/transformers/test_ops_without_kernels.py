@@ -32,21 +32,8 @@ def alike(found, expected, *leaves, **tolerance):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-def test_poly_norm():
-    x, norm = random(3, 8), modules_without_kernels.LigerPolyNorm()
-    found = norm(x)
-    expected = sum(F.rms_norm(x**n, (8,), eps=1e-6) / 3 for n in (1, 2, 3)) + 1
-    alike(found, expected, x)
-    weighted = functional.liger_poly_norm(x, torch.tensor([1.0, 0, 0]), torch.zeros(1))
-    torch.testing.assert_close(weighted, F.rms_norm(x**3, (8,), eps=1e-6))
-
-
-def test_dyt_and_relu_squared():
-    x, layer = random(3, 8), modules_without_kernels.LigerDyT(8)
-    torch.nn.init.normal_(layer.gamma), torch.nn.init.normal_(layer.beta)
-    expected = (layer.gamma * (2 * torch.sigmoid(2 * layer.alpha * x) - 1)) + layer.beta
-    alike(layer(x), expected, x, layer.alpha, layer.gamma, layer.beta, rtol=1e-5, atol=1e-5)
-    assert modules_without_kernels.LigerDyT(8, beta=False).beta is None
+def test_relu_squared():
+    x = random(3, 8)
     alike(modules_without_kernels.LigerReLUSquared()(x), torch.where(x > 0, x * x, 0), x)
 
 

@@ -123,6 +123,45 @@ def wide_l2_norms(new):
         yield (new.randn(2, cols),), {}
 
 
+def dyts(new):
+    for rows, cols in SMALL:
+        yield (new.randn(rows, cols), new.randn(1), new.randn(cols), new.randn(cols)), {}
+    yield (new.randn(300, 600), new.randn(1), new.randn(600), None), {}  # several programs for a block of columns
+    inputs = new.randn(2, 7, 40), new.randn(1, dtype=torch.float32), new.randn(40, dtype=torch.float32), new.randn(40)
+    yield inputs, {}
+    for learns in range(4):
+        yield tuple(x if i == learns else x.detach() for i, x in enumerate(inputs)), {}
+
+
+def wide_dyts(new):
+    for cols in (64, 1152, 4096, 1001):
+        yield (new.randn(2, cols), new.randn(1), new.randn(cols), new.randn(cols)), {}
+
+
+def poly_norms(new):
+    for rows, cols in SMALL:
+        yield (new.randn(rows, cols), new.randn(3), new.randn(1)), {}
+    yield (new.randn(2, 7, 40), new.randn(3, dtype=torch.float32), new.randn(1, dtype=torch.float32)), {"eps": 1e-3}
+    yield (new.randn(3, 40, grad=False), new.randn(3), new.randn(1, grad=False)), {}
+    yield (new.randn(3, 40), new.randn(3, grad=False), new.randn(1)), {}
+    yield (new.randn(2, 33001), new.randn(3), new.randn(1)), {}  # looped
+
+
+def wide_poly_norms(new):
+    for cols in (128, 1024, 4096, 8192, 14336, 1001):
+        yield (new.randn(2, cols), new.randn(3), new.randn(1)), {}
+
+
+def dyt_shape(rows, cols):
+    return Shape(
+        f"{rows}x{cols}", lambda new: (new.large(rows, cols), new.large(1), new.large(cols), new.large(cols))
+    )  # fmt: skip
+
+
+def poly_norm_shape(rows, cols):
+    return Shape(f"{rows}x{cols}", lambda new: (new.large(rows, cols), new.large(3), new.large(1)))
+
+
 def group_norms(new):
     for shape, groups in (((2, 6, 5, 7), 3), ((3, 8), 2), ((1, 4, 1), 4), ((2, 3, 5001), 1), ((0, 4, 9), 2)):
         yield (new.randn(*shape), new.randn(shape[1]), new.randn(shape[1])), {"num_groups": groups}
@@ -204,6 +243,16 @@ CASES = {
         l2_norms, wide_l2_norms,
         shapes([HEADS, (TOKENS * 16, 256)], 1, 0),  # keys of gated DeltaNet: Qwen3-Next, and a wide head
         shapes([(TOKENS, 4096), (16, 2048)], 1, 0),
+    ),
+    "poly_norm": OpCases(
+        poly_norms, wide_poly_norms,
+        [poly_norm_shape(*size) for size in ((TOKENS, 5504), (TOKENS, 14336))],  # MLPs of a Llama-1B with PolyCom, 8B
+        [poly_norm_shape(*size) for size in ((16384, 4096), (2048, 65536), (16, 2048))],
+    ),
+    "dyt": OpCases(
+        dyts, wide_dyts,
+        [dyt_shape(*size) for size in ((32768, 768), (32768, 1152), (TOKENS, 4096))],  # ViT-B, DiT-XL, Llama-7B
+        [dyt_shape(*size) for size in ((16384, 8192), (16, 2048))],
     ),
     "group_norm": OpCases(
         group_norms, wide_group_norms,
