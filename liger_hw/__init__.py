@@ -11,7 +11,12 @@ __version__ = "0.1.0"
 _NAMES = {
     "backends": ("use_backend",),
     "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),
+    "kernels.gated_rms_norm": ("gated_rms_norm", "modulated_rms_norm"),
+    "kernels.group_norm": ("group_norm",),
+    "kernels.l2_norm": ("l2_norm",),
     "kernels.layer_norm": ("layer_norm",),
+    "kernels.poly_norm": ("poly_norm",),
+    "kernels.dyt": ("dyt",),
     "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),
     "kernels.glu_linear": ("glu_linear",),

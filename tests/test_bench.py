@@ -60,7 +60,13 @@ R, C = 6, 64
 COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as the docstrings have it
     "rms_norm": ((meta(R, C), meta(C)), {}, 2 * R * C + C, 3 * R * C + 2 * C),
     "fused_add_rms_norm": ((meta(R, C), meta(R, C), meta(C)), {}, 4 * R * C + C, 4 * R * C + 2 * C),
+    "gated_rms_norm": ((meta(R, C), meta(R, C), meta(C)), {}, 3 * R * C + C, 5 * R * C + 2 * C),
+    "modulated_rms_norm": ((meta(R, C), meta(C), meta(2, C), meta(2, C)), {}, 2 * R * C + 5 * C, 3 * R * C + 8 * C),
     "layer_norm": ((meta(R, C), meta(C), meta(C)), {}, 2 * R * C + 2 * C, 3 * R * C + 4 * C),
+    "l2_norm": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
+    "group_norm": ((meta(2, R, C), meta(R), meta(R)), {"num_groups": 2}, 4 * R * C + 2 * R, 6 * R * C + 4 * R),
+    "poly_norm": ((meta(R, C), meta(3), meta(1)), {}, 2 * R * C + 4, 3 * R * C + 8),
+    "dyt": ((meta(R, C), meta(1), meta(C), meta(C)), {}, 2 * R * C + 2 * C + 1, 3 * R * C + 4 * C + 2),
     "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "activate": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),

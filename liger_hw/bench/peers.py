@@ -61,6 +61,7 @@ def _torch(case):
     return {
         "rms_norm": lambda x, w: F.rms_norm(x, columns(x), w, 1e-6),
         "layer_norm": lambda x, w, b: F.layer_norm(x, columns(x), w, b, 1e-6),
+        "group_norm": lambda x, w, b: F.group_norm(x, case.options["num_groups"], w, b),
         "cross_entropy": F.cross_entropy,
         "fused_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
     }.get(case.op)
@@ -76,7 +77,11 @@ def _liger(case):
     return {
         "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, **norm),
         "fused_add_rms_norm": lambda x, residual, w: liger.liger_fused_add_rms_norm(x, residual, w, **norm),
+        "modulated_rms_norm": liger.liger_modulated_rms_norm,
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, **norm),
+        "group_norm": lambda x, w, b: liger.liger_group_norm(x, w, b, x.shape[1], case.options["num_groups"], 1e-5),
+        "poly_norm": lambda x, w, b: liger.liger_poly_norm(x, w, b, **norm),
+        "dyt": liger.liger_dyt,
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,

@@ -38,5 +38,7 @@ def check_flags(flags):
 
 def flag_of(match):
     """Return the flag that controls a match, or the op's name where no flag does."""
+    if match.kind == "gated_norm":
+        return "rms_norm"
     part = dict(match.options).get("activation", match.op)
     return FLAG_OF.get(part, part)

@@ -7,8 +7,9 @@ from liger_hw.transformers.families import FAMILIES
 
 _NAMES = {
     "modules": (
-        "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
-        "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+        "LigerCrossEntropyLoss", "LigerDyT", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss",
+        "LigerGEGLUMLP", "LigerLayerNorm", "LigerModulatedRMSNorm", "LigerPolyNorm", "LigerRMSNorm", "LigerSwiGLUMLP",
+        "liger_rotary_pos_emb",
     ),
     "family_modules": (
         "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerMLP",
@@ -17,8 +18,8 @@ _NAMES = {
         "LigerTiledSwiGLUMLP",
     ),
     "modules_without_kernels": (
-        "LigerDyT", "LigerMHC", "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm",
-        "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax", "LigerVocabParallelCrossEntropy",
+        "LigerMHC", "LigerMultiTokenAttention", "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax",
+        "LigerVocabParallelCrossEntropy",
     ),
     "rotary_names": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),
     "divergences": (

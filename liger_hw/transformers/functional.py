@@ -8,16 +8,18 @@ from torch.nn._reduction import legacy_get_string
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
-from liger_hw.kernels.cross_entropy import (
-    CrossEntropyOutput as CrossEntropyOutput,
-)  # for programs that import it from here
+from liger_hw.kernels.cross_entropy import CrossEntropyOutput as CrossEntropyOutput  # programs import it from here
 from liger_hw.kernels.cross_entropy import cross_entropy
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
+from liger_hw.kernels.dyt import dyt
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
+from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
 from liger_hw.losses.distillation import distillation_loss
@@ -211,19 +213,24 @@ def liger_fused_linear_scaled_cross_entropy(
 
 
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-    """Apply `torch.nn.functional.group_norm` to X (N, num_channels, ...)."""
+    """Apply `liger_hw.group_norm` to X (N, num_channels, ...)."""
     check(X.shape[1] == num_channels, "X", tuple(X.shape), f"(N, {num_channels}, ...)")
-    return torch.nn.functional.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
+    return group_norm(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
 
 
 def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
-    """See `modulated_rms_norm` of `ops_without_kernels`."""
-    return ops_without_kernels.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+    """Apply `liger_hw.modulated_rms_norm` to X (..., C), weight W (C,) or None, and rows of scale and shift."""
+    return modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
 def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
-    """See `poly_norm` of `ops_without_kernels`."""
-    return ops_without_kernels.poly_norm(X, W, B, eps)
+    """Apply `liger_hw.poly_norm` to X (..., C), weights W (3,) and a bias B of one value."""
+    return poly_norm(X, W, B, eps)
+
+
+def liger_dyt(x, alpha, gamma, beta):
+    """Apply `liger_hw.dyt` to x (..., C), alpha of one value, gamma (C,) and beta (C,) or None."""
+    return dyt(x, alpha, gamma, beta)
 
 
 def liger_relu_squared(x):
@@ -299,7 +306,6 @@ def liger_mhc_forward(
 
 
 # ops without kernels whose parameters are liger_kernel's
-liger_dyt = ops_without_kernels.dyt
 liger_fused_neighborhood_attention = ops_without_kernels.neighborhood_attention
 liger_mhc_post_res = ops_without_kernels.mhc_post_res
 liger_mhc_pre = ops_without_kernels.mhc_pre

@@ -8,8 +8,13 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
+from liger_hw.kernels.dyt import dyt
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
+from liger_hw.kernels.group_norm import group_norm
+from liger_hw.kernels.l2_norm import l2_norm
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.losses.options import OptionsModule
 from liger_hw.patching.projection import project_down
@@ -17,8 +22,9 @@ from liger_hw.transformers.functional import liger_cross_entropy
 from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
 
 __all__ = [
-    "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
-    "LigerLayerNorm", "LigerRMSNorm", "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+    "LigerCrossEntropyLoss", "LigerDyT", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
+    "LigerGroupNorm", "LigerL2Norm", "LigerLayerNorm", "LigerModulatedRMSNorm", "LigerPolyNorm", "LigerRMSNorm",
+    "LigerSwiGLUMLP", "liger_rotary_pos_emb",
 ]  # fmt: skip
 
 INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
@@ -81,6 +87,22 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         return fused_add_rms_norm(hidden_states, residual, self.weight, eps, offset, mode)
 
 
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """`modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
+        elementwise_affine=True,
+    ):  # fmt: skip
+        super().__init__(
+            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
+        )
+
+    def forward(self, hidden_states, scale, shift=None):
+        eps, offset, mode = self.variance_epsilon, self.offset, self.casting_mode
+        return modulated_rms_norm(hidden_states, self.weight, scale, shift, eps, offset, mode)
+
+
 class LigerLayerNorm(nn.Module):
     """`layer_norm` with weight and bias.
 
@@ -104,6 +126,80 @@ class LigerLayerNorm(nn.Module):
 
     def extra_repr(self):
         return f"{self.hidden_size}, eps={self.eps}"
+
+
+class LigerGroupNorm(nn.Module):
+    """`group_norm` with weight and bias: `torch.nn.GroupNorm`, with the number of channels first.
+
+    Args:
+        bias: no effect: the module always has a bias, which starts at zero.
+        init_fn: "ones" or "zeros", of the weight.
+    """
+
+    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
+        super().__init__()
+        divides = num_channels % num_groups == 0
+        check_option(divides, f"num_groups must divide the {num_channels} channels. Got: {num_groups}")
+        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
+        self.weight, self.bias = initial_weight(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, hidden_states):
+        return group_norm(hidden_states, self.weight, self.bias, self.num_groups, self.variance_epsilon)
+
+    def extra_repr(self):
+        return f"{self.num_channels}, {self.num_groups}, eps={self.eps}"
+
+
+class LigerL2Norm(nn.Module):
+    """`l2_norm`.
+
+    Args:
+        eps: added to the sum of squares.
+        casting_mode: "gemma" or "none": see `liger_hw.l2_norm`.
+    """
+
+    def __init__(self, eps=1e-6, casting_mode="gemma"):
+        super().__init__()
+        self.eps, self.casting_mode = eps, casting_mode
+
+    def forward(self, hidden_states):
+        return l2_norm(hidden_states, self.eps, self.casting_mode)
+
+    def extra_repr(self):
+        return f"eps={self.eps}, casting_mode={self.casting_mode!r}"
+
+
+class LigerPolyNorm(nn.Module):
+    """`poly_norm` with three weights, initially 1/3 each, and a bias, initially 1."""
+
+    def __init__(self, eps=1e-6, in_place=True):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.full((3,), 1 / 3)), nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon, self.in_place = eps, in_place
+
+    def forward(self, hidden_states):
+        return poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+class LigerDyT(nn.Module):
+    """`dyt` with its parameters.
+
+    Args:
+        beta: whether to have beta.
+        init_alpha: initial alpha; initially gamma is one and beta zero.
+    """
+
+    def __init__(self, hidden_size, beta=True, init_alpha=0.5):
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha, self.gamma = nn.Parameter(torch.ones(1) * init_alpha), nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x):
+        return dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
 
 
 def require_silu(activation):

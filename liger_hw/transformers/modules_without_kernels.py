@@ -8,82 +8,21 @@ from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.transformers import functional
-from liger_hw.transformers.modules import LigerLayerNorm, LigerRMSNorm, check_option, initial_weight
+from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
 
 __all__ = [
-    "LigerDyT",
     "LigerEmbedding",
     "LigerFusedNeighborhoodAttention",
     "LigerFusedNeighborhoodAttentionConfig",
     "LigerFusedNeighborhoodAttentionLayer",
-    "LigerGroupNorm",
     "LigerMHC",
-    "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention",
-    "LigerPolyNorm",
     "LigerReLUSquared",
     "LigerSoftmax",
     "LigerSparsemax",
     "LigerVocabParallelCrossEntropy",
 ]
-
-
-class LigerGroupNorm(nn.Module):
-    """`torch.nn.GroupNorm`, with the number of channels first.
-
-    Args:
-        bias: no effect: the module always has a bias, which starts at zero.
-        init_fn: "ones" or "zeros", of the weight.
-    """
-
-    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
-        super().__init__()
-        divides = num_channels % num_groups == 0
-        check_option(divides, f"num_groups must divide the {num_channels} channels. Got: {num_groups}")
-        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
-        self.weight, self.bias = initial_weight(init_fn, num_channels), nn.Parameter(torch.zeros(num_channels))
-
-    def forward(self, hidden_states):
-        return functional.liger_group_norm(
-            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
-        )
-
-    def extra_repr(self):
-        return f"{self.num_channels}, {self.num_groups}, eps={self.eps}"
-
-
-class LigerPolyNorm(nn.Module):
-    """`poly_norm` with three weights, initially 1/3 each, and a bias, initially 1."""
-
-    def __init__(self, eps=1e-6, in_place=True):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.full((3,), 1 / 3)), nn.Parameter(torch.tensor(1.0))
-        self.variance_epsilon, self.in_place = eps, in_place
-
-    def forward(self, hidden_states):
-        return functional.liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
-
-
-class LigerDyT(nn.Module):
-    """`dyt` with its parameters.
-
-    Args:
-        beta: whether to have beta.
-        init_alpha: initial alpha; initially gamma is one and beta zero.
-    """
-
-    def __init__(self, hidden_size, beta=True, init_alpha=0.5):
-        super().__init__()
-        self.hidden_size, self.init_alpha = hidden_size, init_alpha
-        self.alpha, self.gamma = nn.Parameter(torch.ones(1) * init_alpha), nn.Parameter(torch.ones(hidden_size))
-        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
-
-    def forward(self, x):
-        return functional.liger_dyt(x, self.alpha, self.gamma, self.beta)
-
-    def extra_repr(self):
-        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
 
 
 class LigerReLUSquared(nn.Module):
@@ -115,23 +54,6 @@ class LigerSparsemax(nn.Module):
 
     def forward(self, x):
         return functional.liger_sparsemax(x, self.dim)
-
-
-class LigerModulatedRMSNorm(LigerRMSNorm):
-    """`modulated_rms_norm` with its weight; arguments as `LigerRMSNorm`."""
-
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
-        elementwise_affine=True,
-    ):  # fmt: skip
-        super().__init__(
-            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
-        )
-
-    def forward(self, hidden_states, scale, shift=None):
-        return functional.liger_modulated_rms_norm(
-            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
-        )
 
 
 class LigerMultiTokenAttention(nn.Module):

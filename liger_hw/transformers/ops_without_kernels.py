@@ -9,28 +9,8 @@ import torch.nn.functional as F
 from liger_hw._torch import grouped_mm
 from liger_hw.checks import KERNEL_DTYPES, check
 from liger_hw.kernels.glu import swiglu
-from liger_hw.kernels.rms_norm import rms_norm
 
 FAR_BELOW = -1e9  # masked scores in multi-token attention; finite, because a convolution reads them
-
-
-def poly_norm(x, weight, bias, eps=1e-6):
-    """Compute PolyNorm in fp32 (arXiv:2411.03884).
-
-    w0 n(x^3) + w1 n(x^2) + w2 n(x) + b with n(u) = u / sqrt(mean(u^2) + eps); x (..., C), weight (3,), bias () or (1,).
-    """
-    wide = x.float()
-    powers = (p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in (wide**3, wide**2, wide))
-    return (sum(w * p for w, p in zip(weight.float(), powers)) + bias.float()).to(x.dtype)
-
-
-def dyt(x, alpha, gamma, beta):
-    """Compute gamma tanh(alpha x) + beta in fp32 (arXiv:2503.10622).
-
-    x (..., C), alpha (1,), gamma (C,), beta (C,) or None.
-    """
-    y = gamma.float() * torch.tanh(alpha.float() * x.float())
-    return (y if beta is None else y + beta.float()).to(x.dtype)
 
 
 def sparsemax(x, dim=-1):
@@ -45,22 +25,6 @@ def sparsemax(x, dim=-1):
     size = (places * ordered > sums - 1).sum(dim, keepdim=True)
     threshold = (sums.gather(dim, size - 1) - 1) / size
     return (z - threshold).clamp(min=0).to(x.dtype)
-
-
-def modulated_rms_norm(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama"):
-    """Compute rms_norm(x) (1 + scale) + shift.
-
-    x: (..., C). scale, shift: (..., C), whose row count equals or divides that of x: one row serves consecutive rows.
-    """
-    rows = x.numel() // x.shape[-1]
-
-    def spread(m):
-        m = m.reshape(-1, x.shape[-1])
-        check(rows % m.shape[0] == 0, "scale", f"{m.shape[0]} rows", f"a divisor of x's {rows}")
-        return m.repeat_interleave(rows // m.shape[0], 0).reshape(x.shape)
-
-    y = rms_norm(x, weight, eps, offset, casting_mode).float() * (1 + spread(scale).float())
-    return (y if shift is None else y + spread(shift).float()).to(x.dtype)
 
 
 def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):

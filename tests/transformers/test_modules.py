@@ -47,6 +47,51 @@ def test_layer_norm():
     assert torch.equal(functional.liger_layer_norm(x, norm.weight, norm.bias, 1e-5), norm(x))
 
 
+def test_group_norm():
+    norm, x = modules.LigerGroupNorm(8, 4), torch.randn(3, 8, 5)
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    expected = F.group_norm(x, 4, norm.weight, norm.bias, 1e-6)
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(functional.liger_group_norm(x, norm.weight, norm.bias, 8, 4, 1e-6), expected)
+    assert "8, 4" in repr(norm) and not modules.LigerGroupNorm(8, 4, bias=True).bias.any()
+    with pytest.raises(ValueError, match="num_groups"):
+        modules.LigerGroupNorm(8, 3)
+
+
+def test_l2_norm():
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(modules.LigerL2Norm(1e-12)(x), F.normalize(x, dim=-1))
+    assert "eps=1e-06" in repr(modules.LigerL2Norm())
+
+
+def test_poly_norm():
+    x, norm = torch.randn(3, 8), modules.LigerPolyNorm()
+    torch.testing.assert_close(norm(x), sum(F.rms_norm(x**n, (8,), eps=1e-6) / 3 for n in (1, 2, 3)) + 1)
+    weighted = functional.liger_poly_norm(x, torch.tensor([1.0, 0, 0]), torch.zeros(1))
+    torch.testing.assert_close(weighted, F.rms_norm(x**3, (8,), eps=1e-6))
+
+
+def test_dyt():
+    x, layer = torch.randn(3, 8), modules.LigerDyT(8)
+    torch.nn.init.normal_(layer.gamma), torch.nn.init.normal_(layer.beta)
+    expected = layer.gamma * torch.tanh(0.5 * x) + layer.beta
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(functional.liger_dyt(x, layer.alpha, layer.gamma, None), expected - layer.beta)
+    assert modules.LigerDyT(8, beta=False).beta is None and "init_alpha=0.5" in repr(layer)
+
+
+def test_modulated_rms_norm():
+    x, norm = torch.randn(2, 6, 8), modules.LigerModulatedRMSNorm(8)
+    torch.nn.init.normal_(norm.weight)
+    scale, shift = torch.randn(2, 1, 8), torch.randn(2, 1, 8)  # one row for each sequence
+    expected = F.rms_norm(x, (8,), norm.weight, 1e-6)
+    torch.testing.assert_close(norm(x, scale, shift), expected * (1 + scale) + shift)
+    torch.testing.assert_close(norm(x, x), expected * (1 + x))
+    torch.testing.assert_close(functional.liger_modulated_rms_norm(x, norm.weight, x), norm(x, x))
+    with pytest.raises(ValueError, match="divisor"):
+        norm(x, torch.randn(5, 8))
+
+
 @pytest.mark.parametrize(
     "name, act", [("LigerSwiGLUMLP", F.silu), ("LigerGEGLUMLP", lambda x: F.gelu(x, approximate="tanh"))]
 )

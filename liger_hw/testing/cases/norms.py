@@ -1,5 +1,7 @@
 """Cases of RMSNorm, with and without the residual addition, and of layer norm."""
 
+import itertools
+
 import torch
 
 from liger_hw.testing.case import OpCases, Shape
@@ -62,6 +64,142 @@ def wide_layer_norms(new):
     yield (new.randn(2, 4096), None, None), {}
 
 
+GATED_FORMS = (
+    {}, {"gate_first": True}, {"activation": "sigmoid", "casting_mode": "gemma"},
+    {"gate_first": True, "activation": "sigmoid", "casting_mode": "gemma"},
+)  # fmt: skip
+
+
+def gated_rms_norms(new):
+    for (rows, cols), options in zip(SMALL, itertools.cycle(GATED_FORMS)):
+        yield (new.randn(rows, cols), new.randn(rows, cols), new.randn(cols)), options
+    for options in ({"group_size": 21}, {"group_size": 9, "gate_first": True}):
+        yield (new.randn(2, 7, 63), new.randn(2, 7, 63), new.randn(63, dtype=torch.float32)), options
+    yield (new.randn(3, 40), new.randn(3, 40, dtype=torch.float32), None), {}
+    for learns in ((False, True, True), (True, False, True), (True, True, False), (False, False, True)):
+        yield tuple(new.randn(*size, grad=grad) for size, grad in zip([(3, 40), (3, 40), (40,)], learns)), {}
+    for options in GATED_FORMS[:2]:  # looped
+        yield (new.randn(2, 33001), new.randn(2, 33001), new.randn(33001)), options
+
+
+def wide_gated_rms_norms(new):
+    for cols, options in itertools.product((4096, 8192, 16384), GATED_FORMS[:2]):
+        yield (new.randn(2, cols), new.randn(2, cols), new.randn(cols)), options
+    for cols, options in ((128, {}), (1001, {}), (8192, {"group_size": 1024, "gate_first": True})):
+        yield (new.randn(2, cols), new.randn(2, cols), new.randn(cols)), options
+
+
+def modulated_rms_norms(new):
+    for scale in ((2, 5, 123), (2, 1, 123), (123,)):  # a row for each row, each sequence, all
+        yield (new.randn(2, 5, 123), new.randn(123), new.randn(*scale), new.randn(*scale)), {}
+    x, scale, w = new.randn(3, 4, 40), new.randn(3, 1, 40), new.randn(40, dtype=torch.float32)
+    yield (x, None, scale, None), {}
+    yield (x, w, scale, new.randn(3, 4, 40)), {"offset": 1.0, "casting_mode": "gemma"}  # more rows than scale
+    yield (x, w, scale, scale.detach()), {"casting_mode": "none"}
+    yield (x.detach(), None, scale.detach(), new.randn(3, 1, 40)), {}
+    yield (x.detach(), w, scale.detach(), None), {}
+    yield (new.randn(0, 16), new.randn(16), new.randn(16), new.randn(16)), {}
+    for scale in ((2, 1, 33001), (2, 2, 33001)):  # looped
+        yield (new.randn(2, 2, 33001), new.randn(33001), new.randn(*scale), new.randn(*scale)), {}
+
+
+def wide_modulated_rms_norms(new):
+    for cols in (1152, 3072, 5120, 8192, 16384, 1001):
+        yield (new.randn(4, cols), new.randn(cols), new.randn(2, cols), new.randn(2, cols)), {}
+    yield (new.randn(4, 4096), new.randn(4096), new.randn(4, 4096), new.randn(4, 4096)), {}
+    yield (new.randn(4, 3072), None, new.randn(2, 3072), new.randn(2, 3072)), {}
+
+
+def l2_norms(new):
+    for rows, cols in SMALL:
+        yield (new.randn(rows, cols),), {}
+        yield (new.randn(rows, cols),), {"casting_mode": "none"}
+    yield (new.randn(2, 33001),), {}  # looped
+    yield (new.randn(3, 40, grad=False),), {}
+
+
+def wide_l2_norms(new):
+    for cols in (64, 128, 256, 4096, 16384, 1001):
+        yield (new.randn(2, cols),), {}
+
+
+def dyts(new):
+    for rows, cols in SMALL:
+        yield (new.randn(rows, cols), new.randn(1), new.randn(cols), new.randn(cols)), {}
+    yield (new.randn(300, 600), new.randn(1), new.randn(600), None), {}  # several programs for a block of columns
+    inputs = new.randn(2, 7, 40), new.randn(1, dtype=torch.float32), new.randn(40, dtype=torch.float32), new.randn(40)
+    yield inputs, {}
+    for learns in range(4):
+        yield tuple(x if i == learns else x.detach() for i, x in enumerate(inputs)), {}
+
+
+def wide_dyts(new):
+    for cols in (64, 1152, 4096, 1001):
+        yield (new.randn(2, cols), new.randn(1), new.randn(cols), new.randn(cols)), {}
+
+
+def poly_norms(new):
+    for rows, cols in SMALL:
+        yield (new.randn(rows, cols), new.randn(3), new.randn(1)), {}
+    yield (new.randn(2, 7, 40), new.randn(3, dtype=torch.float32), new.randn(1, dtype=torch.float32)), {"eps": 1e-3}
+    yield (new.randn(3, 40, grad=False), new.randn(3), new.randn(1, grad=False)), {}
+    yield (new.randn(3, 40), new.randn(3, grad=False), new.randn(1)), {}
+    yield (new.randn(2, 33001), new.randn(3), new.randn(1)), {}  # looped
+
+
+def wide_poly_norms(new):
+    for cols in (128, 1024, 4096, 8192, 14336, 1001):
+        yield (new.randn(2, cols), new.randn(3), new.randn(1)), {}
+
+
+def dyt_shape(rows, cols):
+    return Shape(
+        f"{rows}x{cols}", lambda new: (new.large(rows, cols), new.large(1), new.large(cols), new.large(cols))
+    )  # fmt: skip
+
+
+def poly_norm_shape(rows, cols):
+    return Shape(f"{rows}x{cols}", lambda new: (new.large(rows, cols), new.large(3), new.large(1)))
+
+
+def group_norms(new):
+    for shape, groups in (((2, 6, 5, 7), 3), ((3, 8), 2), ((1, 4, 1), 4), ((2, 3, 5001), 1), ((0, 4, 9), 2)):
+        yield (new.randn(*shape), new.randn(shape[1]), new.randn(shape[1])), {"num_groups": groups}
+    x = new.randn(2, 4, 40)
+    yield (x, None, None), {"num_groups": 2, "eps": 1e-3}
+    yield (x, new.randn(4, dtype=torch.float32), None), {"num_groups": 2}
+    yield (x.detach(), new.randn(4), new.randn(4, grad=False)), {"num_groups": 2}
+    yield (x.detach(), None, new.randn(4, dtype=torch.float32)), {"num_groups": 2}
+
+
+def wide_group_norms(new):
+    for channels, groups, positions in ((320, 32, 4096), (512, 32, 64), (512, 512, 16000), (64, 8, 1001)):
+        x, w, b = new.randn(1, channels, positions), new.randn(channels), new.randn(channels)
+        yield (x, w, b), {"num_groups": groups}
+
+
+def group_norm_shape(groups, *shape):
+    def tensors(new):
+        return new.large(*shape), new.large(shape[1]), new.large(shape[1])
+
+    return Shape("x".join(map(str, shape)) + f" num_groups={groups}", tensors, {"num_groups": groups})
+
+
+def modulated_shape(sequences, tokens, cols):
+    """Make a shape whose scale and shift have a row for each sequence."""
+
+    def tensors(new):
+        scale, shift = (new.large(sequences, 1, cols) for _ in range(2))
+        return new.large(sequences, tokens, cols), new.large(cols), scale, shift
+
+    return Shape(f"{sequences}x{tokens}x{cols}", tensors)
+
+
+def gated_shape(rows, cols, **options):
+    label = " ".join([f"{rows}x{cols}", *(f"{name}={value}" for name, value in options.items())])
+    return Shape(label, lambda new: (new.large(rows, cols), new.large(rows, cols), new.large(cols)), options)
+
+
 def shapes(sizes, matrices, parameters):
     """Make the shapes of an op of `matrices` tensors (rows, cols) and `parameters` tensors (cols,)."""
 
@@ -79,7 +217,56 @@ CASES = {
     "fused_add_rms_norm": OpCases(
         with_residual(rms_norms), with_residual(wide_rms_norms), shapes(HIDDEN, 2, 1), shapes(FURTHER, 2, 1)
     ),
+    "gated_rms_norm": OpCases(
+        gated_rms_norms, wide_gated_rms_norms,
+        [
+            gated_shape(TOKENS * 32, 128),  # Qwen3-Next's gated DeltaNet
+            gated_shape(TOKENS * 32, 128, activation="sigmoid", casting_mode="gemma"),  # Kimi Linear
+            gated_shape(TOKENS, 5120, gate_first=True),  # Mamba2-2.7B
+            gated_shape(TOKENS, 8192, gate_first=True, group_size=1024),  # Nemotron-H-8B
+        ],
+        [gated_shape(TOKENS, 4096), gated_shape(2048, 16384, gate_first=True), gated_shape(16, 2048)],
+    ),
+    "modulated_rms_norm": OpCases(
+        modulated_rms_norms, wide_modulated_rms_norms,
+        [
+            modulated_shape(32, 256, 1152),  # DiT-XL, 256 patches
+            modulated_shape(4, 4096, 3072),  # FLUX.1, an image of 1024 x 1024
+            modulated_shape(1, 16384, 5120),  # Wan2.1-14B
+        ],
+        [
+            modulated_shape(16384, 1, 3072), modulated_shape(8, 1024, 4096),
+            modulated_shape(2, 1024, 16384), modulated_shape(1, 16, 2048),
+        ],
+    ),
+    "l2_norm": OpCases(
+        l2_norms, wide_l2_norms,
+        shapes([HEADS, (TOKENS * 16, 256)], 1, 0),  # keys of gated DeltaNet: Qwen3-Next, and a wide head
+        shapes([(TOKENS, 4096), (16, 2048)], 1, 0),
+    ),
+    "poly_norm": OpCases(
+        poly_norms, wide_poly_norms,
+        [poly_norm_shape(*size) for size in ((TOKENS, 5504), (TOKENS, 14336))],  # MLPs of a Llama-1B with PolyCom, 8B
+        [poly_norm_shape(*size) for size in ((16384, 4096), (2048, 65536), (16, 2048))],
+    ),
+    "dyt": OpCases(
+        dyts, wide_dyts,
+        [dyt_shape(*size) for size in ((32768, 768), (32768, 1152), (TOKENS, 4096))],  # ViT-B, DiT-XL, Llama-7B
+        [dyt_shape(*size) for size in ((16384, 8192), (16, 2048))],
+    ),
+    "group_norm": OpCases(
+        group_norms, wide_group_norms,
+        [
+            group_norm_shape(32, 8, 320, 128, 128),  # UNet of Stable Diffusion XL, an image of 1024 x 1024
+            group_norm_shape(32, 2, 128, 512, 512),  # its decoder
+            group_norm_shape(512, 8, 512, 3199),  # Wav2Vec2's first convolution, a second of sound
+        ],
+        [
+            group_norm_shape(32, 1, 512, 128, 128), group_norm_shape(32, 64, 1280, 32, 32),
+            group_norm_shape(8, 4, 64, 32),
+        ],
+    ),
     "layer_norm": OpCases(
         layer_norms, wide_layer_norms, shapes([*LAYER_NORMS, *LONG_ROWS], 1, 2), shapes(FURTHER, 1, 2)
     ),
-}
+}  # fmt: skip

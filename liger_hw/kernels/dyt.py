@@ -1,0 +1,213 @@
+r"""Compute dynamic tanh, which replaces a norm (arXiv:2503.10622).
+
+    t = tanh(alpha x)
+    y = gamma t + beta                                      rounded once
+
+    ds     = dy gamma (1 - t^2)
+    dx     = ds alpha
+    dalpha = sum of ds x,  dgamma = sum over rows of dy t,  dbeta = sum over rows of dy
+
+Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC); backward reads x and dy and writes dx (3RC),
+plus fp32 partial sums of a fixed number of programs. Both are bound by memory. No value depends on its whole row, so a
+program has a block of columns of every n-th row.
+"""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._math import (
+    ONE_PROGRAM,
+    empty_rows,
+    in_order,
+    in_row,
+    in_tile,
+    load_parameter,
+    reduce_partials,
+    rows_and_cols,
+    rows_of,
+)
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+
+def _validate(x, alpha, gamma, beta):
+    check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
+    check(alpha.numel() == 1 and alpha.device == x.device, "alpha", alpha, f"one value on {x.device}")
+    for name, parameter in (("gamma", gamma), ("beta", beta)):
+        if parameter is not None:
+            fits = parameter.shape == x.shape[-1:] and parameter.device == x.device
+            check(fits, name, parameter, "one value for each column of x, on its device")
+
+
+@op
+def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None):
+    """Compute gamma tanh(alpha x) + beta in fp32 and round once.
+
+    Args:
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
+        alpha: one value, any floating dtype.
+        gamma: (C,), any floating dtype.
+        beta: (C,), any floating dtype, or None for no shift.
+
+    Returns:
+        (..., C) in `x.dtype`.
+
+    Raises:
+        ValueError: `alpha` has several values, or `gamma` or `beta` does not fit `x`.
+    """
+    _validate(x, alpha, gamma, beta)
+    y = widen(gamma) * torch.tanh(widen(alpha.reshape(())) * widen(x))
+    return (y if beta is None else y + widen(beta)).to(x.dtype)
+
+
+@dyt.cost
+def _(x, alpha, gamma, beta=None):
+    parameters = sum(p.nbytes for p in (alpha, gamma, beta) if p is not None)
+    return Cost(2 * x.nbytes + parameters, 3 * x.nbytes + 2 * parameters, 4 * x.numel(), 11 * x.numel())
+
+
+@tuned
+def dyt_forward_config(cols, itemsize, device):
+    return _tile(cols, device)
+
+
+@tuned
+def dyt_backward_config(cols, itemsize, device):
+    # Two programs a core load two tiles of 16 KiB of x and dy ahead: 64 KiB in flight.
+    return _tile(cols, device, STAGES=3 if device.async_copy else 1)
+
+
+def _tile(cols, device, **more):
+    """Return a tile of 4,096 values, 16 a lane, of 256 columns: whole vectors, and few empty at any width."""
+    block = min(power_of_2(cols), 256)
+    return Config({"ROWS": 4096 // block, "COLS": block} | more, row_warps(4096, device, per_lane=16), programs=2)
+
+
+@triton.jit
+def accurate_tanh(x):
+    """Compute tanh within 4 ulp: by its series where 2 sigmoid(2 x) - 1 would cancel."""
+    square = x * x
+    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    return tl.where(square < 0.09, series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
+
+
+@triton.jit
+def _block_of_columns(cols: tl.constexpr, COLS: tl.constexpr):
+    """Return this program's columns, and its number among the programs that share them."""
+    BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
+    return tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :], tl.program_id(0) // BLOCKS
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dyt_forward(
+    X, ALPHA, GAMMA, BETA, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    col, program = _block_of_columns(cols, COLS)
+    row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = in_tile(row, col, rows, cols, ROWS, COLS)
+    x = tl.load(X + row[:, None] * x_stride + col, mask, other=0.0).to(tl.float32)
+    gamma = load_parameter(GAMMA, col, 1.0, cols, COLS).to(tl.float32)
+    beta = load_parameter(BETA, col, 0.0, cols, COLS).to(tl.float32)
+    y = gamma * accurate_tanh(tl.load(ALPHA).to(tl.float32) * x) + beta
+    tl.store(Y + row[:, None] * cols + col, y, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dyt_backward(
+    X, ALPHA, GAMMA, DY, DX, DALPHA, DGAMMA, DBETA, rows, x_stride, dy_stride, cols: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # a fixed number of programs stride over the rows of a block of columns; each sums its own gradients
+    BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
+    col, program = _block_of_columns(cols, COLS)
+    alpha, gamma = tl.load(ALPHA).to(tl.float32), load_parameter(GAMMA, col, 1.0, cols, COLS).to(tl.float32)
+    dalpha, dgamma = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    dbeta = tl.zeros((ROWS, COLS), tl.float32)
+    for start in tl.range(program * ROWS, rows, tl.num_programs(0) // BLOCKS * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = tl.load(X + row[:, None] * x_stride + col, mask, other=0.0).to(tl.float32)
+        dy = tl.load(DY + row[:, None] * dy_stride + col, mask, other=0.0).to(tl.float32)
+        t = accurate_tanh(alpha * x)
+        ds = dy * gamma * (1.0 - t * t)
+        if DX is not None:
+            tl.store(DX + row[:, None] * cols + col, ds * alpha, mask)
+        dalpha += ds * x
+        dgamma += dy * t
+        dbeta += dy
+    there = in_row(col, cols, COLS)
+    if DALPHA is not None:
+        tl.store(DALPHA + tl.program_id(0), tl.sum(tl.sum(dalpha, 1), 0))
+    if DGAMMA is not None:
+        tl.store(DGAMMA + program.to(tl.int64) * cols + col, tl.sum(dgamma, 0)[None, :], there)
+    if DBETA is not None:
+        tl.store(DBETA + program.to(tl.int64) * cols + col, tl.sum(dbeta, 0)[None, :], there)
+
+
+@raw(lambda x, *parameters: empty_rows(x))
+def _dyt_forward(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:  # fmt: skip
+    y = empty_rows(x)
+    rows, cols = rows_and_cols(x)
+    config = dyt_forward_config(cols, x.element_size(), device_of(x))
+    x, x_stride = rows_of(x)
+    programs = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
+    launch(dyt_forward, (programs, 1, 1), config, x, alpha, gamma, beta, y, rows, x_stride, cols)
+    return y
+
+
+def _fake_backward(x, alpha, gamma, beta, dy, *wanted):
+    tensors = zip((x, alpha, gamma, beta), wanted)
+    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in tensors)
+
+
+@raw(_fake_backward)
+def _dyt_backward(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, dy: torch.Tensor,
+    x_grad: bool, alpha_grad: bool, gamma_grad: bool, beta_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    (rows, cols), absent = rows_and_cols(x), dy.new_empty(0)
+    config = dyt_backward_config(cols, x.element_size(), device_of(x))
+    blocks = -(-cols // config["COLS"])
+    programs = 1
+    if x.numel() > ONE_PROGRAM:
+        programs = max(config.grid_for(blocks * -(-rows // config["ROWS"])) // blocks, 1)
+
+    def partial(shape, wanted):
+        return dy.new_empty(shape, dtype=torch.float32) if wanted else None
+
+    dx = empty_rows(x) if x_grad else absent
+    sums = (
+        partial((programs * blocks, 1), alpha_grad), partial((programs, cols), gamma_grad),
+        partial((programs, cols), beta_grad),
+    )  # fmt: skip
+    (x, x_stride), (dy, dy_stride) = rows_of(x), rows_of(dy)
+    launch(
+        dyt_backward, (programs * blocks, 1, 1), config,
+        x, alpha, gamma, dy, dx if x_grad else None, *sums, rows, x_stride, dy_stride, cols,
+    )  # fmt: skip
+    parameters = zip(sums, (alpha, gamma, beta))
+    reduced = (absent if of is None else reduce_partials(of, like.dtype).view(like.shape) for of, like in parameters)
+    return dx, *reduced
+
+
+class DyTFunction(Function):
+    @staticmethod
+    def forward(ctx, x, alpha, gamma, beta):
+        ctx.save_for_backward(x, alpha, gamma, beta)
+        return _dyt_forward(x, alpha, gamma, beta)
+
+    @staticmethod
+    def backward(ctx, dy):
+        grads = _dyt_backward(*ctx.saved_tensors, dy, *ctx.needs_input_grad)
+        return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad))
+
+
+@dyt.register("triton")
+def _(x, alpha, gamma, beta=None):
+    _validate(x, alpha, gamma, beta)
+    return DyTFunction.apply(x, alpha, in_order(gamma), in_order(beta))

@@ -1,0 +1,357 @@
+r"""Compute group norm over the channels of a group and all positions.
+
+    normed = (x - mean(x)) rstd                             rstd = 1 / sqrt(mean((x - mean(x))^2) + eps), of a group
+    y      = normed w + b                                   w and b of the channel; rounded once
+
+    m  = dy w
+    dx = rstd (m - mean(m) - normed mean(m normed))         means over a group
+    dw = sum over samples and positions of dy normed,  db = sum over samples and positions of dy
+
+Letters: N samples of C channels in G groups, S positions. The kernels read channels, which are rows of S values: a
+group is a few rows of any length, and all groups of a sample may be fewer than a GPU has cores. Traffic: forward reads
+x twice, for the channels' mean and squared deviations and for y, and writes y (3NCS). Backward reads x and dy twice,
+for the channels' sums of dy and dy normed and for dx, and writes dx (5NCS). Small kernels between them merge the
+channels of a group, by Chan et al. (1979) forward. All are bound by memory.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._math import in_order, in_row, in_tile, reduce_partials
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+
+def _validate(x, weight, bias, num_groups):
+    check(x.ndim >= 2 and x.is_floating_point(), "x", x, "floating point (N, C, ...)")
+    divides = num_groups > 0 and x.shape[1] % num_groups == 0
+    check(divides, "num_groups", num_groups, f"a divisor of x's {x.shape[1]} channels")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            fits = parameter.shape == x.shape[1:2] and parameter.device == x.device
+            check(fits, name, parameter, "one value for each channel of x, on its device")
+
+
+@op
+def group_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float = 1e-5
+):  # fmt: skip
+    """Normalise each group of channels to mean 0, variance 1; scale and shift channels (arXiv:1803.08494).
+
+    Like torch.nn.functional.group_norm, in fp32, rounded once.
+
+    Args:
+        x: (N, C, ...), any floating dtype; copied if not contiguous. Plain torch computes dtypes other than fp32, fp16
+            and bf16.
+        weight: (C,), any floating dtype, or None for no scale.
+        bias: (C,), any floating dtype, or None for no shift.
+        num_groups: a divisor of C; each group has C / num_groups consecutive channels.
+        eps: added to the variance.
+
+    Returns:
+        Like `x`, contiguous.
+
+    Raises:
+        ValueError: `num_groups` does not divide C, or `weight` or `bias` does not fit.
+    """
+    _validate(x, weight, bias, num_groups)
+    groups = widen(x).unflatten(1, (num_groups, x.shape[1] // num_groups)).flatten(2)
+    groups = groups - groups.mean(-1, keepdim=True)
+    normed = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    of_channel = (-1, *[1] * (x.ndim - 2))
+    y = normed if weight is None else normed * widen(weight).view(of_channel)
+    return (y if bias is None else y + widen(bias).view(of_channel)).to(x.dtype)
+
+
+@group_norm.cost
+def _(x, weight, bias, *options, **named):
+    parameters = sum(p.nbytes for p in (weight, bias) if p is not None)
+    return Cost(2 * x.nbytes + parameters, 3 * x.nbytes + 2 * parameters, 7 * x.numel(), 13 * x.numel())
+
+
+@tuned
+def group_norm_moments_config(positions, itemsize, device):
+    return _loop(positions, 8192, device)
+
+
+@tuned
+def group_norm_forward_config(positions, itemsize, device):
+    return _tile(positions, 4096, device)
+
+
+@tuned
+def group_norm_channel_sums_config(positions, itemsize, device):
+    return _loop(positions, 4096, device)
+
+
+@tuned
+def group_norm_backward_config(positions, itemsize, device):
+    return _tile(positions, 4096, device)
+
+
+def _tile(positions, elements, device):
+    """Return a tile of about `elements` values, 16 a lane: a part of a channel, or as many short ones as fit."""
+    cols = min(power_of_2(positions), elements)
+    return Config({"ROWS": elements // cols, "COLS": cols}, row_warps(elements, device, per_lane=16))
+
+
+def _loop(positions, elements, device):
+    """Return that tile for a loop over a channel, which loads two blocks ahead where that takes no registers."""
+    config = _tile(positions, elements, device)
+    return replace(config, meta=config.meta | {"STAGES": 3 if device.async_copy else 1})
+
+
+@tuned
+def group_norm_statistics_config(channels, device):
+    return _row_of_channels(channels, device)
+
+
+@tuned
+def group_norm_group_sums_config(channels, device):
+    return _row_of_channels(channels, device)
+
+
+def _row_of_channels(channels, device):
+    block = min(power_of_2(channels), 2048)
+    return Config({"COLS": block}, row_warps(block, device, per_lane=4))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def group_norm_moments(
+    X, MEAN, SQUARES, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
+):
+    """Compute each channel's mean and sum of squared deviations."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mean, squares = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(0, cols, COLS, num_stages=STAGES):
+        col = start + tl.arange(0, COLS)[None, :]
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
+        count = tl.minimum(cols - start, COLS).to(tl.float32)
+        block_mean = tl.sum(x, 1) / count
+        deviation = tl.where(in_row(col, cols, COLS), x - block_mean[:, None], 0.0)
+        difference = block_mean - mean
+        share = count / (start + count)
+        mean += difference * share
+        squares += tl.sum(deviation * deviation, 1) + difference * difference * (start * share)
+    tl.store(MEAN + row, mean, row < rows)
+    tl.store(SQUARES + row, squares, row < rows)
+
+
+@triton.jit
+def group_norm_statistics(
+    CHANNEL_MEAN, SQUARES, MEAN, RSTD, positions, eps, cols: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Merge the moments of a group's channels to its mean and rstd."""
+    first = tl.program_id(0).to(tl.int64) * cols
+    col = tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    for start in range(0, cols, COLS):
+        total += tl.load(CHANNEL_MEAN + first + start + col, in_row(start + col, cols, COLS), other=0.0)
+    mean = tl.sum(total, 0) / cols
+    total = tl.zeros((COLS,), tl.float32)
+    for start in range(0, cols, COLS):
+        there = in_row(start + col, cols, COLS)
+        difference = tl.load(CHANNEL_MEAN + first + start + col, there, other=mean) - mean
+        within = tl.load(SQUARES + first + start + col, there, other=0.0) / positions
+        total += tl.where(there, within + difference * difference, 0.0)
+    tl.store(MEAN + tl.program_id(0), mean)
+    tl.store(RSTD + tl.program_id(0), 1.0 / tl.sqrt(tl.sum(total, 0) / cols + eps))
+
+
+@triton.jit
+def _own_tile(cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return the rows and columns of this program's tile."""
+    BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def _of_rows(P, at, there, absent):
+    """Load a number for each row as a column of fp32, or return `absent` without P."""
+    if P is not None:
+        return tl.load(P + at, there, other=0.0).to(tl.float32)[:, None]
+    else:
+        return tl.full((1, 1), absent, tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def group_norm_forward(
+    X, W, B, MEAN, RSTD, Y, rows, channels, group_channels, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    row, col = _own_tile(cols, ROWS, COLS)
+    there, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
+    mean, rstd = _of_rows(MEAN, row // group_channels, there, 0.0), _of_rows(RSTD, row // group_channels, there, 0.0)
+    w, b = _of_rows(W, row % channels, there, 1.0), _of_rows(B, row % channels, there, 0.0)
+    x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
+    tl.store(Y + row[:, None] * cols + col, (x - mean) * rstd * w + b, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def group_norm_channel_sums(
+    X, DY, MEAN, RSTD, OF_DY, OF_PRODUCT, rows, group_channels, cols: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum dy and dy normed over the positions of each channel."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    mean, rstd = _of_rows(MEAN, row // group_channels, there, 0.0), _of_rows(RSTD, row // group_channels, there, 0.0)
+    of_dy, of_product = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    for start in tl.range(0, cols, COLS, num_stages=STAGES):
+        col = start + tl.arange(0, COLS)[None, :]
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
+        dy = tl.load(DY + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
+        of_dy += dy
+        of_product += dy * ((x - mean) * rstd)
+    tl.store(OF_DY + row, tl.sum(of_dy, 1), there)
+    tl.store(OF_PRODUCT + row, tl.sum(of_product, 1), there)
+
+
+@triton.jit
+def group_norm_group_sums(
+    OF_DY, OF_PRODUCT, W, SHIFT, ALONG, positions, groups, cols: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Compute mean(m) and mean(m normed) of a group from the sums of its channels."""
+    first = tl.program_id(0).to(tl.int64) * cols
+    shift, along = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
+    for start in range(0, cols, COLS):
+        col = start + tl.arange(0, COLS)
+        there = in_row(col, cols, COLS)
+        w = tl.full((1,), 1.0, tl.float32)
+        if W is not None:
+            w = tl.load(W + tl.program_id(0) % groups * cols + col, there, other=0.0).to(tl.float32)
+        shift += tl.load(OF_DY + first + col, there, other=0.0) * w
+        along += tl.load(OF_PRODUCT + first + col, there, other=0.0) * w
+    tl.store(SHIFT + tl.program_id(0), tl.sum(shift, 0) / cols / positions)
+    tl.store(ALONG + tl.program_id(0), tl.sum(along, 0) / cols / positions)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def group_norm_backward(
+    X, DY, W, MEAN, RSTD, SHIFT, ALONG, DX, rows, channels, group_channels, cols: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    row, col = _own_tile(cols, ROWS, COLS)
+    there, mask, group = row < rows, in_tile(row, col, rows, cols, ROWS, COLS), row // group_channels
+    mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
+    shift, along = _of_rows(SHIFT, group, there, 0.0), _of_rows(ALONG, group, there, 0.0)
+    x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
+    m = tl.load(DY + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
+    m *= _of_rows(W, row % channels, there, 1.0)
+    tl.store(DX + row[:, None] * cols + col, rstd * (m - (x - mean) * rstd * along - shift), mask)
+
+
+def _sizes(x, num_groups):
+    """Return the samples, the channels, the channels of a group and the positions."""
+    samples, channels, *positions = x.shape
+    return samples, channels, channels // num_groups, torch.Size(positions).numel()
+
+
+def _empty_outputs(x, num_groups, *parameters):
+    mean = x.new_empty(x.shape[0] * num_groups, dtype=torch.float32)
+    return x.new_empty(x.shape), mean, torch.empty_like(mean)
+
+
+@raw(_empty_outputs)
+def _group_norm_forward(
+    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute y, and each group's mean and rstd."""
+    y, mean, rstd = _empty_outputs(x, num_groups)
+    if not x.numel():
+        return y, mean, rstd
+    x = x.contiguous()
+    samples, channels, group_channels, positions = _sizes(x, num_groups)
+    rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
+    channel_mean, squares = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    config = group_norm_moments_config(*shape, device)
+    launch(
+        group_norm_moments, (-(-rows // config["ROWS"]), 1, 1), config, x, channel_mean, squares, rows, positions
+    )  # fmt: skip
+    launch(
+        group_norm_statistics, (len(mean), 1, 1), group_norm_statistics_config(group_channels, device),
+        channel_mean, squares, mean, rstd, positions, eps, group_channels,
+    )  # fmt: skip
+    config = group_norm_forward_config(*shape, device)
+    launch(
+        group_norm_forward, _grid(config, rows, positions), config,
+        x, weight, bias, mean, rstd, y, rows, channels, group_channels, positions,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def _grid(config, rows, positions):
+    return -(-rows // config["ROWS"]) * -(-positions // config["COLS"]), 1, 1
+
+
+def _fake_backward(x, num_groups, weight, bias, mean, rstd, dy, x_grad, weight_grad, bias_grad):
+    wanted = ((x, x_grad), (weight, weight_grad), (bias, bias_grad))
+    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in wanted)
+
+
+@raw(_fake_backward)
+def _group_norm_backward(
+    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor,
+    rstd: torch.Tensor, dy: torch.Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    absent = dy.new_empty(0)
+    of_dy, of_product = (dy.new_zeros(x.shape[:2], dtype=torch.float32) for _ in range(2))
+    dx = x.new_empty(x.shape) if x_grad else absent
+    if x.numel():
+        _launch_backward(x.contiguous(), num_groups, weight, mean, rstd, dy.contiguous(), of_dy, of_product, dx, x_grad)
+    return (
+        dx,
+        reduce_partials(of_product, weight.dtype) if weight_grad else absent,
+        reduce_partials(of_dy, bias.dtype) if bias_grad else absent,
+    )
+
+
+def _launch_backward(x, num_groups, weight, mean, rstd, dy, of_dy, of_product, dx, x_grad):
+    samples, channels, group_channels, positions = _sizes(x, num_groups)
+    rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
+    config = group_norm_channel_sums_config(*shape, device)
+    launch(
+        group_norm_channel_sums, (-(-rows // config["ROWS"]), 1, 1), config,
+        x, dy, mean, rstd, of_dy, of_product, rows, group_channels, positions,
+    )  # fmt: skip
+    if not x_grad:
+        return
+    shift, along = torch.empty_like(mean), torch.empty_like(mean)
+    launch(
+        group_norm_group_sums, (len(mean), 1, 1), group_norm_group_sums_config(group_channels, device),
+        of_dy, of_product, weight, shift, along, positions, num_groups, group_channels,
+    )  # fmt: skip
+    config = group_norm_backward_config(*shape, device)
+    launch(
+        group_norm_backward, _grid(config, rows, positions), config,
+        x, dy, weight, mean, rstd, shift, along, dx, rows, channels, group_channels, positions,
+    )  # fmt: skip
+
+
+class GroupNormFunction(Function):
+    @staticmethod
+    def forward(ctx, x, num_groups, weight, bias, eps):
+        y, mean, rstd = _group_norm_forward(x, num_groups, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.num_groups = num_groups
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, *saved = ctx.saved_tensors
+        x_grad, _, *wanted, _ = ctx.needs_input_grad
+        dx, *grads = _group_norm_backward(x, ctx.num_groups, *saved, dy, x_grad, *wanted)
+        return dx if x_grad else None, None, *(grad if need else None for grad, need in zip(grads, wanted)), None
+
+
+@group_norm.register("triton")
+def _(x, weight, bias, num_groups, eps=1e-5):
+    _validate(x, weight, bias, num_groups)
+    return GroupNormFunction.apply(x, num_groups, in_order(weight), in_order(bias), eps)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from liger_hw import use_backend
+from liger_hw._triton import interpreting
+from liger_hw.kernels.dyt import dyt
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import randn
+from liger_hw.testing.parity import check, compare, run
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity(dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in small_cases("dyt", dtype, device):
+        check(dyt, inputs, options, backend)
+
+
+def parameters(cols, device, **kwargs):
+    return [randn(size, device=device, **kwargs) for size in (1, cols, cols)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)  # it truncates to bf16
+def test_rounds_once(dtype, backend, device):
+    torch.manual_seed(0)
+    inputs = [x.detach() for x in (randn(64, 256, dtype=dtype, device=device), *parameters(256, device, dtype=dtype))]
+    with use_backend(backend):
+        found = dyt(*inputs)
+    # fp32 operations in another order can move a result across a tie, rarely
+    assert (found != dyt.reference(*inputs)).float().mean() < 1e-3
+
+
+VIEWS = {"rows": lambda x: x[:, ::2], "mT": lambda x: x.mT, "cols": lambda x: x[..., :5]}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_strided(view, backend, device):
+    torch.manual_seed(0)
+    x = randn(3, 8, 6, dtype=torch.float16, device=device)
+    inputs = [x, *parameters(view(x).shape[-1], device, dtype=torch.float16)]
+
+    def of_view(op):
+        return lambda x, *parameters: op(view(x), *parameters)
+
+    exact = run(of_view(dyt.reference), [t.detach().double().requires_grad_() for t in inputs], {})
+    plain = run(of_view(dyt.reference), inputs, {})
+    with use_backend(backend):
+        found = run(of_view(dyt), inputs, {})
+    compare(exact, plain, found, f"strided dyt on {backend}")
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
+def test_no_values(shape, backend, device):
+    inputs = randn(*shape, device=device), *parameters(shape[1], device)
+    with use_backend(backend):
+        found = run(dyt, inputs, {})
+    assert [x.shape for x in found[1:]] == [x.shape for x in inputs] and not any(x.any() for x in found)
+
+
+@pytest.mark.parametrize("which", ["reference", None])
+def test_bad_inputs(which, backend, device):
+    x = torch.randn(4, 6, device=device)
+    one, row = x[0, :1], x[0]
+    cases = [
+        ((x.long(), one, row), "x"),
+        ((x, row, row), "alpha"),
+        ((x, one, one), "gamma"),
+        ((x, one, row, x), "beta"),
+    ]
+    with use_backend(which or backend):
+        for inputs, argument in cases:
+            with pytest.raises(ValueError, match=f"^{argument}: got"):
+                dyt(*inputs)
+
+
+def test_deterministic(backend, device):
+    inputs = randn(400, 100, device=device), *parameters(100, device)
+    with use_backend(backend):
+        first, second = (run(dyt, inputs, {}) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_compiles_without_a_graph_break(backend, device):
+    inputs = randn(4, 32, device=device), *parameters(32, device)
+    with use_backend(backend):
+        expected = run(dyt, inputs, {})
+        found = run(torch.compile(lambda *x: dyt(*x), fullgraph=True, backend="aot_eager"), inputs, {})
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_small_values_keep_their_digits(backend, device):
+    """Near 0 a difference of two numbers near 1 would have an error of 1e-7, whatever x is."""
+    x = torch.linspace(-1e-4, 1e-4, 64, device=device).view(2, 32).requires_grad_()
+    one = torch.ones(1, device=device)
+    check(dyt, (x, one, torch.ones(32, device=device)), {}, backend)
