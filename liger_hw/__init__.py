@@ -25,6 +25,7 @@ _NAMES = {
     "kernels.fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
     "kernels.selective_log_softmax": ("SelectedLogProbs", "selective_log_softmax"),
     "kernels.fused_linear_selective_log_softmax": ("fused_linear_selective_log_softmax",),
+    "kernels.softmax": ("softmax", "sparsemax"),
     "kernels.divergence": ("jsd", "kl_div", "tvd"),
     "losses.preference": ("preference_loss", "unpaired_preference_loss"),
     "losses.policy": ("policy_loss", "policy_loss_of_logits"),

@@ -62,6 +62,7 @@ def _torch(case):
         "rms_norm": lambda x, w: F.rms_norm(x, columns(x), w, 1e-6),
         "layer_norm": lambda x, w, b: F.layer_norm(x, columns(x), w, b, 1e-6),
         "group_norm": lambda x, w, b: F.group_norm(x, case.options["num_groups"], w, b),
+        "softmax": lambda x: F.softmax(x, -1),
         "cross_entropy": F.cross_entropy,
         "fused_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
     }.get(case.op)
@@ -85,6 +86,8 @@ def _liger(case):
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,
+        "softmax": liger.liger_softmax,
+        "sparsemax": liger.liger_sparsemax,
         "rope": liger.liger_rope,
         "cross_entropy": liger.liger_cross_entropy,
         "fused_linear_cross_entropy": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs, **more),

@@ -22,6 +22,7 @@ from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
+from liger_hw.kernels.softmax import softmax, sparsemax
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY, logits_loss
 from liger_hw.spelling import check_known
@@ -239,13 +240,13 @@ def liger_relu_squared(x):
 
 
 def liger_softmax(x):
-    """Compute the softmax over the last dimension."""
-    return x.softmax(-1)
+    """See `liger_hw.softmax`."""
+    return softmax(x)
 
 
 def liger_sparsemax(input, dim=-1):
-    """See `sparsemax` of `ops_without_kernels`."""
-    return ops_without_kernels.sparsemax(input, dim)
+    """Apply `liger_hw.sparsemax` along `dim`."""
+    return sparsemax(input.movedim(dim, -1)).movedim(-1, dim)
 
 
 def liger_attn_res(V, w_query, w_norm, eps=1e-6):

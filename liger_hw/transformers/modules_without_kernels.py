@@ -36,7 +36,7 @@ class LigerReLUSquared(nn.Module):
 
 
 class LigerSoftmax(nn.Module):
-    """Softmax over the last dimension."""
+    """`liger_hw.softmax` as a module."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class LigerSoftmax(nn.Module):
 
 
 class LigerSparsemax(nn.Module):
-    """`sparsemax` over `dim`."""
+    """`liger_hw.sparsemax` along `dim`."""
 
     def __init__(self, dim=-1):
         super().__init__()

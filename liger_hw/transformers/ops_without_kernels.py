@@ -9,22 +9,9 @@ import torch.nn.functional as F
 from liger_hw._torch import grouped_mm
 from liger_hw.checks import KERNEL_DTYPES, check
 from liger_hw.kernels.glu import swiglu
+from liger_hw.kernels.softmax import softmax, sparsemax
 
 FAR_BELOW = -1e9  # masked scores in multi-token attention; finite, because a convolution reads them
-
-
-def sparsemax(x, dim=-1):
-    """Project `x` on the simplex along `dim` (arXiv:1602.02068)."""
-    z = x.float()
-    z = z - z.amax(dim, keepdim=True)
-    ordered = z.sort(dim, descending=True).values
-    sums = ordered.cumsum(dim)
-    shape = [1] * x.ndim
-    shape[dim] = -1
-    places = torch.arange(1, x.shape[dim] + 1, device=x.device, dtype=z.dtype).view(shape)
-    size = (places * ordered > sums - 1).sum(dim, keepdim=True)
-    threshold = (sums.gather(dim, size - 1) - 1) / size
-    return (z - threshold).clamp(min=0).to(x.dtype)
 
 
 def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
@@ -32,7 +19,7 @@ def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilati
     check(not sparse or scores.dtype == torch.float32, "scores", scores.dtype, "torch.float32 with sparse=True")
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     masked = scores.masked_fill(future, FAR_BELOW)
-    weights = sparsemax(masked) if sparse else masked.softmax(-1)
+    weights = sparsemax(masked) if sparse else softmax(masked)
     out = F.conv2d(weights, weight, bias, stride, padding, dilation, groups)
     return out.masked_fill(torch.ones(out.shape[-2:], dtype=torch.bool, device=out.device).triu(1), 0.0)
 

@@ -7,6 +7,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 
+import liger_hw
 from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.stand_in import ops, passes
@@ -54,7 +55,7 @@ def test_sparsemax():
         expected = torch.stack([projected(z.detach().double()) for z in x.movedim(dim, -1)]).movedim(-1, dim)
         torch.testing.assert_close(found, expected.float())
     assert torch.autograd.gradcheck(
-        lambda z: ops_without_kernels.sparsemax(z.float()).double(),
+        lambda z: liger_hw.sparsemax(z.float()).double(),
         x.detach().double().requires_grad_(),
         eps=1e-3,
         atol=1e-2,
@@ -69,7 +70,7 @@ def test_multi_token_attention(sparse):
     weights = torch.zeros(2, 3, 6, 6)
     for i in range(6):
         row = scores[:, :, i, : i + 1]
-        weights[:, :, i, : i + 1] = ops_without_kernels.sparsemax(row) if sparse else row.softmax(-1)
+        weights[:, :, i, : i + 1] = liger_hw.sparsemax(row) if sparse else row.softmax(-1)
     expected = F.conv2d(weights, attention.weight, attention.bias, padding=1).tril()
     alike(attention(scores), expected, scores, attention.weight, attention.bias)
 

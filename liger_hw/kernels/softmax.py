@@ -1,0 +1,286 @@
+r"""Compute softmax and sparsemax over the last dimension.
+
+    softmax     y_j = exp(x_j - m) / sum_k exp(x_k - m)             m = max_k x_k
+                dx  = y (dy - sum_k dy_k y_k)
+
+    sparsemax   y_j = max(z_j - t, 0),   z = x - m,   t with sum_j y_j = 1
+                dx  = dy - mean of dy over the support, inside the support, which is where y > 0; else 0
+
+sum_j max(z_j - t, 0) is convex and falls in t, so Newton's method from t = -1, which is below its solution, rises to
+it: t' = (sum of the z above t - 1) / their number (Michelot, J. Optim. Theory Appl. 50, 1986). It ends, at the exact
+support, when that number no longer falls: after 3 to 10 steps for scores of attention. It needs no sort, so a row may
+have any width.
+
+Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), backward reads y and dy and writes dx (3RC).
+Both are bound by memory. A row that does not fit the registers is read once more for each reduction.
+"""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._logits import LOG2_E, LOWEST
+from liger_hw.kernels._math import empty_rows, in_row, in_tile, row_block, rows_and_cols, rows_of
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, row_warps, tuned
+
+
+def _validate(x):
+    check(x.is_floating_point() and x.ndim > 0, "x", x, "floating point rows")
+
+
+@op
+def softmax(x: torch.Tensor):
+    """Compute the softmax over the last dimension, as torch.softmax does.
+
+    Args:
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. -inf
+            gives 0; a row of -inf alone gives NaN.
+
+    Returns:
+        (..., C), contiguous, in `x.dtype`; computed in fp32 and rounded once.
+
+    Raises:
+        ValueError: `x` has no dimension or is not floating point.
+    """
+    _validate(x)
+    return torch.softmax(x, -1)
+
+
+@op
+def sparsemax(x: torch.Tensor):
+    """Project each row on the probability simplex: the nearest distribution (arXiv:1602.02068).
+
+    Args:
+        x: (..., C), of a dtype and strides as in `softmax`. -inf gives 0; a row of -inf alone, or with NaN, gives NaN.
+
+    Returns:
+        (..., C), contiguous, in `x.dtype`; computed in fp32 and rounded once.
+
+    Raises:
+        ValueError: `x` has no dimension or is not floating point.
+    """
+    _validate(x)
+    if x.numel() == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    z = widen(x)
+    z = z - z.amax(-1, keepdim=True)
+    ordered = z.sort(-1, descending=True).values
+    sums = ordered.cumsum(-1)
+    places = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=z.dtype)
+    size = (places * ordered > sums - 1).sum(-1, keepdim=True).clamp(min=1)  # 0 in a row with NaN
+    threshold = (sums.gather(-1, size - 1) - 1) / size
+    return torch.where(z <= threshold, 0, z - threshold).to(x.dtype)  # no gradient at the edge of the support
+
+
+@softmax.cost
+def _(x):
+    return Cost(2 * x.nbytes, 3 * x.nbytes, 5 * x.numel(), 4 * x.numel())
+
+
+@sparsemax.cost
+def _(x):
+    return Cost(2 * x.nbytes, 3 * x.nbytes, 20 * x.numel(), 4 * x.numel())
+
+
+def _config(cols, device, tensors):
+    """Return the configuration of a kernel that holds `tensors` rows in fp32 and writes another."""
+    # The rows stay in registers, 32 values a lane in all, and short rows share a program. A loop carries two sums of
+    # each column, so its block is smaller: with 16 values a lane 33,001 columns spill on sm_80 to sm_120.
+    block, per_lane = row_block(cols, device, tensors), 32 // tensors
+    if cols > block:
+        block, per_lane = 4 * device.max_threads, 8
+    rows = max(1, min(16, 4096 // (tensors * block)))
+    return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
+
+
+@tuned
+def softmax_forward_config(cols, itemsize, device):
+    return _config(cols, device, 1)
+
+
+@tuned
+def softmax_backward_config(cols, itemsize, device):
+    return _config(cols, device, 2)
+
+
+@tuned
+def sparsemax_forward_config(cols, itemsize, device):
+    return _config(cols, device, 2)
+
+
+@tuned
+def sparsemax_backward_config(cols, itemsize, device):
+    return _config(cols, device, 2)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def softmax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    if cols <= COLS:
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        x = tl.load(X + row[:, None] * x_stride + col, mask, other=float("-inf")).to(tl.float32)
+        power = tl.exp2((x - tl.max(x, 1)[:, None]) * LOG2_E)
+        tl.store(Y + row[:, None] * cols + col, power / tl.sum(power, 1)[:, None], mask)
+    else:
+        peak, total = tl.full((ROWS, COLS), LOWEST, tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = tl.load(X + row[:, None] * x_stride + at, mask, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(peak, x)
+            total = total * tl.exp2((peak - higher) * LOG2_E) + tl.exp2((x - higher) * LOG2_E)
+            peak = higher
+        top = tl.max(peak, 1)[:, None]
+        total = tl.sum(total * tl.exp2((peak - top) * LOG2_E), 1)[:, None]
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
+            tl.store(Y + row[:, None] * cols + at, tl.exp2((x - top) * LOG2_E) / total, mask)
+
+
+@triton.jit
+def _load_pair(Y, DY, row, at, mask, dy_stride, cols: tl.constexpr):
+    y = tl.load(Y + row[:, None] * cols + at, mask, other=0.0).to(tl.float32)
+    return y, tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def softmax_backward(Y, DY, DX, rows, dy_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    if cols <= COLS:
+        mask = in_tile(row, col, rows, cols, ROWS, COLS)
+        y, dy = _load_pair(Y, DY, row, col, mask, dy_stride, cols)
+        tl.store(DX + row[:, None] * cols + col, y * (dy - tl.sum(y * dy, 1)[:, None]), mask)
+    else:
+        along = tl.zeros((ROWS, COLS), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + col
+            y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, cols)
+            along += y * dy
+        mean = tl.sum(along, 1)[:, None]
+        for start in range(0, cols, COLS):
+            at = start + col
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, cols)
+            tl.store(DX + row[:, None] * cols + at, y * (dy - mean), mask)
+
+
+@triton.jit
+def _shifted(X, row, at, top, x_stride, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    mask = in_tile(row, at, rows, cols, ROWS, COLS)
+    x = tl.load(X + row[:, None] * x_stride + at, mask, other=float("-inf")).to(tl.float32)
+    return tl.where(in_row(at, cols, COLS), x - top, float("-inf"))  # a row of -inf gives NaN inside the row
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sparsemax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    peak = tl.full((ROWS, COLS), float("-inf"), tl.float32)
+    for start in range(0, cols, COLS):
+        at = start + col
+        mask = in_tile(row, at, rows, cols, ROWS, COLS)
+        peak = tl.maximum(peak, tl.load(X + row[:, None] * x_stride + at, mask, other=float("-inf")).to(tl.float32))
+    top = tl.max(peak, 1)[:, None]
+    if cols <= COLS:
+        z = _shifted(X, row, col, top, x_stride, rows, cols, ROWS, COLS)
+    threshold = tl.full((ROWS,), -1.0, tl.float32)
+    size = tl.full((ROWS,), 2.0 * cols, tl.float32)
+    falling = tl.full((), ROWS, tl.int32)  # rows whose support became smaller in the last step
+    while falling > 0:
+        sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        for start in range(0, cols, COLS):
+            if cols > COLS:
+                z = _shifted(X, row, start + col, top, x_stride, rows, cols, ROWS, COLS)
+            outside = z <= threshold[:, None]  # NaN is not
+            sums += tl.where(outside, 0.0, z)
+            sizes += tl.where(outside, 0.0, 1.0)
+        before = size
+        size = tl.sum(sizes, 1)
+        threshold = (tl.sum(sums, 1) - 1.0) / size
+        falling = tl.sum((size < before).to(tl.int32), 0)
+    for start in range(0, cols, COLS):
+        at = start + col
+        if cols > COLS:
+            z = _shifted(X, row, at, top, x_stride, rows, cols, ROWS, COLS)
+        y = tl.where(z <= threshold[:, None], 0.0, z - threshold[:, None])
+        tl.store(Y + row[:, None] * cols + at, y, in_tile(row, at, rows, cols, ROWS, COLS))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sparsemax_backward(Y, DY, DX, rows, dy_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, cols, COLS):
+        at = start + col
+        y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, cols)
+        sums += tl.where(y > 0.0, dy, 0.0)
+        sizes += tl.where(y > 0.0, 1.0, 0.0)
+    mean = (tl.sum(sums, 1) / tl.maximum(tl.sum(sizes, 1), 1.0))[:, None]
+    for start in range(0, cols, COLS):
+        at = start + col
+        mask = in_tile(row, at, rows, cols, ROWS, COLS)
+        y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, cols)
+        tl.store(DX + row[:, None] * cols + at, tl.where(y > 0.0, dy - mean, 0.0), mask)
+
+
+KERNELS = {  # whether sparse -> forward, its configuration, backward, its configuration
+    False: (softmax_forward, softmax_forward_config, softmax_backward, softmax_backward_config),
+    True: (sparsemax_forward, sparsemax_forward_config, sparsemax_backward, sparsemax_backward_config),
+}
+
+
+@raw(lambda x, sparse: empty_rows(x))
+def _softmax_forward(x: torch.Tensor, sparse: bool) -> torch.Tensor:
+    y = empty_rows(x)
+    kernel, config_of, _, _ = KERNELS[sparse]
+    rows, cols = rows_and_cols(x)
+    x, x_stride = rows_of(x)
+    config = config_of(cols, x.element_size(), device_of(x))
+    launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, x, y, rows, x_stride, cols)
+    return y
+
+
+@raw(lambda y, dy, sparse: torch.empty_like(y))
+def _softmax_backward(y: torch.Tensor, dy: torch.Tensor, sparse: bool) -> torch.Tensor:
+    """Compute dx from a contiguous y."""
+    dx = torch.empty_like(y)
+    _, _, kernel, config_of = KERNELS[sparse]
+    rows, cols = rows_and_cols(y)
+    dy, dy_stride = rows_of(dy)
+    config = config_of(cols, y.element_size(), device_of(y))
+    launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, y, dy, dx, rows, dy_stride, cols)
+    return dx
+
+
+class SoftmaxFunction(Function):
+    @staticmethod
+    def forward(ctx, x, sparse):
+        y = _softmax_forward(x, sparse)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(y)
+            ctx.sparse = sparse
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _softmax_backward(*ctx.saved_tensors, dy, ctx.sparse), None
+
+
+@softmax.register("triton")
+def _(x):
+    _validate(x)
+    return SoftmaxFunction.apply(x, False)
+
+
+@sparsemax.register("triton")
+def _(x):
+    _validate(x)
+    return SoftmaxFunction.apply(x, True)

@@ -1,0 +1,28 @@
+"""Cases of softmax and sparsemax."""
+
+from liger_hw.testing.case import OpCases, Shape
+
+SCORES = ((65536, 1024), (32768, 2048), (16384, 8192))  # rows of attention scores, by context
+VOCABULARIES = ((8192, 32000), (4096, 128256))
+
+
+def rows_of_scores(new):
+    for shape in [(5, 123), (3, 1024), (1, 8), (33, 64), (7, 1), (2, 3, 2500), (0, 16), (9,)]:
+        yield (new.randn(*shape),), {}
+    yield (new.randn(2, 33001),), {}  # looped
+    yield (new.randn(3, 40, grad=False),), {}
+
+
+def wide_rows(new):
+    for cols in (128, 1024, 4096, 8192, 16384, 32768, 262144, 1001):
+        yield (new.randn(2, cols),), {}
+
+
+def shape(rows, cols):
+    return Shape(f"{rows}x{cols}", lambda new: (new.large(rows, cols),))
+
+
+CASES = {
+    op: OpCases(rows_of_scores, wide_rows, [shape(*size) for size in (*SCORES, *VOCABULARIES)], [shape(8191, 4099)])
+    for op in ("softmax", "sparsemax")
+}
