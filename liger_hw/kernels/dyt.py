@@ -81,14 +81,14 @@ def dyt_backward_config(cols, itemsize, device):
 
 
 def _tile(cols, device, **more):
-    """Return a tile of 4,096 values, 16 a lane, of 256 columns: whole vectors, and few empty at any width."""
+    """Return a tile of 4,096 values, 16 a lane, of at most 256 columns."""
     block = min(power_of_2(cols), 256)
     return Config({"ROWS": 4096 // block, "COLS": block} | more, row_warps(4096, device, per_lane=16), programs=2)
 
 
 @triton.jit
 def tanh_and_slope(x):
-    """Compute tanh and its derivative within a few ulp: tanh by its series where 1 - e would cancel."""
+    """Compute tanh, by its series where 1 - e would cancel, and its derivative."""
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     e = tl.exp(-2.0 * tl.abs(x))

@@ -1,4 +1,4 @@
-r"""Normalise each head of queries and keys to unit root mean square, scale it, and rotate it by its position.
+r"""Compute the root-mean-square norm of queries and keys and rotate them (Qwen3).
 
     n   = rms_norm(x, w) of a head                          rounded as `rms_norm` rounds
     out = n rotated                                         rounded as `rope` rounds
@@ -50,11 +50,13 @@ def qk_norm_rope(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", unsqueeze_dim: int = 1,
 ):  # fmt: skip
-    """Compute `rope` of the `rms_norm` of queries and keys, as Qwen3's attention does, with their rounding.
+    """Compute `rope` of the `rms_norm` of queries and keys, with their rounding.
+
+    Qwen3's attention does so.
 
     Args:
-        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any floating dtype, and any strides: copied unless the
-            values of a head are neighbours. Plain torch computes dtypes other than fp32, fp16 and bf16.
+        q: (B, Hq, T, D), or (B, T, Hq, D) with `unsqueeze_dim` 2; any floating dtype, and any strides: copied unless
+            the values of a head are neighbours. Plain torch computes dtypes other than fp32, fp16 and bf16.
         k: (B, Hk, T, D), or (B, T, Hk, D), in the dtype of `q`, with its own number of heads.
         q_weight, k_weight: (D,), any floating dtype.
         cos: (B or 1, T, R), R even and at most D: two halves, as Llama's. A constant: it gets no gradient.
@@ -102,14 +104,15 @@ def _heads(elements, head_dim, device, **more):
 
 @triton.jit
 def _places(rows, first, tokens, heads: tl.constexpr, ROWS: tl.constexpr):
-    """Return whether the rows exist, and their batch, token and head, in int64."""
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)
-    return row < rows, row // heads // tokens, row // heads % tokens, row % heads
+    """Return whether the rows exist, and their batch, token and head."""
+    row = first + tl.arange(0, ROWS)  # of 32 bits: divisions of 64 are slow
+    batch, token = (row // heads // tokens).to(tl.int64), (row // heads % tokens).to(tl.int64)
+    return row < rows, batch, token, (row % heads).to(tl.int64)
 
 
 @triton.jit
 def _load_parts(P, at, there, head_dim: tl.constexpr, rotary_dim: tl.constexpr):
-    """Load the two rotary halves and the rest of heads, in fp32; without a rest, a column of zeros."""
+    """Load the two rotary halves and the rest (or a zero) of heads, in fp32."""
     half: tl.constexpr = rotary_dim // 2
     HALF: tl.constexpr = triton.next_power_of_2(half)
     REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 1
@@ -235,7 +238,7 @@ def _side_by_side(x):
 
 
 def _shape(x, cos, unsqueeze_dim):
-    """Return the rows (heads of all tokens), the tokens of a sequence and the kernels' constants."""
+    """Return the number of rows (heads), tokens of a sequence, and the kernels' constants."""
     heads, tokens = x.shape[unsqueeze_dim], x.shape[3 - unsqueeze_dim]
     return x.shape[0] * tokens * heads, tokens, (heads, x.shape[3], cos.shape[2])
 
