@@ -21,6 +21,7 @@ _NAMES = {
     "kernels.clamped_glu": ("clamped_swiglu",),
     "kernels.glu_linear": ("glu_linear",),
     "kernels.rope": ("rope",),
+    "kernels.qk_norm_rope": ("qk_norm_rope",),
     "kernels.cross_entropy": ("CrossEntropyOutput", "cross_entropy"),
     "kernels.fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
     "kernels.selective_log_softmax": ("SelectedLogProbs", "selective_log_softmax"),

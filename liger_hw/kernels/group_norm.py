@@ -95,13 +95,13 @@ def group_norm_backward_config(positions, itemsize, device):
 
 
 def _tile(positions, elements, device):
-    """Return a tile of about `elements` values, 16 a lane: a part of a channel, or as many short ones as fit."""
+    """Return a tile of `elements` values, 16 a lane, of one channel or several."""
     cols = min(power_of_2(positions), elements)
     return Config({"ROWS": elements // cols, "COLS": cols}, row_warps(elements, device, per_lane=16))
 
 
 def _loop(positions, elements, device):
-    """Return that tile for a loop over a channel, which loads two blocks ahead where that takes no registers."""
+    """Return that tile for a loop, which loads two blocks ahead without registers."""
     config = _tile(positions, elements, device)
     return replace(config, meta=config.meta | {"STAGES": 3 if device.async_copy else 1})
 
@@ -165,16 +165,21 @@ def group_norm_statistics(
 
 
 @triton.jit
-def _own_tile(cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return the rows and columns of this program's tile."""
+def _own_tile(group_channels, channels, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return the rows of this program's tile, their groups and channels, and its columns."""
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return row, tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :]
+    row = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)  # of 32 bits: divisions of 64 are slow, and spill
+    return (
+        row.to(tl.int64),
+        row // group_channels,
+        row % channels,
+        tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :],
+    )
 
 
 @triton.jit
 def _of_rows(P, at, there, absent):
-    """Load a number for each row as a column of fp32, or return `absent` without P."""
+    """Load a column of fp32, or return `absent` without P."""
     if P is not None:
         return tl.load(P + at, there, other=0.0).to(tl.float32)[:, None]
     else:
@@ -185,10 +190,10 @@ def _of_rows(P, at, there, absent):
 def group_norm_forward(
     X, W, B, MEAN, RSTD, Y, rows, channels, group_channels, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    row, col = _own_tile(cols, ROWS, COLS)
+    row, group, channel, col = _own_tile(group_channels, channels, cols, ROWS, COLS)
     there, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
-    mean, rstd = _of_rows(MEAN, row // group_channels, there, 0.0), _of_rows(RSTD, row // group_channels, there, 0.0)
-    w, b = _of_rows(W, row % channels, there, 1.0), _of_rows(B, row % channels, there, 0.0)
+    mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
+    w, b = _of_rows(W, channel, there, 1.0), _of_rows(B, channel, there, 0.0)
     x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
     tl.store(Y + row[:, None] * cols + col, (x - mean) * rstd * w + b, mask)
 
@@ -199,9 +204,9 @@ def group_norm_channel_sums(
     COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum dy and dy normed over the positions of each channel."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
-    mean, rstd = _of_rows(MEAN, row // group_channels, there, 0.0), _of_rows(RSTD, row // group_channels, there, 0.0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group, row, there = row // group_channels, row.to(tl.int64), row < rows
+    mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
     of_dy, of_product = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for start in tl.range(0, cols, COLS, num_stages=STAGES):
         col = start + tl.arange(0, COLS)[None, :]
@@ -238,13 +243,13 @@ def group_norm_backward(
     X, DY, W, MEAN, RSTD, SHIFT, ALONG, DX, rows, channels, group_channels, cols: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    row, col = _own_tile(cols, ROWS, COLS)
-    there, mask, group = row < rows, in_tile(row, col, rows, cols, ROWS, COLS), row // group_channels
+    row, group, channel, col = _own_tile(group_channels, channels, cols, ROWS, COLS)
+    there, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
     mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
     shift, along = _of_rows(SHIFT, group, there, 0.0), _of_rows(ALONG, group, there, 0.0)
     x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
     m = tl.load(DY + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
-    m *= _of_rows(W, row % channels, there, 1.0)
+    m *= _of_rows(W, channel, there, 1.0)
     tl.store(DX + row[:, None] * cols + col, rstd * (m - (x - mean) * rstd * along - shift), mask)
 
 

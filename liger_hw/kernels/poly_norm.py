@@ -38,7 +38,9 @@ def _validate(x, weight, bias):
 
 @op
 def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6):
-    """Compute w0 n(x^3) + w1 n(x^2) + w2 n(x) + b with n(u) = u / sqrt(mean(u^2) + eps), in fp32, rounded once.
+    """Compute w0 n(x^3) + w1 n(x^2) + w2 n(x) + b.
+
+    n(u) = u / sqrt(mean(u^2) + eps). Everything is computed in fp32 and rounded once.
 
     Args:
         x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
@@ -124,7 +126,7 @@ def poly_norm_forward(
 
 @triton.jit
 def _dx(x, dy, f1, f2, f3, g1, g2, g3):
-    """Return the gradient of x, where f_k = w r_k and g_k = r_k^2 mean(dy x^k)."""
+    """Return the gradient of x; f_k is w r_k and g_k is r_k^2 mean(dy x^k)."""
     square = x * x
     of_2, of_3 = 2.0 * x * (dy - square * g2), 3.0 * square * (dy - square * x * g3)
     return f1 * (dy - x * g1) + f2 * of_2 + f3 * of_3

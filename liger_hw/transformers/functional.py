@@ -220,17 +220,17 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
 
 
 def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
-    """Apply `liger_hw.modulated_rms_norm` to X (..., C), weight W (C,) or None, and rows of scale and shift."""
+    """Apply `liger_hw.modulated_rms_norm` to X (..., C), with W, scale and shift."""
     return modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
 def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
-    """Apply `liger_hw.poly_norm` to X (..., C), weights W (3,) and a bias B of one value."""
+    """Apply `liger_hw.poly_norm` to X (..., C), with W (3,) and B."""
     return poly_norm(X, W, B, eps)
 
 
 def liger_dyt(x, alpha, gamma, beta):
-    """Apply `liger_hw.dyt` to x (..., C), alpha of one value, gamma (C,) and beta (C,) or None."""
+    """Apply `liger_hw.dyt` to x (..., C), with alpha, gamma and beta."""
     return dyt(x, alpha, gamma, beta)
 
 

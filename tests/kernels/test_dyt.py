@@ -95,3 +95,18 @@ def test_small_values_keep_their_digits(backend, device):
     x = torch.linspace(-1e-4, 1e-4, 64, device=device).view(2, 32).requires_grad_()
     one = torch.ones(1, device=device)
     check(dyt, (x, one, torch.ones(32, device=device)), {}, backend)
+
+
+def test_sums_of_everything_in_fp32(backend, device):
+    """All products have one sign, so that the sums are large."""
+    torch.manual_seed(0)
+    inputs = [x.detach().abs().requires_grad_() for x in (randn(300, 100, device=device), *parameters(100, device))]
+
+    def gradients(op, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        return list(torch.autograd.grad(op(*leaves).sum(), leaves))
+
+    exact, plain = gradients(dyt.reference, torch.float64), gradients(dyt.reference, torch.float32)
+    with use_backend(backend):
+        found = gradients(dyt, torch.float32)
+    compare(exact, plain, found, f"dyt on {backend}")

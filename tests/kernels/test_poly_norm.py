@@ -83,3 +83,18 @@ def test_compiles_without_a_graph_break(backend, device):
         expected = run(poly_norm, inputs, {})
         found = run(torch.compile(lambda *x: poly_norm(*x), fullgraph=True, backend="aot_eager"), inputs, {})
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_sums_of_everything_in_fp32(backend, device):
+    """All products have one sign, so that the sums are large."""
+    torch.manual_seed(0)
+    inputs = [x.detach().abs().requires_grad_() for x in (randn(300, 100, device=device), *parameters(100, device))]
+
+    def gradients(op, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        return list(torch.autograd.grad(op(*leaves).sum(), leaves))
+
+    exact, plain = gradients(poly_norm.reference, torch.float64), gradients(poly_norm.reference, torch.float32)
+    with use_backend(backend):
+        found = gradients(poly_norm, torch.float32)
+    compare(exact, plain, found, f"poly_norm on {backend}")

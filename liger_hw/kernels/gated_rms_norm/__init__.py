@@ -1,4 +1,4 @@
-r"""Compute root-mean-square norms with a gate for each value, or a scale and a shift for a group of rows.
+r"""Compute root-mean-square norms with a gate, or with a scale and shift of rows.
 
     u    = x, or x f(gate) where the gate is first          f: silu or sigmoid; 1 + scale in a modulated norm
     rstd = 1 / sqrt(mean(u^2) + eps)                        over a row, or over each group of its columns
@@ -134,7 +134,7 @@ def modulated_rms_norm(
 
 
 def _for_each_row(m, x):
-    """Repeat the rows of `m`, each for as many consecutive rows, to the number of rows of `x`."""
+    """Repeat each row of `m`, to the number of rows of `x`."""
     of_m, cols = rows_and_cols(m)
     repeats = rows_and_cols(x)[0] // of_m if of_m else 1
     return m.reshape(of_m, 1, cols).expand(-1, repeats, -1).reshape(-1, cols)

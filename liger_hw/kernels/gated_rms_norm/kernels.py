@@ -134,8 +134,8 @@ def gated_rms_norm_forward(
     cols: tl.constexpr, groups: tl.constexpr, count: tl.constexpr, CASTING: tl.constexpr, ACTIVATION: tl.constexpr,
     GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    gate_row = row // gate_span
+    row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
+    gate_row, row = (row // gate_span).to(tl.int64), row.to(tl.int64)
     first = tl.program_id(0) % groups * cols
     X += first
     Y += first
@@ -175,7 +175,7 @@ def gated_rms_norm_forward(
 
 @triton.jit
 def _load_factor(GATE, shared_gate, row, col, mask, stride, ACTIVATION: tl.constexpr, SHARED: tl.constexpr):
-    """Return the gate's factor and slope: of the row that all rows share where SHARED, and 1 and 0 without a gate."""
+    """Return the gate's factor and slope, and 1 and 0 without a gate."""
     if GATE is None:
         return tl.full((1, 1), 1.0, tl.float32), tl.full((1, 1), 0.0, tl.float32)
     elif SHARED:
@@ -186,7 +186,7 @@ def _load_factor(GATE, shared_gate, row, col, mask, stride, ACTIVATION: tl.const
 
 @triton.jit
 def _before_norm(x, dy, factor, W, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr, GATE_FIRST: tl.constexpr):
-    """Return the normalised values u, their output's gradient after the gate, and m, after the weight."""
+    """Return u, and the gradients before the gate and before the weight."""
     if GATE_FIRST:
         return x * factor, dy, before_weight(dy, W, w, offset, dtype, CASTING)
     else:
@@ -200,7 +200,8 @@ def gated_rms_norm_sums(
     GATE_FIRST: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute rstd and mean(m normed) of a row too wide for a program's registers."""
-    row = (tl.program_id(0) // groups).to(tl.int64) + tl.arange(0, 1)
+    row = tl.program_id(0) // groups + tl.arange(0, 1)
+    gate_row, row = (row // gate_span).to(tl.int64), row.to(tl.int64)
     first = tl.program_id(0) % groups * cols
     X += first
     DY += first
@@ -215,7 +216,7 @@ def gated_rms_norm_sums(
         mask = in_row(col, cols, COLS)
         x = load_rows(X, row, col, mask, x_stride).to(tl.float32)
         dy = load_rows(DY, row, col, mask, dy_stride).to(tl.float32)
-        factor, _ = _load_factor(GATE, 0.0, row // gate_span, col, mask, gate_stride, ACTIVATION, False)
+        factor, _ = _load_factor(GATE, 0.0, gate_row, col, mask, gate_stride, ACTIVATION, False)
         w = load_parameter(W, col, 1.0, cols, COLS)
         u, _, m = _before_norm(x, dy, factor, W, w, offset, dtype, CASTING, GATE_FIRST)
         squares += square(u, dtype, CASTING)
@@ -290,7 +291,7 @@ def modulation_gradients(
     GATE, DNORMED, DSHIFT, W, DGATE_OUT, DSHIFT_OUT, DW_OUT, programs, spans, gate_stride, offset, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Sum a span's partial sums, always in the same order, and compute its gradients of scale, shift and weight."""
+    """Sum a span's partial sums in order; compute its gradients of scale, shift and weight."""
     blocks = (cols + COLS - 1) // COLS
     span = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks * COLS + tl.arange(0, COLS))[None, :]
@@ -330,9 +331,9 @@ def forward_rows(x, gate, shift, weight, y, form):
 
 
 def backward_rows(x, gate, weight, dy, dx, dgate, dshift, form, weight_grad):
-    """Write `dx` and, unless None, `dgate` and `dshift`; return the gradient of `weight` if it is wanted.
+    """Write the gradients of x, gate and shift, and return that of the weight.
 
-    A `dshift` needs rows of the gate that several rows share: otherwise it is dy.
+    `dgate` and `dshift` may be None; the result is None unless `weight_grad`. A `dshift` needs rows of the gate that several rows share: otherwise it is dy.
     """
     rows, cols = rows_and_cols(x)
     if not cols:
