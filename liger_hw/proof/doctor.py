@@ -264,11 +264,10 @@ def _time(ops, device, found) -> None:
 
 
 def _bandwidth(here) -> int:
-    """Return this card's data-sheet bandwidth in GB/s, which varies within an architecture, or 0."""
+    """Return this card's data-sheet bandwidth in GB/s, which varies within an architecture, or 0 if unknown."""
     if not here.name:
         return here.bandwidth
-    cards = getattr(backends.VENDORS[here.vendor], "CARDS", {})
-    return cards.get(max((part for part in cards if part in here.name), key=len, default=None), 0)
+    return getattr(backends.VENDORS[here.vendor], "CARDS", {}).get(here.name, 0)
 
 
 def _seconds(case, device, clock) -> float:
