@@ -69,11 +69,15 @@ def saved_at_end(benchmark: dict, file: Path):
 
 
 def write(benchmark: dict, file: Path) -> None:
-    """Replace the file in one step: readers see the old results or the new ones."""
+    replace(file, json.dumps(benchmark, indent=1) + "\n")
+
+
+def replace(file: Path, text: str) -> Path:
+    """Replace the file in one step: readers see the old text or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(benchmark, indent=1) + "\n")
-    part.replace(file)
+    part.write_text(text)
+    return part.replace(file)
 
 
 def record_skip(benchmark, case, name, error) -> None:

@@ -147,26 +147,34 @@ def norm_backward_config(cols, itemsize, device, read=2):
     widest, block = widest_block(device, 4), power_of_2(cols)
     if cols > widest:  # RMSNorm of 16,384 columns on an H200: 87% of the copy rate with 32 values a lane, 68% with 64
         return Config({"ROWS": 1, "COLS": widest // 2, "STAGES": 1}, row_warps(block, device, 32))
-    # Asynchronous loads bypass registers: 64 bytes of a row a lane fit; short rows share 4 warps. Heads and full rows
-    # of 8 and 16 KiB take 32. With a quarter of the block empty, 64 and a fourth stage are 6 to 21% faster (H200).
-    long = device.async_copy and block >= 4096 and block * itemsize <= 16384
+    staged = _staged_rows_config(cols, block, itemsize, device, read) if device.async_copy else None
+    if staged:
+        return staged
+    # Loads through registers: 16 values a lane, short rows share a program, and many programs hide the latency.
+    rows = max(1, min(32, 2048 // block))
+    warps = row_warps(rows * block, device, max(16, two_on_a_core(rows * block, device)))
+    return Config({"ROWS": rows, "COLS": block, "STAGES": 1}, warps, programs=max(1, 16384 // (rows * block)))
+
+
+def _staged_rows_config(cols, block, itemsize, device, read):
+    """Return the configuration that loads rows ahead; None if three stages do not fit."""
+    # Four warps take 64 bytes of short rows a lane, and half of that where more than 16 rows would share them (they
+    # spill) or a row fills 8 or 16 KiB. Three stages are in flight (RMSNorm of 8,192 columns on an H200: 94% of the
+    # copy rate, 72% with 2), four where a quarter of a long row's block is empty (6 to 21% faster), each of 16 KiB of a
+    # tensor a core: at least 64 KiB in all; a B200 needs 43.
+    row = block * itemsize
+    long = 8192 <= row <= 16384
     sparse = long and 4 * cols <= 3 * block
-    half = block <= 128 or (long and not sparse)
-    per_lane = (32 if half else 64) // itemsize if device.async_copy else 16
-    rows = max(1, min(32, 128 * per_lane // block))
-    tile = rows * block
-    warps = row_warps(tile, device, max(per_lane, two_on_a_core(tile, device)))
-    # Reads of the next rows must be in flight while a row is reduced: RMSNorm of 8,192 columns on an H200 reaches 94%
-    # of the copy rate with 3 stages, 72% with 1 or 2. Shared memory holds all stages but one, 1 KiB of the driver's,
-    # sums, and an fp32 tile where rows are not whole vectors. Programs of 16 KiB of a tensor a stage keep 64 KiB in
-    # flight on a core, and a B200's core needs 43. Where stages do not fit, more programs hide the latency.
+    lane = 32 if 8192 // row > 16 or (long and not sparse) else 64
+    tile = block * max(1, min(32, 128 * lane // row))
+    # shared memory holds all stages but one, 1 KiB of the driver's, sums, and an fp32 tile for rows of broken vectors
     step, reserved = read * tile * itemsize, 1280 + (4 * tile if cols % 8 else 0)
     stages = min(4 if sparse else 3, 1 + (device.shared_memory - reserved) // step)
-    if stages < 3 or not device.async_copy:
-        return Config({"ROWS": rows, "COLS": block, "STAGES": 1}, warps, programs=max(1, 16384 // tile))
-    fit = device.shared_memory // ((stages - 1) * step + reserved)
-    programs = min(max(1, 16384 // (tile * itemsize)), fit)
-    return Config({"ROWS": rows, "COLS": block, "STAGES": stages}, warps, programs=programs)
+    if stages < 3:
+        return None
+    programs = min(max(1, 16384 // (tile * itemsize)), device.shared_memory // ((stages - 1) * step + reserved))
+    warps = row_warps(tile, device, max(lane // itemsize, two_on_a_core(tile, device)))
+    return Config({"ROWS": tile // block, "COLS": block, "STAGES": stages}, warps, programs=programs)
 
 
 def norm_wide_sums_config(device, per_lane):

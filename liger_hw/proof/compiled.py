@@ -21,6 +21,7 @@ import torch
 
 from liger_hw import console
 from liger_hw.backends import ARCHITECTURES
+from liger_hw.bench import run_file
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
 from liger_hw.proof import compile_cache, crosscompile
@@ -274,19 +275,12 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     run_id, facts = evidence.about(evidence.COMPILED)
     files = (
         evidence.write(report / "compiled.json", {run_id: facts}, cells(rows, run_id)),
-        _write_lines(rows, report / "kernels.json"),
+        run_file.replace(report / "kernels.json", "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"),
         resources.write(rows, facts, report / "compiled.html"),
     )
     print(*files, sep=", ", end="\n\n")
     print(resources.show(rows))
     return 0 if all(row["passed"] for row in rows) else 1
-
-
-def _write_lines(rows: list[dict], file: Path) -> Path:
-    """Write a JSON list, one record a line, and replace the file in one step."""
-    part = file.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    return part.replace(file)
 
 
 def cells(rows: list[dict], run_id: str) -> list:

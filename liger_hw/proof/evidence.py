@@ -16,6 +16,7 @@ import torch
 
 from liger_hw import backends, dispatch, use_backend
 from liger_hw._triton import interpreting
+from liger_hw.bench import run_file
 from liger_hw.kernels import load_all
 
 MEASURED, EXECUTED, INTERPRETED, COMPILED = LEVELS = ("measured", "executed", "interpreted", "compiled")
@@ -63,9 +64,7 @@ def about(level: str, device: torch.device | None = None) -> tuple[str, dict]:
 
     Paths in the command lose their folders.
     """
-    from liger_hw.bench.run_file import environment
-
-    facts = environment(device or torch.device("cpu"))
+    facts = run_file.environment(device or torch.device("cpu"))
     return uuid.uuid4().hex[:12], {"level": level} | facts | {"command": re.sub(r"\S*/", "", facts["command"])}
 
 
@@ -77,11 +76,7 @@ def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:
     """
     rows = [json.dumps(vars(cell)) for cell in sorted(cells, key=lambda cell: (cell.key, cell.run))]
     head = json.dumps({"evidence": FORMAT, "runs": runs} | more, indent=1).removesuffix("\n}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(head + ',\n "cells": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
-    part.replace(file)
-    return file
+    return run_file.replace(file, head + ',\n "cells": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
 
 
 def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
