@@ -190,10 +190,13 @@ def test_launches_that_a_compiler_refuses(device, num_warps, knobs, words):
     assert (found is None) == (words is None) and (words or "") in (found or "")
 
 
+NEWEST = max(nvidia.ARCHS, key=lambda arch: int(arch.removeprefix("sm")))
+
+
 @pytest.mark.parametrize(
     "vendor, unknown, like",
     [
-        (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm199", "sm121"),
+        (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm999", NEWEST),
         (amd, "gfx908", "gfx90a"), (amd, "gfx940", "gfx942"), (amd, "gfx1103", "gfx1100"), (amd, "gfx1152", "gfx1150"),
         (intel, "ptl_h", "lnl"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
     ],

@@ -40,6 +40,13 @@ MUTANTS = {
             'if CASTING != "gemma":\n            y = rounded(y, dtype)',
             'if CASTING == "none":\n            y = rounded(y, dtype)',
         ),
+        ("the sum of input and residual not rounded", "x = rounded(x, S.dtype.element_ty)", "x = x * 1.0"),
+        ("squares not rounded", 'rounded(x * x, dtype) if CASTING == "none" else x * x', "x * x"),
+        (
+            "weight gradient of values that are not rounded",
+            '(normed if CASTING == "gemma" else rounded(normed, dtype))',
+            "normed",
+        ),
         ("last row of a tile masked", "(row < rows)[:, None] & in_row", "(row < rows - 1)[:, None] & in_row"),
     ],
     "glu": [

@@ -16,23 +16,25 @@ LAUNCHER_SHORTCUT = False
 KiB, MiB = 1024, 1024 * 1024
 
 
-def _row(arch, cards, device, core, **same_code):
+def _row(arch, cards, device, core, in_matrix=True, **same_code):
     device = Device("amd", arch, max_threads=1024, core=core, **device)
-    return Architecture(device, cards, in_matrix=True, same_code={"ttir": "amd"} | same_code)
+    return Architecture(device, cards, in_matrix, same_code={"ttir": "amd"} | same_code)
 
 
-def _cdna(arch, cards, num_cores, shared_kib, l2_mib, bandwidth):
+def _waves_of_64(arch, cards, num_cores, shared_kib, l2_mib, bandwidth, **more):
     """Make a row of a GPU with waves of 64 lanes.
+
+    `more`: `in_matrix`, and for each compiler stage the name that its text shares.
 
     A SIMD has 512 registers a lane: a program of 1024 threads is 4 waves a SIMD, with 128 registers a lane.
     """
     device = {"warp_size": 64, "num_cores": num_cores, "shared_memory": shared_kib * KiB, "registers": 128,
               "core_threads": 2048, "l2": l2_mib * MiB, "bandwidth": bandwidth}  # fmt: skip
     core = Core(schedulers=4, registers=512, granule=8, warps=8, programs=16, shared=shared_kib * KiB)
-    return _row(arch, cards, device, core, ttgir="cdna")
+    return _row(arch, cards, device, core, **more)
 
 
-def _rdna(arch, cards, num_cores, registers, l2_mib, bandwidth, **same_code):
+def _waves_of_32(arch, cards, num_cores, registers, l2_mib, bandwidth, **more):
     """Make a row of a GPU with waves of 32 lanes.
 
     A program may span the two CUs of a work-group processor with 128 KiB, and use 64 KiB of it.
@@ -45,11 +47,12 @@ def _rdna(arch, cards, num_cores, registers, l2_mib, bandwidth, **same_code):
               "core_threads": 1024, "l2": l2_mib * MiB, "bandwidth": bandwidth}  # fmt: skip
     core = Core(schedulers=4, registers=registers, granule=registers // 64, warps=16, programs=32, shared=128 * KiB,
                 compute_units=2)  # fmt: skip
-    return _row(arch, cards, device, core, ttgir="rdna", **same_code)
+    return _row(arch, cards, device, core, **more)
 
 
-_rdna3 = partial(_rdna, llir="rdna3")
-_rdna4 = partial(_rdna, amdgcn="rdna4")  # LLVM generates the same code for both
+_cdna = partial(_waves_of_64, ttgir="cdna")
+_rdna3 = partial(_waves_of_32, ttgir="rdna", llir="rdna3")
+_rdna4 = partial(_waves_of_32, ttgir="rdna", amdgcn="rdna4")  # LLVM generates the same code for both
 
 # From ROCm's table of GPU specifications; registers from LLVM's occupancy model; cards from AMD's product pages, as
 # LLVM's list of targets names them. Cores, L2 and bandwidth of the part in the comment. The first row serves the bare

@@ -98,7 +98,8 @@ def poly_norm_forward(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
-    (w1, w2, w3), b = _weights(W), tl.load(B).to(tl.float32)
+    w1, w2, w3 = _weights(W)
+    b = tl.load(B).to(tl.float32)
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
         x = _load(X, row, col, mask, x_stride)
