@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("losses
 def checks(names):
     """Return (kind, name, dtype, function) of each check.
 
-    The function takes a backend and a device, and returns the share at each scale."""
+    The function takes a backend and a device, and returns the share at each scale.
+    """
     import test_incoming_gradients as ops
     import test_loss_scale as losses
 
