@@ -29,7 +29,8 @@ def _validate(x, casting_mode):
 def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma"):
     """Compute x / sqrt(sum(x^2) + eps) of each row.
 
-    Linear attention normalises queries and keys in this way. Llama 4's L2 norm takes the mean of the squares: that is `rms_norm` without a weight.
+    Linear attention normalises queries and keys in this way. Llama 4's L2 norm takes the mean of the squares: that is
+    `rms_norm` without a weight.
 
     Args:
         x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.

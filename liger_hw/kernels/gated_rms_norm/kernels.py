@@ -333,7 +333,8 @@ def forward_rows(x, gate, shift, weight, y, form):
 def backward_rows(x, gate, weight, dy, dx, dgate, dshift, form, weight_grad):
     """Write the gradients of x, gate and shift, and return that of the weight.
 
-    `dgate` and `dshift` may be None; the result is None unless `weight_grad`. A `dshift` needs rows of the gate that several rows share: otherwise it is dy.
+    `dgate` and `dshift` may be None; the result is None unless `weight_grad`. A `dshift` needs rows of the gate that
+    several rows share: otherwise it is dy.
     """
     rows, cols = rows_and_cols(x)
     if not cols:
