@@ -7,7 +7,10 @@ import torch
 
 
 def with_gradients(function, *tensors, grad_output=None):
-    """Call `function(*tensors)` and differentiate its first output.
+    """Call `function(*tensors)` and differentiate its first output, before a loss scale is known.
+
+    In fp16, also that of autocast, the function gets fp32 tensors and returns fp32 gradients: those rounded to fp16
+    would underflow. Autograd rounds a gradient to its tensor's dtype after the multiplication by the loss scale.
 
     Args:
         function: returns (loss, *others).
@@ -17,9 +20,21 @@ def with_gradients(function, *tensors, grad_output=None):
     Returns:
         (its outputs, the first detached; the gradient of each tensor, None if the tensor requires none).
     """
-    loss, others, leaves = _with_graph(function, tensors)
-    grad_output = torch.ones_like(loss) if grad_output is None else grad_output
-    return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
+    enabled = torch.is_autocast_enabled(tensors[0].device.type)
+    if in_fp16(tensors[0]):
+        enabled = False
+        tensors = [t if t is None else t.detach().float().requires_grad_(t.requires_grad) for t in tensors]
+    with torch.autocast(tensors[0].device.type, enabled=enabled):
+        loss, others, leaves = _with_graph(function, tensors)
+        grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss.dtype)
+        return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
+
+
+def in_fp16(x):
+    """Tell whether products of `x` are fp16, by its dtype or by autocast."""
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    return autocast or x.dtype == torch.float16
 
 
 def keep_gradients(ctx, function, *tensors):
@@ -34,9 +49,7 @@ def keep_gradients(ctx, function, *tensors):
         its outputs, the first detached.
     """
     loss, others, leaves = _with_graph(function, tensors)
-    kind = tensors[0].device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    if autocast or tensors[0].dtype == torch.float16:
+    if in_fp16(tensors[0]):
         ctx.graph = loss, leaves
     else:
         ctx.save_for_backward(*_gradients(loss, leaves))

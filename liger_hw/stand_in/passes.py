@@ -1,6 +1,8 @@
 """Define separate forward and backward passes of `liger_kernel.ops`, without an autograd graph.
 
-Losses return their gradients with the loss, and their backward only scales these. No pass writes in place.
+Losses return their gradients with the loss, and their backward only scales these. In fp16 these gradients are fp32, as
+fp16 would lose them before the loss scale arrives in the backward. An autograd function may return them so: autograd
+rounds them to the dtype of its inputs. No pass writes in place.
 """
 
 import torch
@@ -67,8 +69,9 @@ def cross_entropy_forward(
             return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
 
-    outputs, (gradient,) = with_gradients(loss_of, _input)
-    return *outputs, _input if gradient is None else gradient
+    (loss, z_loss, *others), (gradient,) = with_gradients(loss_of, _input)
+    loss, z_loss = (t if t is None else t.to(_input.dtype) for t in (loss, z_loss))
+    return loss, z_loss, *others, _input if gradient is None else gradient
 
 
 def cross_entropy_backward(_input, grad_output):
@@ -79,10 +82,11 @@ def cross_entropy_backward(_input, grad_output):
 def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd_impl=None, jsd_mode=None):
     """Return (loss, gradient of `_input`) of `LigerJSDFunction`."""
     labels = shift_labels if has_label else None
-    (loss,), (gradient,) = with_gradients(
-        lambda x: (functional.liger_jsd(x, target, labels, beta, ignore_index),), _input.detach().requires_grad_()
-    )
-    return loss, gradient
+    (loss,), (gradient, _) = with_gradients(
+        lambda x, target: (functional.liger_jsd(x, target, labels, beta, ignore_index),),
+        _input.detach().requires_grad_(), target.detach(),
+    )  # fmt: skip
+    return loss.to(_input.dtype), gradient
 
 
 def jsd_backward(dX, grad_output):
@@ -97,15 +101,16 @@ def fused_linear_jsd_forward(
     """Return (loss, gradients of student input and weight) of `LigerFusedLinearJSDFunction`."""
     labels = shift_labels if has_label else None
 
-    def loss_of(x, weight):
+    def loss_of(x, weight, teacher_x, teacher_weight):
         return (
             functional.liger_fused_linear_jsd(
-                x, weight, teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype
+                x, weight, teacher_x, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype
             ),
         )
 
-    (loss,), gradients = with_gradients(loss_of, student_input, student_weight)
-    return loss, *gradients
+    teacher = teacher_input.detach(), teacher_weight.detach()
+    (loss,), gradients = with_gradients(loss_of, student_input, student_weight, *teacher)
+    return loss, *gradients[:2]
 
 
 def fused_linear_jsd_backward(grad_output, grad_input, grad_weight):

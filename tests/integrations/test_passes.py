@@ -87,6 +87,86 @@ def test_divergences():
         close((loss, *gradients), (expected, *(2 * g for g in torch.autograd.grad(expected, (x, w)))))
 
 
+def in_one(forward, backward, count):
+    """Make an autograd function of a pair of passes, as programs do; the first `count` tensors get gradients."""
+
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            loss, *gradients = forward(*tensors)
+            ctx.save_for_backward(*gradients[-count:])
+            return loss
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            gradients = backward(grad_output, *ctx.saved_tensors)
+            return *(gradients if isinstance(gradients, tuple) else (gradients,)), *[None] * 4
+
+    return lambda *tensors: Pair.apply(*tensors, *[None] * (count + 4 - len(tensors)))
+
+
+PASSES = {  # name -> (loss of x, weight and more by passes, the same by autograd)
+    "cross_entropy": (
+        in_one(lambda z, y, *_: passes.cross_entropy_forward(z, y, None, -100, 0.0, 0.0, "mean", None, False),
+               lambda g, dz: passes.cross_entropy_backward(dz, g), 1),
+        lambda z, y: F.cross_entropy(z, y),
+    ),
+    "fused_linear_cross_entropy": (
+        in_one(lambda x, w, y, *_: passes.fused_linear_cross_entropy_forward(x, w, y)[:-1],
+               lambda g, dx, dw: passes.fused_linear_cross_entropy_backward(g, dx, dw, None)[:2], 2),
+        lambda x, w, y: F.cross_entropy(F.linear(x, w).to(torch.promote_types(x.dtype, torch.float32)), y),
+    ),
+    "jsd": (
+        in_one(lambda q, p, *_: passes.jsd_forward(q, p, None, 0.5, -100, False),
+               lambda g, dq: passes.jsd_backward(dq, g), 1),
+        lambda q, p: ops.LigerJSDFunction.apply(q, p),
+    ),
+    "fused_linear_jsd": (
+        in_one(lambda x, w, u, v, *_: passes.fused_linear_jsd_forward(x, w, u, v, None, 0.5, -100, False, 1.0),
+               passes.fused_linear_jsd_backward, 2),
+        lambda x, w, u, v: ops.LigerFusedLinearJSDFunction.apply(x, w, u, v),
+    ),
+    "fused_linear_kl_div": (
+        in_one(lambda x, w, p, *_: passes.fused_linear_kl_div_forward(
+                   x, w, p, None, "batchmean", -100, False, 1.0, 1e-10),
+               passes.fused_linear_kl_div_backward, 2),
+        lambda x, w, p: ops.LigerFusedLinearKLDivFunction.apply(x, w, p),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", PASSES)
+def test_fp16_under_a_loss_scale(name, autocast):
+    """Gradients below fp16's least number survive until the scale arrives."""
+    dtype, scale = torch.float32 if autocast else torch.float16, 2.0**15
+    x, w, u, v = rows(4096, 8), rows(331, 8, seed=1) / 512, rows(4096, 8, seed=2), rows(331, 8, seed=3)
+    y, z = torch.arange(4096) % 100, x @ w.T
+    p = (u @ v.T).softmax(-1)
+    tensors = {
+        "cross_entropy": (z, y), "jsd": (z.log_softmax(-1), p.log()), "fused_linear_cross_entropy": (x, w, y),
+        "fused_linear_jsd": (x, w, u, v), "fused_linear_kl_div": (x, w, p),
+    }[name]  # fmt: skip
+    tensors = [t.detach().half() if t.is_floating_point() else t for t in tensors]
+    learning = 2 if name.startswith("fused") else 1
+
+    def gradients(loss, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_(i < learning) if t.is_floating_point() else t
+                  for i, t in enumerate(tensors)]  # fmt: skip
+        (loss(*leaves).float() * scale).backward()
+        return [t.grad for t in leaves[:learning]]
+
+    by_passes, by_autograd = PASSES[name]
+    exact = gradients(by_autograd, torch.float64)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        ours = gradients(by_passes, dtype)
+    for a, e in zip(ours, exact):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), e, rtol=2e-2, atol=2e-3 * e.abs().max().item())
+        small = e.abs() < e.abs().median()
+        assert (a.double() - e)[small].norm() < 2e-2 * e[small].norm()
+
+
 def test_choice_of_implementations():
     from liger_hw.stand_in import backends, configure, triton_cache
 
