@@ -115,7 +115,7 @@ def problems(benchmark: dict) -> list[str]:
 
 
 def show(benchmark: dict, header: list[str], lines: list[list[str]], *warnings: str) -> str:
-    """Return the text of a run for a terminal: its facts, a table, warnings and `problems`."""
+    """Return a run as text: its facts, a table, warnings and `problems`."""
     about = [f"{name}: {value}" for name, value in facts(benchmark).items()]
     return "\n".join([*about, "", table(header, lines), *warnings, *problems(benchmark)])
 

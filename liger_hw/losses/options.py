@@ -4,7 +4,7 @@ from torch import nn
 
 
 class OptionsModule(nn.Module):
-    """Keep the arguments of a constructor as attributes of these names, and pass them on by name.
+    """Keep a constructor's arguments as attributes, and pass them on by name.
 
     Args:
         arguments: `locals()` of the constructor.
