@@ -80,7 +80,7 @@ def operations(benchmark: dict, stem: Path) -> str:
 def training(benchmark: dict, stem: Path, sharded: list[dict]) -> str:
     """Return the table and pictures of training steps.
 
-    Of each sharded run it takes the longest steps that all can train.
+    Of each sharded run it shows the longest sequence that all libraries can train.
     """
     rows = formatting.training_rows(benchmark)
     pictures = [_save(figure, stem, name) for name, figure in charts.training_figures(benchmark)]

@@ -57,7 +57,9 @@ def keep_gradients(ctx, function, *tensors):
 
 
 class OwnLoss(torch.autograd.Function):
-    """Base of own losses, whose `forward` calls `keep_gradients` with input, weight and bias.
+    """Base class of a program's own losses.
+
+    The `forward` of a derived class calls `keep_gradients` with input, weight and bias.
 
     Attributes:
         bias_at: position of the bias among the arguments, of which input and weight are the first.
