@@ -5,6 +5,8 @@ Such a loss is an autograd function with liger_kernel's interface: its forward c
 
 import torch
 
+from liger_hw._torch import without_saved_tensors_hooks
+
 
 def with_gradients(function, *tensors, grad_output=None):
     """Call `function(*tensors)` and differentiate its first output.
@@ -17,9 +19,10 @@ def with_gradients(function, *tensors, grad_output=None):
     Returns:
         (its outputs, the first detached; the gradient of each tensor, None if the tensor requires none).
     """
-    loss, others, leaves = _with_graph(function, tensors)
-    grad_output = torch.ones_like(loss) if grad_output is None else grad_output
-    return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
+    with without_saved_tensors_hooks():
+        loss, others, leaves = _with_graph(function, tensors)
+        grad_output = torch.ones_like(loss) if grad_output is None else grad_output
+        return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
 
 
 def keep_gradients(ctx, function, *tensors):
@@ -33,14 +36,15 @@ def keep_gradients(ctx, function, *tensors):
     Returns:
         its outputs, the first detached.
     """
-    loss, others, leaves = _with_graph(function, tensors)
     kind = tensors[0].device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     if autocast or tensors[0].dtype == torch.float16:
+        loss, others, leaves = _with_graph(function, tensors)
         ctx.graph = loss, leaves
-    else:
-        ctx.save_for_backward(*_gradients(loss, leaves))
-    return loss.detach(), *others
+        return loss.detach(), *others
+    outputs, gradients = with_gradients(function, *tensors)
+    ctx.save_for_backward(*gradients)
+    return outputs
 
 
 class OwnLoss(torch.autograd.Function):
@@ -72,7 +76,7 @@ def _with_graph(function, tensors):
     return loss, others, leaves
 
 
-def _gradients(loss, leaves, grad_output=None):
+def _gradients(loss, leaves, grad_output):
     """Differentiate the loss: the gradient of each leaf, None if the leaf requires none."""
     differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = iter(torch.autograd.grad(loss, differentiable, grad_output) if differentiable else ())
