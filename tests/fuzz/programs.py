@@ -53,12 +53,17 @@ def _model(family, kind):
         patched, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
         liger_hw.patch(patched)
         exact.set_experts_implementation("eager")  # grouped_mm has no float64
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            for p in exact.parameters():  # by a rounding of fp32, in which transformers computes a float64 loss too
-                p *= 1 + FP32_EPS * torch.randint(0, 2, p.shape).mul(2).sub(1)
+        _move(exact)
         _templates[family] = {"plain": plain, "patched": patched, "exact": exact}
     return copy.deepcopy(_templates[family][kind])
+
+
+def _move(model):
+    """Move every weight by one rounding of fp32, in which transformers computes softmax and loss in float64 too."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for p in model.parameters():
+            p *= 1 + FP32_EPS * torch.randint(0, 2, p.shape).mul(2).sub(1)
 
 
 class Side:
@@ -465,7 +470,7 @@ def cast(side, choice):
     side.model, side.out, side.value, side.optimizer = side.model.to(dtype), None, None, None
     side.rounds_to(dtype)
     if side.exact:
-        side.model.double()
+        _move(side.model.double())
 
 
 def clone_of_outputs(side, choice):
