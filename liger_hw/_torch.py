@@ -56,9 +56,9 @@ def saved_tensors_hooks():
 
 @contextmanager
 def without_saved_tensors_hooks():
-    """Let autograd keep the tensors of a graph that lives within the block, whatever hooks the program set.
+    """Keep the program's saved-tensor hooks from a graph that lives within the block.
 
-    Checkpointing would recompute the whole model for each backward within the forward, and offloading copy its tensors.
+    Checkpointing would recompute the whole model for each such backward, and offloading would copy its tensors.
     """
     if is_compiling() or saved_tensors_hooks() is None:
         yield
