@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "PLAIN", "TorchDispatchMode", "autograd_records", "dispatch_modes", "grouped_mm", "has_global_module_hooks",
     "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
-    "transforms_active",
+    "transforms_active", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -52,6 +52,19 @@ def autograd_records(recording: bool = True):
 def saved_tensors_hooks():
     """Return the innermost pair of hooks for saved tensors (pack, unpack), or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextmanager
+def without_saved_tensors_hooks():
+    """Keep the program's saved-tensor hooks from a graph that lives within the block.
+
+    Checkpointing would recompute the whole model for each such backward, and offloading would copy its tensors.
+    """
+    if is_compiling() or saved_tensors_hooks() is None:
+        yield
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
 
 
 def grouped_mm():

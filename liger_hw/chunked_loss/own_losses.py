@@ -5,6 +5,8 @@ Such a loss is an autograd function with liger_kernel's interface: its forward c
 
 import torch
 
+from liger_hw._torch import without_saved_tensors_hooks
+
 
 def with_gradients(function, *tensors, grad_output=None):
     """Call `function(*tensors)` and differentiate its first output, before a loss scale is known.
@@ -24,7 +26,7 @@ def with_gradients(function, *tensors, grad_output=None):
     if in_fp16(tensors[0]):
         enabled = False
         tensors = [t if t is None else t.detach().float().requires_grad_(t.requires_grad) for t in tensors]
-    with torch.autocast(tensors[0].device.type, enabled=enabled):
+    with torch.autocast(tensors[0].device.type, enabled=enabled), without_saved_tensors_hooks():
         loss, others, leaves = _with_graph(function, tensors)
         grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss.dtype)
         return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
@@ -48,12 +50,13 @@ def keep_gradients(ctx, function, *tensors):
     Returns:
         its outputs, the first detached.
     """
-    loss, others, leaves = _with_graph(function, tensors)
     if in_fp16(tensors[0]):
+        loss, others, leaves = _with_graph(function, tensors)
         ctx.graph = loss, leaves
-    else:
-        ctx.save_for_backward(*_gradients(loss, leaves))
-    return loss.detach(), *others
+        return loss.detach(), *others
+    outputs, gradients = with_gradients(function, *tensors)
+    ctx.save_for_backward(*gradients)
+    return outputs
 
 
 class OwnLoss(torch.autograd.Function):
@@ -87,7 +90,7 @@ def _with_graph(function, tensors):
     return loss, others, leaves
 
 
-def _gradients(loss, leaves, grad_output=None):
+def _gradients(loss, leaves, grad_output):
     """Differentiate the loss: the gradient of each leaf, None if the leaf requires none."""
     differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = iter(torch.autograd.grad(loss, differentiable, grad_output) if differentiable else ())

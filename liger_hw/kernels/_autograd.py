@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw._torch import autograd_records
+from liger_hw._torch import autograd_records, without_saved_tensors_hooks
 
 SLICE_BYTES = 2**18  # of fp32 logits; autograd holds 8 times as much for a cross entropy, 18 times for a jsd
 
@@ -19,7 +19,7 @@ def rows_by_autograd(function, logits, outputs=(), incoming=None):
     size = max(SLICE_BYTES // (logits.shape[1] * max(logits.itemsize, 4)), 1)
     for start in range(0, len(logits), size):
         part = slice(start, start + size)
-        with autograd_records(incoming is not None):
+        with autograd_records(incoming is not None), without_saved_tensors_hooks():
             leaf = logits[part].detach().requires_grad_(incoming is not None)
             values = function(leaf, part)
             if incoming is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from liger_hw._torch import traced
+from liger_hw._torch import traced, without_saved_tensors_hooks
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels._fp16 import largest_finite
 from liger_hw.kernels._in_forward import GradientsInForward
@@ -45,7 +45,8 @@ class LossInForward(GradientsInForward):
 
     @staticmethod
     def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
-        (value, *logged), gradients = compute(needs_grad)
+        with without_saved_tensors_hooks():
+            (value, *logged), gradients = compute(needs_grad)
         LossInForward.keep(ctx, gradients, op, x.dtype, with_kernels)
         ctx.mark_non_differentiable(*logged)
         return value, *logged

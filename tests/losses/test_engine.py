@@ -104,6 +104,25 @@ def test_compiles(device):
         torch.testing.assert_close(compiled(x, w), value(x, w))
 
 
+@pytest.mark.parametrize("tokenwise", [False, True])
+def test_checkpoint_recomputes_once(tokenwise, engine, device):
+    x, w, b, y = case(device=device)
+    scale, calls = torch.rand(13, device=device), []
+
+    def function(x):
+        calls.append(1)
+        if tokenwise:
+            return token_loss(formula, x.tanh(), w, y, b, (scale,), chunk_memory=1, with_entropy=True)[0]
+        return logits_loss(loss, x.tanh(), w, b, (y, scale), 1)
+
+    x.requires_grad_()
+    (whole,) = torch.autograd.grad(function(x), x)
+    calls.clear()
+    (grad,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False), x)
+    assert len(calls) == 2
+    assert torch.equal(grad, whole)
+
+
 def test_bad_input():
     x, w, b, y = case()
     with pytest.raises(ValueError, match="weight"):

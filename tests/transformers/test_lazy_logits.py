@@ -295,6 +295,24 @@ class Double(torch.autograd.Function):
         return 2 * grad
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_of_a_model_recomputes_it_once(use_reentrant):
+    """A loss whose forward runs autograd must not make torch recompute the model for each of its graphs."""
+    *models, inputs = _models()
+    calls = []
+    for model in models:
+        handle = model.model.register_forward_hook(lambda *_: calls.append(1))
+        one = torch.ones((), requires_grad=True)
+        torch.utils.checkpoint.checkpoint(
+            lambda x, model=model: model(**inputs).loss * x, one, use_reentrant=use_reentrant
+        ).backward()
+        handle.remove()
+        assert len(calls) == 2
+        calls.clear()
+    for p, q in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(q.grad, p.grad)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_of_users(program):
     plain, patched, inputs = _models()
