@@ -81,6 +81,13 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         return items_of_all_ranks(attention_mask, num_items_in_batch)
 
     @staticmethod
+    def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
+        """Compute the log-probabilities (k, T) of tokens (k, T) from hidden states (k, T, H)."""
+        return fused_linear_selective_log_softmax(
+            input_chunk, weight, selected_token_ids, bias, temperature=temperature, ignore_index=IGNORED
+        )
+
+    @staticmethod
     def backward(ctx, grad_output, *_):
         """Return the gradients of the first six arguments."""
         of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)

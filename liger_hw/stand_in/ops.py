@@ -7,6 +7,7 @@ import torch
 
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
+from liger_hw.stand_in.served import Served
 from liger_hw.transformers import functional, loss_utils, ops_without_kernels, rotary_names
 from liger_hw.transformers.grpo_loss import triton_grpo_loss
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
@@ -14,7 +15,7 @@ from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 IGNORED = -100
 
 
-class LigerCrossEntropyFunction:
+class LigerCrossEntropyFunction(metaclass=Served):
     """`liger_cross_entropy` as (loss, z_loss, token_accuracy, predicted_tokens), each None unless requested."""
 
     @staticmethod
@@ -31,7 +32,7 @@ class LigerCrossEntropyFunction:
         )  # fmt: skip
 
 
-class LigerFusedLinearCrossEntropyFunction:
+class LigerFusedLinearCrossEntropyFunction(metaclass=Served):
     """`liger_fused_linear_cross_entropy` as (loss, z_loss, token_accuracy, predicted_tokens)."""
 
     @staticmethod
@@ -49,7 +50,7 @@ class LigerFusedLinearCrossEntropyFunction:
         )  # fmt: skip
 
 
-class LigerFusedLinearScaledCrossEntropyFunction:
+class LigerFusedLinearScaledCrossEntropyFunction(metaclass=Served):
     """`liger_fused_linear_scaled_cross_entropy`."""
 
     @staticmethod
@@ -69,7 +70,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         )
 
 
-class LigerVocabParallelCEFunction:
+class LigerVocabParallelCEFunction(metaclass=Served):
     """`vocab_parallel_cross_entropy`."""
 
     @staticmethod
@@ -83,13 +84,13 @@ class LigerVocabParallelCEFunction:
         )  # fmt: skip
 
 
-class LigerFusedCETVDFunction:
+class LigerFusedCETVDFunction(metaclass=Served):
     """Cross entropy and total variation distance of each row of logits."""
 
     apply = staticmethod(ops_without_kernels.ce_and_tvd)
 
 
-class LigerJSDFunction:
+class LigerJSDFunction(metaclass=Served):
     """`liger_jsd`."""
 
     @staticmethod
@@ -97,7 +98,7 @@ class LigerJSDFunction:
         return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
 
 
-class LigerFusedLinearJSDFunction:
+class LigerFusedLinearJSDFunction(metaclass=Served):
     """`liger_fused_linear_jsd` of `liger_kernel.transformers`, not that of `chunked_loss.jsd_loss`."""
 
     @staticmethod
@@ -111,7 +112,7 @@ class LigerFusedLinearJSDFunction:
         )  # fmt: skip
 
 
-class LigerKLDivLossFunction:
+class LigerKLDivLossFunction(metaclass=Served):
     """`liger_kl_div`."""
 
     @staticmethod
@@ -119,13 +120,13 @@ class LigerKLDivLossFunction:
         return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 
 
-class LigerFusedLinearKLDivFunction:
+class LigerFusedLinearKLDivFunction(metaclass=Served):
     """`liger_fused_linear_kl_div`."""
 
     apply = staticmethod(functional.liger_fused_linear_kl_div)
 
 
-class LigerTVDLossFunction:
+class LigerTVDLossFunction(metaclass=Served):
     """`liger_tvd`."""
 
     @staticmethod
@@ -133,7 +134,7 @@ class LigerTVDLossFunction:
         return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
 
 
-class GrpoLossFunction:
+class GrpoLossFunction(metaclass=Served):
     """`triton_grpo_loss` as (loss, KL or None, clipped)."""
 
     @staticmethod
@@ -175,7 +176,7 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
     return selective_log_softmax(logits, tokens, temperature)
 
 
-class LigerRMSNormFunction:
+class LigerRMSNormFunction(metaclass=Served):
     """`liger_rms_norm`."""
 
     @staticmethod
@@ -183,7 +184,7 @@ class LigerRMSNormFunction:
         return functional.liger_rms_norm(X, W, eps, offset, casting_mode)
 
 
-class LigerFusedAddRMSNormFunction:
+class LigerFusedAddRMSNormFunction(metaclass=Served):
     """`liger_fused_add_rms_norm`."""
 
     @staticmethod
@@ -191,7 +192,7 @@ class LigerFusedAddRMSNormFunction:
         return functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
-class LigerModulatedRMSNormFunction:
+class LigerModulatedRMSNormFunction(metaclass=Served):
     """`liger_modulated_rms_norm`."""
 
     @staticmethod
@@ -199,31 +200,31 @@ class LigerModulatedRMSNormFunction:
         return functional.liger_modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
-class LigerLayerNormFunction:
+class LigerLayerNormFunction(metaclass=Served):
     """`liger_layer_norm`."""
 
     apply = staticmethod(functional.liger_layer_norm)
 
 
-class LigerGroupNormFunction:
+class LigerGroupNormFunction(metaclass=Served):
     """`liger_group_norm`."""
 
     apply = staticmethod(functional.liger_group_norm)
 
 
-class LigerPolyNormFunction:
+class LigerPolyNormFunction(metaclass=Served):
     """`liger_poly_norm`."""
 
     apply = staticmethod(functional.liger_poly_norm)
 
 
-class LigerDyTFunction:
+class LigerDyTFunction(metaclass=Served):
     """`liger_dyt`."""
 
     apply = staticmethod(functional.liger_dyt)
 
 
-class LigerSiLUMulFunction:
+class LigerSiLUMulFunction(metaclass=Served):
     """SwiGLU with multipliers."""
 
     @staticmethod
@@ -233,7 +234,7 @@ class LigerSiLUMulFunction:
         return y if down_multiplier == 1.0 else y * down_multiplier
 
 
-class LigerFusedGateUpSiLUMulFunction:
+class LigerFusedGateUpSiLUMulFunction(metaclass=Served):
     """SwiGLU of a fused projection."""
 
     @staticmethod
@@ -242,13 +243,13 @@ class LigerFusedGateUpSiLUMulFunction:
         return swiglu(*y.chunk(2, -1))
 
 
-class LigerGELUMulFunction:
+class LigerGELUMulFunction(metaclass=Served):
     """`liger_geglu`."""
 
     apply = staticmethod(functional.liger_geglu)
 
 
-class LigerReLUSquaredFunction:
+class LigerReLUSquaredFunction(metaclass=Served):
     """`liger_relu_squared`."""
 
     @staticmethod
@@ -256,7 +257,7 @@ class LigerReLUSquaredFunction:
         return functional.liger_relu_squared(X)
 
 
-class LigerMLPFunction:
+class LigerMLPFunction(metaclass=Served):
     """A whole SwiGLU MLP."""
 
     @staticmethod
@@ -272,7 +273,7 @@ def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
     return ops_without_kernels.tiled(fn, mlp_module, x, num_shards)
 
 
-class LigerTiledMLPFunction:
+class LigerTiledMLPFunction(metaclass=Served):
     """`apply_tiled_mlp`."""
 
     @staticmethod
@@ -280,25 +281,25 @@ class LigerTiledMLPFunction:
         return ops_without_kernels.tiled(fn, mlp_module, x, shards)
 
 
-class LigerFusedMoEFunction:
+class LigerFusedMoEFunction(metaclass=Served):
     """A mixture of SwiGLU experts."""
 
     apply = staticmethod(ops_without_kernels.experts)
 
 
-class LigerRopeFunction:
+class LigerRopeFunction(metaclass=Served):
     """`liger_rope`."""
 
     apply = staticmethod(functional.liger_rope)
 
 
-class LigerQwen2VLMRopeFunction:
+class LigerQwen2VLMRopeFunction(metaclass=Served):
     """`liger_qwen2vl_mrope`."""
 
     apply = staticmethod(functional.liger_qwen2vl_mrope)
 
 
-class LigerLlama4RopeFunction:
+class LigerLlama4RopeFunction(metaclass=Served):
     """`liger_llama4_text_rotary_pos_emb`."""
 
     @staticmethod
@@ -306,7 +307,7 @@ class LigerLlama4RopeFunction:
         return rotary_names.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
 
 
-class LigerSoftmaxFunction:
+class LigerSoftmaxFunction(metaclass=Served):
     """`liger_softmax`."""
 
     @staticmethod
@@ -314,7 +315,7 @@ class LigerSoftmaxFunction:
         return functional.liger_softmax(input_)
 
 
-class LigerSparsemaxFunction:
+class LigerSparsemaxFunction(metaclass=Served):
     """`liger_sparsemax`."""
 
     @staticmethod
@@ -322,19 +323,19 @@ class LigerSparsemaxFunction:
         return functional.liger_sparsemax(x, dim)
 
 
-class LigerMultiTokenAttentionFunction:
+class LigerMultiTokenAttentionFunction(metaclass=Served):
     """`liger_multi_token_attention`."""
 
     apply = staticmethod(functional.liger_multi_token_attention)
 
 
-class LigerFusedNeighborhoodAttentionFunction:
+class LigerFusedNeighborhoodAttentionFunction(metaclass=Served):
     """`liger_fused_neighborhood_attention`."""
 
     apply = staticmethod(functional.liger_fused_neighborhood_attention)
 
 
-class LigerAttnResFunction:
+class LigerAttnResFunction(metaclass=Served):
     """`liger_attn_res`."""
 
     @staticmethod
@@ -342,7 +343,7 @@ class LigerAttnResFunction:
         return functional.liger_attn_res(V_stacked, w_query, w_norm, eps)
 
 
-class LigerMHCCoeffsFunction:
+class LigerMHCCoeffsFunction(metaclass=Served):
     """`liger_mhc_coeffs`."""
 
     @staticmethod
@@ -353,19 +354,19 @@ class LigerMHCCoeffsFunction:
         )  # fmt: skip
 
 
-class LigerMHCPreFunction:
+class LigerMHCPreFunction(metaclass=Served):
     """`liger_mhc_pre`."""
 
     apply = staticmethod(functional.liger_mhc_pre)
 
 
-class LigerMHCPostResFunction:
+class LigerMHCPostResFunction(metaclass=Served):
     """`liger_mhc_post_res`."""
 
     apply = staticmethod(functional.liger_mhc_post_res)
 
 
-class LigerEmbeddingFunction:
+class LigerEmbeddingFunction(metaclass=Served):
     """`torch.nn.functional.embedding` with the table as first argument."""
 
     @staticmethod
