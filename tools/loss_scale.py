@@ -1,4 +1,4 @@
-"""Write the errors of every op and loss in fp16 and bf16 under loss scales as a table.
+"""Write the errors of ops and losses in 16 bits under loss scales.
 
     python tools/loss_scale.py --report benchmarks/loss-scale-h200   # writes .json and .md; on an accelerator
     TRITON_INTERPRET=1 python tools/loss_scale.py rms_norm jsd       # some, in the interpreter
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("losses
 
 
 def checks(names):
-    """Return (kind, name, dtype, function of backend and device that returns the share at each scale)."""
+    """Return the scales, and (kind, name, dtype, function of backend and device -> shares)."""
     import test_incoming_gradients as ops
     import test_loss_scale as losses
 

@@ -20,7 +20,7 @@ PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 def _registering(losses):
     def decorator(function=None, *, whole_batch=False):
-        """Register a function as the loss type of its name; set its `whole_batch`, `options` and `smooths`.
+        """Register a function as a loss type; set its `whole_batch`, `options` and `smooths`.
 
         Args:
             whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the

@@ -264,7 +264,7 @@ def _time(ops, device, found) -> None:
 
 
 def _bandwidth(here) -> int:
-    """Return this card's data-sheet bandwidth in GB/s, which varies within an architecture, or 0 if unknown."""
+    """Return this card's data-sheet bandwidth in GB/s, or 0 if unknown; architectures share none."""
     if not here.name:
         return here.bandwidth
     return getattr(backends.VENDORS[here.vendor], "CARDS", {}).get(here.name, 0)

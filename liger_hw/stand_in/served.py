@@ -1,4 +1,4 @@
-"""Refuse what a name of liger_kernel cannot give: parts of its autograd functions, and classes derived from them.
+"""Refuse parts of liger_kernel's autograd functions, and classes derived from these.
 
 A class here has `apply` alone. A derived class that overrides another part would compute the original's result.
 """
