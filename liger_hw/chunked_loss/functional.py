@@ -194,7 +194,7 @@ def items_of_all_ranks(mask, num_items=None):
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = torch.distributed.get_world_size() if distributed else 1
     if num_items is not None:
-        return num_items / ranks
+        return (torch.as_tensor(num_items, dtype=torch.float32, device=mask.device) / ranks).clamp(min=1)
     count = (mask != 0).sum().float()
     if distributed:
         torch.distributed.all_reduce(count)

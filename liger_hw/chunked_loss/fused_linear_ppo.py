@@ -81,3 +81,10 @@ class LigerFusedLinearPPOBase(OwnLoss):
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
         """Return the divisor of the sum of this rank's token losses."""
         return items_of_all_ranks(attention_mask, num_items_in_batch)
+
+    @staticmethod
+    def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
+        """Compute the log-probabilities (k, T) of tokens (k, T) from hidden states (k, T, H)."""
+        return fused_linear_selective_log_softmax(
+            input_chunk, weight, selected_token_ids, bias, temperature=temperature, ignore_index=IGNORED
+        )

@@ -6,14 +6,19 @@ Its `LigerFusedLinearJSDFunction` is distillation with hard labels, not the func
 from liger_hw.chunked_loss import functional
 from liger_hw.stand_in.function_class import function_class
 
-LOSSES = {"CPO": "cpo", "CosineSimilarity": "cosine", "DPO": "dpo", "GRPO": "grpo", "JSD": "jsd", "KTO": "kto",
-          "ORPO": "orpo", "SimPO": "simpo"}  # fmt: skip
+# loss -> the function that computes it, the base class of own losses of its kind
+LOSSES = {
+    "CPO": ("cpo", "Preference"), "CosineSimilarity": ("cosine", "Distillation"), "DPO": ("dpo", "Preference"),
+    "GRPO": ("grpo", "PPO"), "JSD": ("jsd", "Distillation"), "KTO": ("kto", "UnpairedPreference"),
+    "ORPO": ("orpo", "Preference"), "SimPO": ("simpo", "Preference"),
+}  # fmt: skip
+ADVICE = "call its apply, or derive from LigerFusedLinear{}Base and define its loss function"
 
 globals().update(
     {
         (name := f"LigerFusedLinear{loss}Function"): function_class(
-            getattr(functional, f"liger_fused_linear_{ours}"), name
+            getattr(functional, f"liger_fused_linear_{ours}"), name, ADVICE.format(base)
         )
-        for loss, ours in LOSSES.items()
+        for loss, (ours, base) in LOSSES.items()
     }
 )

@@ -179,3 +179,31 @@ def test_choice_of_implementations():
     x = rows(3, 8)
     assert torch.equal(backends.dispatch("softmax", x), x.softmax(-1))
     assert configure.configure(moe=configure.MoEConfig(1, 2, 3, 4, 5, 6)) is False
+
+
+def test_parts_of_autograd_functions_say_what_to_use():
+    """A derived class that overrides a part must not compute the original's result silently."""
+    from liger_hw.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+    from liger_hw.stand_in import loss_functions
+
+    with pytest.raises(TypeError, match="Mine derives .* LigerFusedLinearPreferenceBase and define"):
+
+        class Mine(loss_functions.LigerFusedLinearDPOFunction):
+            @staticmethod
+            def preference_loss_fn(*args, **options):
+                return 0.0
+
+    with pytest.raises(TypeError, match="torch.autograd.Function around"):
+
+        class Other(ops.LigerRMSNormFunction):
+            pass
+
+    with pytest.raises(AttributeError, match="GRPOFunction.ppo_loss_fn is not served.*LigerFusedLinearPPOBase"):
+        loss_functions.LigerFusedLinearGRPOFunction.ppo_loss_fn  # noqa: B018
+    with pytest.raises(AttributeError, match="LigerRMSNormFunction.backward is not served.*call its apply"):
+        ops.LigerRMSNormFunction.backward  # noqa: B018
+    x, w, tokens = rows(2, 3, 8), rows(31, 8, seed=1), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = (x @ w.T / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    close([LigerFusedLinearPPOBase.chunk_forward(x, w, tokens, temperature=0.7)], [expected])
+    for items in (0, torch.tensor(0.0)):  # a step without tokens divides by 1
+        assert LigerFusedLinearPPOBase._compute_dapo_normalizer(torch.zeros(2, 3), items) == 1
