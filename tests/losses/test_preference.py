@@ -81,14 +81,15 @@ def smoothing_of(loss_type):
     return 0.1 * PAIR_LOSSES[loss_type].smooths
 
 
-def whole(loss_type, labels, average, alpha, beta=0.3):
+def whole(loss_type, labels, average, alpha, beta=0.3, smoothing=None):
     """The loss and everything beside it, by all logits at once."""
+    smoothing = smoothing_of(loss_type) if smoothing is None else smoothing
 
     def function(x, w, b, *ref):
         policy = answers_of(x, w, labels, b, average)
         reference = answers_of(ref[0], ref[1], labels, ref[2], average) if ref else torch.zeros_like(policy)
         (c, r), (C, R), half = policy.chunk(2), reference.chunk(2), len(x) // 2
-        loss = PUBLISHED[loss_type](c, r, C, R, beta, smoothing_of(loss_type)).mean()
+        loss = PUBLISHED[loss_type](c, r, C, R, beta, smoothing).mean()
         nll = -token_log_probs(x[:half], w, labels[:half], b)[0].sum() / (labels[:half] != -100).sum().clamp(min=1)
         logits = F.linear(x.double(), w.double(), None if b is None else b.double())
         nll = nll if alpha else nll * 0
