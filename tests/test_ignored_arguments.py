@@ -89,9 +89,24 @@ class Search:
         tree, owner, module = self.sources[function]
         if self._uses(tree, lambda n: isinstance(n, ast.Name) and n.id == name, owner, module):
             return True
+        if "super().__init__(locals())" in ast.unparse(tree):  # of an `OptionsModule`
+            return self._option_read(owner, name)
         scopes = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "locals"]
         picks = "policy_options(" in ast.unparse(tree) and "setattr" not in ast.unparse(tree)
         return bool(scopes) and (not picks or name in OPTION_NAMES)
+
+    def _option_read(self, owner, name):
+        """Tell whether a method reads `self.name`, or passes `**self.options` to a function that reads `name`."""
+        for tree, other, module in self.sources.values():
+            if other is None or not (issubclass(other, owner) or issubclass(owner, other)):
+                continue
+            if self._uses(tree, lambda n: isinstance(n, ast.Attribute) and n.attr == name, other, module):
+                return True
+            for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+                if any(k.arg is None and ast.unparse(k.value) == "self.options" for k in call.keywords):
+                    if (self._callee(call.func, other, module)[0], name) not in self.ignored:
+                        return True
+        return False
 
     def _attribute_read(self, owner, name):
         """Tell whether a method of the class, a base or a subclass uses `self.name`, or all attributes."""

@@ -1,7 +1,7 @@
 """Make classes under the names of liger_kernel's autograd functions.
 
-Such a class has `apply` alone. It refuses other parts and derived classes: one that overrides another part would compute
-the original's result.
+Such a class has `apply` alone. It refuses other parts and derived classes: one that overrides another part would
+compute the original's result.
 """
 
 

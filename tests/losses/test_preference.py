@@ -82,9 +82,8 @@ def smoothing_of(loss_type):
 
 
 def whole(loss_type, labels, average, alpha, beta=0.3, smoothing=None):
-    smoothing = smoothing_of(loss_type) if smoothing is None else smoothing
-
     """The loss and everything beside it, by all logits at once."""
+    smoothing = smoothing_of(loss_type) if smoothing is None else smoothing
 
     def function(x, w, b, *ref):
         policy = answers_of(x, w, labels, b, average)
