@@ -720,6 +720,9 @@ def _difference(name, seen, plain, exact, moved):
         parameters keep the errors of gradients that are gone.
     gradients: all of them, for a gradient only. In exact arithmetic some are zero, as that of a bias of keys or of a
         router that chooses one expert: roundings of what cancels are left, in the coarsest dtype of the program.
+
+    So a gradient of the logits that is wrong by a factor of 1.00002 is found in fp32, and by 1.08 under bf16 autocast,
+    in each of the families.
     """
     found, expected, reference = seen.get(name), plain.get(name), exact.get(name)
     tensors = isinstance(found, Seen) and isinstance(expected, Seen) and isinstance(reference, Seen)

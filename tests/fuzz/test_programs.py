@@ -23,11 +23,11 @@ def test_a_patched_model_is_the_plain_one_whatever_is_done(family, program):
 
 
 @pytest.mark.parametrize("family", sorted(programs.FAMILIES))
-def test_a_mistake_of_a_thousandth_is_a_difference(family, monkeypatch):
+def test_a_small_mistake_is_a_difference(family, monkeypatch):
     def mistaken(side, choice):
         programs.forward(side, 10)
         if side.kind == "patched":
-            side.out.logits.register_hook(lambda grad: grad * 1.001)
+            side.out.logits.register_hook(lambda grad: grad * 1.0001)
         side.out.loss.backward()
 
     monkeypatch.setattr(programs, "ACTIONS", (mistaken,))
