@@ -1,0 +1,200 @@
+r"""Compute the experts of a mixture by two grouped matrix products that save little.
+
+For token t, its k experts e and their routing weights w:
+
+    out[t] = sum over k of w (f(x[t] G_e^T) * (x[t] U_e^T)) D_e^T
+
+The operations, their order and rounding are those of transformers' `grouped_mm_experts_forward`, so the results are
+bitwise equal where torch's grouped product serves both, except that here unrounded fp32 products are added, which
+changes a rare tie of 16 bits. For every pair of a token and an expert, transformers saves the gathered input, gate and
+up, their product and its projection: 2H + 3I values. This file saves gate and up alone (2I), and writes their gradients
+over them. The backward gathers x and dout again, recomputes the product in the pass that computes the gradients
+(`expert_glu`), and computes the routing weights' gradient before the down projection, where both gradients need the
+same matrix product:
+
+    dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
+
+The gradient of x is a sum over k of gathered rows (`gathered_sum`), while the backward of indexing would sort. Experts
+without a gate, f(x U^T) D^T, have no product: they save I values instead of 2H + 2I or more.
+"""
+
+import torch
+
+from liger_hw._torch import transforms_active
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op
+from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
+from liger_hw.kernels.gathered_sum import sum_gathered
+from liger_hw.kernels.glu import ACTIVATIONS, glu
+from liger_hw.kernels.grouped_mm import grouped_mm, multiply_groups, multiply_rows
+from liger_hw.spelling import check_known
+
+
+def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation):
+    check(x.is_floating_point() and x.ndim == 2, "x", x, "a floating point matrix")
+    here = x.dtype, x.device
+    fits = down_proj.ndim == 3 and down_proj.shape[0] > 0 and down_proj.shape[1] == x.shape[1]
+    fits = fits and (down_proj.dtype, down_proj.device) == here
+    check(fits, "down_proj", down_proj, f"{x.dtype} of shape (E, {x.shape[1]}, I) on {x.device}, E > 0")
+    experts, hidden, intermediate = down_proj.shape
+    shapes = [(experts, rows, hidden) for rows in (2 * intermediate, intermediate)]
+    fits = gate_up_proj.shape in shapes and (gate_up_proj.dtype, gate_up_proj.device) == here
+    check(fits, "gate_up_proj", gate_up_proj, f"{x.dtype} of a shape of {shapes} on {x.device}")
+    fits = top_k_index.ndim == 2 and top_k_index.shape[0] == x.shape[0] and top_k_index.device == x.device
+    fits = fits and top_k_index.dtype in (torch.int64, torch.int32)
+    check(fits, "top_k_index", top_k_index, f"int64 or int32 of shape ({x.shape[0]}, k) on {x.device}")
+    fits = top_k_weights.shape == top_k_index.shape and top_k_weights.device == x.device
+    fits = fits and top_k_weights.dtype in (x.dtype, torch.float32)
+    check(fits, "top_k_weights", top_k_weights, f"{x.dtype} or torch.float32 of shape {tuple(top_k_index.shape)}")
+    check_known("activation", activation, ACTIVATIONS)
+
+
+@op
+def experts(
+    x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor, activation: str = "silu", up_first: bool = False,
+):  # fmt: skip
+    """Compute the weighted sum of each token's experts, gated MLPs (arXiv:2401.04088), as transformers does.
+
+    Kernels save gate and up alone, write their gradients over them, and never wait for the device.
+
+    Args:
+        x: (T, H), tokens.
+        gate_up_proj: (E, 2I, H), in the dtype of `x`, gate and up of each expert; (E, I, H): experts without a gate.
+        down_proj: (E, H, I), in the dtype of `x`.
+        top_k_index: (T, k) int64 or int32, the experts of each token, 0 to E - 1.
+        top_k_weights: (T, k), their routing weights, in the dtype of `x` or fp32.
+        activation: one of those of `activate`, applied to the gate.
+        up_first: up comes before gate in `gate_up_proj`.
+
+    Returns:
+        (T, H), in the dtype of `x`. Each expert's output is rounded, then its product with the routing weight to the
+        dtype that torch promotes to; their sum is computed in fp32 and rounded.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; `activation` is unknown.
+        RuntimeError: a second backward through one call on a GPU, whose first one reused the saved memory.
+    """
+    _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation)
+    return _by_operations(
+        grouped_mm.reference, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first
+    )
+
+
+def _by_operations(multiply, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first):
+    """Compute the experts by torch's operations around the grouped product `multiply`."""
+    order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
+    hidden = multiply(x[order // top_k_index.shape[1]], gate_up_proj.transpose(1, 2), offs)
+    gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
+    y = ACTIVATIONS[activation](gate)
+    projected = multiply(y if up is None else y * up, down_proj.transpose(1, 2), offs)
+    weighted = projected * top_k_weights.reshape(-1)[order, None]
+    return weighted[position].view(*top_k_index.shape, x.shape[1]).sum(1).to(x.dtype)
+
+
+def sort_by_expert(top_k_index, experts):
+    """Sort the S = T k pairs of a token and an expert by expert, in the order of tokens.
+
+    Returns:
+        order: (S,), the pair of each sorted row.
+        position: (S,), the sorted row of each pair.
+        offs: (E,) int32, the row after each expert's last.
+    """
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    numbers = torch.arange(max(experts, len(order)), device=order.device)
+    offs = torch.searchsorted(chosen, numbers[:experts].to(chosen.dtype), right=True, out_int32=True)
+    return order, torch.empty_like(order).scatter_(0, order, numbers[: len(order)]), offs
+
+
+def _gate_and_up(hidden, intermediate, up_first):
+    if hidden.shape[1] == intermediate:
+        return hidden, None
+    gate, up = hidden.chunk(2, dim=-1)
+    return (up, gate) if up_first else (gate, up)
+
+
+@experts.cost
+def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **options):
+    inputs = x.nbytes + gate_up_proj.nbytes + down_proj.nbytes + top_k_index.nbytes + top_k_weights.nbytes
+    flops = 2 * top_k_index.numel() * (gate_up_proj[0].numel() + down_proj[0].numel())
+    return Cost(inputs + x.nbytes, 2 * inputs + x.nbytes, flops, 2 * flops)
+
+
+@experts.register("cpu")
+def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation="silu", up_first=False):
+    _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation)
+    return _by_operations(grouped_mm, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first)
+
+
+@experts.register("triton")
+def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation="silu", up_first=False):
+    tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights
+    _validate(*tensors, activation)
+    if torch.compiler.is_compiling() or transforms_active():  # neither follows tensors from one function to the next
+        return _by_operations(grouped_mm, *tensors, activation, up_first)
+    kept = []
+    placeholder = MixtureFunction.apply(*tensors, activation, up_first, kept)
+    return ProjectedFunction.apply(placeholder, (down_proj, *kept), activation, up_first)
+
+
+class MixtureFunction(Function):
+    """First projection of every expert, and the whole backward.
+
+    It takes the arguments of `experts`, and a list, to which it adds the tensors that `ProjectedFunction` needs. It
+    returns a placeholder (T, H) of one value for the graph.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first, kept):
+        order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
+        tokens, place = order // top_k_index.shape[1], position.view(top_k_index.shape)
+        hidden = multiply_rows(x[tokens], gate_up_proj.transpose(1, 2), offs)
+        row_weights = top_k_weights.reshape(-1)[order]
+        kept += hidden, row_weights, place, offs
+        ctx.save_for_backward(x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs)
+        ctx.activation, ctx.up_first, ctx.overwritten = activation, up_first, False
+        return x.new_empty_strided(x.shape, (0, 0))
+
+    @staticmethod
+    def backward(ctx, dout):
+        if ctx.overwritten:
+            raise RuntimeError(
+                "a second backward through experts: the first one wrote its gradients over gate and up. Call the op or "
+                "the model again, or patch it with swiglu=False"
+            )
+        x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs = ctx.saved_tensors
+        needs_x, needs_gate_up, needs_down, _, needs_weights, *_ = ctx.needs_input_grad
+        dx = dgate_up = ddown = dweights = None
+        dout = dout[tokens]
+        y = multiply_rows(dout, down_proj, offs)  # dout D_e, which expert_glu_backward_in_place replaces by the product
+        ctx.overwritten = True
+        gate, up = _gate_and_up(hidden, down_proj.shape[2], ctx.up_first)
+        drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, ctx.activation)
+        if needs_weights:
+            dweights = drow_weights[place]
+        if needs_down:
+            ddown = multiply_groups(dout.mul_(row_weights[:, None]), y, offs)
+        del dout, y
+        if needs_gate_up:
+            dgate_up = multiply_groups(hidden, x[tokens], offs)
+        if needs_x:
+            dx = sum_gathered(multiply_rows(hidden, gate_up_proj, offs), place, None)
+        return dx, dgate_up, ddown, None, dweights, None, None, None
+
+
+class ProjectedFunction(Function):
+    """Second projection of every expert, which passes its gradient unchanged to `MixtureFunction`.
+
+    It saves nothing. Activation checkpointing recomputes up to the last saved tensor, so it skips this function.
+    """
+
+    @staticmethod
+    def forward(ctx, placeholder, tensors, activation, up_first):  # autograd does not track tensors in a tuple
+        down_proj, hidden, row_weights, place, offs = tensors
+        gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
+        projected = multiply_rows(glu(gate, up, activation), down_proj.transpose(1, 2), offs)
+        return sum_gathered(projected, place, row_weights)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None, None, None

@@ -1,0 +1,279 @@
+r"""Multiply groups of rows by matrices of their own, as the experts of a mixture do.
+
+    out[r] = rows[r] W[g]                   for r of group g, rows offs[g - 1] to offs[g]
+    drows  = dout W[g]^T                    the same kernel, with W's strides exchanged
+    dW[g]  = rows[g]^T dout[g]              one product for each group, over its rows; zeros for a group without rows
+
+Letters: S rows of K values in E groups, to N values. A product reads its rows and every weight at least once: SK + EKN
+read, SN written, 2SKN operations. No launch depends on the values of `offs`, which stay on the device:
+
+- Rows. A tile of ROWS rows begins at its group's first row. Group g with rows s to t owns the slots s // ROWS + g to
+  t // ROWS + g, at least as many as it has tiles, so S // ROWS + E slots serve any sizes of groups. A program counts
+  the groups that own a slot up to its own, which is one load of `offs` and one sum; programs of surplus slots end.
+- Groups. A program computes one tile of one group's product in a loop over that group's rows. Each value is the sum of
+  one program in one order, so every run is bitwise equal.
+
+torch's own `grouped_mm` is a fast kernel on some devices for bf16 rows of whole 16 bytes (`torch_is_fast`), which this
+file then calls. Elsewhere torch waits for the device and calls one product for each group, or refuses.
+"""
+
+import torch
+
+from liger_hw import backends
+from liger_hw._torch import grouped_mm as torch_grouped_mm
+from liger_hw._triton import interpreting, tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import KERNEL_DTYPES, check
+from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._math import in_row, rows_of
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, tuned
+
+
+def _validate(rows, weights, offs):
+    check(rows.is_floating_point() and rows.ndim == 2, "rows", rows, "a floating point matrix")
+    fits = weights.ndim == 3 and weights.shape[:1] == offs.shape and weights.shape[1] == rows.shape[1]
+    fits = fits and (weights.dtype, weights.device) == (rows.dtype, rows.device)
+    check(fits, "weights", weights, f"{rows.dtype} of shape (E, {rows.shape[1]}, N) on {rows.device}, E ends in offs")
+    check(offs.dtype == torch.int32 and offs.numel() > 0, "offs", offs, "torch.int32 of shape (E,), E > 0")
+    check(offs.device == rows.device, "offs", offs, f"a tensor on {rows.device}")
+
+
+@op
+def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
+    """Multiply each group of rows by its matrix, as torch.nn.functional.grouped_mm does.
+
+    Args:
+        rows: (S, K), sorted by group.
+        weights: (E, K, N), in the dtype of `rows`, any strides: the transpose of (E, N, K) is not copied.
+        offs: (E,), int32, ascending: the row after each group's last. The last is S; a GPU does not check it.
+
+    Returns:
+        (S, N), in the dtype of `rows`; sums in fp32. fp32 is multiplied in TF32 where torch's flag allows it and the
+        GPU's compiler has it.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _validate(rows, weights, offs)
+    ends = offs.tolist()
+    return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
+
+
+@grouped_mm.cost
+def _(rows, weights, offs):
+    inputs, out = rows.nbytes + weights.nbytes, rows.shape[0] * weights.shape[2]
+    flops = 2 * out * rows.shape[1]
+    return Cost(inputs + out * rows.itemsize, 2 * inputs + out * rows.itemsize, flops, 2 * flops)
+
+
+@grouped_mm.register("cpu")
+def _(rows, weights, offs):
+    """Call torch's where it takes the operands: it can be traced, the loop of the reference waits for `offs`."""
+    _validate(rows, weights, offs)
+    vectors = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
+    return (torch_grouped_mm() if vectors and rows.dtype in KERNEL_DTYPES else grouped_mm.reference)(
+        rows, weights, offs=offs
+    )
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+@tuned
+def grouped_rows_config(group_rows, vectors, itemsize, device):
+    return _tiles(group_rows, 128 if group_rows == 16 else 64, vectors, itemsize, device)
+
+
+@tuned
+def grouped_outer_config(group_rows, vectors, itemsize, device):
+    return _tiles(128, min(group_rows, 64), vectors, itemsize, device)
+
+
+def _tiles(rows, depth, vectors, itemsize, device):
+    """Return a configuration whose sums take 64 registers a lane, 128 in tiles of 256 columns.
+
+    Three such tiles must fit shared memory. Without whole vectors each value has a pointer, and without matrix cores
+    (fp32) each lane keeps its operands. There larger tiles spill, and more sums a lane on sm_120 and gfx1100.
+    """
+    if vectors and itemsize == 2:
+        sums, cols = 64, 256 if rows > 16 and 3 * (rows + 256) * depth * itemsize <= device.shared_memory else 128
+    else:
+        sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
+    lanes = min(max(rows * cols // sums, 128), 256)
+    tile = (rows + cols) * depth * itemsize
+    stages = min(device.shared_memory // tile, 4) if device.async_copy and vectors else 2
+    return Config({"ROWS": rows, "COLS": cols, "DEPTH": depth, "BAND": 8}, lanes // device.warp_size, stages)
+
+
+def _class(rows, groups, x, y):
+    """Return what a configuration depends on: a group's average rows (16 to 128), whole vectors, bytes of a value."""
+    group_rows = min(max(power_of_2(rows // groups), 16), 128)
+    return group_rows, _in_vectors(x, 16) and _in_vectors(y, 16), x.element_size()
+
+
+def _in_vectors(x, values):
+    """Tell whether rows (or columns) are contiguous and begin at multiples of 16 bytes and of that many values."""
+    strides = [stride for stride in x.stride() if stride != 1]
+    whole = all(stride > 0 and stride % values == 0 for stride in strides)
+    return whole and len(strides) == x.ndim - 1 and x.data_ptr() % 16 == 0
+
+
+INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    """Return total + a b; the interpreter multiplies the bits of bf16 as integers."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _banded(pid, tall, wide, BAND: tl.constexpr):
+    """Return the row and column of a tile in bands of BAND rows, whose programs share the tiles that they read."""
+    first = pid // (BAND * wide) * BAND
+    height = tl.minimum(tall - first, BAND)
+    within = pid % (BAND * wide)
+    return first + within % height, within // height
+
+
+@triton.jit
+def grouped_rows(
+    X, W, OFFS, OUT, rows, groups, x_stride, w_stride, k_stride, n_stride, depth: tl.constexpr, cols: tl.constexpr,
+    PRECISION: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    slot, tile = _banded(tl.program_id(0), rows // ROWS + groups, tl.cdiv(cols, COLS), BAND)
+    g = tl.arange(0, GROUPS)
+    start = tl.load(OFFS + g - 1, (g > 0) & (g < groups), other=0)
+    group = tl.sum(((g < groups) & (start // ROWS + g <= slot)).to(tl.int32), 0) - 1
+    begin = tl.load(OFFS + group - 1, group > 0, other=0)
+    end = tl.load(OFFS + group)
+    begin += (slot - group - begin // ROWS) * ROWS
+    if begin < end:
+        row = begin + tl.arange(0, ROWS)
+        col = tile * COLS + tl.arange(0, COLS)
+        k = tl.arange(0, DEPTH)
+        col_mask = in_row(col, cols, COLS)
+        # rows after the group's last repeat it, as a mask in the loop would cost more than the reads; none is stored
+        x = X + tl.minimum(row, end - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+        w = W + group.to(tl.int64) * w_stride + (k.to(tl.int64) * k_stride)[:, None] + (col.to(tl.int64) * n_stride)
+        total = tl.zeros((ROWS, COLS), tl.float32)
+        for first in range(0, depth, DEPTH):
+            k_mask = in_row(first + k, depth, DEPTH)
+            a = tl.load(x, k_mask[None, :], other=0.0)
+            b = tl.load(w, k_mask[:, None] & col_mask[None, :], other=0.0)
+            total = _dot(a, b, total, PRECISION)
+            x += DEPTH
+            w += DEPTH * k_stride
+        out = OUT + row.to(tl.int64)[:, None] * cols + col[None, :]
+        tl.store(out, total.to(OUT.dtype.element_ty), (row < end)[:, None] & col_mask[None, :])
+
+
+@triton.jit
+def grouped_outer(
+    A, B, OFFS, OUT, a_stride, b_stride, tall: tl.constexpr, cols: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(tall, ROWS) * tl.cdiv(cols, COLS)
+    group = tl.program_id(0) // tiles
+    row, col = _banded(tl.program_id(0) % tiles, tl.cdiv(tall, ROWS), tl.cdiv(cols, COLS), BAND)
+    row = row * ROWS + tl.arange(0, ROWS)
+    col = col * COLS + tl.arange(0, COLS)
+    row_mask, col_mask = in_row(row, tall, ROWS), in_row(col, cols, COLS)
+    begin = tl.load(OFFS + group - 1, group > 0, other=0)
+    end = tl.load(OFFS + group)
+    k = tl.arange(0, DEPTH)
+    a = A + (begin + k).to(tl.int64)[:, None] * a_stride + row[None, :]
+    b = B + (begin + k).to(tl.int64)[:, None] * b_stride + col[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(begin, end, DEPTH):
+        k_mask = (first + k < end)[:, None]
+        x = tl.load(a, k_mask & row_mask[None, :], other=0.0)
+        y = tl.load(b, k_mask & col_mask[None, :], other=0.0)
+        total = _dot(tl.trans(x), y, total, PRECISION)
+        a += tl.cast(a_stride, tl.int64) * DEPTH
+        b += tl.cast(b_stride, tl.int64) * DEPTH
+    out = OUT + group.to(tl.int64) * tall * cols + row.to(tl.int64)[:, None] * cols + col[None, :]
+    tl.store(out, total.to(OUT.dtype.element_ty), row_mask[:, None] & col_mask[None, :])
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def torch_is_fast(rows: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether torch's grouped_mm multiplies these bf16 operands in one kernel, without a wait for the device.
+
+    A forced backend means the kernels of this file.
+    """
+    fits = device_of(rows).grouped_mm and backends.forced() is None and rows.dtype == torch.bfloat16
+    fits = fits and rows.shape[0] > 0 and all(size % 8 == 0 for size in (*rows.shape[1:], *other.shape[1:]))
+    return fits and _in_vectors(rows, 8) and _in_vectors(other, 8)
+
+
+def _precision(x):
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 and device_of(x).tf32 else "ieee"
+
+
+@raw(lambda rows, weights, offs: rows.new_empty(rows.shape[0], weights.shape[2]))
+def multiply_rows(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Multiply (S, K) by (E, K, N) group by group, to (S, N). Arguments as in `grouped_mm`."""
+    if torch_is_fast(rows, weights):
+        return torch_grouped_mm()(rows, weights, offs=offs)
+    if 1 not in weights.stride()[1:]:
+        weights = weights.contiguous()
+    (groups, depth, cols), size = weights.shape, rows.shape[0]
+    out = rows.new_empty(size, cols)
+    rows, row_stride = rows_of(rows)
+    config = grouped_rows_config(*_class(size, groups, rows, weights), device_of(rows))
+    programs = (size // config["ROWS"] + groups) * -(-cols // config["COLS"])
+    launch(
+        grouped_rows, (programs, 1, 1), config, rows, weights, offs, out, size, groups, row_stride, *weights.stride(),
+        depth, cols, _precision(rows), power_of_2(groups),
+    )  # fmt: skip
+    return out
+
+
+@raw(lambda a, b, offs: a.new_empty(offs.shape[0], a.shape[1], b.shape[1]))
+def multiply_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Multiply the transpose of (S, P) by (S, Q) for each group of rows, to (E, P, Q); `offs` as in `grouped_mm`."""
+    if torch_is_fast(a, b):
+        return torch_grouped_mm()(a.t(), b, offs=offs)
+    (size, tall), cols, groups = a.shape, b.shape[1], offs.shape[0]
+    out = a.new_empty(groups, tall, cols)
+    (a, a_stride), (b, b_stride) = rows_of(a), rows_of(b)
+    config = grouped_outer_config(*_class(size, groups, a, b), device_of(a))
+    programs = groups * -(-tall // config["ROWS"]) * -(-cols // config["COLS"])
+    launch(
+        grouped_outer, (programs, 1, 1), config, a, b, offs, out, a_stride, b_stride, tall, cols, _precision(a)
+    )  # fmt: skip
+    return out
+
+
+class GroupedFunction(Function):
+    @staticmethod
+    def forward(ctx, rows, weights, offs):
+        ctx.save_for_backward(rows, weights, offs)
+        return multiply_rows(rows, weights, offs)
+
+    @staticmethod
+    def backward(ctx, dout):
+        rows, weights, offs = ctx.saved_tensors
+        drows = dweights = None
+        if ctx.needs_input_grad[0]:
+            drows = multiply_rows(dout, weights.transpose(1, 2), offs)
+        if ctx.needs_input_grad[1]:
+            if weights.stride(1) == 1:  # the gradient of a transposed parameter, in the parameter's layout
+                dweights = multiply_groups(dout, rows, offs).transpose(1, 2)
+            else:
+                dweights = multiply_groups(rows, dout, offs)
+        return drows, dweights, None
+
+
+@grouped_mm.register("triton")
+def _(rows, weights, offs):
+    _validate(rows, weights, offs)
+    return GroupedFunction.apply(rows, weights, offs.contiguous())
