@@ -179,7 +179,7 @@ class _ExpertsFloor:
 
 
 def _groups(case):
-    """Tell whether the op's reference, and the peer's first step, waits for the sizes of groups."""
+    """Tell whether the op's reference and the peer wait for the sizes of groups."""
     return case.op in ("grouped_mm", "experts")
 
 

@@ -93,7 +93,7 @@ def _by_operations(multiply, x, gate_up_proj, down_proj, top_k_index, top_k_weig
 
 
 def sort_by_expert(top_k_index, experts):
-    """Sort the S = T k pairs of a token and an expert by expert, in the order of tokens.
+    """Sort the S = T k pairs of token and expert by expert, then token.
 
     Returns:
         order: (S,), the pair of each sorted row.

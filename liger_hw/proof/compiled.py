@@ -33,6 +33,7 @@ from liger_hw.testing.cases import model_cases, small_cases, wide_cases
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
+BLOCKS = {"cols": "COLS", "depth": "DEPTH", "tall": "ROWS"}  # a constant size -> the block that spans it
 
 
 @dataclass
@@ -116,11 +117,13 @@ def walks(launch: Launch) -> bool:
 
 
 def _class(launch: Launch) -> tuple:
-    """Return an equal key for launches whose code differs in the row width alone."""
-    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
-    rest = {name: value for name, value in launch.constants.items() if name != "cols"}
-    of_width = () if None in (cols, block) else (cols <= block, cols % block == 0, math.gcd(cols, 16))
-    return launch.what[:3], str(rest), *launch.what[4:], of_width
+    """Return an equal key for launches whose code differs in widths alone."""
+    rest = {name: value for name, value in launch.constants.items() if name not in BLOCKS}
+    sizes = ((launch.constants.get(name), launch.constants.get(block)) for name, block in BLOCKS.items())
+    of_width = [
+        (size <= block, size % block == 0, math.gcd(size, 16)) for size, block in sizes if None not in (size, block)
+    ]
+    return launch.what[:3], str(rest), *launch.what[4:], *of_width
 
 
 def _coarse_class(launch: Launch) -> tuple:

@@ -34,14 +34,14 @@ def angles(batch, tokens, rotary_dim, dtype=torch.float32, device="cpu"):
 
 
 def group_ends(rows, groups, device="cpu"):
-    """Draw the ends of groups of `rows`, int32 (groups,); about a third of many groups is empty."""
+    """Draw the ends of groups of `rows`, int32 (groups,); many groups are empty."""
     cuts = torch.randint(0, rows + 1, (groups - 1,)).sort().values
     cuts = torch.where(torch.rand(groups - 1) < 0.3, torch.cat([cuts.new_zeros(1), cuts])[: groups - 1], cuts)
     return torch.cat([cuts.sort().values, cuts.new_tensor([rows])]).to(device, torch.int32)
 
 
 def chosen_experts(tokens, experts, k, device="cpu"):
-    """Draw k different experts for each token (tokens, k); no token chooses the last, if another can be."""
+    """Draw k experts for each token, (tokens, k); nobody chooses the last, if possible."""
     return torch.rand(tokens, max(experts - 1, k)).argsort(1)[:, :k].to(device)
 
 
