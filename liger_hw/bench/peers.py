@@ -168,13 +168,13 @@ class _ExpertsFloor:
             y, hidden = (rows.new_empty(len(rows), size).normal_() for size in (down.shape[2], gate_up.shape[1]))
             self.buffers = rows, y, hidden, offs
         rows, y, hidden, offs = self.buffers
-        multiply_rows(rows, gate_up.transpose(1, 2), offs)
-        out = multiply_rows(y, down.transpose(1, 2), offs)
+        multiply_rows(rows, gate_up.transpose(1, 2), offs, None)
+        out = multiply_rows(y, down.transpose(1, 2), offs, None)
         if torch.is_grad_enabled():
-            multiply_rows(rows, down, offs)
-            multiply_groups(rows, y, offs)
-            multiply_groups(hidden, rows, offs)
-            multiply_rows(hidden, gate_up, offs)
+            multiply_rows(rows, down, offs, None)
+            multiply_groups(rows, y, offs, None)
+            multiply_groups(hidden, rows, offs, None)
+            multiply_rows(hidden, gate_up, offs, None)
         return out[: len(x)]
 
 

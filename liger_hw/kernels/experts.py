@@ -8,9 +8,9 @@ The operations, their order and rounding are those of transformers' `grouped_mm_
 bitwise equal where torch's grouped product serves both, except that here unrounded fp32 products are added, which
 changes a rare tie of 16 bits. For every pair of a token and an expert, transformers saves the gathered input, gate and
 up, their product and its projection: 2H + 3I values. This file saves gate and up alone (2I), and writes their gradients
-over them. The backward gathers x and dout again, recomputes the product in the pass that computes the gradients
-(`expert_glu`), and computes the routing weights' gradient before the down projection, where both gradients need the
-same matrix product:
+over them. The products read rows of x and dout by index. The backward recomputes the product in the pass that computes
+the gradients (`expert_glu`), and computes the routing weights' gradient before the down projection, where both
+gradients need the same matrix product:
 
     dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
 
@@ -24,7 +24,7 @@ from liger_hw._torch import transforms_active
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op
 from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
-from liger_hw.kernels.gathered_sum import sum_gathered
+from liger_hw.kernels.gathered_sum import gather_weighted, sum_gathered
 from liger_hw.kernels.glu import ACTIVATIONS, glu
 from liger_hw.kernels.grouped_mm import grouped_mm, multiply_groups, multiply_rows
 from liger_hw.spelling import check_known
@@ -148,7 +148,7 @@ class MixtureFunction(Function):
     def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first, kept):
         order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
         tokens, place = order // top_k_index.shape[1], position.view(top_k_index.shape)
-        hidden = multiply_rows(x[tokens], gate_up_proj.transpose(1, 2), offs)
+        hidden = multiply_rows(x, gate_up_proj.transpose(1, 2), offs, tokens)
         row_weights = top_k_weights.reshape(-1)[order]
         kept += hidden, row_weights, place, offs
         ctx.save_for_backward(x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs)
@@ -165,20 +165,21 @@ class MixtureFunction(Function):
         x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs = ctx.saved_tensors
         needs_x, needs_gate_up, needs_down, _, needs_weights, *_ = ctx.needs_input_grad
         dx = dgate_up = ddown = dweights = None
-        dout = dout[tokens]
-        y = multiply_rows(dout, down_proj, offs)  # dout D_e, which expert_glu_backward_in_place replaces by the product
+        y = multiply_rows(
+            dout, down_proj, offs, tokens
+        )  # dout D_e, which expert_glu_backward_in_place replaces by the product
         ctx.overwritten = True
         gate, up = _gate_and_up(hidden, down_proj.shape[2], ctx.up_first)
         drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, ctx.activation)
         if needs_weights:
             dweights = drow_weights[place]
         if needs_down:
-            ddown = multiply_groups(dout.mul_(row_weights[:, None]), y, offs)
+            ddown = multiply_groups(gather_weighted(dout, tokens, row_weights), y, offs, None)
         del dout, y
         if needs_gate_up:
-            dgate_up = multiply_groups(hidden, x[tokens], offs)
+            dgate_up = multiply_groups(hidden, x, offs, tokens)
         if needs_x:
-            dx = sum_gathered(multiply_rows(hidden, gate_up_proj, offs), place, None)
+            dx = sum_gathered(multiply_rows(hidden, gate_up_proj, offs, None), place, None)
         return dx, dgate_up, ddown, None, dweights, None, None, None
 
 
@@ -192,7 +193,7 @@ class ProjectedFunction(Function):
     def forward(ctx, placeholder, tensors, activation, up_first):  # autograd does not track tensors in a tuple
         down_proj, hidden, row_weights, place, offs = tensors
         gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
-        projected = multiply_rows(glu(gate, up, activation), down_proj.transpose(1, 2), offs)
+        projected = multiply_rows(glu(gate, up, activation), down_proj.transpose(1, 2), offs, None)
         return sum_gathered(projected, place, row_weights)
 
     @staticmethod

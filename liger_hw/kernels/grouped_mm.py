@@ -14,7 +14,7 @@ read, SN written, 2SKN operations. No launch depends on the values of `offs`, wh
   one program in one order, so every run is bitwise equal.
 
 torch's own `grouped_mm` is one kernel on some devices for bf16 rows of whole 16 bytes. This file calls it there for
-groups of more than 64 rows on average (`torch_is_fast`). Elsewhere torch waits for the device and calls one product for
+groups of more than 64 rows on average (`_by_torch`). Elsewhere torch waits for the device and calls one product for
 each group, or refuses. On an H200 (torch 2.11, Triton 3.6), the kernels here have 0.79 to 1.29 of torch's speed in
 groups of 128 to 8,192 rows, and 1.17 to 1.68 in smaller ones.
 """
@@ -97,9 +97,9 @@ def grouped_outer_config(group_rows, vectors, itemsize, device):
 def _tiles(rows, cols, depth, vectors, itemsize, device):
     """Return a configuration of tiles, three of which fit shared memory.
 
-    Columns are halved to 128 where they do not. The sums take 64 registers a lane, 128 in 256 columns. Without whole vectors each value has a pointer, and without
-    matrix cores (fp32) each lane keeps its operands. There larger tiles spill, and more sums a lane on sm_120 and
-    gfx1100.
+    Columns are halved to 128 where they do not. The sums take 64 registers a lane, 128 in 256 columns. Without whole
+    vectors each value has a pointer, and without matrix cores (fp32) each lane keeps its operands. There larger tiles
+    spill, and more sums a lane on sm_120 and gfx1100.
     """
     sums = cols // 2
     if 3 * (rows + cols) * depth * itemsize > device.shared_memory:
@@ -115,8 +115,9 @@ def _tiles(rows, cols, depth, vectors, itemsize, device):
 def _group_rows(rows, groups):
     """Return a class of group sizes: 32, 64 or 128.
 
-    They are averages of up to 16, up to 64 and more rows. A class is twice the average in small groups, as most rows are in the larger ones: 32 rows on average in 256 groups of
-    7168x4096 take 3.8 ms in tiles of 64 rows, 4.2 in 32 and 5.5 in 16 (H200).
+    They are averages of up to 16, up to 64 and more rows. A class is twice the average in small groups, as most rows
+    are in the larger ones: 32 rows on average in 256 groups of 7168x4096 take 3.8 ms in tiles of 64 rows, 4.2 in 32 and
+    5.5 in 16 (H200).
     """
     average = rows / groups
     return 128 if average > 64 else 64 if average > 16 else 32
@@ -156,8 +157,8 @@ def _banded(pid, tall, wide, BAND: tl.constexpr):
 
 @triton.jit
 def grouped_rows(
-    X, W, OFFS, OUT, rows, groups, x_stride, w_stride, k_stride, n_stride, depth: tl.constexpr, cols: tl.constexpr,
-    PRECISION: tl.constexpr, GROUPS: tl.constexpr,
+    X, W, OFFS, INDEX, OUT, rows, groups, x_stride, w_stride, k_stride, n_stride, depth: tl.constexpr,
+    cols: tl.constexpr, PRECISION: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     slot, tile = _banded(tl.program_id(0), rows // ROWS + groups, tl.cdiv(cols, COLS), BAND)
@@ -173,7 +174,10 @@ def grouped_rows(
         k = tl.arange(0, DEPTH)
         col_mask = in_row(col, cols, COLS)
         # rows after the group's last repeat it, as a mask in the loop would cost more than the reads; none is stored
-        x = X + tl.minimum(row, end - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+        source = tl.minimum(row, end - 1).to(tl.int64)
+        if INDEX is not None:
+            source = tl.load(INDEX + source)
+        x = X + source[:, None] * x_stride + k[None, :]
         w = W + group.to(tl.int64) * w_stride + (k.to(tl.int64) * k_stride)[:, None] + (col.to(tl.int64) * n_stride)
         total = tl.zeros((ROWS, COLS), tl.float32)
         for first in range(0, depth, DEPTH):
@@ -189,7 +193,7 @@ def grouped_rows(
 
 @triton.jit
 def grouped_outer(
-    A, B, OFFS, OUT, a_stride, b_stride, tall: tl.constexpr, cols: tl.constexpr, PRECISION: tl.constexpr,
+    A, B, OFFS, INDEX, OUT, a_stride, b_stride, tall: tl.constexpr, cols: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(tall, ROWS) * tl.cdiv(cols, COLS)
@@ -205,9 +209,11 @@ def grouped_outer(
     b = B + (begin + k).to(tl.int64)[:, None] * b_stride + col[None, :]
     total = tl.zeros((ROWS, COLS), tl.float32)
     for first in range(begin, end, DEPTH):
-        k_mask = (first + k < end)[:, None]
-        x = tl.load(a, k_mask & row_mask[None, :], other=0.0)
-        y = tl.load(b, k_mask & col_mask[None, :], other=0.0)
+        k_mask = first + k < end
+        if INDEX is not None:
+            b = B + tl.load(INDEX + first + k, k_mask, other=0)[:, None] * b_stride + col[None, :]
+        x = tl.load(a, k_mask[:, None] & row_mask[None, :], other=0.0)
+        y = tl.load(b, k_mask[:, None] & col_mask[None, :], other=0.0)
         total = _dot(tl.trans(x), y, total, PRECISION)
         a += tl.cast(a_stride, tl.int64) * DEPTH
         b += tl.cast(b_stride, tl.int64) * DEPTH
@@ -218,18 +224,19 @@ def grouped_outer(
 # Products -------------------------------------------------------------------------------------------------------------
 
 
-def torch_is_fast(rows: torch.Tensor, other: torch.Tensor, groups: int) -> bool:
-    """Tell whether torch's grouped_mm multiplies these operands in one kernel and not slower.
+# A gather moves 4 bytes of 16 bits for every value, and a product computes with it 2N times. Up to this N it costs more
+# than torch's product saves: a tenth of the time at 3,072 (H200: 4.2 TB/s, 650 TFLOP/s).
+GATHERED_COLS = 3072
+
+
+def _by_torch(rows, groups, cols, index, *operands):
+    """Tell whether torch's grouped_mm takes these operands in one kernel that is faster.
 
     A forced backend means the kernels of this file.
     """
-    fits = device_of(rows).grouped_mm and backends.forced() is None and rows.dtype == torch.bfloat16
-    fits = (
-        fits
-        and _group_rows(rows.shape[0], groups) == 128
-        and all(size % 8 == 0 for size in (*rows.shape[1:], *other.shape[1:]))
-    )
-    return fits and _in_vectors(rows, 8) and _in_vectors(other, 8)
+    fits = device_of(operands[0]).grouped_mm and backends.forced() is None and operands[0].dtype == torch.bfloat16
+    fits = fits and _group_rows(rows, groups) == 128 and (index is None or cols > GATHERED_COLS)
+    return fits and all(_in_vectors(x, 8) and all(size % 8 == 0 for size in x.shape[1:]) for x in operands)
 
 
 def _precision(x):
@@ -237,38 +244,52 @@ def _precision(x):
     return "tf32" if tf32 and device_of(x).tf32 else "ieee"
 
 
-@raw(lambda rows, weights, offs: rows.new_empty(rows.shape[0], weights.shape[2]))
-def multiply_rows(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Multiply (S, K) by (E, K, N), to (S, N). Arguments as in `grouped_mm`."""
-    if torch_is_fast(rows, weights, len(offs)):
-        return torch_grouped_mm()(rows, weights, offs=offs)
+def _size(rows, index):
+    return (rows if index is None else index).shape[0]
+
+
+@raw(lambda rows, weights, offs, index: rows.new_empty(_size(rows, index), weights.shape[2]))
+def multiply_rows(
+    rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply (S, K) by (E, K, N), to (S, N). Arguments as in `grouped_mm`.
+
+    Args:
+        index: (S,) int64, the row of (T, K) that each of the S rows is; None: S rows.
+    """
+    (groups, depth, cols), size = weights.shape, _size(rows, index)
+    if _by_torch(size, groups, cols, index, rows, weights):
+        return torch_grouped_mm()(rows if index is None else rows[index], weights, offs=offs)
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()
-    (groups, depth, cols), size = weights.shape, rows.shape[0]
     out = rows.new_empty(size, cols)
     rows, row_stride = rows_of(rows)
     config = grouped_rows_config(*_class(size, groups, rows, weights), device_of(rows))
     programs = (size // config["ROWS"] + groups) * -(-cols // config["COLS"])
     launch(
-        grouped_rows, (programs, 1, 1), config, rows, weights, offs, out, size, groups, row_stride, *weights.stride(),
-        depth, cols, _precision(rows), power_of_2(groups),
+        grouped_rows, (programs, 1, 1), config, rows, weights, offs, index, out, size, groups, row_stride,
+        *weights.stride(), depth, cols, _precision(rows), power_of_2(groups),
     )  # fmt: skip
     return out
 
 
-@raw(lambda a, b, offs: a.new_empty(offs.shape[0], a.shape[1], b.shape[1]))
-def multiply_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Multiply (S, P)^T by (S, Q) within each group, to (E, P, Q)."""
-    if torch_is_fast(a, b, len(offs)):
-        return torch_grouped_mm()(a.t(), b, offs=offs)
+@raw(lambda a, b, offs, index: a.new_empty(offs.shape[0], a.shape[1], b.shape[1]))
+def multiply_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Multiply (S, P)^T by (S, Q) within each group, to (E, P, Q).
+
+    Args:
+        index: (S,) int64, the row of b (T, Q) for each row of a; None: b has S rows.
+    """
     (size, tall), cols, groups = a.shape, b.shape[1], offs.shape[0]
+    if _by_torch(size, groups, tall, index, a, b):
+        return torch_grouped_mm()(a.t(), b if index is None else b[index], offs=offs)
     out = a.new_empty(groups, tall, cols)
     (a, a_stride), (b, b_stride) = rows_of(a), rows_of(b)
     config = grouped_outer_config(*_class(size, groups, a, b), device_of(a))
     programs = groups * -(-tall // config["ROWS"]) * -(-cols // config["COLS"])
     launch(
-        grouped_outer, (programs, 1, 1), config, a, b, offs, out, a_stride, b_stride, tall, cols, _precision(a)
-    )  # fmt: skip
+        grouped_outer, (programs, 1, 1), config, a, b, offs, index, out, a_stride, b_stride, tall, cols, _precision(a)
+    )
     return out
 
 
@@ -276,19 +297,19 @@ class GroupedFunction(Function):
     @staticmethod
     def forward(ctx, rows, weights, offs):
         ctx.save_for_backward(rows, weights, offs)
-        return multiply_rows(rows, weights, offs)
+        return multiply_rows(rows, weights, offs, None)
 
     @staticmethod
     def backward(ctx, dout):
         rows, weights, offs = ctx.saved_tensors
         drows = dweights = None
         if ctx.needs_input_grad[0]:
-            drows = multiply_rows(dout, weights.transpose(1, 2), offs)
+            drows = multiply_rows(dout, weights.transpose(1, 2), offs, None)
         if ctx.needs_input_grad[1]:
             if weights.stride(1) == 1:  # the gradient of a transposed parameter, in the parameter's layout
-                dweights = multiply_groups(dout, rows, offs).transpose(1, 2)
+                dweights = multiply_groups(dout, rows, offs, None).transpose(1, 2)
             else:
-                dweights = multiply_groups(rows, dout, offs)
+                dweights = multiply_groups(rows, dout, offs, None)
         return drows, dweights, None
 
 
