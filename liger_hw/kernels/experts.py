@@ -27,6 +27,7 @@ from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.gathered_sum import gather_weighted, sum_gathered
 from liger_hw.kernels.glu import ACTIVATIONS, glu
 from liger_hw.kernels.grouped_mm import grouped_mm, multiply_groups, multiply_rows
+from liger_hw.kernels.routing import sort_pairs
 from liger_hw.spelling import check_known
 
 
@@ -62,7 +63,8 @@ def experts(
         x: (T, H), tokens.
         gate_up_proj: (E, 2I, H), in the dtype of `x`, gate and up of each expert; (E, I, H): experts without a gate.
         down_proj: (E, H, I), in the dtype of `x`.
-        top_k_index: (T, k) int64 or int32, the experts of each token, 0 to E - 1.
+        top_k_index: (T, k) int64 or int32, the experts of each token, 0 to E - 1. Another number is an error on a CPU
+            and makes the token's result NaN on a GPU.
         top_k_weights: (T, k), their routing weights, in the dtype of `x` or fp32.
         activation: one of those of `activate`, applied to the gate.
         up_first: up comes before gate in `gate_up_proj`.
@@ -83,6 +85,9 @@ def experts(
 
 def _by_operations(multiply, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first):
     """Compute the experts by torch's operations around the grouped product `multiply`."""
+    if top_k_index.device.type == "cpu" and not torch.compiler.is_compiling():
+        known = ((top_k_index >= 0) & (top_k_index < len(gate_up_proj))).all()
+        check(known, "top_k_index", top_k_index, f"experts from 0 to {len(gate_up_proj) - 1}")
     order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
     hidden = multiply(x[order // top_k_index.shape[1]], gate_up_proj.transpose(1, 2), offs)
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
@@ -146,10 +151,8 @@ class MixtureFunction(Function):
 
     @staticmethod
     def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first, kept):
-        order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
-        tokens, place = order // top_k_index.shape[1], position.view(top_k_index.shape)
+        tokens, place, row_weights, offs = sort_pairs(top_k_index, top_k_weights, gate_up_proj.shape[0])
         hidden = multiply_rows(x, gate_up_proj.transpose(1, 2), offs, tokens)
-        row_weights = top_k_weights.reshape(-1)[order]
         kept += hidden, row_weights, place, offs
         ctx.save_for_backward(x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs)
         ctx.activation, ctx.up_first, ctx.overwritten = activation, up_first, False

@@ -97,16 +97,16 @@ def grouped_outer_config(group_rows, vectors, itemsize, device):
 def _tiles(rows, cols, depth, vectors, itemsize, device):
     """Return a configuration of tiles, three of which fit shared memory.
 
-    Columns are halved to 128 where they do not. The sums take 64 registers a lane, 128 in 256 columns. Without whole
-    vectors each value has a pointer, and without matrix cores (fp32) each lane keeps its operands. There larger tiles
-    spill, and more sums a lane on sm_120 and gfx1100.
+    Where they do not, 128 columns and a depth of 64 must do. The sums take 64 registers a lane, 128 in 256 columns.
+    Without whole vectors each value has a pointer, and without matrix cores (fp32) each lane keeps its operands. There
+    larger tiles spill, and more sums a lane on sm_120 and gfx1100.
     """
     sums = cols // 2
     if 3 * (rows + cols) * depth * itemsize > device.shared_memory:
-        sums, cols = 64, 128
+        sums, cols, depth = 64, 128, min(depth, 64)
     if not vectors or itemsize == 4:
         sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
-    lanes = min(max(rows * cols // sums, 128), 256)
+    lanes = min(max(rows * cols // sums, 128 if device.async_copy else 256), 256)  # loads may pass their registers
     tile = (rows + cols) * depth * itemsize
     stages = min(device.shared_memory // tile, 4) if device.async_copy and vectors else 2
     return Config({"ROWS": rows, "COLS": cols, "DEPTH": depth, "BAND": 8}, lanes // device.warp_size, stages)

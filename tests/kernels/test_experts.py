@@ -4,6 +4,8 @@ from saved import saved_bytes
 
 from liger_hw import experts, use_backend
 from liger_hw._triton import interpreting
+from liger_hw.kernels.experts import sort_by_expert
+from liger_hw.kernels.routing import sort_pairs
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import chosen_experts, randn
 from liger_hw.testing.parity import check, run
@@ -60,6 +62,30 @@ def test_second_backward_says_why_it_cannot(backend, device):
         out.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="second backward"):
             out.backward()
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1])
+def test_unknown_experts(wrong, backend, device):
+    x, first, second, index, weights = tensors(device=device)
+    index[3, 1] = wrong
+    with use_backend(backend):
+        out, *_ = run(experts, (x, first, second, index, weights), {})
+    assert out[3].isnan().all()
+    assert out[torch.arange(len(out)) != 3].isfinite().all()
+    if device == "cpu":
+        with use_backend("reference"), pytest.raises(ValueError, match="^top_k_index: "):
+            experts(x, first, second, index, weights)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 8, 700), (37, 2, 5)])
+def test_pairs_are_sorted_as_by_torch(shape, backend, device):
+    tokens, k, number = shape
+    index, weights = chosen_experts(tokens, number, k, device), torch.rand(tokens, k, device=device)
+    order, position, offs = sort_by_expert(index, number)
+    with use_backend(backend):
+        found = sort_pairs(index, weights, number)
+    for a, b in zip(found, (order // k, position.view(tokens, k), weights.flatten()[order], offs)):
+        assert torch.equal(a, b) and a.dtype == b.dtype
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
     for model in (plain, patched):
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen or frozen not in name)
-    calls, sort = [], experts.sort_by_expert
-    monkeypatch.setattr(experts, "sort_by_expert", lambda *args: calls.append(args) or sort(*args))
+    calls, sort = [], experts.sort_pairs
+    monkeypatch.setattr(experts, "sort_pairs", lambda *args: calls.append(args) or sort(*args))
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **inputs)
