@@ -18,6 +18,8 @@ The gradient of x is a sum over k of gathered rows (`gathered_sum`), while the b
 without a gate, f(x U^T) D^T, have no product: they save I values instead of 2H + 2I or more.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from liger_hw._torch import transforms_active
@@ -25,13 +27,13 @@ from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op
 from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.gathered_sum import gather_weighted, sum_gathered
-from liger_hw.kernels.glu import ACTIVATIONS, glu
+from liger_hw.kernels.glu import ACTIVATIONS, gated, glu
 from liger_hw.kernels.grouped_mm import grouped_mm, multiply_groups, multiply_rows
 from liger_hw.kernels.routing import sort_pairs
 from liger_hw.spelling import check_known
 
 
-def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation):
+def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, gate_up_lora, down_lora):
     check(x.is_floating_point() and x.ndim == 2, "x", x, "a floating point matrix")
     here = x.dtype, x.device
     fits = down_proj.ndim == 3 and down_proj.shape[0] > 0 and down_proj.shape[1] == x.shape[1]
@@ -48,12 +50,19 @@ def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation
     fits = fits and top_k_weights.dtype in (x.dtype, torch.float32)
     check(fits, "top_k_weights", top_k_weights, f"{x.dtype} or torch.float32 of shape {tuple(top_k_index.shape)}")
     check_known("activation", activation, ACTIVATIONS)
+    for name, lora, weights in (("gate_up_lora", gate_up_lora, gate_up_proj), ("down_lora", down_lora, down_proj)):
+        if lora is not None:
+            (number, outputs, inputs), (a, b) = weights.shape, lora
+            for factor, shape in ((a, (number, a.shape[1], inputs)), (b, (number, outputs, a.shape[1]))):
+                fits = factor.shape == shape and (factor.dtype, factor.device) == here
+                check(fits, name, factor, f"{x.dtype} of shapes (E, r, {inputs}) and (E, {outputs}, r) on {x.device}")
 
 
 @op
 def experts(
     x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor, activation: str = "silu", up_first: bool = False,
+    gate_up_lora: Sequence | None = None, down_lora: Sequence | None = None, lora_scale: float = 1.0,
 ):  # fmt: skip
     """Compute the weighted sum of each token's experts, gated MLPs (arXiv:2401.04088), as transformers does.
 
@@ -68,6 +77,12 @@ def experts(
         top_k_weights: (T, k), their routing weights, in the dtype of `x` or fp32.
         activation: one of those of `activate`, applied to the gate.
         up_first: up comes before gate in `gate_up_proj`.
+        gate_up_lora, down_lora: low-rank factors (A, B) of each expert, (E, r, inputs) and (E, outputs, r), in the
+            dtype of `x`; None: none. A projection W x then is W x + lora_scale B (A x) (arXiv:2106.09685), rounded
+            after each product and the sum; no merged weight exists. peft's `target_parameters` holds the same factors
+            as A (E r, inputs) and B (outputs, r E): A.view(E, r, -1) and B.view(outputs, r, E).permute(2, 0, 1). With
+            factors the op keeps what the products' own backwards need, and allows a second backward.
+        lora_scale: alpha / r.
 
     Returns:
         (T, H), in the dtype of `x`. Each expert's output is rounded, then its product with the routing weight to the
@@ -77,22 +92,36 @@ def experts(
         ValueError: shapes, dtypes or devices do not fit; `activation` is unknown.
         RuntimeError: a second backward through one call on a GPU, whose first one reused the saved memory.
     """
-    _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation)
-    return _by_operations(
-        grouped_mm.reference, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first
-    )
+    tensors, loras = (x, gate_up_proj, down_proj, top_k_index, top_k_weights), (gate_up_lora, down_lora)
+    _validate(*tensors, activation, *loras)
+    return _by_operations(grouped_mm.reference, _unit, *tensors, activation, up_first, *loras, lora_scale)
 
 
-def _by_operations(multiply, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first):
-    """Compute the experts by torch's operations around the grouped product `multiply`."""
+def _unit(gate, up, activation):
+    y = ACTIVATIONS[activation](gate)
+    return y if up is None else y * up
+
+
+def _by_operations(
+    multiply, unit, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first, gate_up_lora,
+    down_lora, lora_scale,
+):  # fmt: skip
+    """Compute the experts by operations around the grouped product `multiply` and the gated `unit`."""
+
+    def project(rows, weights, lora):
+        y = multiply(rows, weights.transpose(1, 2), offs)
+        if lora is None:
+            return y
+        a, b = lora
+        return y + lora_scale * multiply(multiply(rows, a.transpose(1, 2), offs), b.transpose(1, 2), offs)
+
     if top_k_index.device.type == "cpu" and not torch.compiler.is_compiling():
         known = ((top_k_index >= 0) & (top_k_index < len(gate_up_proj))).all()
         check(known, "top_k_index", top_k_index, f"experts from 0 to {len(gate_up_proj) - 1}")
     order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
-    hidden = multiply(x[order // top_k_index.shape[1]], gate_up_proj.transpose(1, 2), offs)
+    hidden = project(x[order // top_k_index.shape[1]], gate_up_proj, gate_up_lora)
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
-    y = ACTIVATIONS[activation](gate)
-    projected = multiply(y if up is None else y * up, down_proj.transpose(1, 2), offs)
+    projected = project(unit(gate, up, activation), down_proj, down_lora)
     weighted = projected * top_k_weights.reshape(-1)[order, None]
     return weighted[position].view(*top_k_index.shape, x.shape[1]).sum(1).to(x.dtype)
 
@@ -125,21 +154,23 @@ def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **options):
     return Cost(inputs + x.nbytes, 2 * inputs + x.nbytes, flops, 2 * flops)
 
 
-@experts.register("cpu")
-def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation="silu", up_first=False):
-    _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation)
-    return _by_operations(grouped_mm, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first)
+@experts.register("cpu", bound=True)
+def _(a):
+    _validate(*a[:6], a.gate_up_lora, a.down_lora)
+    return _by_operations(grouped_mm, _unit, *a)
 
 
-@experts.register("triton")
-def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation="silu", up_first=False):
-    tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-    _validate(*tensors, activation)
-    if torch.compiler.is_compiling() or transforms_active():  # neither follows tensors from one function to the next
-        return _by_operations(grouped_mm, *tensors, activation, up_first)
+@experts.register("triton", bound=True)
+def _(a):
+    _validate(*a[:6], a.gate_up_lora, a.down_lora)
+    # neither torch.compile nor torch.func follows tensors from MixtureFunction to ProjectedFunction
+    if torch.compiler.is_compiling() or transforms_active():
+        return _by_operations(grouped_mm, _unit, *a)
+    if a.gate_up_lora is not None or a.down_lora is not None:
+        return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
     kept = []
-    placeholder = MixtureFunction.apply(*tensors, activation, up_first, kept)
-    return ProjectedFunction.apply(placeholder, (down_proj, *kept), activation, up_first)
+    placeholder = MixtureFunction.apply(*a[:7], kept)
+    return ProjectedFunction.apply(placeholder, (a.down_proj, *kept), a.activation, a.up_first)
 
 
 class MixtureFunction(Function):

@@ -1,4 +1,6 @@
-r"""Sort pairs of a token and one of its experts by expert, without a wait for the device.
+r"""Choose experts for tokens, and sort pairs of a token and an expert by expert.
+
+The router and its losses are torch's operations on (T, E) logits. No function waits for the device. The sort:
 
     order = argsort(index, stable)          tokens[i]   = order[i] / k              position[order[i]] = i
     weights[i] = w[order[i]]                offs[e]     = pairs whose expert is at most e
@@ -10,14 +12,108 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import raw
+from liger_hw.checks import check
+from liger_hw.dispatch import raw, widen
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, row_warps, tuned
+from liger_hw.spelling import check_known
+from liger_hw.tuning import Config, tuned
+
+SCORES = {"softmax": lambda logits: torch.softmax(logits, -1), "sigmoid": torch.sigmoid}
+
+
+def router(
+    logits, k, scores="softmax", normalise=True, scale=1.0, correction_bias=None, groups=1, kept_groups=1, eps=0.0,
+    dtype=None,
+):  # fmt: skip
+    """Choose k experts for each token, and weigh them.
+
+    Bitwise equal to the routers of transformers: Mixtral by the defaults; Qwen3-MoE with normalise=norm_topk_prob and
+    dtype=logits.dtype; DeepSeek-V3 with fp32 logits, scores="sigmoid", eps=1e-20, normalise=norm_topk_prob,
+    scale=routed_scaling_factor, correction_bias, groups=n_group and kept_groups=topk_group (arXiv:2412.19437).
+
+    Args:
+        logits: (T, E), any floating dtype; scores are computed in fp32.
+        k: experts a token.
+        scores: "softmax" or "sigmoid".
+        normalise: divide the weights by their sum plus `eps`.
+        scale: a factor of the weights.
+        correction_bias: (E,), added to the scores for the choice alone; None: 0.
+        groups: experts form groups of E / groups neighbours, and a token chooses from its best `kept_groups`, by the
+            sum of each group's two largest scores.
+        kept_groups: number of groups to choose from.
+        dtype: dtype of the weights; fp32 by default.
+
+    Returns:
+        (weights (T, k), index (T, k) int64); gradients reach the logits through the weights.
+
+    Raises:
+        ValueError: `scores` is unknown, or k, groups or kept_groups do not fit.
+    """
+    check(logits.ndim == 2 and logits.is_floating_point(), "logits", logits, "floating point of shape (T, E)")
+    check_known("scores", scores, SCORES)
+    number = logits.shape[1]
+    check(groups > 0 and number % groups == 0, "groups", groups, f"a divisor of {number} experts")
+    check(0 < kept_groups <= groups, "kept_groups", kept_groups, f"1 to {groups}")
+    check(0 < k <= number // groups * kept_groups, "k", k, f"1 to {number // groups * kept_groups}")
+    of_experts = SCORES[scores](widen(logits))
+    ranked = of_experts.detach() if correction_bias is None else of_experts.detach() + correction_bias
+    if kept_groups < groups:
+        grouped = ranked.view(-1, groups, number // groups)
+        best = grouped.topk(min(2, number // groups), dim=-1)[0].sum(-1).topk(kept_groups, dim=-1)[1]
+        kept = torch.zeros(len(logits), groups, dtype=torch.bool, device=logits.device).scatter_(1, best, True)
+        ranked = grouped.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
+    # the order of the chosen, in which they are added up, is that of the classes above
+    index = ranked.topk(k, dim=-1, sorted=scores == "softmax")[1]
+    weights = of_experts.gather(1, index)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    weights = weights if scale == 1.0 else weights * scale
+    return weights.to(dtype or weights.dtype), index
+
+
+def load_balancing_loss(router_logits, k, attention_mask=None):
+    """Compute the auxiliary loss that balances experts (arXiv:2101.03961, equations 4 to 6).
+
+    E sum over experts of (share of the choices) (mean probability), over the tokens of all layers, as transformers'
+    `load_balancing_loss_func`. Shares count k choices a token, so balanced experts give k.
+
+    Args:
+        router_logits: (T, E), or a sequence of them, one for each layer.
+        k: experts a token.
+        attention_mask: (B, L) with T = B L, 0 for padding; None: no padding.
+
+    Returns:
+        A scalar in fp32.
+    """
+    layers = [router_logits] if torch.is_tensor(router_logits) else list(router_logits)
+    mask = None if attention_mask is None else attention_mask.reshape(-1, 1).float()
+    counts, sums, rows = 0.0, 0.0, 0.0
+    for logits in layers:
+        probabilities = torch.softmax(logits, -1)
+        chosen = torch.zeros_like(probabilities, dtype=torch.float32)
+        chosen.scatter_(1, probabilities.detach().topk(k, dim=-1)[1], 1.0)
+        probabilities = probabilities.float()
+        if mask is not None:
+            chosen, probabilities = chosen * mask, probabilities * mask
+        counts, sums = counts + chosen.sum(0), sums + probabilities.sum(0)
+        rows = rows + (len(logits) if mask is None else mask.sum())
+    return (counts / rows * (sums / rows)).sum() * counts.shape[0]
+
+
+def router_z_loss(logits):
+    """Compute the mean square of the log of the sum of exponentials, in fp32 (arXiv:2202.08906).
+
+    logits: (..., E).
+    """
+    return widen(logits).logsumexp(-1).square().mean()
+
+
+# Sorting --------------------------------------------------------------------------------------------------------------
 
 
 @tuned
 def sorted_pairs_config(device):
-    return Config({"BLOCK": 512}, row_warps(512, device, 4))
+    return Config({"BLOCK": device.warp_size}, 1)  # a lane for each pair, whose accesses are scattered
 
 
 @triton.jit(do_not_specialize=["pairs", "k", "experts", "blocks", "steps"])
