@@ -95,14 +95,14 @@ def grouped_outer_config(group_rows, vectors, itemsize, device):
 
 
 def _tiles(rows, cols, depth, vectors, itemsize, device):
-    """Return a configuration of tiles, three of which fit shared memory.
+    """Return a configuration of tiles, four of which fit shared memory.
 
     Where they do not, 128 columns and a depth of 64 must do. The sums take 64 registers a lane, 128 in 256 columns.
     Without whole vectors each value has a pointer, and without matrix cores (fp32) each lane keeps its operands. There
     larger tiles spill, and more sums a lane on sm_120 and gfx1100.
     """
     sums = cols // 2
-    if 3 * (rows + cols) * depth * itemsize > device.shared_memory:
+    if 4 * (rows + cols) * depth * itemsize > device.shared_memory:
         sums, cols, depth = 64, 128, min(depth, 64)
     if not vectors or itemsize == 4:
         sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
