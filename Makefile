@@ -50,7 +50,7 @@ demo: $(READY)
 INTERPRETED = tests/kernels tests/losses tests/test_dispatch.py tests/test_tracing.py \
 	tests/transformers/test_kernels_in_models.py
 INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED)
-COMPILED = tests/test_targets.py tests/test_experts_on_targets.py tests/losses/test_losses_on_targets.py
+COMPILED = tests/test_targets.py tests/losses/test_losses_on_targets.py
 
 # Two runs, because the import of Triton chooses its interpreter; the second has the tests that need it. Both always run.
 # A test of kernels takes one vendor or architecture, in turn.

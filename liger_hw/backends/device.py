@@ -20,6 +20,9 @@ class Device:
         core_threads: most lanes resident on one core.
         l2: bytes of last-level cache.
         async_copy: whether loads of a pipelined loop bypass registers on the way to shared memory.
+        tf32: whether Triton multiplies fp32 matrices in TF32 on it, if torch's flag allows that.
+        grouped_mm: whether torch's `grouped_mm` of bf16 is one kernel on it; elsewhere torch waits for the device and
+            calls one product for each group.
         bandwidth: memory bandwidth in GB/s, from the data sheet; 0 if unknown.
         launch_options: compiler options of every launch.
         warp_sizes: warp sizes that the compiler supports, if a launch may choose; else empty.
@@ -38,6 +41,8 @@ class Device:
     l2: int = 0
     bandwidth: int = 0
     async_copy: bool = False
+    tf32: bool = False
+    grouped_mm: bool = False
     launch_options: dict = field(default_factory=dict)
     warp_sizes: tuple = ()
     name: str = ""

@@ -22,7 +22,8 @@ def _row(arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, ban
     )  # fmt: skip
     device = Device(
         "nvidia", arch, 32, num_cores, shared_kib * KiB, registers=64, max_threads=1024, core_threads=core_threads,
-        l2=l2_mib * MiB, bandwidth=bandwidth, async_copy=True, core=core,
+        l2=l2_mib * MiB, bandwidth=bandwidth, async_copy=True, tf32=True,
+        grouped_mm=arch in ("sm90", "sm100", "sm103"), core=core,  # `_scaled_mm_allowed_device` of torch's GroupedBlas
     )  # fmt: skip
     return Architecture(device, cards, in_matrix, {"ttir": "nvidia"} | same_code)
 

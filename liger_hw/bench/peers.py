@@ -9,6 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from liger_hw import dispatch
+from liger_hw._torch import grouped_mm
+from liger_hw.kernels.experts import sort_by_expert
+from liger_hw.kernels.grouped_mm import multiply_groups, multiply_rows
 from liger_hw.spelling import check_known
 from liger_hw.testing.case import Case
 
@@ -50,6 +53,8 @@ def _eager(case):
 
 
 def _compile(case):
+    if _groups(case):
+        return None
     torch._dynamo.reset()  # compiled once for each shape, and torch limits recompilations of one function
     return torch.compile(_eager(case), dynamic=False)
 
@@ -65,11 +70,17 @@ def _torch(case):
         "softmax": lambda x: F.softmax(x, -1),
         "cross_entropy": F.cross_entropy,
         "fused_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
+        "grouped_mm": lambda rows, weights, offs: grouped_mm()(rows, weights, offs=offs),
     }.get(case.op)
 
 
 def _liger(case):
     from liger_kernel.transformers import functional as liger
+
+    if case.op == "experts":
+        from liger_kernel.ops import LigerFusedMoEFunction
+
+        return LigerFusedMoEFunction.apply
 
     norm = {"eps": 1e-6}
     more = {}
@@ -111,6 +122,8 @@ def _quack(case):
 
 
 def _floor(case):
+    if case.op == "experts":
+        return _ExpertsFloor()
     return Products([(0, 1)]) if case.op == "fused_linear_cross_entropy" else None
 
 
@@ -141,6 +154,35 @@ class Products:
         return logits
 
 
+class _ExpertsFloor:
+    """Compute only the grouped products of gated experts: two, and four in a backward."""
+
+    def __init__(self):
+        self.buffers = None
+
+    def __call__(self, x, gate_up, down, index, weights):
+        x, gate_up, down = x.detach(), gate_up.detach(), down.detach()
+        if self.buffers is None:
+            order, _, offs = sort_by_expert(index, len(gate_up))
+            rows = x[order // index.shape[1]]
+            y, hidden = (rows.new_empty(len(rows), size).normal_() for size in (down.shape[2], gate_up.shape[1]))
+            self.buffers = rows, y, hidden, offs
+        rows, y, hidden, offs = self.buffers
+        multiply_rows(rows, gate_up.transpose(1, 2), offs, None)
+        out = multiply_rows(y, down.transpose(1, 2), offs, None)
+        if torch.is_grad_enabled():
+            multiply_rows(rows, down, offs, None)
+            multiply_groups(rows, y, offs, None)
+            multiply_groups(hidden, rows, offs, None)
+            multiply_rows(hidden, gate_up, offs, None)
+        return out[: len(x)]
+
+
+def _groups(case):
+    """Tell whether the op's reference and the peer wait for the sizes of groups."""
+    return case.op in ("grouped_mm", "experts")
+
+
 def _losses(case):
     return case.op in ("cross_entropy", "fused_linear_cross_entropy")
 
@@ -151,18 +193,18 @@ PEERS = {
         _liger,
         "liger_kernel",
         overwrites=lambda case: case.op != "fused_linear_cross_entropy",
-        waits=_losses,
+        waits=lambda case: _losses(case) or _groups(case),
         note="with its defaults, which work in place (norms over the incoming gradient, GLU over gate and up "
         "in backward, RoPE over q and k, cross entropy over the logits), on the same tensors in every round",
     ),
     "compile": Peer(_compile, on_cpu=True, note="torch.compile of our reference, for each shape, without CUDA graphs"),
     "torch": Peer(_torch, on_cpu=True, note="torch's own fused operators; the loss of 16-bit logits is in 16 bits"),
-    "eager": Peer(_eager, on_cpu=True, note="our reference in plain torch, loss in fp32"),
+    "eager": Peer(_eager, on_cpu=True, waits=_groups, note="our reference in plain torch, loss in fp32"),
     "cce": Peer(
         _cce, "cut_cross_entropy", waits=_losses, note="with its default gradient filter, which skips small gradients"
     ),
     "quack": Peer(_quack, "quack", overwrites=lambda case: bool(case.options.get("in_place"))),
-    FLOOR: Peer(_floor, on_cpu=True, note="three torch.mm of the same sizes; forward: the first"),
+    FLOOR: Peer(_floor, on_cpu=True, note="the matrix products alone"),
 }
 NAMES = tuple(name for name in PEERS if name not in (OURS, FLOOR))
 

@@ -13,7 +13,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import raw
-from liger_hw.kernels._math import in_row, rounded
+from liger_hw.kernels._math import in_row, rounded, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -71,4 +71,34 @@ def sum_gathered(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor 
     config = gathered_sum_config(power_of_2(cols), rows.element_size(), device_of(rows))
     grid = tokens, -(-cols // config["COLS"]), 1
     launch(gathered_sum, grid, config, rows, place, weights, out, cols, place.shape[1])
+    return out
+
+
+@tuned
+def gathered_product_config(width, itemsize, device):
+    block = min(width, 2048 // itemsize)
+    return Config({"COLS": block}, row_warps(block, device, 16 // itemsize))
+
+
+@triton.jit
+def gathered_product(ROWS, INDEX, W, OUT, row_stride, cols: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = in_row(col, cols, COLS)
+    x = tl.load(ROWS + tl.load(INDEX + row) * row_stride + col, mask).to(tl.float32)
+    tl.store(OUT + row * cols + col, x * tl.load(W + row).to(tl.float32), mask)
+
+
+@raw(lambda rows, index, weights: rows.new_empty(len(index), rows.shape[1]))
+def gather_weighted(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return rows[index] * weights[:, None], rounded to the dtype of `rows`.
+
+    Args:
+        rows: (T, H). index: (S,) int64. weights: (S,) floats.
+    """
+    (rows, row_stride), cols = rows_of(rows), rows.shape[1]
+    out = rows.new_empty(len(index), cols)
+    config = gathered_product_config(power_of_2(cols), rows.element_size(), device_of(rows))
+    grid = len(index), -(-cols // config["COLS"]), 1
+    launch(gathered_product, grid, config, rows, index, weights, out, row_stride, cols)
     return out

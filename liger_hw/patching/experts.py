@@ -1,7 +1,7 @@
 """Match experts of a mixture that transformers' experts interface runs (`grouped_mm`, `batched_mm`, others).
 
 `patch` replaces the gated unit between their two matrix products (`_apply_gate`). With the implementation `grouped_mm`
-it replaces the whole forward (`mixture`), which then saves less for the backward.
+it replaces the whole forward by the op `experts`, which saves less for the backward.
 """
 
 import itertools
@@ -9,8 +9,9 @@ import itertools
 import torch
 
 from liger_hw._torch import is_plain
-from liger_hw.kernels.glu import ACTIVATIONS, activate, swiglu
-from liger_hw.patching import gates, mixture, probing
+from liger_hw.kernels import experts
+from liger_hw.kernels.glu import ACTIVATIONS, activate
+from liger_hw.patching import gates, probing
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match
 
@@ -34,8 +35,9 @@ class ExpertsMatch(Match):
 
 def _forward_of(original, up_first, activation):
     def forward(self, *args, **kwargs):
-        if len(args) == 3 and not kwargs and _can_mix(self, args[0]):
-            return mixture.mixture(*args, *_weights(self), up_first if self.has_gate else None, activation)
+        if len(args) == 3 and not kwargs and _can_mix(self, *args):
+            x, index, routing_weights = args
+            return experts.experts(x, *_weights(self), index, routing_weights, activation, up_first)
         return original.forward(self, *args, **kwargs)
 
     return forward
@@ -64,8 +66,8 @@ def _weights(module):
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)
 
 
-def _can_mix(module, x):
-    """Tell whether `mixture` computes this module's output for x, and a backward may follow."""
+def _can_mix(module, x, index, routing_weights):
+    """Tell whether `experts` computes this module's output for x, and a backward may follow."""
     from transformers.integrations import moe
 
     weights = _weights(module)
@@ -79,10 +81,11 @@ def _can_mix(module, x):
         and not torch.compiler.is_compiling()
         and is_plain(x, *weights)
         and all(w is not None and w.dtype == x.dtype for w in weights)
+        and index.dtype in (torch.int64, torch.int32)
+        and routing_weights.dtype in (x.dtype, torch.float32)
         and torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (x, *weights))
-        and swiglu.choose(x.device, x.dtype) != "reference"
-        and moe._can_use_grouped_mm(x, weights[0], None)
+        and experts.experts.choose(x.device, x.dtype) not in ("cpu", "reference")
     )
 
 

@@ -33,6 +33,7 @@ from liger_hw.testing.cases import model_cases, small_cases, wide_cases
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
+BLOCKS = {"cols": "COLS", "depth": "DEPTH", "tall": "ROWS"}  # a constant size -> the block that spans it
 
 
 @dataclass
@@ -116,11 +117,13 @@ def walks(launch: Launch) -> bool:
 
 
 def _class(launch: Launch) -> tuple:
-    """Return an equal key for launches whose code differs in the row width alone."""
-    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
-    rest = {name: value for name, value in launch.constants.items() if name != "cols"}
-    of_width = () if None in (cols, block) else (cols <= block, cols % block == 0, math.gcd(cols, 16))
-    return launch.what[:3], str(rest), *launch.what[4:], of_width
+    """Return an equal key for launches whose code differs in widths alone."""
+    rest = {name: value for name, value in launch.constants.items() if name not in BLOCKS}
+    sizes = ((launch.constants.get(name), launch.constants.get(block)) for name, block in BLOCKS.items())
+    of_width = [
+        (size <= block, size % block == 0, math.gcd(size, 16)) for size, block in sizes if None not in (size, block)
+    ]
+    return launch.what[:3], str(rest), *launch.what[4:], *of_width
 
 
 def _coarse_class(launch: Launch) -> tuple:
@@ -172,11 +175,15 @@ def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
     other kernel the rule holds if Triton knows that rows begin at a vector.
     If rows are not aligned, the rule covers matrices only: the kernel then reads a vector shared by all rows (class
     weights) out of step, and from the cache.
+    The rule excludes the store of a matrix product (DEPTH), a small part of its time: AMD stores 2 or 8 bytes
+    a lane from the layout of its matrix cores, and saves the way through shared memory.
     """
     if "ALIGNED" not in launch.constants and not _rows_known(launch):
         return
     largest = max((access.elements for access in found.accesses), default=1)
     for access in found.accesses:
+        if access.kind == "store" and "DEPTH" in launch.constants:
+            continue
         if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
             lost = [
                 int(width) for it in found.accesses if (it.at, it.kind) == ("?", access.kind) for width in it.widths

@@ -5,6 +5,7 @@ docs/adapters_and_trainers.md lists the arguments without effect, and why that i
 
 import torch
 
+from liger_hw.kernels.experts import experts
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.stand_in.function_class import function_class
@@ -249,7 +250,7 @@ _SAME_PARAMETERS = {
     "LigerPolyNormFunction": functional.liger_poly_norm,
     "LigerDyTFunction": functional.liger_dyt,
     "LigerGELUMulFunction": functional.liger_geglu,
-    "LigerFusedMoEFunction": ops_without_kernels.experts,
+    "LigerFusedMoEFunction": experts,
     "LigerRopeFunction": functional.liger_rope,
     "LigerQwen2VLMRopeFunction": functional.liger_qwen2vl_mrope,
     "LigerMultiTokenAttentionFunction": functional.liger_multi_token_attention,

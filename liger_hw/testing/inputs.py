@@ -33,6 +33,18 @@ def angles(batch, tokens, rotary_dim, dtype=torch.float32, device="cpu"):
     return x.cos().to(device, dtype), x.sin().to(device, dtype)
 
 
+def group_ends(rows, groups, device="cpu"):
+    """Draw the ends of groups of `rows`, int32 (groups,); many groups are empty."""
+    cuts = torch.randint(0, rows + 1, (groups - 1,)).sort().values
+    cuts = torch.where(torch.rand(groups - 1) < 0.3, torch.cat([cuts.new_zeros(1), cuts])[: groups - 1], cuts)
+    return torch.cat([cuts.sort().values, cuts.new_tensor([rows])]).to(device, torch.int32)
+
+
+def chosen_experts(tokens, experts, k, device="cpu"):
+    """Draw k experts for each token, (tokens, k); nobody chooses the last, if possible."""
+    return torch.rand(tokens, max(experts - 1, k)).argsort(1)[:, :k].to(device)
+
+
 def flat(outputs):
     """Concatenate the floating-point outputs of an op to one vector, to differentiate them at once."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -60,6 +72,12 @@ class Inputs:
 
     def angles(self, batch, tokens, rotary_dim, dtype=None):
         return angles(batch, tokens, rotary_dim, dtype or self.dtype, self.device)
+
+    def group_ends(self, rows, groups):
+        return group_ends(rows, groups, self.device)
+
+    def chosen_experts(self, tokens, experts, k):
+        return chosen_experts(tokens, experts, k, self.device)
 
     def rand(self, *shape, dtype=torch.float32):
         """Draw values from 0 to 1 without a gradient, such as class weights."""

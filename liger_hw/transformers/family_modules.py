@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from liger_hw.kernels.experts import experts
 from liger_hw.patching.projection import project_down
 from liger_hw.transformers import ops_without_kernels
 from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
@@ -214,7 +215,7 @@ class LigerExperts(nn.Module):
         """Apply to hidden_states (..., H) the experts (..., K) with weights (..., K)."""
         k = top_k_index.shape[-1]
         x, index, weights = hidden_states.flatten(0, -2), top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
-        return ops_without_kernels.experts(x, self.gate_up_proj, self.down_proj, index, weights).view_as(hidden_states)
+        return experts(x, self.gate_up_proj, self.down_proj, index, weights).view_as(hidden_states)
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):

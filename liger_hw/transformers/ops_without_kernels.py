@@ -6,9 +6,7 @@ PyTorch computes their gradients. They give correct results on any device, but s
 import torch
 import torch.nn.functional as F
 
-from liger_hw._torch import grouped_mm
-from liger_hw.checks import KERNEL_DTYPES, check
-from liger_hw.kernels.glu import swiglu
+from liger_hw.checks import check
 from liger_hw.kernels.softmax import softmax, sparsemax
 
 FAR_BELOW = -1e9  # masked scores in multi-token attention; finite, because a convolution reads them
@@ -86,34 +84,6 @@ def attention_residual(blocks, w_query, w_norm, eps=1e-6):
     keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * w_norm.float()
     depth = (keys @ w_query.float()).softmax(0)
     return (depth.unsqueeze(-1) * wide).sum(0).to(blocks.dtype)
-
-
-def _product_of_each_group(rows, weights, offs):
-    """Multiply rows (S, K), in groups that end at `offs`, by weights (E, K, N)."""
-    ends = offs.tolist()
-    return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
-
-
-def experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
-    """Compute a mixture of SwiGLU experts: sums of weight * down(silu(gate) * up).
-
-    It uses torch's grouped matrix products, with the op `swiglu` between them. Where torch refuses them (float64, or
-    rows of H or I values that are no multiple of 16 bytes), it uses one product per expert and waits for the device.
-
-    Args:
-        x: (T, H). gate_up_proj: (E, 2I, H). down_proj: (E, H, I). top_k_index, top_k_weights: (T, K).
-    """
-    aligned = all(size * x.element_size() % 16 == 0 for size in down_proj.shape[1:])
-    multiply = grouped_mm() if aligned and x.dtype in KERNEL_DTYPES else _product_of_each_group
-    chosen, order = top_k_index.reshape(-1).sort()
-    counts = torch.zeros(len(gate_up_proj), dtype=torch.int32, device=x.device)
-    offsets = counts.index_add(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
-    tokens = order // top_k_index.shape[1]
-    gate, up = multiply(x[tokens], gate_up_proj.transpose(1, 2), offs=offsets).chunk(2, -1)
-    y = multiply(swiglu(gate, up), down_proj.transpose(1, 2), offs=offsets)
-    y = y.float() * top_k_weights.reshape(-1)[order, None].float()
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return y[position].view(*top_k_index.shape, -1).sum(1).to(x.dtype)  # not index_add, which sums in varying order
 
 
 def tiled(function, module, x, shards=None):

@@ -71,14 +71,14 @@ def test_gradient_checkpointing(family, backend, device):
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
 @pytest.mark.parametrize("family", MIXTURES_OF)
 def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
-    from liger_hw.patching import mixture
+    from liger_hw.kernels import experts
 
     plain, patched = (m.to(device) for m in tiny.pair(family, **MIXTURES_OF[family], **MIXTURES))
     for model in (plain, patched):
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen or frozen not in name)
-    calls, compute = [], mixture.mixture
-    monkeypatch.setattr(mixture, "mixture", lambda *args: calls.append(args) or compute(*args))
+    calls, sort = [], experts.sort_pairs
+    monkeypatch.setattr(experts, "sort_pairs", lambda *args: calls.append(args) or sort(*args))
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **inputs)
@@ -101,12 +101,14 @@ def test_hooks_on_the_activation_of_patched_experts_fire(family, backend, device
 
 
 def test_checkpointing_projects_no_experts_again(backend, device, monkeypatch):
-    from liger_hw.patching import mixture
+    from liger_hw.kernels import experts
 
     _, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
     patched.to(device).gradient_checkpointing_enable({"use_reentrant": False})
-    calls, grouped = [], mixture.grouped
-    monkeypatch.setattr(mixture, "grouped", lambda *args: calls.append(args) or grouped(*args))
+    calls = []
+    for name in ("multiply_rows", "multiply_groups"):
+        multiply = getattr(experts, name)
+        monkeypatch.setattr(experts, name, lambda *args, multiply=multiply: calls.append(args) or multiply(*args))
     with liger_hw.use_backend(backend):
         loss = tiny.call(patched, **{name: x.to(device) for name, x in tiny.tokens(1, 7).items()}).loss
         assert len(calls) == 2

@@ -1,0 +1,319 @@
+r"""Multiply each group of rows by a matrix of its own, as experts do.
+
+    out[r] = rows[r] W[g]                   for r of group g, rows offs[g - 1] to offs[g]
+    drows  = dout W[g]^T                    the same kernel, with W's strides exchanged
+    dW[g]  = rows[g]^T dout[g]              one product for each group, over its rows; zeros for a group without rows
+
+Letters: S rows of K values in E groups, to N values. A product reads its rows and every weight at least once: SK + EKN
+read, SN written, 2SKN operations. No launch depends on the values of `offs`, which stay on the device:
+
+- Rows. A tile of ROWS rows begins at its group's first row. Group g with rows s to t owns the slots s // ROWS + g to
+  t // ROWS + g, at least as many as it has tiles, so S // ROWS + E slots serve any sizes of groups. A program counts
+  the groups that own a slot up to its own, which is one load of `offs` and one sum; programs of surplus slots end.
+- Groups. A program computes one tile of one group's product in a loop over that group's rows. Each value is the sum of
+  one program in one order, so every run is bitwise equal.
+
+torch's own `grouped_mm` is one kernel on some devices for bf16 rows of whole 16 bytes. This file calls it there for
+groups of more than 64 rows on average (`_by_torch`). Elsewhere torch waits for the device and calls one product for
+each group, or refuses. On an H200 (torch 2.11, Triton 3.6), the kernels here have 0.79 to 1.29 of torch's speed in
+groups of 128 to 8,192 rows, and 1.17 to 1.68 in smaller ones.
+"""
+
+import torch
+
+from liger_hw import backends
+from liger_hw._torch import grouped_mm as torch_grouped_mm
+from liger_hw._triton import interpreting, tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import KERNEL_DTYPES, check
+from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels._math import in_row, rows_of
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, tuned
+
+
+def _validate(rows, weights, offs):
+    check(rows.is_floating_point() and rows.ndim == 2, "rows", rows, "a floating point matrix")
+    fits = weights.ndim == 3 and weights.shape[:1] == offs.shape and weights.shape[1] == rows.shape[1]
+    fits = fits and (weights.dtype, weights.device) == (rows.dtype, rows.device)
+    check(fits, "weights", weights, f"{rows.dtype} of shape (E, {rows.shape[1]}, N) on {rows.device}, E ends in offs")
+    check(offs.dtype == torch.int32 and offs.numel() > 0, "offs", offs, "torch.int32 of shape (E,), E > 0")
+    check(offs.device == rows.device, "offs", offs, f"a tensor on {rows.device}")
+
+
+@op
+def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
+    """Multiply each group of rows by its matrix, as torch.nn.functional.grouped_mm does.
+
+    Args:
+        rows: (S, K), sorted by group.
+        weights: (E, K, N), in the dtype of `rows`, any strides: the transpose of (E, N, K) is not copied.
+        offs: (E,), int32, ascending: the row after each group's last. The last is S; a GPU does not check it.
+
+    Returns:
+        (S, N), in the dtype of `rows`; sums in fp32. fp32 is multiplied in TF32 where torch's flag allows it and the
+        GPU's compiler has it.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _validate(rows, weights, offs)
+    ends = offs.tolist()
+    return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
+
+
+@grouped_mm.cost
+def _(rows, weights, offs):
+    inputs, out = rows.nbytes + weights.nbytes, rows.shape[0] * weights.shape[2]
+    flops = 2 * out * rows.shape[1]
+    return Cost(inputs + out * rows.itemsize, 2 * inputs + out * rows.itemsize, flops, 2 * flops)
+
+
+@grouped_mm.register("cpu")
+def _(rows, weights, offs):
+    """Call torch's product, which can be traced; the reference where torch refuses the operands."""
+    _validate(rows, weights, offs)
+    vectors = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
+    return (torch_grouped_mm() if vectors and rows.dtype in KERNEL_DTYPES else grouped_mm.reference)(
+        rows, weights, offs=offs
+    )
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+@tuned
+def grouped_rows_config(group_rows, vectors, itemsize, device):
+    cols, depth = (128, 128) if group_rows == 32 else (256, 64)
+    return _tiles(group_rows, cols, depth, vectors, itemsize, device)
+
+
+@tuned
+def grouped_outer_config(group_rows, vectors, itemsize, device):
+    rows, cols = (128, 256) if group_rows == 128 else (64, 128)
+    return _tiles(rows, cols, group_rows // 2, vectors, itemsize, device)
+
+
+def _tiles(rows, cols, depth, vectors, itemsize, device):
+    """Return a configuration of tiles, four of which fit shared memory.
+
+    Where they do not, 128 columns and a depth of 64 must do. The sums take 64 registers a lane, 128 in 256 columns.
+    Without whole vectors each value has a pointer, and without matrix cores (fp32) each lane keeps its operands. There
+    larger tiles spill, and more sums a lane on sm_120 and gfx1100.
+    """
+    sums = cols // 2
+    if 4 * (rows + cols) * depth * itemsize > device.shared_memory:
+        sums, cols, depth = 64, 128, min(depth, 64)
+    if not vectors or itemsize == 4:
+        sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
+    lanes = min(max(rows * cols // sums, 128 if device.async_copy else 256), 256)  # loads may pass their registers
+    tile = (rows + cols) * depth * itemsize
+    stages = min(device.shared_memory // tile, 4) if device.async_copy and vectors else 2
+    return Config({"ROWS": rows, "COLS": cols, "DEPTH": depth, "BAND": 8}, lanes // device.warp_size, stages)
+
+
+def _group_rows(rows, groups):
+    """Return a class of group sizes: 32, 64 or 128.
+
+    They are averages of up to 16, up to 64 and more rows. A class is twice the average in small groups, as most rows
+    are in the larger ones: 32 rows on average in 256 groups of 7168x4096 take 3.8 ms in tiles of 64 rows, 4.2 in 32 and
+    5.5 in 16 (H200).
+    """
+    average = rows / groups
+    return 128 if average > 64 else 64 if average > 16 else 32
+
+
+def _class(rows, groups, x, y):
+    """Return the arguments of a configuration: class of groups, whole vectors, bytes of a value."""
+    return _group_rows(rows, groups), _in_vectors(x, 16) and _in_vectors(y, 16), x.element_size()
+
+
+def _in_vectors(x, values):
+    """Tell whether contiguous rows (or columns) begin at multiples of 16 bytes and of `values`."""
+    strides = [stride for stride in x.stride() if stride != 1]
+    whole = all(stride > 0 and stride % values == 0 for stride in strides)
+    return whole and len(strides) == x.ndim - 1 and x.data_ptr() % 16 == 0
+
+
+INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    """Return total + a b; the interpreter multiplies the bits of bf16 as integers."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _banded(pid, tall, wide, BAND: tl.constexpr):
+    """Return a tile's row and column in bands of BAND rows, whose programs share operands."""
+    first = pid // (BAND * wide) * BAND
+    height = tl.minimum(tall - first, BAND)
+    within = pid % (BAND * wide)
+    return first + within % height, within // height
+
+
+@triton.jit
+def grouped_rows(
+    X, W, OFFS, INDEX, OUT, rows, groups, x_stride, w_stride, k_stride, n_stride, depth: tl.constexpr,
+    cols: tl.constexpr, PRECISION: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    slot, tile = _banded(tl.program_id(0), rows // ROWS + groups, tl.cdiv(cols, COLS), BAND)
+    g = tl.arange(0, GROUPS)
+    start = tl.load(OFFS + g - 1, (g > 0) & (g < groups), other=0)
+    group = tl.sum(((g < groups) & (start // ROWS + g <= slot)).to(tl.int32), 0) - 1
+    begin = tl.load(OFFS + group - 1, group > 0, other=0)
+    end = tl.load(OFFS + group)
+    begin += (slot - group - begin // ROWS) * ROWS
+    if begin < end:
+        row = begin + tl.arange(0, ROWS)
+        col = tile * COLS + tl.arange(0, COLS)
+        k = tl.arange(0, DEPTH)
+        col_mask = in_row(col, cols, COLS)
+        # rows after the group's last repeat it, as a mask in the loop would cost more than the reads; none is stored
+        source = tl.minimum(row, end - 1).to(tl.int64)
+        if INDEX is not None:
+            source = tl.load(INDEX + source)
+        x = X + source[:, None] * x_stride + k[None, :]
+        w = W + group.to(tl.int64) * w_stride + (k.to(tl.int64) * k_stride)[:, None] + (col.to(tl.int64) * n_stride)
+        total = tl.zeros((ROWS, COLS), tl.float32)
+        for first in range(0, depth, DEPTH):
+            k_mask = in_row(first + k, depth, DEPTH)
+            a = tl.load(x, k_mask[None, :], other=0.0)
+            b = tl.load(w, k_mask[:, None] & col_mask[None, :], other=0.0)
+            total = _dot(a, b, total, PRECISION)
+            x += DEPTH
+            w += DEPTH * k_stride
+        out = OUT + row.to(tl.int64)[:, None] * cols + col[None, :]
+        tl.store(out, total.to(OUT.dtype.element_ty), (row < end)[:, None] & col_mask[None, :])
+
+
+@triton.jit
+def grouped_outer(
+    A, B, OFFS, INDEX, OUT, a_stride, b_stride, tall: tl.constexpr, cols: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(tall, ROWS) * tl.cdiv(cols, COLS)
+    group = tl.program_id(0) // tiles
+    row, col = _banded(tl.program_id(0) % tiles, tl.cdiv(tall, ROWS), tl.cdiv(cols, COLS), BAND)
+    row = row * ROWS + tl.arange(0, ROWS)
+    col = col * COLS + tl.arange(0, COLS)
+    row_mask, col_mask = in_row(row, tall, ROWS), in_row(col, cols, COLS)
+    begin = tl.load(OFFS + group - 1, group > 0, other=0)
+    end = tl.load(OFFS + group)
+    k = tl.arange(0, DEPTH)
+    a = A + (begin + k).to(tl.int64)[:, None] * a_stride + row[None, :]
+    b = B + (begin + k).to(tl.int64)[:, None] * b_stride + col[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(begin, end, DEPTH):
+        k_mask = first + k < end
+        if INDEX is not None:
+            b = B + tl.load(INDEX + first + k, k_mask, other=0)[:, None] * b_stride + col[None, :]
+        x = tl.load(a, k_mask[:, None] & row_mask[None, :], other=0.0)
+        y = tl.load(b, k_mask[:, None] & col_mask[None, :], other=0.0)
+        total = _dot(tl.trans(x), y, total, PRECISION)
+        a += tl.cast(a_stride, tl.int64) * DEPTH
+        b += tl.cast(b_stride, tl.int64) * DEPTH
+    out = OUT + group.to(tl.int64) * tall * cols + row.to(tl.int64)[:, None] * cols + col[None, :]
+    tl.store(out, total.to(OUT.dtype.element_ty), row_mask[:, None] & col_mask[None, :])
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+# A gather moves 4 bytes of 16 bits for every value, and a product computes with it 2N times. Up to this N it costs more
+# than torch's product saves: a tenth of the time at 3,072 (H200: 4.2 TB/s, 650 TFLOP/s).
+GATHERED_COLS = 3072
+
+
+def _by_torch(rows, groups, cols, index, *operands):
+    """Tell whether torch's grouped_mm takes these operands in one kernel that is faster.
+
+    A forced backend means the kernels of this file.
+    """
+    fits = device_of(operands[0]).grouped_mm and backends.forced() is None and operands[0].dtype == torch.bfloat16
+    fits = fits and _group_rows(rows, groups) == 128 and (index is None or cols > GATHERED_COLS)
+    return fits and all(_in_vectors(x, 8) and all(size % 8 == 0 for size in x.shape[1:]) for x in operands)
+
+
+def _precision(x):
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 and device_of(x).tf32 else "ieee"
+
+
+def _size(rows, index):
+    return (rows if index is None else index).shape[0]
+
+
+@raw(lambda rows, weights, offs, index: rows.new_empty(_size(rows, index), weights.shape[2]))
+def multiply_rows(
+    rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply (S, K) by (E, K, N), to (S, N). Arguments as in `grouped_mm`.
+
+    Args:
+        index: (S,) int64, the row of (T, K) that each of the S rows is; None: S rows.
+    """
+    (groups, depth, cols), size = weights.shape, _size(rows, index)
+    if _by_torch(size, groups, cols, index, rows, weights):
+        return torch_grouped_mm()(rows if index is None else rows[index], weights, offs=offs)
+    if 1 not in weights.stride()[1:]:
+        weights = weights.contiguous()
+    out = rows.new_empty(size, cols)
+    rows, row_stride = rows_of(rows)
+    config = grouped_rows_config(*_class(size, groups, rows, weights), device_of(rows))
+    programs = (size // config["ROWS"] + groups) * -(-cols // config["COLS"])
+    launch(
+        grouped_rows, (programs, 1, 1), config, rows, weights, offs, index, out, size, groups, row_stride,
+        *weights.stride(), depth, cols, _precision(rows), power_of_2(groups),
+    )  # fmt: skip
+    return out
+
+
+@raw(lambda a, b, offs, index: a.new_empty(offs.shape[0], a.shape[1], b.shape[1]))
+def multiply_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Multiply (S, P)^T by (S, Q) within each group, to (E, P, Q).
+
+    Args:
+        index: (S,) int64, the row of b (T, Q) for each row of a; None: b has S rows.
+    """
+    (size, tall), cols, groups = a.shape, b.shape[1], offs.shape[0]
+    if _by_torch(size, groups, tall, index, a, b):
+        return torch_grouped_mm()(a.t(), b if index is None else b[index], offs=offs)
+    out = a.new_empty(groups, tall, cols)
+    (a, a_stride), (b, b_stride) = rows_of(a), rows_of(b)
+    config = grouped_outer_config(*_class(size, groups, a, b), device_of(a))
+    programs = groups * -(-tall // config["ROWS"]) * -(-cols // config["COLS"])
+    launch(
+        grouped_outer, (programs, 1, 1), config, a, b, offs, index, out, a_stride, b_stride, tall, cols, _precision(a)
+    )
+    return out
+
+
+class GroupedFunction(Function):
+    @staticmethod
+    def forward(ctx, rows, weights, offs):
+        ctx.save_for_backward(rows, weights, offs)
+        return multiply_rows(rows, weights, offs, None)
+
+    @staticmethod
+    def backward(ctx, dout):
+        rows, weights, offs = ctx.saved_tensors
+        drows = dweights = None
+        if ctx.needs_input_grad[0]:
+            drows = multiply_rows(dout, weights.transpose(1, 2), offs, None)
+        if ctx.needs_input_grad[1]:
+            if weights.stride(1) == 1:  # the gradient of a transposed parameter, in the parameter's layout
+                dweights = multiply_groups(dout, rows, offs, None).transpose(1, 2)
+            else:
+                dweights = multiply_groups(rows, dout, offs, None)
+        return drows, dweights, None
+
+
+@grouped_mm.register("triton")
+def _(rows, weights, offs):
+    _validate(rows, weights, offs)
+    return GroupedFunction.apply(rows, weights, offs.contiguous())

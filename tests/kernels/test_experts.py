@@ -1,0 +1,113 @@
+import pytest
+import torch
+from saved import saved_bytes
+
+from liger_hw import experts, use_backend
+from liger_hw._triton import interpreting
+from liger_hw.kernels.experts import sort_by_expert
+from liger_hw.kernels.routing import sort_pairs
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import chosen_experts, randn
+from liger_hw.testing.parity import check, run
+
+# the interpreter truncates to bf16, which adds up
+DTYPES = [torch.float32, torch.float16] if interpreting() else [torch.float32, torch.float16, torch.bfloat16]
+
+
+def tensors(tokens=12, number=4, k=2, hidden=32, intermediate=24, device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    first = randn(number, 2 * intermediate, hidden, dtype=dtype, device=device)
+    second = randn(number, hidden, intermediate, dtype=dtype, device=device)
+    index, weights = chosen_experts(tokens, number, k, device), randn(tokens, k, dtype=dtype, device=device)
+    return randn(tokens, hidden, dtype=dtype, device=device), first, second, index, weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity(dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in small_cases("experts", dtype, device):
+        check(experts, inputs, options, backend)
+
+
+def test_reference_is_each_tokens_sum():
+    x, first, second, index, weights = tensors()
+    expected = torch.zeros_like(x)
+    for t in range(len(x)):
+        for e, w in zip(index[t].tolist(), weights[t]):
+            gate, up = (first[e] @ x[t]).chunk(2)
+            expected[t] += w * (second[e] @ (torch.nn.functional.silu(gate) * up))
+    for name in ("reference", None):
+        with use_backend(name), torch.no_grad():
+            torch.testing.assert_close(experts(x, first, second, index, weights), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_int32_indices(backend, device):
+    x, first, second, index, weights = tensors(device=device)
+    with use_backend(backend):
+        for a, b in zip(*(run(experts, (x, first, second, i, weights), {}) for i in (index, index.int()))):
+            assert torch.equal(a, b)
+
+
+def test_keeps_gate_and_up_alone(backend, device):
+    inputs = tensors(tokens=64, device=device)
+    (tokens, k), intermediate = inputs[3].shape, inputs[2].shape[2]
+    with use_backend(backend):
+        kept = saved_bytes(lambda: experts(*inputs), *inputs)
+    assert kept < tokens * k * 4 * (2 * intermediate + 8)
+
+
+def test_second_backward_says_why_it_cannot(backend, device):
+    with use_backend(backend):
+        out = experts(*tensors(device=device)).sum()
+        out.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="second backward"):
+            out.backward()
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1])
+def test_unknown_experts(wrong, backend, device):
+    x, first, second, index, weights = tensors(device=device)
+    index[3, 1] = wrong
+    with use_backend(backend):
+        out, *_ = run(experts, (x, first, second, index, weights), {})
+    assert out[3].isnan().all()
+    assert out[torch.arange(len(out)) != 3].isfinite().all()
+    if device == "cpu":
+        with use_backend("reference"), pytest.raises(ValueError, match="^top_k_index: "):
+            experts(x, first, second, index, weights)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 8, 700), (37, 2, 5)])
+def test_pairs_are_sorted_as_by_torch(shape, backend, device):
+    tokens, k, number = shape
+    index, weights = chosen_experts(tokens, number, k, device), torch.rand(tokens, k, device=device)
+    order, position, offs = sort_by_expert(index, number)
+    with use_backend(backend):
+        found = sort_pairs(index, weights, number)
+    for a, b in zip(found, (order // k, position.view(tokens, k), weights.flatten()[order], offs)):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize(
+    "place, change",
+    [
+        (0, lambda x: x[0]),
+        (1, lambda x: x[:, 1:]),
+        (1, lambda x: x.double()),
+        (2, lambda x: x[:, 1:]),
+        (2, lambda x: x[:0]),
+        (3, lambda x: x.to(torch.int16)),
+        (3, lambda x: x[1:]),
+        (4, lambda x: x.double()),
+        (4, lambda x: x[:, :1]),
+    ],
+)
+def test_bad_arguments(place, change, backend, device):
+    inputs = list(tensors(device=device))
+    inputs[place] = change(inputs[place])
+    name = ("x", "gate_up_proj|down_proj", "down_proj", "top_k_index", "top_k_weights")[place]
+    for chosen in (backend, "reference"):
+        with use_backend(chosen), pytest.raises(ValueError, match=f"^({name}): "):
+            experts(*inputs)
+        with use_backend(chosen), pytest.raises(ValueError, match="unknown activation"):
+            experts(*tensors(device=device), activation="tanh")

@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from liger_hw import grouped_mm, use_backend
+from liger_hw.testing.cases import small_cases
+from liger_hw.testing.inputs import randn
+from liger_hw.testing.parity import check, run
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity(dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in small_cases("grouped_mm", dtype, device):
+        check(grouped_mm, inputs, options, backend)
+
+
+@pytest.mark.parametrize("ends", [(0, 0, 300), (300, 300, 300), (1, 129, 300), (0, 128, 300), (127, 128, 300)], ids=str)
+def test_any_sizes_of_groups(ends, backend, device):
+    """Groups begin within a tile, at its edge or where the last one began."""
+    torch.manual_seed(0)
+    rows, weights = randn(300, 24, device=device), randn(3, 24, 20, device=device)
+    check(grouped_mm, (rows, weights, torch.tensor(ends, dtype=torch.int32, device=device)), {}, backend)
+
+
+def test_groups_do_not_read_each_others_rows(backend, device):
+    torch.manual_seed(0)
+    rows, weights = randn(40, 24, device=device), randn(3, 24, 20, device=device)
+    offs = torch.tensor([7, 20, 40], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        rows[7:20] = torch.nan
+    with use_backend(backend):
+        out, drows, dweights = run(grouped_mm, (rows, weights, offs), {})
+    for of_group in (out[:7], out[20:], drows, dweights[0], dweights[2]):
+        assert of_group.isfinite().all()
+    assert out[7:20].isnan().all() and dweights[1].isnan().all()
+
+
+def test_empty_groups_have_zero_gradients(backend, device):
+    rows, weights = randn(9, 16, device=device), randn(4, 16, 8, device=device)
+    offs = torch.tensor([0, 5, 5, 9], dtype=torch.int32, device=device)
+    with use_backend(backend):
+        *_, dweights = run(grouped_mm, (rows, weights, offs), {})
+    assert not dweights[[0, 2]].any() and dweights[[1, 3]].any((1, 2)).all()
+
+
+@pytest.mark.parametrize("layout", ["strided rows", "expanded gradient", "no unit stride"])
+def test_strides(layout, backend, device):
+    torch.manual_seed(0)
+    rows, weights = randn(20, 48, device=device), randn(2, 24, 20, device=device)
+    offs = torch.tensor([6, 20], dtype=torch.int32, device=device)
+    if layout == "no unit stride":
+        weights = randn(2, 24, 40, device=device)
+
+    def strided(rows, weights, offs):
+        weights = weights[:, :, ::2] if layout == "no unit stride" else weights
+        out = grouped_mm(rows[:, :24], weights, offs)
+        return out.sum(1, keepdim=True) if layout == "expanded gradient" else out
+
+    with use_backend("reference"):
+        expected = run(strided, (rows, weights, offs), {})
+    with use_backend(backend):
+        for found, of_reference in zip(run(strided, (rows, weights, offs), {}), expected):
+            torch.testing.assert_close(found, of_reference)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradient_has_the_layout_of_the_weights(transposed, backend, device):
+    weights = randn(2, 24, 20, device=device).detach()
+    weights = (weights.transpose(1, 2) if transposed else weights).requires_grad_()
+    rows, offs = randn(9, weights.shape[1], device=device), torch.tensor([6, 9], dtype=torch.int32, device=device)
+    with use_backend(backend):
+        grouped_mm(rows, weights, offs).sum().backward()
+    assert weights.grad.stride() == weights.stride()
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("rows", lambda rows, weights, offs: (rows[0], weights, offs)),
+        ("weights", lambda rows, weights, offs: (rows, weights.double(), offs)),
+        ("weights", lambda rows, weights, offs: (rows, weights[:, 1:], offs)),
+        ("weights", lambda rows, weights, offs: (rows, weights, offs[1:])),
+        ("offs", lambda rows, weights, offs: (rows, weights, offs.long())),
+        ("offs", lambda rows, weights, offs: (rows, weights[:0], offs[:0])),
+    ],
+)
+def test_bad_arguments(name, change, backend, device):
+    rows, weights = randn(9, 16, device=device), randn(2, 16, 8, device=device)
+    offs = torch.tensor([5, 9], dtype=torch.int32, device=device)
+    for chosen in (backend, "reference"):
+        with use_backend(chosen), pytest.raises(ValueError, match=f"^{name}: "):
+            grouped_mm(*change(rows, weights, offs))
