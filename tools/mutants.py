@@ -106,6 +106,47 @@ MUTANTS = {
             "x = x - mean[:, None]",
         ),
     ],
+    "gated_rms_norm": [
+        ("a span's sum with the gate", "(dy if SHARED else dweighted)", "dweighted"),
+        ("gate of the first span", "(program % spans).to(tl.int64) * span", "(program % spans).to(tl.int64) * 0"),
+        (
+            "scale's gradient without offset",
+            ".to(tl.float32) + offset\n        tl.store(DGATE",
+            ".to(tl.float32)\n        tl.store(DGATE",
+        ),
+        ("gradient of a first gate not multiplied by x", "du * x * slope", "du * slope"),
+        (
+            "not rounded before a modulation",
+            'if CASTING != "gemma" or ACTIVATION == "modulation"',
+            'if CASTING != "gemma"',
+        ),
+    ],
+    "l2_norm": [("mean of the squares", "width if self.mean else 1", "width")],
+    "group_norm": [
+        ("means of blocks not merged", "difference * difference * (start * share)", "0.0"),
+        ("means of channels not merged", "within + difference * difference", "within"),
+        (
+            "group's sum without the weight",
+            "along += tl.load(OF_PRODUCT + first + col, there, other=0.0) * w",
+            "along += tl.load(OF_PRODUCT + first + col, there, other=0.0)",
+        ),
+    ],
+    "dyt": [
+        ("slope of tanh", "4.0 * e * q * q", "4.0 * e * q"),
+        ("cancels near zero", "tl.where(square < 0.09, series,", "tl.where(square < 0.0, series,"),
+    ],
+    "poly_norm": [
+        ("slope of the third power", "3.0 * square * (dy", "2.0 * square * (dy"),
+        ("weights in another order", "tl.store(at, tl.sum(dw3, 0))", "tl.store(at, tl.sum(dw1, 0))"),
+    ],
+    "qk_norm_rope": [
+        ("backward turns on", "rounded(dout2 * cos2, product) - rounded", "rounded(dout2 * cos2, product) + rounded"),
+        (
+            "rest of a head has no share",
+            "(tl.sum(part1, 1) + tl.sum(part2, 1) + tl.sum(part3, 1))",
+            "(tl.sum(part1, 1) + tl.sum(part2, 1))",
+        ),
+    ],
     "rope": [
         (
             "backward turns on",
@@ -153,6 +194,8 @@ MUTANTS = {
 PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and tests/kernels/test_NAME.py
     "cross_entropy": ("kernels/cross_entropy/kernels.py", "kernels/test_cross_entropy.py"),
     "activate": ("kernels/_math.py", "kernels/test_activate.py"),
+    "gated_rms_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_gated_rms_norm.py"),
+    "l2_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_l2_norm.py"),
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
     "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
