@@ -95,7 +95,7 @@ def modulated_rms_norms(new):
     x, scale, w = new.randn(3, 4, 40), new.randn(3, 1, 40), new.randn(40, dtype=torch.float32)
     yield (x, None, scale, None), {}
     yield (x, w, scale, new.randn(3, 4, 40)), {"offset": 1.0, "casting_mode": "gemma"}  # more rows than scale
-    yield (x, w, scale, scale.detach()), {"casting_mode": "none"}
+    yield (x, w, scale, scale.detach()), {"offset": 0.5, "casting_mode": "none"}
     yield (x.detach(), None, scale.detach(), new.randn(3, 1, 40)), {}
     yield (x.detach(), w, scale.detach(), None), {}
     yield (new.randn(0, 16), new.randn(16), new.randn(16), new.randn(16)), {}
