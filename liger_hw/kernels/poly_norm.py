@@ -171,6 +171,8 @@ def poly_norm_backward(
             r1, r2, r3 = _rstd(of_1, cols, eps), _rstd(of_2, cols, eps), _rstd(of_3, cols, eps)
             along_1, along_2, along_3 = tl.sum(on_1, 1), tl.sum(on_2, 1), tl.sum(on_3, 1)
             db += tl.sum(total, 1)
+        there = (row < rows)[:, None]  # absent rows get 0: with eps=0 theirs is infinite, and would make dw NaN
+        r1, r2, r3 = tl.where(there, r1, 0.0), tl.where(there, r2, 0.0), tl.where(there, r3, 0.0)
         g1 = r1 * r1 * along_1[:, None] / cols
         g2 = r2 * r2 * along_2[:, None] / cols
         g3 = r3 * r3 * along_3[:, None] / cols

@@ -212,7 +212,8 @@ def qk_norm_rope_backward(
         m2 = before_weight(dn2, W, w2, offset, dtype, CASTING)
         m3 = before_weight(dn3, W, w3, offset, dtype, CASTING)
         squares = _sum_of_parts(square(x1, dtype, CASTING), square(x2, dtype, CASTING), square(x3, dtype, CASTING))
-        rstd = rstd_of(squares / head_dim, eps, dtype, CASTING)
+        # absent heads get 0: with eps=0 theirs is infinite, and would make dw NaN
+        rstd = tl.where(there, rstd_of(squares / head_dim, eps, dtype, CASTING), 0.0)
         mean = rstd * _sum_of_parts(m1 * x1, m2 * x2, m3 * x3) / head_dim
         at = (batch * dx_batch_stride + token * dx_token_stride + head * dx_head_stride)[:, None]
         dx1, dx2 = rstd * (m1 - x1 * rstd * mean), rstd * (m2 - x2 * rstd * mean)

@@ -250,8 +250,8 @@ def gated_rms_norm_backward(
     col = block % BLOCKS * COLS + tl.arange(0, COLS)[None, :]
     dtype: tl.constexpr = X.dtype.element_ty
     w = load_parameter(W, col, 1.0, cols, COLS)
-    first_row = (program % spans).to(tl.int64) * span
-    shared_gate = load_parameter(GATE + program % spans * gate_stride if SHARED else None, col, 1.0, cols, COLS)
+    first_row, gate_at = (program % spans).to(tl.int64) * span, (program % spans).to(tl.int64) * gate_stride
+    shared_gate = load_parameter(GATE + gate_at if SHARED else None, col, 1.0, cols, COLS)
     dw, dshift = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for start in tl.range(program // spans * ROWS, span, programs * ROWS, num_stages=STAGES):
         mask = in_tile(start + tl.arange(0, ROWS), col, span, cols, ROWS, COLS)
@@ -260,11 +260,12 @@ def gated_rms_norm_backward(
         dy = load_rows(DY, row, col, mask, dy_stride).to(tl.float32)
         factor, slope = _load_factor(GATE, shared_gate, row, col, mask, gate_stride, ACTIVATION, SHARED)
         u, dweighted, m = _before_norm(x, dy, factor, W, w, offset, dtype, CASTING, GATE_FIRST)
-        if RSTD is None:
-            rstd = rstd_of(tl.sum(square(u, dtype, CASTING), 1) / count, eps, dtype, CASTING)[:, None]
+        there = start + tl.arange(0, ROWS) < span
+        if RSTD is None:  # absent rows get 0: with eps=0 theirs is infinite, and would make dw NaN
+            rstd = rstd_of(tl.sum(square(u, dtype, CASTING), 1) / count, eps, dtype, CASTING)
+            rstd = tl.where(there, rstd, 0.0)[:, None]
             mean = rstd * tl.sum(m * u, 1)[:, None] / count
         else:
-            there = start + tl.arange(0, ROWS) < span
             rstd = tl.load(RSTD + row * groups + block // BLOCKS, there, other=0.0)[:, None]
             mean = tl.load(MEAN + row * groups + block // BLOCKS, there, other=0.0)[:, None]
         normed = u * rstd

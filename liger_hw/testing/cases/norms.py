@@ -76,6 +76,7 @@ def gated_rms_norms(new):
     for options in ({"group_size": 21}, {"group_size": 9, "gate_first": True}):
         yield (new.randn(2, 7, 63), new.randn(2, 7, 63), new.randn(63, dtype=torch.float32)), options
     yield (new.randn(3, 40), new.randn(3, 40, dtype=torch.float32), None), {}
+    yield (new.randn(3, 40), new.randn(3, 40), new.randn(40)), {"eps": 0.0}
     for learns in ((False, True, True), (True, False, True), (True, True, False), (False, False, True)):
         yield tuple(new.randn(*size, grad=grad) for size, grad in zip([(3, 40), (3, 40), (40,)], learns)), {}
     for options in GATED_FORMS[:2]:  # looped
@@ -152,6 +153,7 @@ def poly_norms(new):
         yield (new.randn(rows, cols), *single_values(new, 3, 1)), {}
     yield (new.randn(2, 7, 40), new.randn(3, dtype=torch.float32, grad=False), *single_values(new, 1)), {"eps": 1e-3}
     yield (new.randn(3, 40), *(x.detach() for x in single_values(new, 3, 1))), {}
+    yield (new.randn(3, 40), *single_values(new, 3, 1)), {"eps": 0.0}
     yield (new.randn(2, 33001), *single_values(new, 3, 1)), {}  # looped
 
 

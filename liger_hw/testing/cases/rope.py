@@ -38,7 +38,7 @@ def normed(new):
         weights, tables = (new.randn(head_dim), new.randn(head_dim)), new.angles(2, 3, rotary_dim)
         yield (new.randn(2, q_heads, 3, head_dim), new.randn(2, k_heads, 3, head_dim), *weights, *tables), {}
     q, k, wide_weights = new.randn(2, 3, 5, 20), new.randn(2, 3, 2, 20), [new.randn(20, dtype=torch.float32)] * 2
-    options = {"unsqueeze_dim": 2, "casting_mode": "gemma", "offset": 1.0}
+    options = {"unsqueeze_dim": 2, "casting_mode": "gemma", "offset": 1.0, "eps": 0.0}
     yield (q, k, *wide_weights, *new.angles(1, 3, 20, dtype=torch.float32)), options
     for learns in range(4):
         inputs = new.randn(1, 2, 2, 8), new.randn(1, 2, 2, 8), new.randn(8), new.randn(8)
