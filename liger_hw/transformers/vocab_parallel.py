@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from liger_hw.checks import check
+from liger_hw.kernels.cross_entropy.formula import check_labels
 
 FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which excludes the target
 MODES = ("global", "partition")  # mean for smoothing over all columns, or over the rank's columns
@@ -35,7 +36,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         wide, cols = logits.float(), logits.shape[-1]
         wide = wide - over_ranks(wide.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-        lse = over_ranks(wide.exp().sum(-1)).log()
+        outside = (target != ignore_index) & ((target < 0) | (target >= cols * ranks))
+        lse = over_ranks(wide.exp().sum(-1)).log().masked_fill(outside, float("nan"))
         here = target - rank * cols
         is_here = (here >= 0) & (here < cols)
         here = here.clamp(0, cols - 1).unsqueeze(-1)
@@ -67,7 +69,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: (S, B, V / ranks), this rank's columns, in the order of ranks.
-        target: (S, B) int64 in [0, V) or `ignore_index`, whose loss and gradient are 0.
+        target: (S, B) int64 or int32 in [0, V) or `ignore_index`, whose loss and gradient are 0. Another value is an
+            error on a CPU, and elsewhere makes the token's loss and gradient NaN.
         group: a process group, or None for one rank.
         label_smoothing: 0 to 1.
         formula: "pytorch" spreads label_smoothing over all V; "megatron" over the V - 1 others.
@@ -82,4 +85,7 @@ def vocab_parallel_cross_entropy(
     check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
     check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")
     check_smoothing(label_smoothing, formula, mode)
+    check_labels(
+        "target", target, logits.shape[-1] * (1 if group is None else dist.get_world_size(group)), ignore_index
+    )
     return _VocabParallelCrossEntropy.apply(logits, target, group, ignore_index, label_smoothing, formula, mode)

@@ -12,6 +12,7 @@ from liger_hw._triton import interpreting
 from liger_hw.chunked_loss import functional
 from liger_hw.losses.policy import policy_loss_of_logits
 from liger_hw.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="the interpreter's kernels do on a CPU what they do on a GPU")
 VOCABULARY, FEATURES = 11, 4
@@ -64,6 +65,7 @@ LOSSES = {
         lambda x, w, y: liger_hw.distillation_loss(x.flatten(0, 1), w, x.flatten(0, 1).detach(), w, y.flatten()),
     ),
     "multi_token_loss": ("labels", lambda x, w, y: liger_hw.multi_token_loss([x, x], w, y)),
+    "vocab_parallel_cross_entropy": ("target", lambda x, w, y: vocab_parallel_cross_entropy(x @ w.T, y)),
     "liger_fused_linear_orpo": ("labels", lambda x, w, y: functional.liger_fused_linear_orpo(x, w, y)),
 }  # fmt: skip
 
