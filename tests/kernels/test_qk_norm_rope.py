@@ -37,8 +37,8 @@ def test_equals_the_two_ops(dtype, casting_mode, tables, backend, device):
     with use_backend(backend):
         expected, found = (run(function, (q, k, *weights), {}) for function in (two_ops, one_op))
     for a, b in zip(found[:4], expected[:4]):  # outputs, and gradients of q and k
-        # A sum's order may move rstd by an ulp of fp32, which a rounding can amplify to one ulp of the normalised
-        # value, rarely. Two outputs depend on each such value, after more roundings: 1.3e-3 of 2,304 differ on an x86 CPU.
+        # A sum's order may move rstd by an ulp of fp32, which a rounding can amplify to one ulp of a normalised value,
+        # rarely. Two outputs depend on each such value, after more roundings: 1.3e-3 of 2,304 differ on an x86 CPU.
         assert a.dtype == b.dtype and (a != b).float().mean() < 5.2e-3
 
 
