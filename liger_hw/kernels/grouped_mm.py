@@ -207,11 +207,14 @@ def grouped_outer(
     k = tl.arange(0, DEPTH)
     a = A + (begin + k).to(tl.int64)[:, None] * a_stride + row[None, :]
     b = B + (begin + k).to(tl.int64)[:, None] * b_stride + col[None, :]
+    if INDEX is not None:
+        source = tl.load(INDEX + begin + k, begin + k < end, other=0)  # one step ahead, or the loop waits for it
     total = tl.zeros((ROWS, COLS), tl.float32)
     for first in range(begin, end, DEPTH):
         k_mask = first + k < end
         if INDEX is not None:
-            b = B + tl.load(INDEX + first + k, k_mask, other=0)[:, None] * b_stride + col[None, :]
+            b = B + source[:, None] * b_stride + col[None, :]
+            source = tl.load(INDEX + first + DEPTH + k, first + DEPTH + k < end, other=0)
         x = tl.load(a, k_mask[:, None] & row_mask[None, :], other=0.0)
         y = tl.load(b, k_mask[:, None] & col_mask[None, :], other=0.0)
         total = _dot(tl.trans(x), y, total, PRECISION)
