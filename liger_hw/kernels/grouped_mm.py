@@ -108,7 +108,9 @@ def _tiles(rows, cols, depth, stages, vectors, itemsize, device):
         sums, cols, depth = 64, 128, min(depth, 64)
     if not vectors or itemsize == 4:
         sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
-    lanes = min(max(rows * cols // sums, 128 if device.async_copy else 256), 256)  # loads may pass their registers
+    if device.core is None:  # Intel: a lane has as many registers in small programs
+        sums = min(sums, device.registers // 2)
+    lanes = max(rows * cols // sums, 128 if device.async_copy else 256)  # loads may pass their registers
     tile = (rows + cols) * depth * itemsize
     stages = min(device.shared_memory // tile, stages) if device.async_copy and vectors else 2
     return Config({"ROWS": rows, "COLS": cols, "DEPTH": depth, "BAND": 8}, lanes // device.warp_size, stages)
