@@ -14,6 +14,9 @@ gradients need the same matrix product:
 
     dw = <dout[t], y D_e^T> = <dout[t] D_e, y>,      dy = w dout[t] D_e
 
+On an H200 (torch 2.11) a step of bf16 experts takes 1.05 to 1.09 times its bare grouped products in Mixtral's and
+DeepSeek-V3's sizes (1,024 to 65,536 tokens), transformers' implementation 1.17 to 1.36 times.
+
 The gradient of x is a sum over k of gathered rows (`gathered_sum`), while the backward of indexing would sort. Experts
 without a gate, f(x U^T) D^T, have no product: they save I values instead of 2H + 2I or more.
 """

@@ -82,19 +82,21 @@ def _(rows, weights, offs):
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
+# Measured for an H200. Where few steps make a sum, more stages only delay the first: 8,192 rows of 256 groups of
+# 7168x4096 take grouped_outer 4.7 ms in steps of 16 rows and 3 stages, 5.0 in steps of 32, 5.3 in 32 and 4 stages.
 @tuned
 def grouped_rows_config(group_rows, vectors, itemsize, device):
-    cols, depth = (128, 128) if group_rows == 32 else (256, 64)
-    return _tiles(group_rows, cols, depth, vectors, itemsize, device)
+    cols, depth, stages = {32: (128, 128, 3), 64: (128, 64, 4), 128: (256, 64, 4)}[group_rows]
+    return _tiles(group_rows, cols, depth, stages, vectors, itemsize, device)
 
 
 @tuned
 def grouped_outer_config(group_rows, vectors, itemsize, device):
-    rows, cols = (128, 256) if group_rows == 128 else (64, 128)
-    return _tiles(rows, cols, group_rows // 2, vectors, itemsize, device)
+    rows, cols, depth, stages = (128, 256, 64, 4) if group_rows == 128 else (64, 128, 16, 3)
+    return _tiles(rows, cols, depth, stages, vectors, itemsize, device)
 
 
-def _tiles(rows, cols, depth, vectors, itemsize, device):
+def _tiles(rows, cols, depth, stages, vectors, itemsize, device):
     """Return a configuration of tiles, four of which fit shared memory.
 
     Where they do not, 128 columns and a depth of 64 must do. The sums take 64 registers a lane, 128 in 256 columns.
@@ -106,9 +108,11 @@ def _tiles(rows, cols, depth, vectors, itemsize, device):
         sums, cols, depth = 64, 128, min(depth, 64)
     if not vectors or itemsize == 4:
         sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
-    lanes = min(max(rows * cols // sums, 128 if device.async_copy else 256), 256)  # loads may pass their registers
+    if device.core is None:  # Intel: a lane has as many registers in small programs
+        sums = min(sums, device.registers // 2)
+    lanes = max(rows * cols // sums, 128 if device.async_copy else 256)  # loads may pass their registers
     tile = (rows + cols) * depth * itemsize
-    stages = min(device.shared_memory // tile, 4) if device.async_copy and vectors else 2
+    stages = min(device.shared_memory // tile, stages) if device.async_copy and vectors else 2
     return Config({"ROWS": rows, "COLS": cols, "DEPTH": depth, "BAND": 8}, lanes // device.warp_size, stages)
 
 
@@ -207,11 +211,14 @@ def grouped_outer(
     k = tl.arange(0, DEPTH)
     a = A + (begin + k).to(tl.int64)[:, None] * a_stride + row[None, :]
     b = B + (begin + k).to(tl.int64)[:, None] * b_stride + col[None, :]
+    if INDEX is not None:
+        source = tl.load(INDEX + begin + k, begin + k < end, other=0)  # one step ahead, or the loop waits for it
     total = tl.zeros((ROWS, COLS), tl.float32)
     for first in range(begin, end, DEPTH):
         k_mask = first + k < end
         if INDEX is not None:
-            b = B + tl.load(INDEX + first + k, k_mask, other=0)[:, None] * b_stride + col[None, :]
+            b = B + source[:, None] * b_stride + col[None, :]
+            source = tl.load(INDEX + first + DEPTH + k, first + DEPTH + k < end, other=0)
         x = tl.load(a, k_mask[:, None] & row_mask[None, :], other=0.0)
         y = tl.load(b, k_mask[:, None] & col_mask[None, :], other=0.0)
         total = _dot(tl.trans(x), y, total, PRECISION)

@@ -242,6 +242,12 @@ def LigerEmbeddingFunction(embeddings, indices):
     return torch.nn.functional.embedding(indices, embeddings)
 
 
+@function_class
+def LigerFusedMoEFunction(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+    """Call `experts`."""
+    return experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+
+
 _SAME_PARAMETERS = {
     "LigerFusedCETVDFunction": ops_without_kernels.ce_and_tvd,
     "LigerFusedLinearKLDivFunction": functional.liger_fused_linear_kl_div,
@@ -250,7 +256,6 @@ _SAME_PARAMETERS = {
     "LigerPolyNormFunction": functional.liger_poly_norm,
     "LigerDyTFunction": functional.liger_dyt,
     "LigerGELUMulFunction": functional.liger_geglu,
-    "LigerFusedMoEFunction": experts,
     "LigerRopeFunction": functional.liger_rope,
     "LigerQwen2VLMRopeFunction": functional.liger_qwen2vl_mrope,
     "LigerMultiTokenAttentionFunction": functional.liger_multi_token_attention,

@@ -63,7 +63,8 @@ def test_no_heuristic_is_refused(device, monkeypatch):
         assert config.refusal() is None, key
         assert config.options(device).keys() <= known, key
         if device.vendor == "intel":  # one tile in half the registers: no compiler is here to say that it spills
-            tile = math.prod(size for name, size in config.meta.items() if name != "STAGES")
+            others = ("STAGES", "DEPTH", "BAND")  # a matrix product keeps its sums alone
+            tile = math.prod(size for name, size in config.meta.items() if name not in others)
             assert tile <= config.num_warps * device.warp_size * device.registers // 2, key
 
 
