@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import warnings
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,6 +21,7 @@ import programs  # noqa: E402
 import torch  # noqa: E402
 
 SECONDS_BETWEEN_LINES = 15
+CHUNK = 100
 
 
 def program_of(seed):
@@ -50,11 +52,25 @@ def shortened(family, program, error):
     return program, error
 
 
-def main():
-    count, first = int(os.environ.get("LIGER_HW_FUZZ", "10000")), int(os.environ.get("FIRST_SEED", "0"))
+def run_chunk(seeds):
+    """Run the programs of `seeds`; return how many ended how, and a line for each that differed."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)  # of a tiny model's operations, which are slower on more
+    counts, lines = collections.Counter(), []
+    for seed in seeds:
+        family, program = program_of(seed)
+        try:
+            counts["same" if programs.run(family, program) is None else "refused"] += 1
+        except Exception as error:
+            counts["differ"] += 1
+            program, error = shortened(family, program, error)
+            lines.append(f"seed {seed}: {type(error).__name__}: {str(error)[:800]}")
+    return counts, lines
+
+
+def main():
+    count, first = int(os.environ.get("LIGER_HW_FUZZ", "10000")), int(os.environ.get("FIRST_SEED", "0"))
     counts, begin = collections.Counter(), time.monotonic()
     shown = begin
 
@@ -66,20 +82,20 @@ def main():
             flush=True,
         )
 
+    # A new process for each chunk: after a thousand programs torch.compile takes minutes for one.
+    pool = get_context("spawn").Pool(maxtasksperchild=1)
+    chunks = [range(start, min(start + CHUNK, first + count)) for start in range(first, first + count, CHUNK)]
     try:
-        for seed in range(first, first + count):
-            family, program = program_of(seed)
-            try:
-                counts["same" if programs.run(family, program) is None else "refused"] += 1
-            except Exception as error:
-                counts["differ"] += 1
-                program, error = shortened(family, program, error)
-                print(f"seed {seed}: {type(error).__name__}: {str(error)[:800]}", flush=True)
+        for of_chunk, lines in pool.imap_unordered(run_chunk, chunks):
+            counts.update(of_chunk)
+            print(*lines, sep="\n", end="\n" if lines else "", flush=True)
             if time.monotonic() - shown > SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
                 line()
     except KeyboardInterrupt:
         print("interrupted")
+    finally:
+        pool.terminate()
     line()
     return 1 if counts["differ"] else 0
 
