@@ -209,7 +209,7 @@ def _poly_norm_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 def _poly_norm_backward(
     x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dx, and the gradients of three weights and the bias in fp32, the first of 16."""
+    """Compute dx, and 16 fp32 values: first the gradients of three weights and the bias."""
     dx = empty_rows(x)
     rows, cols = rows_and_cols(x)
     config = poly_norm_backward_config(cols, x.element_size(), device_of(x))
