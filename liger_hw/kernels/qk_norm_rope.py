@@ -90,9 +90,9 @@ def qk_norm_rope_forward_config(head_dim, itemsize, device):
 
 @tuned
 def qk_norm_rope_backward_config(head_dim, itemsize, device):
-    # Four programs a core load two tiles of 4 KiB of x and dout ahead: 64 KiB in flight. With 16 values a lane 8 bytes
-    # spill in fp32 at 80 (compiled for sm90).
-    return _heads(head_dim, device, 8, STAGES=3 if device.async_copy else 1)
+    # Four programs a core load two tiles of 4 KiB of x and dout ahead: 64 KiB in flight. A lane has 16 bytes
+    # of each half; with 32 in fp32 8 bytes spill at 80 (compiled for sm90).
+    return _heads(head_dim, device, 32 // itemsize, STAGES=3 if device.async_copy else 1)
 
 
 def _heads(head_dim, device, per_lane, **more):
