@@ -137,7 +137,7 @@ MUTANTS = {
     ],
     "poly_norm": [
         ("slope of the third power", "3.0 * square * (dy", "2.0 * square * (dy"),
-        ("weights in another order", "tl.store(at, tl.sum(dw3, 0))", "tl.store(at, tl.sum(dw1, 0))"),
+        ("weights in another order", "tl.where(at == 0, tl.sum(dw3, 0)", "tl.where(at == 0, tl.sum(dw1, 0)"),
     ],
     "qk_norm_rope": [
         ("backward turns on", "rounded(dout2 * cos2, product) - rounded", "rounded(dout2 * cos2, product) + rounded"),

@@ -85,19 +85,20 @@ def _(q, k, q_weight, k_weight, cos, sin, *options, **named):
 
 @tuned
 def qk_norm_rope_forward_config(head_dim, itemsize, device):
-    return _heads(2048, head_dim, device)
+    return _heads(head_dim, device, 16)
 
 
 @tuned
 def qk_norm_rope_backward_config(head_dim, itemsize, device):
-    # Four programs a core load two tiles of 4 KiB of x and dout ahead: 64 KiB in flight.
-    return _heads(2048, head_dim, device, STAGES=3 if device.async_copy else 1)
+    # Four programs a core load two tiles of 4 KiB of x and dout ahead: 64 KiB in flight. A lane has 16 bytes
+    # of each half; with 32 in fp32 8 bytes spill at 80 (compiled for sm90).
+    return _heads(head_dim, device, 32 // itemsize, STAGES=3 if device.async_copy else 1)
 
 
-def _heads(elements, head_dim, device, **more):
-    """Return a tile of heads with 16 values a lane."""
-    rows = max(elements // power_of_2(head_dim), 1)
-    warps = row_warps(rows * power_of_2(head_dim), device, per_lane=16)
+def _heads(head_dim, device, per_lane, **more):
+    """Return a tile of heads of about 2,048 values."""
+    rows = max(2048 // power_of_2(head_dim), 1)
+    warps = row_warps(rows * power_of_2(head_dim), device, per_lane)
     # rope promises to round its products, see `Config.fp_fusion`
     return Config({"ROWS": rows} | more, warps, programs=4, fp_fusion=False)
 
