@@ -189,7 +189,8 @@ def compiled(job: Launch) -> Resources:
 
 
 # `Architecture.same_code` names stages that write the same text for several architectures, but for the architecture's
-# name. `built` reuses the text of such a stage for the other architectures and runs the later stages for each.
+# name. `built` reuses the text of such a stage for the other architectures and runs the later stages for each. Matrix
+# products share "ttir" alone, as each generation has matrix instructions of its own.
 # In ms, on one core of an EPYC: the front end 20, "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn"
 # 30; to read Triton's own IR 2.
 _SAME_CODE = {row.device.arch: row.same_code for row in ARCHITECTURES.values()}
@@ -232,7 +233,8 @@ def built(job: Launch) -> tuple[dict, int]:
         module = stages[name](module, metadata)
         text[name] = module if isinstance(module, bytes) else str(module)
         group = _SAME_CODE[job.arch].get(name)
-        if group:
+        own_matrix_instructions = name != "ttir" and "tt.dot" in text["ttir"]
+        if group and not own_matrix_instructions:
             _made[name, group] = job.arch, dict(text), metadata["shared"]
     return text, metadata["shared"]
 

@@ -39,7 +39,7 @@ def test_rounding_order(casting_mode, dtype, cols, backend, device):
     nearly_bitwise(found, (rms_norm.reference(x, *options), *fused_add_rms_norm.reference(x, residual, *options)))
 
 
-@pytest.mark.parametrize("casting_mode", CASTING_MODES)
+@pytest.mark.parametrize("casting_mode", [mode for mode in CASTING_MODES if mode != "gemma"])  # which rounds nothing
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_rounding_order_of_the_weights_gradient(casting_mode, dtype, backend, device):
     """One row, whose gradient of an fp32 weight is a product without a sum."""
