@@ -484,10 +484,15 @@ def clone_of_outputs(side, choice):
         side.value = copy.deepcopy(side.out.logits.detach())
 
 
+def _save_copies():
+    """Do what `save_on_cpu` does on a GPU; on a CPU it keeps the tensors, and torch misses later writes to them."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+
+
 def around(side, choice):
     """A forward and its backward within something that looks at the graph."""
     contexts = (
-        torch.autograd.graph.save_on_cpu, torch.autograd.detect_anomaly, torch.autograd.set_multithreading_enabled,
+        _save_copies, torch.autograd.detect_anomaly, torch.autograd.set_multithreading_enabled,
         torch.autograd.graph.allow_mutation_on_saved_tensors,
     )  # fmt: skip
     torch.manual_seed(choice)
