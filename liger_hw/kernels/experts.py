@@ -36,7 +36,8 @@ from liger_hw.kernels.routing import sort_pairs
 from liger_hw.spelling import check_known
 
 
-def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, gate_up_lora, down_lora):
+def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, gate_up_lora, down_lora, lora_scale):
+    check(isinstance(lora_scale, (int, float)), "lora_scale", repr(lora_scale), "a number")
     check(x.is_floating_point() and x.ndim == 2, "x", x, "a floating point matrix")
     here = x.dtype, x.device
     fits = down_proj.ndim == 3 and down_proj.shape[0] > 0 and down_proj.shape[1] == x.shape[1]
@@ -96,7 +97,7 @@ def experts(
         RuntimeError: a second backward through one call on a GPU, whose first one reused the saved memory.
     """
     tensors, loras = (x, gate_up_proj, down_proj, top_k_index, top_k_weights), (gate_up_lora, down_lora)
-    _validate(*tensors, activation, *loras)
+    _validate(*tensors, activation, *loras, lora_scale)
     return _by_operations(grouped_mm.reference, _unit, *tensors, activation, up_first, *loras, lora_scale)
 
 
@@ -159,13 +160,13 @@ def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **options):
 
 @experts.register("cpu", bound=True)
 def _(a):
-    _validate(*a[:6], a.gate_up_lora, a.down_lora)
+    _validate(*a[:6], a.gate_up_lora, a.down_lora, a.lora_scale)
     return _by_operations(grouped_mm, _unit, *a)
 
 
 @experts.register("triton", bound=True)
 def _(a):
-    _validate(*a[:6], a.gate_up_lora, a.down_lora)
+    _validate(*a[:6], a.gate_up_lora, a.down_lora, a.lora_scale)
     # neither torch.compile nor torch.func follows tensors from MixtureFunction to ProjectedFunction
     if torch.compiler.is_compiling() or transforms_active():
         return _by_operations(grouped_mm, _unit, *a)
