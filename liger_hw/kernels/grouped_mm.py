@@ -58,7 +58,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
         ValueError: shapes, dtypes or devices do not fit.
     """
     _validate(rows, weights, offs)
-    ends = offs.tolist()
+    ends = [rows.shape[0]] * len(offs) if offs.is_meta else offs.tolist()
     return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
 
 
