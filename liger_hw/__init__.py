@@ -23,7 +23,6 @@ _NAMES = {
     "kernels.glu_linear": ("glu_linear",),
     "kernels.grouped_mm": ("grouped_mm",),
     "kernels.rope": ("rope",),
-    "kernels.qk_norm_rope": ("qk_norm_rope",),
     "kernels.routing": ("load_balancing_loss", "router", "router_z_loss"),
     "kernels.cross_entropy": ("CrossEntropyOutput", "cross_entropy"),
     "kernels.fused_linear_cross_entropy": ("fused_linear_cross_entropy",),

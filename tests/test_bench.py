@@ -73,12 +73,6 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "softmax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "sparsemax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "clamped_swiglu": ((meta(R, 2 * C),), {}, 3 * R * C, 5 * R * C),
-    "qk_norm_rope": (
-        (meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(8), meta(8), meta(1, 3, 8), meta(1, 3, 8)),
-        {},
-        2 * 240 + 48 + 16,
-        3 * 240 + 48 + 32,
-    ),
     "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
     "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),
     "fused_linear_cross_entropy": ((meta(R, 8), meta(C, 8), meta(R)), {}, (R + C) * 8, 2 * (R + C) * 8),

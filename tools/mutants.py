@@ -139,14 +139,6 @@ MUTANTS = {
         ("slope of the third power", "3.0 * square * (dy", "2.0 * square * (dy"),
         ("weights in another order", "tl.where(at == 0, tl.sum(dw3, 0)", "tl.where(at == 0, tl.sum(dw1, 0)"),
     ],
-    "qk_norm_rope": [
-        ("backward turns on", "rounded(dout2 * cos2, product) - rounded", "rounded(dout2 * cos2, product) + rounded"),
-        (
-            "rest of a head has no share",
-            "(tl.sum(part1, 1) + tl.sum(part2, 1) + tl.sum(part3, 1))",
-            "(tl.sum(part1, 1) + tl.sum(part2, 1))",
-        ),
-    ],
     "rope": [
         (
             "backward turns on",

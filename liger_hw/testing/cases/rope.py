@@ -1,4 +1,4 @@
-"""Cases of rotary position embeddings, alone and after a norm of heads."""
+"""Cases of rotary position embeddings."""
 
 import torch
 
@@ -33,35 +33,6 @@ def wide(new):
         yield (q, k, *new.angles(1, 2, head_dim // 2 if shared else head_dim)), {"layout": layout, "shared": shared}
 
 
-def normed(new):
-    for q_heads, k_heads, head_dim, rotary_dim in [(4, 2, 16, 16), (3, 1, 20, 12), (1, 1, 2, 2)]:
-        weights, tables = (new.randn(head_dim), new.randn(head_dim)), new.angles(2, 3, rotary_dim)
-        yield (new.randn(2, q_heads, 3, head_dim), new.randn(2, k_heads, 3, head_dim), *weights, *tables), {}
-    q, k, wide_weights = new.randn(2, 3, 5, 20), new.randn(2, 3, 2, 20), [new.randn(20, dtype=torch.float32)] * 2
-    options = {"unsqueeze_dim": 2, "casting_mode": "gemma", "offset": 1.0, "eps": 0.0}
-    yield (q, k, *wide_weights, *new.angles(1, 3, 20, dtype=torch.float32)), options
-    for learns in range(4):
-        inputs = new.randn(1, 2, 2, 8), new.randn(1, 2, 2, 8), new.randn(8), new.randn(8)
-        yield (*(x if i == learns else x.detach() for i, x in enumerate(inputs)), *new.angles(1, 2, 8)), {}
-    yield (new.randn(2, 2, 0, 8), new.randn(2, 2, 0, 8), new.randn(8), new.randn(8), *new.angles(1, 0, 8)), {}
-
-
-def wide_normed(new):
-    for q_heads, k_heads, head_dim, rotary_dim in [(32, 8, 128, 128), (16, 2, 256, 64), (14, 2, 80, 80)]:
-        q, k = (new.randn(1, 2, heads, head_dim).transpose(1, 2) for heads in (q_heads, k_heads))
-        yield (q, k, new.randn(head_dim), new.randn(head_dim), *new.angles(1, 2, rotary_dim)), {}
-
-
-def normed_shape(batch, seq, heads, kv_heads, head_dim, rotary_dim):
-    def tensors(new):
-        q, k = (new.large(batch, seq, count, head_dim, grad=False).transpose(1, 2).requires_grad_()
-                for count in (heads, kv_heads))  # fmt: skip
-        tables = (new.large(1, seq, rotary_dim, grad=False) for _ in range(2))
-        return q, k, new.large(head_dim), new.large(head_dim), *tables
-
-    return Shape(f"{batch}x{seq}x{heads}/{kv_heads}x{head_dim}/{rotary_dim}", tensors)
-
-
 def shape(batch, seq, heads, kv_heads, head_dim):
     def tensors(new):
         # attention's layout: (B, T, H, D) in memory, transposed to (B, H, T, D)
@@ -77,13 +48,5 @@ CASES = {
         small, wide,
         [shape(TOKENS // 4096, 4096, model.heads, model.kv_heads, model.head_dim) for model in MODELS],
         [shape(4, 4096, 32, 8, 128), shape(3, 1365, 12, 4, 80), shape(1, 16, 16, 4, 64)],
-    ),
-    "qk_norm_rope": OpCases(
-        normed, wide_normed,
-        [
-            normed_shape(2, 4096, 32, 8, 128, 128),  # Qwen3-8B
-            normed_shape(2, 4096, 16, 2, 256, 64),  # Qwen3-Next
-        ],
-        [normed_shape(4, 4096, 32, 8, 128, 128), normed_shape(1, 16, 16, 8, 128, 128)],
     ),
 }  # fmt: skip
