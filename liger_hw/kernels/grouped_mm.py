@@ -15,8 +15,8 @@ read, SN written, 2SKN operations. No launch depends on the values of `offs`, wh
 
 torch's own `grouped_mm` is one kernel on some devices for bf16 rows of whole 16 bytes. This file calls it there for
 groups of more than 64 rows on average (`_by_torch`). Elsewhere torch waits for the device and calls one product for
-each group, or refuses. On an H200 (torch 2.11, Triton 3.6), the kernels here have 0.79 to 1.29 of torch's speed in
-groups of 128 to 8,192 rows, and 1.17 to 1.68 in smaller ones.
+each group, or refuses. On an H200 (torch 2.11, Triton 3.6), the best configuration of the kernels here had 0.79 to 1.29
+of torch's speed in groups of 128 to 8,192 rows, and 1.17 to 1.68 in smaller ones.
 """
 
 import torch
@@ -108,7 +108,7 @@ def _tiles(rows, cols, depth, stages, vectors, itemsize, device):
         sums, cols, depth = 64, 128, min(depth, 64)
     if not vectors or itemsize == 4:
         sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
-    if device.core is None:  # Intel: a lane has as many registers in small programs
+    if device.core is None:  # without a core's limits, a lane has no more registers in small programs
         sums = min(sums, device.registers // 2)
     lanes = max(rows * cols // sums, 128 if device.async_copy else 256)  # loads may pass their registers
     tile = (rows + cols) * depth * itemsize

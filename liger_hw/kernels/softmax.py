@@ -8,8 +8,8 @@ r"""Compute softmax and sparsemax over the last dimension.
 
 sum_j max(z_j - t, 0) is convex and falls in t, so Newton's method from t = -1, which is below its solution, rises to
 it: t' = (sum of the z above t - 1) / their number (Michelot, J. Optim. Theory Appl. 50, 1986). It ends, at the exact
-support, when that number no longer falls: after 3 to 10 steps for scores of attention. It needs no sort, so a row may
-have any width.
+support, when that number no longer falls: after 6 or 7 steps for normal values of 1,024 to 128,256 columns (counted in
+fp32 on a CPU). It needs no sort, so a row may have any width.
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), backward reads y and dy and writes dx (3RC).
 Both are bound by memory. A row that does not fit the registers is read once more for each reduction.
@@ -88,7 +88,7 @@ def _(x):
 def _config(cols, device, tensors):
     """Return the configuration of a kernel that holds `tensors` rows in fp32 and writes another."""
     # The rows stay in registers, 32 values a lane in all, and short rows share a program. A loop carries two sums of
-    # each column, so its block is smaller: with 16 values a lane 33,001 columns spill on sm_80 to sm_120.
+    # each column, so its block is smaller: with 16 values a lane 33,001 columns spill (sm_80 to sm_120, Triton 3.6).
     block, per_lane = row_block(cols, device, tensors), 32 // tensors
     if cols > block:
         block, per_lane = 4 * device.max_threads, 8
