@@ -169,9 +169,8 @@ def _(a):
 def _(a):
     _validate(*a[:6], a.gate_up_lora, a.down_lora, a.lora_scale)
     # neither torch.compile nor torch.func follows tensors from MixtureFunction to ProjectedFunction
-    if torch.compiler.is_compiling() or transforms_active():
-        return _by_operations(grouped_mm, _unit, *a)
-    if a.gate_up_lora is not None or a.down_lora is not None:
+    traced = torch.compiler.is_compiling() or transforms_active()
+    if traced or a.gate_up_lora is not None or a.down_lora is not None:
         return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
     kept = []
     placeholder = MixtureFunction.apply(*a[:7], kept)

@@ -30,8 +30,11 @@ def run(function, inputs, options, seed=1):
     return [out.detach() for out in outs] + [x.grad for x in leaves if torch.is_tensor(x) and x.requires_grad]
 
 
-def check(op, inputs, options, backend):
+def check(op, inputs, options, backend, compiled=None):
     """Compare `op` on `backend` with its reference: outputs, and gradients of inputs that require one.
+
+    Args:
+        compiled: a compiled form of `op` to run instead of it.
 
     Raises:
         AssertionError: an output or a gradient differs by more than the rule allows.
@@ -40,7 +43,7 @@ def check(op, inputs, options, backend):
         wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
         exact, reference = run(op.reference, wide, options), run(op.reference, inputs, options)
         with use_backend(backend):
-            outputs = run(op, inputs, options)
+            outputs = run(compiled or op, inputs, options)
         compare(exact, reference, outputs, f"{op.__name__} on {backend}")
     except Exception as error:
         _tell_observer(op, inputs, backend, error)
