@@ -132,13 +132,13 @@ def launches_on(device: Device):
     launches = []
 
     def record(kernel, grid, config, *args):
-        launches.append(_describe(kernel, config, args, device))
+        launches.append(describe(kernel, config, args, device))
 
     with hooks.replace_launches(record), backends.use_backend(f"{device.vendor}:{device.arch}"):
         yield launches
 
 
-def _describe(kernel, config, args, device) -> Launch:
+def describe(kernel, config, args, device) -> Launch:
     """Describe a launch by the types, constants and alignments that Triton would find."""
     values = [*args, *config.meta.values()]
     signature, constants, attributes = {}, {}, {}
@@ -197,8 +197,12 @@ _SAME_CODE = {row.device.arch: row.same_code for row in ARCHITECTURES.values()}
 _made = {}  # the last kernel's `what`, and (stage, group) -> (an architecture of the group, texts, shared memory)
 
 
-def built(job: Launch) -> tuple[dict, int]:
-    """Run the stages up to machine code: (stage -> output, bytes of shared memory)."""
+def built(job: Launch, binary: bool = False) -> tuple[dict, int]:
+    """Run the stages up to machine code: (stage -> output, bytes of shared memory).
+
+    Args:
+        binary: also assemble AMD's text ("hsaco").
+    """
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -216,7 +220,7 @@ def built(job: Launch) -> tuple[dict, int]:
     options = backend.parse_options(dict(job.options))
     stages, metadata = {}, {"target": target, **options.__dict__}
     backend.add_stages(stages, options, source.language)
-    stages.pop("hsaco", None)  # only assembles AMD's text
+    assemble = stages.pop("hsaco", None)
     text, metadata["shared"] = _of_relative(job, stages)
     last = next(reversed(text), None)
     module = text.get(last)
@@ -236,6 +240,8 @@ def built(job: Launch) -> tuple[dict, int]:
         own_matrix_instructions = name != "ttir" and "tt.dot" in text["ttir"]
         if group and not own_matrix_instructions:
             _made[name, group] = job.arch, dict(text), metadata["shared"]
+    if binary:
+        text["hsaco"] = assemble(text["amdgcn"], metadata)
     return text, metadata["shared"]
 
 

@@ -1,0 +1,100 @@
+"""Read an AMD code object: its machine code, kernel descriptor and arguments.
+
+Sources: LLVM's "User Guide for AMDGPU Backend", sections "Code Object", "Kernel Descriptor" and "Kernel Dispatch".
+"""
+
+import io
+import struct
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One entry of the kernel-argument segment: its place in bytes, and AMD's `value_kind`."""
+
+    offset: int
+    size: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """A kernel that is ready to load.
+
+    Attributes:
+        image: the loadable segments, from address `start` on.
+        entry: the address of the first instruction, relative to the same origin.
+        lds, scratch: bytes a program, bytes a lane.
+        user_sgprs: the values that the hardware puts into the first scalar registers, in order: "kernarg" (2 registers),
+            "junk" and ("preload", word of the arguments).
+        program_ids: which of the program's coordinates follow them, in order.
+        preloads: whether the code begins 256 bytes later, with some arguments in registers.
+        arguments: the kernel's arguments.
+    """
+
+    image: np.ndarray
+    start: int
+    entry: int
+    lds: int
+    scratch: int
+    user_sgprs: tuple
+    program_ids: tuple
+    preloads: bool
+    ids_in_ttmp: bool
+    arguments: tuple
+
+
+def with_lds(code: CodeObject, size: int) -> CodeObject:
+    """Return the code with at least `size` bytes of LDS, which a launch adds to the static ones."""
+    return replace(code, lds=max(code.lds, size))
+
+
+def read(binary: bytes, assembly: str, arch: str) -> CodeObject:
+    """Read a code object with one kernel.
+
+    Args:
+        binary: the ELF file.
+        assembly: its assembly, whose metadata name the arguments.
+        arch: such as "gfx942".
+    """
+    import yaml
+    from elftools.elf.elffile import ELFFile
+
+    elf = ELFFile(io.BytesIO(binary))
+    segments = [
+        (s["p_vaddr"], s.data().ljust(s["p_memsz"], b"\0")) for s in elf.iter_segments() if s["p_type"] == "PT_LOAD"
+    ]
+    start = min(address for address, _ in segments)
+    image = np.zeros(max(address + len(data) for address, data in segments) - start, np.uint8)
+    for address, data in segments:
+        image[address - start : address - start + len(data)] = np.frombuffer(data, np.uint8)
+    if any(s.num_relocations() for s in elf.iter_sections() if s["sh_type"] in ("SHT_RELA", "SHT_REL")):
+        raise NotImplementedError("relocations in a code object")
+    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    (descriptor_at,) = (symbol["st_value"] for symbol in symbols if symbol.name.endswith(".kd"))
+    descriptor = image[descriptor_at - start : descriptor_at - start + 64].tobytes()
+    lds, scratch = struct.unpack_from("<II", descriptor)
+    entry = descriptor_at + struct.unpack_from("<q", descriptor, 16)[0]
+    _, rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIIHH", descriptor, 44)
+    rounding, denormals = (rsrc1 >> 12) & 15, (rsrc1 >> 16) & 15
+    if rounding or denormals != 15:
+        raise NotImplementedError(f"rounding mode {rounding} or denormal mode {denormals}")
+    user = []
+    # (bit of the properties, registers): private segment buffer, dispatch, queue, kernel arguments, dispatch id, flat
+    # scratch, private segment size
+    for bit, registers in ((0, 4), (1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (6, 1)):
+        if properties >> bit & 1:
+            user += [("kernarg", half) for half in (0, 1)] if bit == 3 else [("junk", 0)] * registers
+    count, first = preload & 0x7F, preload >> 7
+    user += [("preload", first + i) for i in range(count)]
+    # LLVM pads these registers on gfx11 ("user SGPR init 16 bug")
+    user += [("junk", 0)] * ((rsrc2 >> 1 & 31) - len(user))
+    ids = tuple(axis for axis, bit in enumerate((7, 8, 9)) if rsrc2 >> bit & 1)
+    text = assembly[assembly.index("\t.amdgpu_metadata") :].partition("\n")[2].partition("\t.end_amdgpu_metadata")[0]
+    (kernel,) = yaml.safe_load(text)["amdhsa.kernels"]
+    arguments = tuple(Argument(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel.get(".args", ()))
+    return CodeObject(
+        image, start, entry, lds, scratch, tuple(user), ids, bool(count), arch.startswith("gfx12"), arguments
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Execute a kernel's grid on emulated AMD waves, in order."""
+
+import numpy as np
+
+from liger_hw.proof.emulation.instructions import Decoder
+from liger_hw.proof.emulation.machine import EXEC, SCALARS, Arena, Lds, Waves
+
+_BATCH = 64  # programs at a time: their registers are 8 MB a wave
+_LIMIT = 200_000  # instructions of a wave, above which a loop has no end
+
+
+class Endless(RuntimeError):
+    """A wave executed more instructions than any of our kernels does."""
+
+
+class Machine:
+    """An emulated GPU of one architecture.
+
+    Args:
+        arch: such as "gfx942".
+        reverse: run the waves of a program in descending order between barriers.
+    """
+
+    def __init__(self, arch, reverse=False):
+        self.arena = Arena()
+        self.decoder = Decoder(arch, self.arena)
+        self.reverse = reverse
+        self.counts = {}  # instruction's name -> executions by waves
+        self.visited = {}  # offset of each executed instruction from the entry -> Instruction
+
+    def run(self, code, grid, arguments: bytes, num_warps, shared, limit=_LIMIT):
+        """Execute `code`, a `CodeObject`, for every program of `grid`.
+
+        Returns:
+            the number of instructions that waves executed.
+        """
+        decoder, self.limit = self.decoder, limit
+        placed = self.arena.place(code.image, 4096, code.start % 4096) - code.start
+        padded = np.frombuffer(arguments + bytes(-len(arguments) % 64 + 64), np.uint8)
+        kernarg = self.arena.place(padded, 64)
+        words = padded.view(np.uint32)
+        user = {"kernarg": lambda i: kernarg >> 32 * i & 0xFFFFFFFF, "junk": lambda i: 0xDEAD0000 + i,
+                "preload": lambda i: int(words[i])}  # fmt: skip
+        user = [user[kind](i) for kind, i in code.user_sgprs]
+        self.start = placed + code.entry + (256 if code.preloads else 0)
+        self.entry, self.decoded, self.visited = placed + code.entry, {}, {}
+        x, y, z = grid
+        programs = np.stack(np.meshgrid(np.arange(z), np.arange(y), np.arange(x), indexing="ij"), -1).reshape(-1, 3)
+        executed = 0
+        for begin in range(0, len(programs), _BATCH):
+            batch = programs[begin : begin + _BATCH, ::-1]
+            decoder.lds = Lds(len(batch), max(code.lds, shared, 1), 1)
+            executed += self._batch(code, batch, user, num_warps)
+        return executed
+
+    def _batch(self, code, programs, user, num_warps):
+        decoder, lanes, count = self.decoder, self.decoder.lanes, len(programs)
+        scratch = [Lds(count * lanes, max(code.scratch, 1), 2) for _ in range(num_warps)]
+        junk = np.random.default_rng(7)
+        waiting = []
+        for number in range(num_warps):
+            v = junk.integers(0, 1 << 32, (512 if decoder.cdna else 256, 1, lanes), np.uint32)
+            v = np.repeat(v, count, 1)
+            s = np.repeat(junk.integers(0, 1 << 32, (SCALARS, 1), np.uint32), count, 1)
+            for i, value in enumerate(user):
+                s[i] = value
+            for i, axis in enumerate(code.program_ids):
+                s[len(user) + i] = programs[:, axis]
+            if code.ids_in_ttmp:  # gfx12: x in ttmp9, y and z in the halves of ttmp7
+                s[108 + 9] = programs[:, 0]
+                s[108 + 7] = programs[:, 1] | programs[:, 2] << 16
+            s[EXEC] = s[EXEC + 1] = 0xFFFFFFFF
+            if not decoder.cdna:
+                s[124] = 0
+            v[0] = number * lanes + np.arange(lanes)  # x in bits 0 to 9; y and z are 0
+            waiting.append([Waves(v, s, np.zeros(count, bool), np.arange(count), self.start)])
+        executed = 0
+        order = range(num_warps - 1, -1, -1) if self.reverse else range(num_warps)
+        while any(waiting):
+            for number in order:
+                decoder.scratch = scratch[number]
+                reached = []
+                for waves in waiting[number]:
+                    executed += self._until_barrier(waves, reached)
+                waiting[number] = reached
+        return executed
+
+    def _until_barrier(self, waves, reached):
+        """Run waves, and those that part from them, up to a barrier, where they join `reached`, or their end."""
+        executed, running = 0, [waves]
+        decoded, counts = self.decoded, self.counts
+        while running:
+            waves = running.pop()
+            programs, steps = len(waves.programs), 0
+            while True:
+                instruction = decoded.get(waves.pc)
+                if instruction is None:
+                    instruction = decoded[waves.pc] = self._decode(waves.pc)
+                counts[instruction.name] = counts.get(instruction.name, 0) + programs
+                executed += programs
+                steps += 1
+                kind = instruction.kind
+                if kind == "step":
+                    try:
+                        instruction.run(waves)
+                    except Exception as error:
+                        error.add_note(f"{instruction.name} at +{waves.pc - self.entry:#x}")
+                        raise
+                    waves.pc += instruction.size
+                    continue
+                following = waves.pc + instruction.size
+                if kind == "end":
+                    break
+                if kind == "barrier":
+                    waves.pc = following
+                    reached.append(waves)
+                    break
+                if steps > self.limit:
+                    raise Endless(f"{steps} instructions of a wave, at +{waves.pc - self.entry:#x}")
+                taken = instruction.run(waves)
+                if taken.all():
+                    waves.pc = following + instruction.target
+                elif not taken.any():
+                    waves.pc = following
+                else:
+                    other = waves.part(~taken)
+                    other.pc = following
+                    running.append(other)
+                    waves = waves.part(taken)
+                    waves.pc = following + instruction.target
+                    programs = len(waves.programs)
+        return executed
+
+    def _decode(self, pc):
+        instruction = self.decoder.decode(self.arena.read(pc, 20).tobytes())
+        self.visited[pc - self.entry] = instruction
+        return instruction

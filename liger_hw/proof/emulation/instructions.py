@@ -1,0 +1,856 @@
+"""Decode AMD instructions into functions that execute them on waves.
+
+Formats, fields and operand types come from tinygrad's decoders, which are generated from AMD's documents; arithmetic
+comes from AMD's pseudo-code (`pseudocode`). Memory and exchanges between lanes are written here, after the documents
+"AMD Instinct MI300 ISA", "RDNA3 ISA" and "RDNA4 ISA". What is not known raises `Unknown`, which names the instruction.
+"""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from liger_hw.proof.emulation.machine import EXEC, SCALARS, VCC, Fault
+from liger_hw.proof.emulation.matrices import multiply
+from liger_hw.proof.emulation.pseudocode import REPLACED, Unknown, translate
+
+_LITERAL, _DPP, _SDWA = 255, 250, 249  # numbers of a first source that say what the next 4 bytes are
+_FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
+_IGNORED = (
+    "S_NOP", "S_WAIT", "S_CLAUSE", "S_DELAY_ALU", "S_SENDMSG", "S_SET_INST_PREFETCH", "S_SLEEP", "S_SETPRIO",
+    "S_CODE_END", "S_INST_PREFETCH", "S_ICACHE", "S_ROUND_MODE", "S_DENORM_MODE", "S_SETREG", "S_VERSION",
+)  # fmt: skip
+# 16-bit operations that keep the upper half of their register on CDNA; the others clear it (LLVM, AMDGPU,
+# GCNSubtarget::zeroesHigh16BitsOfDest)
+_KEEP_UPPER = ("V_MAD_F16", "V_MAD_U16", "V_MAD_I16", "V_FMA_F16", "V_DIV_FIXUP_F16", "V_FMA_MIX", "V_MAD_MIX")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A decoded instruction.
+
+    Attributes:
+        name: AMD's name.
+        size: bytes.
+        kind: "step", "branch", "barrier" or "end".
+        run: executes a step on `Waves`; for a branch: returns the programs that take it.
+        target: bytes from the instruction's end to a branch's target.
+    """
+
+    name: str
+    size: int
+    kind: str = "step"
+    run: Callable | None = None
+    target: int = 0
+
+
+class Decoder:
+    """Decode instructions of one architecture.
+
+    Args:
+        arch: such as "gfx942".
+        arena: the memory of loads and stores.
+    """
+
+    def __init__(self, arch, arena):
+        self.arch, self.arena = arch, arena
+        self.family = {"gfx9": "cdna", "gfx11": "rdna3", "gfx12": "rdna4"}[re.sub(r"..$", "", arch)]
+        self.cdna = self.family == "cdna"
+        self.lanes = 64 if self.cdna else 32
+        self.pseudocode = _pseudocode(self.family)
+        self.lds = self.scratch = None
+
+    def decode(self, code: bytes) -> Instruction:
+        """Decode the first instruction of `code`, of which 20 bytes suffice."""
+        from tinygrad.renderer.amd import decode_inst
+
+        _register_formats()
+        try:
+            inst = decode_inst(code, self.family)
+        except ValueError as error:
+            raise Unknown(f"{self.arch}: {error}") from None
+        kind = re.sub(r"_(LIT|DPP16|SDWA|SDWA_SDST)$", "", type(inst).__name__)
+        dual = kind == "VOPD"
+        name = "VOPD" if dual else re.sub(r"_E(32|64)$", "", inst.op_name)
+        coded = ("op", "opx", "opy", "encoding")
+        fields = {field: _number(getattr(inst, field)) for field, _ in inst._fields if field not in coded}
+        size, extra = inst._base_size, None
+        base = size - 4 if kind != type(inst).__name__ else size
+        sources = [fields.get(source) for source in ("src0", "src1", "src2", "ssrc0", "ssrc1", "srcx0", "srcy0")]
+        if size > base:
+            extra = inst._raw >> 8 * base
+        elif _LITERAL in sources or fields.get("src0") in (_DPP, _SDWA):
+            extra, size = int.from_bytes(code[base : base + 4], "little"), base + 4
+        elif dual and any(word in inst.opx.name + inst.opy.name for word in ("FMAAK", "FMAMK")):
+            extra, size = int.from_bytes(code[base : base + 4], "little"), base + 4
+        try:
+            return self._decoded(inst, kind, name, fields, size, extra)
+        except Exception as error:
+            raise Unknown(f"{self.arch} {kind} {name} {fields}: {error!r}") from error
+
+    def _decoded(self, inst, kind, name, fields, size, extra):
+        if kind == "SOPP":
+            return self._control(name, fields["simm16"], size)
+        if name.startswith(_IGNORED):
+            return Instruction(name, size, run=_nothing)
+        if name.startswith("S_BARRIER_SIGNAL"):
+            return Instruction(name, size, run=_nothing)
+        if kind in ("MUBUF", "VBUFFER"):
+            run = self._buffer(name, fields)
+        elif kind in ("GLOBAL", "FLAT", "VGLOBAL", "VFLAT"):
+            run = self._global(name, fields, flat="FLAT" in kind)
+        elif kind in ("SCRATCH", "VSCRATCH"):
+            run = self._scratch(name, fields)
+        elif kind == "DS":
+            run = self._ds(name, fields)
+        elif kind == "SMEM":
+            run = self._smem(name, fields)
+        elif name == "VOPD":
+            run = self._dual(inst, fields, extra)
+        elif "MFMA" in name or "WMMA" in name:
+            run = multiply(self, inst, name, fields)
+        elif "LANE" in name or name.startswith("V_SWAP"):
+            run = self._lanes(name, fields, extra)
+        else:
+            run = self._arithmetic(inst, kind, name, fields, extra)
+        return Instruction(name, size, run=run)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+    def _control(self, name, simm16, size):
+        if name in ("S_ENDPGM", "S_ENDPGM_SAVED"):
+            return Instruction(name, size, "end")
+        if name in ("S_BARRIER", "S_BARRIER_WAIT"):
+            return Instruction(name, size, "barrier")
+        if name.startswith(_IGNORED):
+            return Instruction(name, size, run=_nothing)
+        both = slice(0, self.lanes // 32)
+        conditions = {
+            "S_BRANCH": lambda w: np.ones(len(w.programs), bool),
+            "S_CBRANCH_SCC0": lambda w: ~w.scc,
+            "S_CBRANCH_SCC1": lambda w: w.scc,
+            "S_CBRANCH_VCCZ": lambda w: ~w.s[VCC : VCC + 2][both].any(0),
+            "S_CBRANCH_VCCNZ": lambda w: w.s[VCC : VCC + 2][both].any(0),
+            "S_CBRANCH_EXECZ": lambda w: ~w.s[EXEC : EXEC + 2][both].any(0),
+            "S_CBRANCH_EXECNZ": lambda w: w.s[EXEC : EXEC + 2][both].any(0),
+        }
+        if name not in conditions:
+            raise Unknown(name)
+        return Instruction(name, size, "branch", conditions[name], 4 * (simm16 - (simm16 >> 15 << 16)))
+
+    # --- operands -----------------------------------------------------------------------------------------------------
+    def source(self, number, bits=32, is_float=True, literal=None, scalar=False):
+        """Return a function of waves for an operand's bits: uint64 if `bits` is 64, else uint32.
+
+        Args:
+            number: as encoded: 0 scalar registers, 128 constants, 256 vector registers.
+            scalar: for a scalar instruction: shape (programs,), else (programs, lanes or 1).
+        """
+        if number >= 256:
+            register = number - 256
+            if bits == 64:
+                return lambda w: w.v[register] | w.v[register + 1].astype(np.uint64) << np.uint64(32)
+            return lambda w: w.v[register]
+        wide = bits == 64
+        if number < SCALARS and not (number == 124 and not self.cdna):
+            if wide:
+                both = lambda w: w.s[number] | w.s[number + 1].astype(np.uint64) << np.uint64(32)  # noqa: E731
+                return both if scalar else lambda w: both(w)[:, None]
+            return (lambda w: w.s[number]) if scalar else lambda w: w.s[number][:, None]
+        if number == 253:
+            return lambda w: w.scc.astype(np.uint32) if scalar else w.scc.astype(np.uint32)[:, None]
+        if number in (251, 252) and self.cdna:
+            raise Unknown(f"source {number}")
+        value = self._constant(number, bits, is_float, literal)
+        constant = np.full(1 if scalar else (1, 1), value, np.uint64 if wide else np.uint32)
+        return lambda w: constant
+
+    def _constant(self, number, bits, is_float, literal):
+        if number == _LITERAL:
+            return literal << 32 if bits == 64 and is_float else literal
+        if number == 124:
+            return 0
+        if 128 <= number <= 208:
+            value = number - 128 if number <= 192 else 192 - number
+            return value & ((1 << (64 if bits == 64 else 32)) - 1)
+        if number in _FLOATS:
+            kind = {16: np.float16, 32: np.float32, 64: np.float64}[bits if is_float else 32]
+            return int(np.array(_FLOATS[number], kind).view(f"u{kind().itemsize}"))
+        raise Unknown(f"source {number}")
+
+    def _operand(self, inst, kind, field, fields, index, extra):
+        """Return a function for the bits of a vector instruction's source, modifiers applied."""
+        number = fields[field]
+        info = inst.operands.get(field) or inst.operands.get(field.removeprefix("v"))
+        bits = inst.op_bits.get(field, inst.op_bits.get(field.removeprefix("v"), 32))
+        form = info[0].name.removeprefix("FMT_NUM_") if info else "B32"
+        packed = kind.startswith("VOP3P")
+        is_float = bool(re.search(r"F(16|32|64)$", form))
+        size = int(re.search(r"\d+$", form)[0]) if re.search(r"[FIUB]\d+$", form) else 32
+        mixed = "_MIX" in inst.op_name
+        half, short = None, size == 16 and bits == 16
+        if short and not packed:
+            if kind.startswith("VOP3"):
+                half = (fields.get("opsel", 0) >> index) & 1
+            elif number >= 256 and not self.cdna:
+                number, half = 256 + (number & 127), (number >> 7) & 1
+            else:
+                half = 0
+        negate, absolute = _modifiers(fields, index, extra if number in (_DPP, _SDWA) or "vsrc0" in fields else None)
+        if field == "src0" and number == _DPP:
+            get = self._dpp_source(extra)
+        elif fields.get("src0") == _SDWA:
+            get = self._sdwa_source(number, index, extra)
+        elif packed and not mixed:
+            return self._packed(number, bits, size, is_float, index, fields, extra)
+        else:
+            get = self.source(number, 16 if short else bits, is_float, extra)
+        sign_bit = {16: 1 << 15, 32: 1 << 31, 64: 1 << 63}[64 if bits == 64 else 16 if short else 32]
+        if mixed:
+            negate, absolute = (fields["neg"] >> index) & 1, (fields["neg_hi"] >> index) & 1
+            in_16 = ((fields["opsel_hi"] | fields["opsel_hi2"] << 2) >> index) & 1
+            sign_bit = 0x80008000 if in_16 else 1 << 31
+        steps = []
+        type = np.uint64 if bits == 64 else np.uint32
+        if half is not None and number >= 256 or half:
+            shift = np.uint32(16 * half)
+            steps.append(lambda x: (x >> shift) & np.uint32(0xFFFF))
+        if absolute:
+            steps.append(lambda x: x & type(~sign_bit & ((1 << (64 if bits == 64 else 32)) - 1)))
+        if negate:
+            steps.append(lambda x: x ^ type(sign_bit))
+        if not steps:
+            return get
+        return lambda w: functools.reduce(lambda x, step: step(x), steps, get(w))
+
+    def _packed(self, number, bits, size, is_float, index, fields, extra):
+        """Return the source of a packed instruction: both halves as the selectors choose, with signs changed."""
+        high_from = ((fields["opsel_hi"] | fields["opsel_hi2"] << 2) >> index) & 1
+        low_from = (fields["opsel"] >> index) & 1
+        part = 32 if bits == 64 else 16
+        if part == 32 and number < 256 and number >= SCALARS:
+            one = self.source(number, 32, is_float, extra)
+            get = lambda w: one(w) | one(w).astype(np.uint64) << np.uint64(32)  # noqa: E731
+        else:
+            get = self.source(number, 64 if bits == 64 else 16 if size == 16 else 32, is_float, extra)
+        type = np.uint64 if part == 32 else np.uint32
+        mask = type((1 << part) - 1)
+        signs = ((fields["neg"] >> index) & 1) << (part - 1) | ((fields["neg_hi"] >> index) & 1) << (2 * part - 1)
+
+        def run(w):
+            x = get(w)
+            low = (x >> type(part * low_from)) & mask
+            high = (x >> type(part * high_from)) & mask
+            return (low | high << type(part)) ^ type(signs)
+
+        return run
+
+    def _dpp_source(self, extra):
+        source, lanes, found, by_active = self._dpp(extra)
+        zero = np.uint32(0)
+
+        def run(w):
+            valid = found if by_active else found & w.active[:, lanes]
+            return np.where(valid, w.v[source][:, lanes], zero)
+
+        return run
+
+    def _dpp(self, extra):
+        """Return a DPP word's register, source lanes, which of them exist, and whether inactive ones count."""
+        control, fetch_inactive = (extra >> 8) & 511, (extra >> 18) & 1
+        lanes, found = dpp_lanes(control, self.lanes, self.cdna)
+        return extra & 255, lanes, found, bool(fetch_inactive)
+
+    def _dpp_writes(self, extra):
+        """Return a function for the lanes that a DPP instruction writes."""
+        _, lanes, found, by_active = self._dpp(extra)
+        bound, banks, rows = (extra >> 19) & 1, (extra >> 24) & 15, (extra >> 28) & 15
+        lane = np.arange(self.lanes)
+        enabled = ((rows >> (lane >> 4)) & 1).astype(bool) & ((banks >> ((lane & 15) >> 2)) & 1).astype(bool)
+        if bound:
+            return lambda w: enabled
+        return lambda w: enabled & found & (True if by_active else w.active[:, lanes])
+
+    def _sdwa_source(self, number, index, extra):
+        if index == 0:
+            number = extra & 255 | (0 if (extra >> 23) & 1 else 256)
+            select, signed = (extra >> 16) & 7, (extra >> 19) & 1
+        else:
+            if (extra >> 31) & 1:
+                number &= 255
+            select, signed = (extra >> 24) & 7, (extra >> 27) & 1
+        get = self.source(number)
+        if select == 6:
+            return get
+        shift, bits = (8 * select, 8) if select < 4 else (16 * (select - 4), 16)
+
+        def run(w):
+            part = (get(w) >> np.uint32(shift)) & np.uint32((1 << bits) - 1)
+            if signed:
+                part = (part ^ np.uint32(1 << bits - 1)) - np.uint32(1 << bits - 1)
+            return part
+
+        return run
+
+    # --- arithmetic ---------------------------------------------------------------------------------------------------
+    def _arithmetic(self, inst, kind, name, fields, extra):
+        scalar = kind.startswith("SOP")
+        text = REPLACED.get(name) or self.pseudocode.get(name)
+        if text is None:
+            raise Unknown("no pseudo-code")
+        inputs, getters = [], []
+        constants = {}
+        if "simm16" in fields:
+            constants["SIMM16"] = fields["simm16"]
+            if "CMPK" in name:  # the register to compare is the target's field
+                text = re.sub(r"\bS0\b", "D0", text)
+            # older documents name the constant as a source
+            text = re.sub(r"\bS1\b" if "CMPK" in name else r"\bS0\b", "SIMM16", text)
+        if "SIMM32" in text:
+            constants["SIMM32"] = extra
+        if "OPSEL" in text:
+            constants["OPSEL"] = fields["opsel"]
+            constants["OPSEL_HI"] = fields["opsel_hi"] | fields["opsel_hi2"] << 2
+        for index, options in enumerate((("src0", "ssrc0"), ("src1", "vsrc1", "ssrc1"), ("src2",))):
+            field = next((option for option in options if option in fields), None)
+            used = re.search(rf"\bS{index}\b|\bS\[", text)
+            if field and used:
+                if scalar:
+                    bits = inst.op_bits.get(field, 32)
+                    is_float = "_F" in name
+                    getter = self.source(fields[field], 64 if bits == 64 else 32, is_float, extra, scalar=True)
+                else:
+                    bits = inst.op_bits.get(field, inst.op_bits.get(field.removeprefix("v"), 32))
+                    getter = self._operand(inst, kind, field, fields, index, extra)
+                inputs.append((f"S{index}", "u64" if bits == 64 else "u32"))
+                getters.append(getter)
+        target = fields.get("sdst") if scalar or fields.get("sd") else fields.get("vdst")
+        bits = inst.op_bits.get("sdst" if scalar else "vdst", 32)
+        high_half = 0
+        if not scalar and bits == 16:
+            if kind.startswith("VOP3"):
+                high_half = (fields.get("opsel", 0) >> 3) & 1
+            elif not self.cdna:
+                target, high_half = 256 + (target & 127), (target >> 7) & 1
+        if re.search(r"\bD0\b(?!\.u64\[laneId\])", text):
+            inputs.append(("D0", "u64" if bits == 64 else "u32"))
+            place = target
+            old = self.source(place, 64 if bits == 64 else 32, True, scalar=scalar)
+            getters.append((lambda w: old(w) >> np.uint32(16)) if high_half else old)
+        carry = VCC
+        if kind == "VOP3SD":
+            carry = fields["sdst"]
+        elif kind.startswith(("VOPC", "VOP3_SDST")):
+            carry = target if target is not None else VCC
+        if "VCC.u64[laneId]" in text or "VCC" in text:
+            read = VCC if kind not in ("VOP3", "VOP3SD") or "DIV_FMAS" in name else fields.get("src2", VCC)
+            inputs.append(("VCC[lane]", "u1"))
+            getters.append((lambda w: w.mask(read)) if read < SCALARS else lambda w: np.zeros((1, 1), bool))
+        for word, getter in (
+            ("SCC", lambda w: w.scc),
+            ("laneNumber", lambda w: np.arange(w.lanes, dtype=np.uint32)[None]),
+        ):
+            if word in text:
+                inputs.append((word, "u1" if word == "SCC" else "u32"))
+                getters.append(getter)
+        if "EXEC" in text and scalar:
+            inputs.append(("EXEC", f"u{self.lanes}"))
+            getters.append(self.source(EXEC, self.lanes, scalar=True))
+        function, outputs = translate(text, tuple(inputs), tuple(constants.items()))
+        lanes = self._dpp_writes(extra) if fields.get("src0") == _DPP else None
+        setters = [
+            self._setter(output, type, scalar, target, carry, high_half, name, kind, fields, extra, lanes)
+            for output, type in outputs
+        ]
+        change = _output_modifier(name, fields, kind)
+
+        def run(w):
+            with np.errstate(all="ignore"):
+                values = function(*(get(w) for get in getters))
+            for setter, value in zip(setters, values):
+                setter(w, change(value) if change else value)
+
+        return run
+
+    def _setter(self, output, type, scalar, target, carry, high_half, name, kind, fields, extra, lanes):
+        """Return a function that writes one output of the pseudo-code."""
+        if output == "SCC":
+            return lambda w, value: setattr(w, "scc", np.broadcast_to(value, w.scc.shape).copy())
+        if output in ("D0[lane]", "VCC[lane]"):
+            return lambda w, value: w.set_mask(carry, value & w.active)
+        if output == "EXEC[lane]":
+            return lambda w, value: w.set_mask(EXEC, value & w.active)
+        if output == "EXEC" or (output == "D0" and scalar):
+            register = EXEC if output == "EXEC" else target
+            if register == 124 and not self.cdna:
+                return _nothing
+            if type == "u64":
+
+                def set_pair(w, value):
+                    w.set_scalar(register, value.astype(np.uint32))
+                    w.set_scalar(register + 1, (value >> np.uint64(32)).astype(np.uint32))
+
+                return set_pair
+            return lambda w, value: w.set_scalar(register, value)
+        if output != "D0":
+            raise Unknown(f"the output {output}")
+        register = target - 256
+        if fields.get("src0") == _SDWA:
+            return self._sdwa_setter(register, extra)
+        if type == "u64":
+
+            def set_wide(w, value):
+                w.set_vector(register, value.astype(np.uint32), lanes and lanes(w))
+                w.set_vector(register + 1, (value >> np.uint64(32)).astype(np.uint32), lanes and lanes(w))
+
+            return set_wide
+        if type in ("u16", "u8"):
+            keep = not self.cdna or name.startswith(_KEEP_UPPER) or high_half
+            if "MIXHI" in name:
+                high_half = 1
+
+            def set_half(w, value):
+                value = value.astype(np.uint32)
+                old = w.v[register]
+                if high_half:
+                    value = (old & np.uint32(0xFFFF)) | value << np.uint32(16)
+                elif keep:
+                    value = (old & np.uint32(0xFFFF0000)) | value
+                w.set_vector(register, value, lanes and lanes(w))
+
+            return set_half
+        if lanes:
+            return lambda w, value: w.set_vector(register, value, lanes(w))
+        return lambda w, value: w.set_vector(register, value)
+
+    def _sdwa_setter(self, register, extra):
+        select, unused = (extra >> 8) & 7, (extra >> 11) & 3
+        if (extra >> 13) & 7:
+            raise Unknown("a clamp or a factor of SDWA's output")
+        if select == 6:
+            return lambda w, value: w.set_vector(register, value.astype(np.uint32))
+        shift, bits = (8 * select, 8) if select < 4 else (16 * (select - 4), 16)
+        mask = np.uint32(((1 << bits) - 1) << shift)
+        if unused == 1:
+            raise Unknown("SDWA with extended signs of the output")
+
+        def run(w, value):
+            value = (value.astype(np.uint32) << np.uint32(shift)) & mask
+            w.set_vector(register, value | (w.v[register] & ~mask) if unused == 2 else value)
+
+        return run
+
+    def _dual(self, inst, fields, extra):
+        """Execute VOPD: both halves read their sources before either writes."""
+        halves = []
+        for letter in "xy":
+            name = getattr(inst, "op" + letter).name.removeprefix("V_DUAL_")
+            target = fields["vdst" + letter]
+            text = REPLACED.get(f"V_{name}") or self.pseudocode.get(f"V_{name}")
+            first, second = fields["src" + letter + "0"], fields["vsrc" + letter + "1"]
+            if text is None:
+                raise Unknown(f"no pseudo-code of V_{name}")
+            is_float = name.endswith("F32") or "_F32_" in name
+            possible = {
+                "S0": self.source(first, 32, is_float or name in ("MOV_B32", "CNDMASK_B32"), extra),
+                "S1": self.source(second),
+                "D0": self.source(target),
+                "VCC[lane]": lambda w: w.mask(VCC),
+            }
+            if name.startswith("DOT2"):
+                raise Unknown(name)
+            used = [key for key in possible if re.search(rf"\b{re.escape(key.split('[')[0])}\b", text)]
+            inputs = tuple((key, "u1" if "[" in key else "u32") for key in used)
+            constants = (("SIMM32", extra),) if "SIMM32" in text else ()
+            function, outputs = translate(text, inputs, constants)
+            if outputs != (("D0", "u32"),):
+                raise Unknown(f"outputs {outputs} of V_{name}")
+            halves.append((function, [possible[key] for key in used], target - 256))
+
+        def run(w):
+            with np.errstate(all="ignore"):
+                values = [function(*(get(w) for get in getters))[0] for function, getters, _ in halves]
+            for value, (_, _, register) in zip(values, halves):
+                w.set_vector(register, value)
+
+        return run
+
+    # --- exchanges between lanes --------------------------------------------------------------------------------------
+    def _lanes(self, name, fields, extra):
+        if name == "V_SWAP_B32":
+            one, other = fields["vdst"] - 256, fields["src0"] - 256
+
+            def swap(w):
+                first, second = w.v[one].copy(), w.v[other].copy()
+                w.set_vector(one, second)
+                w.set_vector(other, first)
+
+            return swap
+        if "PERMLANE" in name and "SWAP" in name:
+            return self._swap_rows(name, fields)
+        get, target = self.source(fields["src0"], literal=extra), fields["vdst"]
+        scalar = target % 256  # some formats number it among the vector registers
+        everywhere = lambda w: np.broadcast_to(get(w), (len(w.programs), w.lanes))  # noqa: E731
+        if "READFIRSTLANE" in name:
+            return lambda w: w.set_scalar(scalar, everywhere(w)[np.arange(len(w.programs)), w.active.argmax(1)].copy())
+        which = self.source(fields["src1"], literal=extra)
+        if "READLANE" in name:
+
+            def read(w):
+                lane = np.broadcast_to(which(w), (len(w.programs), 1))[:, 0] & np.uint32(w.lanes - 1)
+                w.set_scalar(scalar, everywhere(w)[np.arange(len(w.programs)), lane].copy())
+
+            return read
+        if "WRITELANE" in name:
+
+            def write(w):
+                lane = np.broadcast_to(which(w), (len(w.programs), 1))[:, 0] & np.uint32(w.lanes - 1)
+                w.v[target - 256][np.arange(len(w.programs)), lane] = everywhere(w)[:, 0]
+
+            return write
+        if name in ("V_PERMLANE16_B32", "V_PERMLANEX16_B32"):
+            upper = self.source(fields["src2"], literal=extra)
+            fetch_inactive, bound = fields["opsel"] & 1, (fields["opsel"] >> 1) & 1
+            lane = np.arange(self.lanes)
+            row = (lane & ~15) ^ (16 if "X16" in name else 0)
+
+            def permute(w):
+                low, high = (np.broadcast_to(part(w), (len(w.programs), 1)) for part in (which, upper))
+                selectors = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+                chosen = (selectors >> (np.uint64(4) * (lane & 15).astype(np.uint64))) & np.uint64(15)
+                at = row + chosen.astype(np.int64)
+                valid = np.take_along_axis(w.active, at, 1) | bool(fetch_inactive)
+                value = np.where(valid, np.take_along_axis(everywhere(w), at, 1), np.uint32(0))
+                w.set_vector(target - 256, value, None if bound else valid)
+
+            return permute
+        if name == "V_PERMLANE64_B32" and self.lanes == 32:
+            return lambda w: w.set_vector(target - 256, get(w))
+        raise Unknown(name)
+
+    def _swap_rows(self, name, fields):
+        """Swap odd rows of the target with even rows of the source (gfx950)."""
+        one, other = fields["vdst"] - 256, fields["src0"] - 256
+        rows = 32 if "32" in name else 16
+        lane = np.arange(self.lanes)
+        odd, even = lane[(lane // rows) % 2 == 1], lane[(lane // rows) % 2 == 0]
+
+        def run(w):
+            if not (w.active is not None and w.all_active):
+                raise Unknown(f"{name} with inactive lanes")
+            kept = w.v[one][:, odd].copy()
+            w.v[one][:, odd] = w.v[other][:, even]
+            w.v[other][:, even] = kept
+
+        return run
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+    def _mover(self, name, fields, register_field):
+        """Return (size, load into registers, read from registers) of a plain access."""
+        store, size, signed, half = _access(name)
+        register = fields[register_field] - 256
+        if fields.get("acc"):
+            register += 256
+
+        def put(w, data, lanes):
+            """Write loaded bytes of the lanes (programs, lanes) that `lanes` selects; the others of EXEC get zeros."""
+            for i in range(max(1, size // 4)):
+                value = np.zeros(lanes.shape, np.uint32)
+                if size >= 4:
+                    value[lanes] = data.view(np.uint32)[:, i]
+                else:
+                    loaded = data.view(f"u{size}")[:, 0].astype(np.uint32)
+                    if signed:
+                        sign = np.uint32(1 << 8 * size - 1)
+                        loaded = (loaded ^ sign) - sign
+                    value[lanes] = loaded
+                    if half is not None:
+                        value &= np.uint32(0xFFFF)
+                        old = w.v[register]
+                        upper, lower = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+                        value = (old & lower) | value << np.uint32(16) if half else (old & upper) | value
+                w.set_vector(register + i, value)
+
+        def take(w, lanes):
+            if size >= 4:
+                words = [w.v[register + i][lanes] for i in range(size // 4)]
+                return np.stack(words, 1).view(np.uint8)
+            word = w.v[register][lanes] >> np.uint32(16 if half else 0)
+            return np.ascontiguousarray(word.view(np.uint8).reshape(-1, 4)[:, :size])
+
+        return store, size, put, take
+
+    def _buffer(self, name, fields):
+        if "INV" in name or "WB" in name:
+            return _nothing
+        if fields.get("lds") or fields.get("idxen") or fields.get("tfe"):
+            raise Unknown("LDS, index or status of a buffer access")
+        store, size, put, take = self._mover(name, fields, "vdata")
+        resource = fields.get("srsrc", fields.get("rsrc"))
+        constant, offset_in_lane = fields.get("offset", fields.get("ioffset")), fields["offen"]
+        address = fields["vaddr"] - 256
+        soffset = self.source(fields["soffset"], is_float=False)
+
+        def run(w):
+            low, high = w.s[resource][:, None].astype(np.uint64), w.s[resource + 1][:, None].astype(np.uint64)
+            base = low | (high & np.uint64(0xFFFF)) << np.uint64(32)
+            offset = w.v[address].astype(np.uint64) if offset_in_lane else np.uint64(0)
+            offset = np.broadcast_to(offset + np.uint64(constant), w.active.shape)
+            # out of bounds: loads give 0, stores do nothing (raw buffers)
+            lanes = w.active & (offset + np.uint64(size) <= w.s[resource + 2][:, None])
+            addresses = (base + offset + soffset(w))[lanes]
+            if store:
+                self.arena.store(addresses, take(w, lanes))
+            else:
+                put(w, self.arena.load(addresses, size), lanes)
+
+        return run
+
+    def _global(self, name, fields, flat):
+        if "INV" in name or "WB" in name:
+            return _nothing
+        store = "STORE" in name
+        data = ("data" if "data" in fields else "vsrc") if store else "vdst"
+        store, size, put, take = self._mover(name, fields, data)
+        address, base = fields.get("addr", fields.get("vaddr")) - 256, fields["saddr"]
+        bits = 24 if "ioffset" in fields else 13
+        offset = _signed(fields.get("ioffset", fields.get("offset")), bits)
+        no_base = flat or base == (127 if self.cdna else 124)
+
+        def run(w):
+            lanes = w.active
+            if no_base:
+                where = w.v[address] | w.v[address + 1].astype(np.uint64) << np.uint64(32)
+            else:
+                where = (w.s[base] | w.s[base + 1].astype(np.uint64) << np.uint64(32))[:, None] + w.v[address]
+            where = (where + np.uint64(offset & (1 << 64) - 1))[lanes]
+            if store:
+                self.arena.store(where, take(w, lanes))
+            else:
+                put(w, self.arena.load(where, size), lanes)
+
+        return run
+
+    def _scratch(self, name, fields):
+        store = "STORE" in name
+        data = ("data" if "data" in fields else "vsrc") if store else "vdst"
+        store, size, put, take = self._mover(name, fields, data)
+        address, base = fields.get("addr", fields.get("vaddr")) - 256, fields["saddr"]
+        offset = _signed(fields.get("ioffset", fields.get("offset")), 24 if "ioffset" in fields else 13)
+        by_lane, by_scalar = fields["sve"], base != (127 if self.cdna else 124)
+
+        def run(w):
+            lanes = w.active
+            where = np.full(lanes.shape, offset, np.int64)
+            if by_lane:
+                where += w.v[address]
+            if by_scalar:
+                where += w.s[base][:, None]
+            if (where[lanes] < 0).any():
+                raise Fault("an access below scratch")
+            row = (w.programs[:, None] * self.lanes + np.arange(self.lanes))[lanes]
+            if store:
+                self.scratch.store(row, where[lanes], take(w, lanes))
+            else:
+                put(w, self.scratch.load(row, where[lanes], size), lanes)
+
+        return run
+
+    def _ds(self, name, fields):
+        address, offsets = fields["addr"] - 256, (fields["offset0"], fields["offset1"])
+        offset = offsets[1] << 8 | offsets[0]
+        if "BPERMUTE" in name or name == "DS_PERMUTE_B32":
+            return self._permute(name, fields, address, offset)
+        if "SWIZZLE" in name:
+            return self._swizzle(fields, address, offset)
+        if not re.search(r"READ|WRITE|LOAD|STORE", name) or "ADDTID" in name or "_TR_" in name:
+            raise Unknown(name)
+        two = "READ2" in name or "WRITE2" in name or "2ADDR" in name
+        plain = re.sub(r"(READ|WRITE)2(ST64)?", r"\1", name)
+        store, size, _, _ = self._mover(plain, fields, "vdst")
+        scale = size * (64 if "ST64" in name or "STRIDE64" in name else 1)
+        movers = [self._mover(plain, fields, "data0" if store else "vdst")]
+        places = [offset]
+        if two:
+            second = fields | {"vdst": fields["vdst"] + size // 4}
+            movers.append(self._mover(plain, second, "data1" if store else "vdst"))
+            places = [offsets[0] * scale, offsets[1] * scale]
+
+        def run(w):
+            lanes = w.active
+            programs = np.broadcast_to(w.programs[:, None], lanes.shape)[lanes]
+            base = w.v[address][lanes].astype(np.int64)
+            loaded = []
+            for (_, _, _, take), place in zip(movers, places):
+                if store:
+                    self.lds.store(programs, base + place, take(w, lanes))
+                else:
+                    loaded.append(self.lds.load(programs, base + place, size))
+            for (_, _, put, _), data in zip(movers, loaded):
+                put(w, data, lanes)
+
+        return run
+
+    def _permute(self, name, fields, address, offset):
+        data, target = fields["data0"] - 256, fields["vdst"] - 256
+        if name == "DS_PERMUTE_B32":
+            raise Unknown(name)
+
+        def run(w):
+            lane = ((w.v[address].astype(np.int64) + offset) >> 2) & (w.lanes - 1)
+            valid = np.take_along_axis(w.active, lane, 1) | ("FI" in name)
+            w.set_vector(target, np.where(valid, np.take_along_axis(w.v[data], lane, 1), np.uint32(0)))
+
+        return run
+
+    def _swizzle(self, fields, source, offset):
+        lane, target = np.arange(self.lanes), fields["vdst"] - 256
+        if offset & 0x8000:
+            if offset >= 0xC000:
+                raise Unknown("a rotation by ds_swizzle")
+            at = (lane & ~3) | ((offset >> (2 * (lane & 3))) & 3)
+        else:
+            at = (lane & ~31) | ((((lane & 31) & (offset & 31)) | ((offset >> 5) & 31)) ^ ((offset >> 10) & 31))
+        return lambda w: w.set_vector(target, np.where(w.active[:, at], w.v[source][:, at], np.uint32(0)))
+
+    def _smem(self, name, fields):
+        if not name.startswith("S_LOAD"):
+            if "INV" in name or "PREFETCH" in name:
+                return _nothing
+            raise Unknown(name)
+        size = re.search(r"_(DWORD(?:X(\d+))?|B(\d+)|[UI](\d+))$", name)
+        if size[4]:
+            raise Unknown(name)
+        words = int(size[3]) // 32 if size[3] else int(size[2] or 1)
+        base, target = fields["sbase"], fields["sdata"]
+        immediate = _signed(fields.get("ioffset", fields.get("offset")), 24 if "ioffset" in fields else 21)
+        if self.cdna:
+            immediate *= fields["imm"]
+            scalar = fields["soffset"] if fields["soffset_en"] else None
+            if not fields["imm"] and not fields["soffset_en"]:
+                raise Unknown("an offset in a scalar register without its flag")
+        else:
+            scalar = fields["soffset"] if fields["soffset"] != 124 else None
+
+        def run(w):
+            where = w.s[base] | w.s[base + 1].astype(np.uint64) << np.uint64(32)
+            where = where + np.uint64(immediate & (1 << 64) - 1)
+            if scalar is not None:
+                where = where + w.s[scalar]
+            data = self.arena.load(where & ~np.uint64(3), 4 * words).view(np.uint32)
+            for i in range(words):
+                w.set_scalar(target + i, data[:, i].copy())
+
+        return run
+
+
+def dpp_lanes(control, lanes, cdna):
+    """Return the source lane of each lane for a DPP control, and whether it exists (ISA documents, table "DPP")."""
+    lane = np.arange(lanes)
+    row, i = lane & ~15, lane & 15
+    everywhere = np.ones(lanes, bool)
+    group, k = control & 0x1F0, control & 15
+    if control < 0x100:
+        return (lane & ~3) | ((control >> (2 * (lane & 3))) & 3), everywhere
+    if group == 0x100:
+        return row + np.minimum(i + k, 15), i + k <= 15
+    if group == 0x110:
+        return row + np.maximum(i - k, 0), i >= k
+    if group == 0x120:
+        return row + ((i - k) & 15), everywhere
+    if control == 0x140:
+        return row + 15 - i, everywhere
+    if control == 0x141:
+        return row + ((i & 8) | (7 - (i & 7))), everywhere
+    if group == 0x150:
+        return row + k, everywhere
+    if group == 0x160 and not cdna:
+        return row + (i ^ k), everywhere
+    if cdna and control in (0x130, 0x134, 0x138, 0x13C, 0x142, 0x143):
+        return {
+            0x130: (np.minimum(lane + 1, lanes - 1), lane + 1 < lanes),
+            0x134: ((lane + 1) % lanes, everywhere),
+            0x138: (np.maximum(lane - 1, 0), lane >= 1),
+            0x13C: ((lane - 1) % lanes, everywhere),
+            0x142: (np.maximum(row - 1, 0), row >= 16),
+            0x143: (np.full(lanes, 31), lane >= 32),
+        }[control]
+    raise Unknown(f"DPP control {control:#x}")
+
+
+def _access(name):
+    """Return (is a store, bytes, signed, half of a D16 access or None) from an access' name."""
+    parts = name.split("_")
+    store = "STORE" in parts or "WRITE" in parts
+    half = int("HI" in parts) if "D16" in parts else None
+    if "ATOMIC" in parts or not {"STORE", "WRITE", "LOAD", "READ"} & set(parts):
+        raise Unknown(name)
+    for part in parts[1:]:
+        wide = re.fullmatch(r"DWORD(?:X(\d))?|B(32|64|96|128)", part)
+        if wide:
+            return store, int(wide[2]) // 8 if wide[2] else 4 * int(wide[1] or 1), False, half
+    for part in parts[1:]:
+        if part in ("UBYTE", "SBYTE", "BYTE", "U8", "I8", "B8"):
+            return store, 1, part in ("SBYTE", "I8"), half
+        if part in ("USHORT", "SSHORT", "SHORT", "U16", "I16", "B16"):
+            return store, 2, part in ("SSHORT", "I16"), half
+    raise Unknown(name)
+
+
+def _modifiers(fields, index, extra):
+    """Return (negate, absolute) of source `index`."""
+    if "neg" in fields:
+        return (fields["neg"] >> index) & 1, (fields.get("abs", 0) >> index) & 1
+    if extra is not None and index < 2:
+        if fields.get("src0") == _SDWA:
+            shift = 20 if index == 0 else 28
+        else:
+            shift = 20 + 2 * index
+        return (extra >> shift) & 1, (extra >> shift + 1) & 1
+    return 0, 0
+
+
+def _output_modifier(name, fields, kind):
+    """Return a function that clamps or scales a result, or None."""
+    factor, clamp = fields.get("omod", 0), fields.get("clmp", 0)
+    if kind.startswith("VOP1") or kind.startswith("VOP2"):
+        return None  # SDWA's are read from its own word
+    if not factor and not clamp:
+        return None
+    if factor and not clamp and re.search(r"_F32$", name) and "CVT" not in name:
+        scale = np.float32({1: 2, 2: 4, 3: 0.5}[factor])
+        return lambda value: (value.view(np.float32) * scale).view(np.uint32)
+    if clamp and not factor and re.search(r"_F32$", name):
+        return lambda value: np.clip(np.nan_to_num(value.view(np.float32)), 0, 1).view(np.uint32)
+    raise Unknown("a clamp or a factor of the output")
+
+
+def _number(field):
+    return field if isinstance(field, int) else field.offset
+
+
+def _signed(number, bits):
+    return number - (number >> bits - 1 << bits)
+
+
+def _nothing(w, value=None):
+    pass
+
+
+@functools.cache
+def _pseudocode(family):
+    """Return AMD's pseudo-code by instruction's name, encodings of one name merged."""
+    module = importlib.import_module(f"tinygrad.runtime.autogen.amd.{family}.str_pcode")
+    comments = re.compile(r"//[^\n]*")
+    return {re.sub(r"_E(32|64)$", "", op.name): comments.sub("", text) for op, text in reversed(module.PCODE.items())}
+
+
+@functools.cache
+def _register_formats():
+    """Add a format that tinygrad 0.14's list of RDNA3 lacks."""
+    from tinygrad.renderer import amd
+    from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
+
+    amd._load_formats()["rdna3"].insert(0, MUBUF)
