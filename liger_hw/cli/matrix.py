@@ -28,6 +28,16 @@ def add(commands) -> None:
     command.add_argument(
         "--search", action="store_true", help="compile neighbours of each launch configuration, and compare"
     )
+    command.add_argument(
+        "--emulate", action="store_true", help="execute AMD machine code of every op instead, without an AMD GPU"
+    )
+    command.add_argument(
+        "--few", action="store_true", help="with --emulate: only cases that reach another kernel, loop or tail; no fp16"
+    )
+    command.add_argument(
+        "--remove", type=common.positive, default=0, metavar="N",
+        help="with --emulate: also remove N instructions of each op, one at a time; 90%% must be noticed",
+    )  # fmt: skip
     command.add_argument("--backends", action="store_true", help="list every architecture as JSON instead")
     command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="architectures to compile for (all)")
     command.add_argument("--ops", nargs="+", default=[], metavar="OP", help="ops to compile (all)")
@@ -45,6 +55,12 @@ def matrix(args) -> int | None:
         return None
     if args.mend and not args.compile:
         raise ValueError("--mend: got it without --compile, allowed: --compile --mend")
+    if (args.few or args.remove) and not args.emulate:
+        raise ValueError("--few, --remove: got one without --emulate, allowed: --emulate --few --remove N")
+    if args.emulate:
+        from liger_hw.proof import emulated
+
+        return emulated.run(args.archs, args.ops, args.jobs, args.report, args.few, args.remove)
     if args.compile:
         from liger_hw.proof import compiled, mend
 

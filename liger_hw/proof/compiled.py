@@ -73,7 +73,7 @@ def uses(
                     forward = _run(op, inputs, options, launches)
                     for i, launch in enumerate(launches):
                         key = op, i >= forward, *_class(launch)
-                        coarse = op, i >= forward, *_coarse_class(launch)
+                        coarse = op, i >= forward, *coarse_class(launch)
                         if key not in found:
                             if origin == SAMPLE and (coarse in sampled or (dtype == "fp32" and not walks(launch))):
                                 continue
@@ -126,7 +126,7 @@ def _class(launch: Launch) -> tuple:
     return launch.what[:3], str(rest), *launch.what[4:], *of_width
 
 
-def _coarse_class(launch: Launch) -> tuple:
+def coarse_class(launch: Launch) -> tuple:
     """Return an equal key for launches that differ in sizes alone."""
     flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
     return launch.what[:3], str(flags), launch.aligned, walks(launch)

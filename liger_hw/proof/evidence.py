@@ -19,10 +19,13 @@ from liger_hw._triton import interpreting
 from liger_hw.bench import run_file
 from liger_hw.kernels import load_all
 
-MEASURED, EXECUTED, INTERPRETED, COMPILED = LEVELS = ("measured", "executed", "interpreted", "compiled")
+MEASURED, EXECUTED, EMULATED, INTERPRETED, COMPILED = LEVELS = (
+    "measured", "executed", "emulated", "interpreted", "compiled",
+)  # fmt: skip
 SAYS = {
     MEASURED: "timed on the device at the shapes of real models, after its parity cases passed there",
     EXECUTED: "its parity cases passed on the device: values and gradients against float64",
+    EMULATED: "its machine code passed its parity cases on an emulation of that GPU, in order: no hardware ran",
     INTERPRETED: "its parity cases passed in Triton's interpreter, with the launch configurations of that GPU",
     COMPILED: "its kernels were built by that GPU's compiler at real widths; registers, memory and accesses checked",
 }

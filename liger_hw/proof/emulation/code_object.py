@@ -25,23 +25,23 @@ class CodeObject:
 
     Attributes:
         image: the loadable segments, from address `start` on.
-        entry: the address of the first instruction, relative to the same origin.
+        first: the address of the first instruction, from the same origin. Where arguments are preloaded into registers,
+            it is 256 bytes after the entry, as in front of it is code for firmware that does not preload.
         lds, scratch: bytes a program, bytes a lane.
-        user_sgprs: the values that the hardware puts into the first scalar registers, in order: "kernarg" (2 registers),
-            "junk" and ("preload", word of the arguments).
+        user_sgprs: what the hardware puts into the first scalar registers, in order: ("kernarg", half of the arguments'
+            address), ("preload", word of the arguments) or ("junk", 0).
         program_ids: which of the program's coordinates follow them, in order.
-        preloads: whether the code begins 256 bytes later, with some arguments in registers.
+        ids_in_ttmp: whether the coordinates are in registers of the trap handler instead (gfx12).
         arguments: the kernel's arguments.
     """
 
     image: np.ndarray
     start: int
-    entry: int
+    first: int
     lds: int
     scratch: int
     user_sgprs: tuple
     program_ids: tuple
-    preloads: bool
     ids_in_ttmp: bool
     arguments: tuple
 
@@ -87,14 +87,13 @@ def read(binary: bytes, assembly: str, arch: str) -> CodeObject:
     for bit, registers in ((0, 4), (1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (6, 1)):
         if properties >> bit & 1:
             user += [("kernarg", half) for half in (0, 1)] if bit == 3 else [("junk", 0)] * registers
-    count, first = preload & 0x7F, preload >> 7
-    user += [("preload", first + i) for i in range(count)]
+    count, word = preload & 0x7F, preload >> 7
+    user += [("preload", word + i) for i in range(count)]
     # LLVM pads these registers on gfx11 ("user SGPR init 16 bug")
     user += [("junk", 0)] * ((rsrc2 >> 1 & 31) - len(user))
     ids = tuple(axis for axis, bit in enumerate((7, 8, 9)) if rsrc2 >> bit & 1)
     text = assembly[assembly.index("\t.amdgpu_metadata") :].partition("\n")[2].partition("\t.end_amdgpu_metadata")[0]
     (kernel,) = yaml.safe_load(text)["amdhsa.kernels"]
     arguments = tuple(Argument(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel.get(".args", ()))
-    return CodeObject(
-        image, start, entry, lds, scratch, tuple(user), ids, bool(count), arch.startswith("gfx12"), arguments
-    )  # fmt: skip
+    first = entry + 256 if count else entry
+    return CodeObject(image, start, first, lds, scratch, tuple(user), ids, arch.startswith("gfx12"), arguments)

@@ -6,7 +6,7 @@ from liger_hw.proof.emulation.instructions import Decoder
 from liger_hw.proof.emulation.machine import EXEC, SCALARS, Arena, Lds, Waves
 
 _BATCH = 64  # programs at a time: their registers are 8 MB a wave
-_LIMIT = 200_000  # instructions of a wave, above which a loop has no end
+LIMIT = 1_000_000  # instructions of a wave between barriers, above which a loop has no end
 
 
 class Endless(RuntimeError):
@@ -18,23 +18,31 @@ class Machine:
 
     Args:
         arch: such as "gfx942".
-        reverse: run the waves of a program in descending order between barriers.
     """
 
-    def __init__(self, arch, reverse=False):
+    def __init__(self, arch):
         self.arena = Arena()
         self.decoder = Decoder(arch, self.arena)
-        self.reverse = reverse
-        self.counts = {}  # instruction's name -> executions by waves
-        self.visited = {}  # offset of each executed instruction from the entry -> Instruction
 
-    def run(self, code, grid, arguments: bytes, num_warps, shared, limit=_LIMIT):
+    def run(self, code, grid, arguments: bytes, num_warps, reverse=False, limit=LIMIT):
         """Execute `code`, a `CodeObject`, for every program of `grid`.
 
+        Args:
+            grid: numbers of programs along x, y, z.
+            arguments: the kernel-argument segment.
+            num_warps: waves of a program.
+            reverse: run the waves of a program in descending order between barriers.
+            limit: instructions of a wave between barriers, above which a loop counts as endless.
+
         Returns:
-            the number of instructions that waves executed.
+            counts: an instruction's name -> how often waves executed it.
+            visited: the offset of each executed instruction from the first one -> `Instruction`.
+
+        Raises:
+            Fault, Unknown, Endless: see there.
         """
-        decoder, self.limit = self.decoder, limit
+        decoder, self.reverse, self.limit = self.decoder, reverse, limit
+        self.counts, self.visited = {}, {}
         placed = self.arena.place(code.image, 4096, code.start % 4096) - code.start
         padded = np.frombuffer(arguments + bytes(-len(arguments) % 64 + 64), np.uint8)
         kernarg = self.arena.place(padded, 64)
@@ -42,16 +50,14 @@ class Machine:
         user = {"kernarg": lambda i: kernarg >> 32 * i & 0xFFFFFFFF, "junk": lambda i: 0xDEAD0000 + i,
                 "preload": lambda i: int(words[i])}  # fmt: skip
         user = [user[kind](i) for kind, i in code.user_sgprs]
-        self.start = placed + code.entry + (256 if code.preloads else 0)
-        self.entry, self.decoded, self.visited = placed + code.entry, {}, {}
+        self.first, self.decoded = placed + code.first, {}
         x, y, z = grid
         programs = np.stack(np.meshgrid(np.arange(z), np.arange(y), np.arange(x), indexing="ij"), -1).reshape(-1, 3)
-        executed = 0
         for begin in range(0, len(programs), _BATCH):
             batch = programs[begin : begin + _BATCH, ::-1]
-            decoder.lds = Lds(len(batch), max(code.lds, shared, 1), 1)
-            executed += self._batch(code, batch, user, num_warps)
-        return executed
+            decoder.lds = Lds(len(batch), max(code.lds, 1), 1)
+            self._batch(code, batch, user, num_warps)
+        return self.counts, self.visited
 
     def _batch(self, code, programs, user, num_warps):
         decoder, lanes, count = self.decoder, self.decoder.lanes, len(programs)
@@ -73,21 +79,19 @@ class Machine:
             if not decoder.cdna:
                 s[124] = 0
             v[0] = number * lanes + np.arange(lanes)  # x in bits 0 to 9; y and z are 0
-            waiting.append([Waves(v, s, np.zeros(count, bool), np.arange(count), self.start)])
-        executed = 0
+            waiting.append([Waves(v, s, np.zeros(count, bool), np.arange(count), self.first)])
         order = range(num_warps - 1, -1, -1) if self.reverse else range(num_warps)
         while any(waiting):
             for number in order:
                 decoder.scratch = scratch[number]
                 reached = []
                 for waves in waiting[number]:
-                    executed += self._until_barrier(waves, reached)
+                    self._until_barrier(waves, reached)
                 waiting[number] = reached
-        return executed
 
     def _until_barrier(self, waves, reached):
         """Run waves, and those that part from them, up to a barrier, where they join `reached`, or their end."""
-        executed, running = 0, [waves]
+        running = [waves]
         decoded, counts = self.decoded, self.counts
         while running:
             waves = running.pop()
@@ -97,14 +101,13 @@ class Machine:
                 if instruction is None:
                     instruction = decoded[waves.pc] = self._decode(waves.pc)
                 counts[instruction.name] = counts.get(instruction.name, 0) + programs
-                executed += programs
                 steps += 1
                 kind = instruction.kind
                 if kind == "step":
                     try:
                         instruction.run(waves)
                     except Exception as error:
-                        error.add_note(f"{instruction.name} at +{waves.pc - self.entry:#x}")
+                        error.add_note(f"{instruction.name} at +{waves.pc - self.first:#x}")
                         raise
                     waves.pc += instruction.size
                     continue
@@ -116,7 +119,7 @@ class Machine:
                     reached.append(waves)
                     break
                 if steps > self.limit:
-                    raise Endless(f"{steps} instructions of a wave, at +{waves.pc - self.entry:#x}")
+                    raise Endless(f"{steps} instructions of a wave, at +{waves.pc - self.first:#x}")
                 taken = instruction.run(waves)
                 if taken.all():
                     waves.pc = following + instruction.target
@@ -129,9 +132,8 @@ class Machine:
                     waves = waves.part(taken)
                     waves.pc = following + instruction.target
                     programs = len(waves.programs)
-        return executed
 
     def _decode(self, pc):
         instruction = self.decoder.decode(self.arena.read(pc, 20).tobytes())
-        self.visited[pc - self.entry] = instruction
+        self.visited[pc - self.first] = instruction
         return instruction

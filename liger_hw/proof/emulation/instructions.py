@@ -19,7 +19,7 @@ from liger_hw.proof.emulation.pseudocode import REPLACED, Unknown, translate
 
 _LITERAL, _DPP, _SDWA = 255, 250, 249  # numbers of a first source that say what the next 4 bytes are
 _FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
-_IGNORED = (
+IGNORED = (
     "S_NOP", "S_WAIT", "S_CLAUSE", "S_DELAY_ALU", "S_SENDMSG", "S_SET_INST_PREFETCH", "S_SLEEP", "S_SETPRIO",
     "S_CODE_END", "S_INST_PREFETCH", "S_ICACHE", "S_ROUND_MODE", "S_DENORM_MODE", "S_SETREG", "S_VERSION",
 )  # fmt: skip
@@ -62,9 +62,19 @@ class Decoder:
         self.lanes = 64 if self.cdna else 32
         self.pseudocode = _pseudocode(self.family)
         self.lds = self.scratch = None
+        self.known = {}  # bytes of an instruction -> Instruction
 
     def decode(self, code: bytes) -> Instruction:
         """Decode the first instruction of `code`, of which 20 bytes suffice."""
+        for size in (4, 8, 12, 16):  # no instruction is the beginning of another
+            instruction = self.known.get(code[:size])
+            if instruction:
+                return instruction
+        instruction = self._decode(code)
+        self.known[code[: instruction.size]] = instruction
+        return instruction
+
+    def _decode(self, code):
         from tinygrad.renderer.amd import decode_inst
 
         _register_formats()
@@ -94,7 +104,7 @@ class Decoder:
     def _decoded(self, inst, kind, name, fields, size, extra):
         if kind == "SOPP":
             return self._control(name, fields["simm16"], size)
-        if name.startswith(_IGNORED):
+        if name.startswith(IGNORED):
             return Instruction(name, size, run=_nothing)
         if name.startswith("S_BARRIER_SIGNAL"):
             return Instruction(name, size, run=_nothing)
@@ -112,6 +122,8 @@ class Decoder:
             run = self._dual(inst, fields, extra)
         elif "MFMA" in name or "WMMA" in name:
             run = multiply(self, inst, name, fields)
+        elif "ACCVGPR" in name:
+            run = self._accumulation(name, fields, extra)
         elif "LANE" in name or name.startswith("V_SWAP"):
             run = self._lanes(name, fields, extra)
         else:
@@ -124,7 +136,7 @@ class Decoder:
             return Instruction(name, size, "end")
         if name in ("S_BARRIER", "S_BARRIER_WAIT"):
             return Instruction(name, size, "barrier")
-        if name.startswith(_IGNORED):
+        if name.startswith(IGNORED):
             return Instruction(name, size, run=_nothing)
         both = slice(0, self.lanes // 32)
         conditions = {
@@ -476,6 +488,16 @@ class Decoder:
                 w.set_vector(register, value)
 
         return run
+
+    def _accumulation(self, name, fields, extra):
+        """Move between vector and accumulation registers, which are those from 256 on in `Waves.v`."""
+        source, target = fields["src0"], fields["vdst"] - 256
+        if "WRITE" not in name:
+            source += 256
+        if "READ" not in name:
+            target += 256
+        get = self.source(source, literal=extra)
+        return lambda w: w.set_vector(target, get(w))
 
     # --- exchanges between lanes --------------------------------------------------------------------------------------
     def _lanes(self, name, fields, extra):

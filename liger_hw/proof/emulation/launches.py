@@ -1,6 +1,7 @@
 """Run launches of ops on an emulated AMD GPU."""
 
 import ctypes
+import functools
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from liger_hw.backends.device import Device
 from liger_hw.hooks import hooks
 from liger_hw.proof import crosscompile
 from liger_hw.proof.emulation import code_object
-from liger_hw.proof.emulation.execution import Machine
+from liger_hw.proof.emulation.execution import LIMIT, Machine
 
 _SCALARS = {"fp32": "<f", "i32": "<i", "i64": "<q", "i1": "<?"}
 
@@ -25,30 +26,36 @@ class Executed:
     Attributes:
         launch: the `crosscompile.Launch`.
         grid: programs by axis.
-        instructions: instructions that waves executed.
-        visited: offset from the entry -> `Instruction`, of those that ran.
+        counts: an instruction's name -> how often waves executed it.
+        visited: offset from the first instruction -> `Instruction`, of those that ran.
     """
 
     launch: crosscompile.Launch
     grid: tuple
-    instructions: int
+    counts: dict
     visited: dict
+
+    @property
+    def instructions(self) -> int:
+        """Return the number of instructions that waves executed."""
+        return sum(self.counts.values())
 
 
 @contextmanager
-def executed_on(device: Device, reverse: bool = False, patch=None):
+def executed_on(device: Device, reverse: bool = False, patch=None, limit: int | None = None):
     """Execute launches on CPU tensors as `device`, an AMD one, would; yield the list of `Executed`.
 
     Args:
         device: one of `crosscompile.DEVICES`, of AMD.
         reverse: run the waves of a program in descending order between barriers.
         patch: a function of a launch and its `CodeObject`, which returns the one to execute.
+        limit: instructions of a wave between barriers, above which a loop counts as endless; None: `execution.LIMIT`.
 
     Raises:
         Fault: a kernel left its tensors.
         Unknown: an instruction is not known.
     """
-    executed, machine = [], Machine(device.arch, reverse)
+    executed, machine = [], _machine(device.arch)
 
     def execute(kernel, grid, config, *args):
         if 0 in grid:
@@ -66,14 +73,19 @@ def executed_on(device: Device, reverse: bool = False, patch=None):
         machine.arena.clear()
         placed = _place(machine.arena, values)
         arguments = _arguments(code, values, placed, grid, launch.options["num_warps"] * device.warp_size)
-        count = machine.run(code, grid, arguments, launch.options["num_warps"], code.lds)
+        counts, visited = machine.run(code, grid, arguments, launch.options["num_warps"], reverse, limit or LIMIT)
         for pointer, (address, size) in placed.items():
             data = np.ascontiguousarray(machine.arena.read(address, size))
             ctypes.memmove(pointer, data.ctypes.data, size)
-        executed.append(Executed(launch, tuple(grid), count, machine.visited))
+        executed.append(Executed(launch, tuple(grid), counts, visited))
 
     with hooks.replace_launches(execute), backends.use_backend(f"{device.vendor}:{device.arch}"):
         yield executed
+
+
+@functools.cache
+def _machine(arch):
+    return Machine(arch)
 
 
 _codes = {}

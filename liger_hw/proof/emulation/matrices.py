@@ -1,7 +1,7 @@
 """Execute matrix instructions: MFMA of CDNA, WMMA of RDNA3 and RDNA4.
 
-Layouts are those of AMD's documents ("AMD Instinct MI300 ISA", section 7; "RDNA3 ISA" and "RDNA4 ISA", section 7.9). The
-sum over k is computed in fp64 and rounded once; the order of the hardware's own sum is not documented.
+Layouts are those of AMD's documents ("AMD Instinct MI300 ISA", section 7; "RDNA3 ISA" and "RDNA4 ISA", section 7.9).
+The sum over k is computed in fp64 and rounded once; the order of the hardware's own sum is not documented.
 """
 
 import re

@@ -53,7 +53,8 @@ REPLACED = {
     "(laneNumber < 32U ? 0U : (1U << (laneNumber - 32U)) - 1U)))",
     "V_CMP_CLASS_F32": "D0.u64[laneId] = classify(S0.f32, S1.u32)",
     "V_MAD_U64_U32": "tmp = 64'U(S0.u32) * 64'U(S1.u32) + S2.u64;\nVCC.u64[laneId] = tmp < S2.u64;\nD0.u64 = tmp",
-    "V_CVT_PK_BF16_F32": "tmp[15 : 0].bf16 = f32_to_bf16(S0.f32);\ntmp[31 : 16].bf16 = f32_to_bf16(S1.f32);\nD0 = tmp.b32",
+    "V_CVT_PK_BF16_F32": "tmp[15 : 0].bf16 = f32_to_bf16(S0.f32);\ntmp[31 : 16].bf16 = f32_to_bf16(S1.f32);\n"
+    "D0 = tmp.b32",
     # the sources arrive with their halves selected
     "V_PK_MOV_B32": "D0.u64 = { S1[31 : 0].u32, S0[31 : 0].u32 }",
     # scaling steps of a division, whose cases are of denormal and huge quotients
@@ -105,16 +106,16 @@ _NUMPY = {
 # function -> (its name in `arithmetic` or numpy, the type of its result; None: the first argument's)
 _FUNCTIONS = {
     "fma": ("fma", None), "floor": ("np.floor", None), "trunc": ("np.trunc", None), "ceil": ("np.ceil", None),
-    "sqrt": ("np.sqrt", None), "abs": ("np.abs", None), "rint": ("np.rint", None), "log2": ("log2", None),
-    "isNAN": ("np.isnan", "u1"), "isSignalNAN": ("is_signaling", "u1"), "isQuietNAN": ("np.isnan", "u1"),
-    "cvtToQuietNAN": ("np.asarray", None), "sign": ("np.signbit", "u1"), "exponent": ("exponent", "i32"),
-    "mantissa": ("mantissa", None), "ldexp": ("ldexp", None), "reciprocal_root": ("reciprocal_root", None),
-    "frexp_exponent": ("frexp_exponent", "i32"), "median3": ("median3", None), "leading_zeros": ("leading_zeros", "i32"),
-    "reversed_bits": ("reversed_bits", "u32"), "trailing_zeros": ("trailing_zeros", "i32"), "count_ones": ("np.bitwise_count", "u8"),
-    "permute_bytes": ("permute_bytes", "u32"), "classify": ("classify", "u1"), "is_denormal": ("is_denormal", "u1"),
-    "maximum": ("maximum", None), "minimum": ("minimum", None),
-    "not_a_number": ("np.full_like", None), "f32_to_bf16": ("to_bf16", "bf16"), "sin": ("np.sin", None),
-    "cos": ("np.cos", None),
+    "sqrt": ("np.sqrt", None), "abs": ("np.abs", None), "rint": ("np.rint", None), "log2": ("log2", None), "isNAN":
+    ("np.isnan", "u1"), "isSignalNAN": ("is_signaling", "u1"), "isQuietNAN": ("np.isnan", "u1"), "cvtToQuietNAN":
+    ("np.asarray", None), "sign": ("np.signbit", "u1"), "exponent": ("exponent", "i32"), "mantissa": ("mantissa",
+    None), "ldexp": ("ldexp", None), "reciprocal_root": ("reciprocal_root", None), "frexp_exponent":
+    ("frexp_exponent", "i32"), "median3": ("median3", None), "leading_zeros": ("leading_zeros", "i32"),
+    "reversed_bits": ("reversed_bits", "u32"), "trailing_zeros": ("trailing_zeros", "i32"), "count_ones":
+    ("np.bitwise_count", "u8"), "permute_bytes": ("permute_bytes", "u32"), "classify": ("classify", "u1"),
+    "is_denormal": ("is_denormal", "u1"), "maximum": ("maximum", None), "minimum": ("minimum", None),
+    "not_a_number": ("np.full_like", None), "f32_to_bf16": ("to_bf16", "bf16"), "sin": ("np.sin", None), "cos":
+    ("np.cos", None),
 }  # fmt: skip
 _CONVERSION = re.compile(r"(?:v_cvt_)?(bf16|[fiu]\d+)_to_(bf16|[fiu]\d+)")
 _EXTREME = re.compile(r"v_(max|min)3?(?:_num)?_(f16|f32|f64|[iu]16|[iu]32)")

@@ -1,0 +1,289 @@
+"""Execute the machine code of every op for AMD GPUs that are absent, and check it as kernels on a GPU are checked.
+
+`run` is `liger-hw matrix --emulate`. Each parity case compiles its launches for the architecture, with the
+configurations that it would use there, and `emulation` executes the code objects. The parity rule judges outputs and
+gradients. No hardware is involved: execution is in order, so nothing about waits, hazards or time is shown.
+
+`removals` is the control: it removes one executed instruction at a time, and the parity rule should notice.
+"""
+
+import collections
+import json
+import random
+import time
+from concurrent.futures import as_completed
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from liger_hw import console
+from liger_hw.bench import run_file
+from liger_hw.dispatch import OPS
+from liger_hw.kernels import load_all
+from liger_hw.proof import compile_cache, crosscompile
+from liger_hw.proof.compiled import coarse_class
+from liger_hw.proof.crosscompile import DEVICES
+from liger_hw.spelling import check_known
+from liger_hw.testing import parity
+from liger_hw.testing.cases import small_cases
+
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1200", "gfx1201")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NOP = 0xBF800000  # s_nop 0 on every architecture
+_REMOVED_LIMIT = 20_000  # instructions of a wave, after which a removal has made a loop endless
+
+
+def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: bool = False, remove: int = 0) -> int:
+    """Run `liger-hw matrix --emulate`: execute, judge, print the table, write emulated.json and emulated_kernels.json.
+
+    Args:
+        archs: names in ARCHS; none means all.
+        ops: names in `dispatch.OPS`; none means all.
+        jobs: processes; None means one for each core.
+        report: the folder to write to.
+        few: only the cases that reach a kernel, a loop or a tail that the op's earlier cases did not, in fp32 and bf16.
+        remove: also remove this many instructions of each op's kernels, one at a time.
+
+    Returns:
+        0 if all cases passed, else 1.
+
+    Raises:
+        ValueError: an architecture or an op is unknown, or a package is not installed.
+    """
+    from liger_hw.proof import evidence
+
+    console.require("rich", "triton", "tinygrad", "elftools", "yaml")
+    for arch in archs:
+        check_known("architecture", arch, ARCHS)
+    for op in ops:
+        check_known("op", op, OPS)
+    load_all()
+    began, rows, controls = time.monotonic(), [], []
+    dtypes = [dtype for dtype in DTYPES if not few or dtype != "fp16"]
+    work = [(op, arch, dtype) for op in ops or OPS for arch in archs or ARCHS for dtype in dtypes]
+    with compile_cache.processes(jobs) as pool, console.progress() as progress:
+        try:
+            task = progress.add_task("executing", total=len(work), note="")
+            futures = {pool.submit(_cases_of, *item, few): item for item in work}
+            for future in as_completed(futures):
+                rows += future.result()
+                progress.update(task, advance=1, note=" ".join(futures[future]))
+            if remove:
+                work = [(op, arch) for op in ops or OPS for arch in archs or ARCHS]
+                task = progress.add_task("removing", total=len(work), note="")
+                for future in as_completed([pool.submit(removals, op, arch, remove) for op, arch in work]):
+                    controls.append(future.result())
+                    progress.update(task, advance=1)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    run_id, facts = evidence.about(evidence.EMULATED)
+    files = (
+        evidence.write(report / "emulated.json", {run_id: facts}, _cells(rows, run_id)),
+        run_file.replace(report / "emulated_kernels.json", _json({"kernels": _kernels(rows), "removals": controls})),
+    )
+    print(*files, sep=", ", end="\n\n")
+    print(_show(rows, controls))
+    failed = [row for row in rows if row["error"]]
+    for row in failed:
+        print(f"{row['op']} on {row['arch']} in {row['dtype']}, {row['case']}: {row['error']}")
+    executed = sum(row["instructions"] for row in rows)
+    print(f"{len(rows) - len(failed):,} of {len(rows):,} cases passed, {executed:,} instructions of waves, "
+          f"{time.monotonic() - began:.0f} s")  # fmt: skip
+    return 1 if failed or any(control["noticed"] < control["removed"] * 0.9 for control in controls) else 0
+
+
+def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
+    """Execute the op's cases: one row for each."""
+    load_all()
+    # uninitialised memory is NaN, so that what no launch writes is seen
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    rows, classes = [], set()
+    for inputs, options in _samples(op, DTYPES[dtype]):
+        if few and not _adds(op, inputs, options, arch, classes):
+            continue
+        rows.append({"op": op, "arch": arch, "dtype": dtype} | _execute(op, inputs, options, arch))
+    return rows
+
+
+def _samples(op, dtype):
+    """Yield the op's small cases with rows."""
+    for inputs, options in small_cases(op, dtype):
+        if all(x.numel() for x in inputs if torch.is_tensor(x)):
+            yield inputs, options
+
+
+def _adds(op, inputs, options, arch, classes) -> bool:
+    """Tell whether a case reaches code that the cases before it did not; add its code to `classes`."""
+    if op == "experts":  # its launches depend on results
+        shape = str([x.shape for x in inputs if torch.is_tensor(x)]), str(options)
+        reached = {shape} if len(classes) < 2 else set()
+    else:
+        with crosscompile.launches_on(DEVICES[arch]) as launches:
+            parity.run(OPS[op], inputs, options)
+        reached = {str((*coarse_class(launch), _tail(launch))) for launch in launches}
+    added = not reached <= classes
+    classes |= reached
+    return added
+
+
+def _tail(launch) -> bool:
+    """Tell whether the kernel's last block of a row is not whole."""
+    cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
+    return None not in (cols, block) and bool(cols % block)
+
+
+def _execute(op, inputs, options, arch, patch=None, reverse=False, limit=None) -> dict:
+    """Run one parity check on emulated waves; return what happened."""
+    from liger_hw.proof.emulation import executed_on
+
+    device, error, executed = DEVICES[arch], "", []
+    try:
+        with executed_on(device, reverse, patch, limit) as executed:
+            parity.check(OPS[op], inputs, options, f"amd:{arch}")
+    except Exception as raised:
+        notes = " ".join(getattr(raised, "__notes__", ()))
+        error = f"{type(raised).__name__}: {raised} {notes}"[:500].strip()
+    shapes = [tuple(x.shape) for x in inputs if torch.is_tensor(x)]
+    return {
+        "case": f"{shapes} { {k: v for k, v in options.items() if not torch.is_tensor(v)} }", "error": error,
+        "launches": len(executed), "instructions": sum(one.instructions for one in executed),
+        "kernels": [_facts(one) for one in executed],
+    }  # fmt: skip
+
+
+def _facts(executed) -> dict:
+    """Return what one executed launch shows for free."""
+    return {
+        "kernel": executed.launch.kernel, "key": executed.launch.key, "programs": _product(executed.grid),
+        "warps": executed.launch.options["num_warps"], "instructions": executed.instructions,
+        "counts": executed.counts,
+    }  # fmt: skip
+
+
+def _product(grid):
+    x, y, z = grid
+    return x * y * z
+
+
+# The control ----------------------------------------------------------------------------------------------------------
+
+
+def removals(op: str, arch: str, count: int) -> dict:
+    """Remove `count` random executed instructions of the op's kernels, one at a time, and ask who notices.
+
+    The samples are the largest bf16 case, whose rows fill blocks, and cases with tails. An instruction is noticed if
+    the parity rule, a fault or an endless loop tells. Waits, hints and fillers are not removed.
+
+    Returns:
+        the op, the architecture, the numbers "removed", "noticed", "same bits" (removals that change nothing on these
+        samples), and "missed": how many removals of each instruction changed bits within the rule.
+    """
+    from liger_hw.proof.emulation import executed_on
+    from liger_hw.proof.emulation.instructions import IGNORED
+
+    load_all()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    samples = sorted(_samples(op, torch.bfloat16), key=lambda sample: -_size(sample))[:3]
+    places, references = [], []
+    for inputs, options in samples:
+        with executed_on(DEVICES[arch]) as executed:
+            references.append(parity.run(OPS[op], inputs, options))
+        for one in executed:
+            for offset, instruction in one.visited.items():
+                if not instruction.name.startswith(IGNORED) and instruction.kind in ("step", "branch"):
+                    places.append((one.launch.key, offset, instruction.size, instruction.name))
+    chosen = sorted(set(places))
+    random.Random(0).shuffle(chosen)
+    result = {"op": op, "arch": arch, "removed": 0, "noticed": 0, "same bits": 0}
+    missed = collections.Counter()
+    for key, offset, size, name in chosen[:count]:
+        result["removed"] += 1
+        outcome = _without(op, arch, samples, references, key, offset, size)
+        if outcome == "missed":
+            missed[name] += 1
+        else:
+            result[outcome] += 1
+    return result | {"missed": dict(missed)}
+
+
+def _size(sample):
+    inputs, _ = sample
+    first = inputs[0]
+    return first.numel() * (1 if first.shape[-1] % 8 else 1.01)
+
+
+def _without(op, arch, samples, references, key, offset, size) -> str:
+    """Return "noticed", "same bits" or "missed" for the removal of one instruction."""
+    from liger_hw.proof.emulation import executed_on
+
+    def patch(launch, code):
+        if launch.key != key:
+            return code
+        image = code.image.copy()
+        at = code.first - code.start + offset
+        image[at : at + size].view("u4")[:] = NOP
+        return replace(code, image=image)
+
+    same = True
+    for (inputs, options), reference in zip(samples, references):
+        outcome = _execute(op, inputs, options, arch, patch, limit=_REMOVED_LIMIT)
+        if outcome["error"]:
+            return "noticed"
+        with executed_on(DEVICES[arch], patch=patch, limit=_REMOVED_LIMIT):
+            outputs = parity.run(OPS[op], inputs, options)
+        same = same and all(_same(a, b) for a, b in zip(outputs, reference))
+    return "same bits" if same else "missed"
+
+
+def _same(a, b):
+    return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+# What is shown --------------------------------------------------------------------------------------------------------
+
+
+def _cells(rows, run_id) -> list:
+    from liger_hw.proof import evidence
+
+    recorder = evidence.Recorder()
+    recorder.load([
+        [row["op"], f"amd:{row['arch']}", row["dtype"], evidence.EMULATED, not row["error"], bool(row["error"]),
+         [f"{row['case']}: {row['error']}"[:300]] if row["error"] else []]
+        for row in rows
+    ])  # fmt: skip
+    return recorder.cells(run_id)
+
+
+def _kernels(rows) -> list[dict]:
+    """Return one entry for each code object: its op, kernel, and what its first launch executed."""
+    known = {}
+    for row in rows:
+        for kernel in row["kernels"]:
+            known.setdefault(kernel["key"], {"op": row["op"], "arch": row["arch"], "dtype": row["dtype"]} | kernel)
+    return sorted(known.values(), key=lambda kernel: (kernel["arch"], kernel["op"], kernel["kernel"], kernel["key"]))
+
+
+def _json(facts: dict) -> str:
+    """Write a line for each entry."""
+    parts = [f'"{name}": [\n ' + ",\n ".join(map(json.dumps, entries)) + "\n]" for name, entries in facts.items()]
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def _show(rows, controls) -> str:
+    lines = []
+    for op, arch in sorted({(row["op"], row["arch"]) for row in rows}):
+        mine = [row for row in rows if (row["op"], row["arch"]) == (op, arch)]
+        kernels = {kernel["key"] for row in mine for kernel in row["kernels"]}
+        failed = sum(bool(row["error"]) for row in mine)
+        control = next((c for c in controls if (c["op"], c["arch"]) == (op, arch)), None)
+        lines.append([
+            op, arch, f"{len(mine) - failed:,}", f"{failed:,}" if failed else "", f"{len(kernels):,}",
+            f"{sum(row['instructions'] for row in mine):,}",
+            f"{control['noticed']} of {control['removed']}" if control else "",
+        ])  # fmt: skip
+    head = ["op", "GPU", "passed", "failed", "code objects", "instructions", "removals noticed"]
+    return console.table(head, lines)
