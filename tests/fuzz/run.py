@@ -22,6 +22,7 @@ import torch  # noqa: E402
 
 SECONDS_BETWEEN_LINES = 15
 CHUNK = 100
+_OUTCOMES = {type(None): "same", programs.Unjudged: "unjudged"}
 
 
 def program_of(seed):
@@ -61,7 +62,8 @@ def run_chunk(seeds):
     for seed in seeds:
         family, program = program_of(seed)
         try:
-            counts["same" if programs.run(family, program) is None else "refused"] += 1
+            error = programs.run(family, program)
+            counts[_OUTCOMES.get(type(error), "refused")] += 1
         except Exception as error:
             counts["differ"] += 1
             program, error = shortened(family, program, error)
@@ -78,7 +80,8 @@ def main():
         done, seconds = sum(counts.values()), time.monotonic() - begin
         print(
             f"{done}/{count} programs in {seconds:.0f} s: {counts['same']} the same, {counts['refused']} ended by an "
-            f"error of both or a refusal that says what to do, {counts['differ']} differ",
+            f"error of both or a refusal that says what to do, {counts['unjudged']} ended by an error of the float64 "
+            f"model, {counts['differ']} differ",
             flush=True,
         )
 
