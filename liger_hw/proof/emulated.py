@@ -104,7 +104,7 @@ def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
     for inputs, options in _samples(op, DTYPES[dtype]):
         if few and not _adds(op, inputs, options, arch, classes):
             continue
-        rows.append({"op": op, "arch": arch, "dtype": dtype} | _execute(op, inputs, options, arch))
+        rows.append({"op": op, "arch": arch, "dtype": dtype} | execute(op, inputs, options, arch))
     return rows
 
 
@@ -135,7 +135,7 @@ def _tail(launch) -> bool:
     return None not in (cols, block) and bool(cols % block)
 
 
-def _execute(op, inputs, options, arch, patch=None, reverse=False, limit=None) -> dict:
+def execute(op, inputs, options, arch, patch=None, reverse=False, limit=None) -> dict:
     """Run one parity check on emulated waves; return what happened."""
     from liger_hw.proof.emulation import executed_on
 
@@ -216,21 +216,25 @@ def _size(sample):
     return first.numel() * (1 if first.shape[-1] % 8 else 1.01)
 
 
+def removed(code, offset: int, size: int):
+    """Return a `CodeObject` with `size` bytes, `offset` after its first instruction, replaced by instructions that do
+    nothing."""
+    image = code.image.copy()
+    at = code.first - code.start + offset
+    image[at : at + size].view("u4")[:] = NOP
+    return replace(code, image=image)
+
+
 def _without(op, arch, samples, references, key, offset, size) -> str:
     """Return "noticed", "same bits" or "missed" for the removal of one instruction."""
     from liger_hw.proof.emulation import executed_on
 
     def patch(launch, code):
-        if launch.key != key:
-            return code
-        image = code.image.copy()
-        at = code.first - code.start + offset
-        image[at : at + size].view("u4")[:] = NOP
-        return replace(code, image=image)
+        return removed(code, offset, size) if launch.key == key else code
 
     same = True
     for (inputs, options), reference in zip(samples, references):
-        outcome = _execute(op, inputs, options, arch, patch, limit=_REMOVED_LIMIT)
+        outcome = execute(op, inputs, options, arch, patch, limit=_REMOVED_LIMIT)
         if outcome["error"]:
             return "noticed"
         with executed_on(DEVICES[arch], patch=patch, limit=_REMOVED_LIMIT):

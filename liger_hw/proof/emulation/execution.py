@@ -72,7 +72,8 @@ class Machine:
                 s[i] = value
             for i, axis in enumerate(code.program_ids):
                 s[len(user) + i] = programs[:, axis]
-            if code.ids_in_ttmp:  # gfx12: x in ttmp9, y and z in the halves of ttmp7
+            if code.ids_in_ttmp:  # gfx12: the wave's number from bit 25 of ttmp8; x in ttmp9, y and z in ttmp7's halves
+                s[108 + 8] = number << 25
                 s[108 + 9] = programs[:, 0]
                 s[108 + 7] = programs[:, 1] | programs[:, 2] << 16
             s[EXEC] = s[EXEC + 1] = 0xFFFFFFFF

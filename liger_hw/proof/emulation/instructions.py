@@ -871,8 +871,10 @@ def _pseudocode(family):
 
 @functools.cache
 def _register_formats():
-    """Add a format that tinygrad 0.14's list of RDNA3 lacks."""
+    """Add the formats of buffer accesses, which tinygrad 0.14's lists of RDNA3 and RDNA4 lack."""
     from tinygrad.renderer import amd
     from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
+    from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
 
     amd._load_formats()["rdna3"].insert(0, MUBUF)
+    amd._load_formats()["rdna4"].insert(0, VBUFFER)

@@ -61,7 +61,7 @@ def executed_on(device: Device, reverse: bool = False, patch=None, limit: int | 
         if 0 in grid:
             return
         launch = crosscompile.describe(kernel, config, args, device)
-        code = _code(launch)
+        code = code_of(launch)
         if patch:
             code = patch(launch, code)
         values = [*args, *config.meta.values()]
@@ -91,7 +91,7 @@ def _machine(arch):
 _codes = {}
 
 
-def _code(launch):
+def code_of(launch):
     """Return the `CodeObject` of a launch, compiled once a process."""
     found = _codes.get(launch.key)
     if found is None:

@@ -52,7 +52,10 @@ REPLACED = {
     "V_MBCNT_HI_U32_B32": "D0.u32 = S1.u32 + 32'U(count_ones(S0.u32 & "
     "(laneNumber < 32U ? 0U : (1U << (laneNumber - 32U)) - 1U)))",
     "V_CMP_CLASS_F32": "D0.u64[laneId] = classify(S0.f32, S1.u32)",
-    "V_MAD_U64_U32": "tmp = 64'U(S0.u32) * 64'U(S1.u32) + S2.u64;\nVCC.u64[laneId] = tmp < S2.u64;\nD0.u64 = tmp",
+    **dict.fromkeys(
+        ("V_MAD_U64_U32", "V_MAD_CO_U64_U32"),
+        "tmp = 64'U(S0.u32) * 64'U(S1.u32) + S2.u64;\nVCC.u64[laneId] = tmp < S2.u64;\nD0.u64 = tmp",
+    ),
     "V_CVT_PK_BF16_F32": "tmp[15 : 0].bf16 = f32_to_bf16(S0.f32);\ntmp[31 : 16].bf16 = f32_to_bf16(S1.f32);\n"
     "D0 = tmp.b32",
     # the sources arrive with their halves selected

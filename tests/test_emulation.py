@@ -1,0 +1,198 @@
+"""Test the emulation of AMD GPUs: arithmetic, pseudo-code, memory, whole kernels, and that mistakes are noticed."""
+
+import importlib
+from concurrent.futures import Future
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("tinygrad")
+pytest.importorskip("elftools")
+from liger_hw import cli  # noqa: E402
+from liger_hw._triton import interpreting  # noqa: E402
+from liger_hw.dispatch import OPS  # noqa: E402
+from liger_hw.kernels import load_all  # noqa: E402
+from liger_hw.proof import compile_cache, emulated, evidence  # noqa: E402
+from liger_hw.proof.crosscompile import DEVICES  # noqa: E402
+from liger_hw.proof.emulation import Fault, Unknown, arithmetic, executed_on, launches  # noqa: E402
+from liger_hw.proof.emulation.instructions import Decoder, dpp_lanes  # noqa: E402
+from liger_hw.proof.emulation.machine import Arena, Lds  # noqa: E402
+from liger_hw.proof.emulation.pseudocode import translate  # noqa: E402
+from liger_hw.testing import parity  # noqa: E402
+from liger_hw.testing.cases import small_cases  # noqa: E402
+
+pytestmark = pytest.mark.skipif(interpreting(), reason="compiles kernels, which the interpreter replaces")
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def nearest(exact: Fraction, dtype) -> float:
+    """Round a rational number to `dtype`, to nearest, ties to even."""
+    near = dtype(float(exact))
+    candidates = [near, np.nextafter(near, dtype(np.inf)), np.nextafter(near, dtype(-np.inf))]
+    unsigned = {2: np.uint16, 4: np.uint32}[near.itemsize]
+    return min(candidates, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(unsigned)) & 1))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_fma_rounds_once(dtype):
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(4000).astype(dtype) for _ in range(2))
+    # addends that cancel the product, and addends of other sizes, where two roundings differ from one
+    c = np.where(random.random(4000) < 0.5, -(a * b), (a * b) * dtype(2) ** random.integers(-14, 14, 4000)).astype(
+        dtype
+    )
+    found = arithmetic.fma(a, b, c)
+    for x, y, z, result in zip(a, b, c, found):
+        assert result == nearest(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)), dtype)
+
+
+def test_bf16_rounds_to_nearest_even():
+    x = torch.randn(10_000).numpy()
+    x[:4] = np.inf, -np.inf, 0.0, np.finfo(np.float32).max
+    expected = torch.from_numpy(x).bfloat16().float().numpy()
+    assert np.array_equal(arithmetic.to_bf16(x), expected) and np.isnan(arithmetic.to_bf16(np.float32([np.nan])))[0]
+
+
+U, V, W = (np.random.default_rng(seed).integers(0, 1 << 32, (2, 64), np.uint32) for seed in range(3))
+FU, FV = (np.random.default_rng(seed).standard_normal((2, 64)).astype(np.float32) for seed in range(2))
+
+
+@pytest.mark.parametrize(
+    "family, name, inputs, expected",
+    [
+        ("cdna", "V_ADD_U32", (U, V), U + V),
+        ("cdna", "V_LSHL_ADD_U32", (U, V, W), (U << (V & 31)) + W),
+        ("cdna", "V_BFE_U32", (U, V, W), (U >> (V & 31)) & ((1 << (W & 31).astype(np.uint64)) - 1).astype(np.uint32)),
+        ("rdna3", "V_ALIGNBIT_B32", (U, V, W), (((U.astype(np.uint64) << 32) | V) >> (W & 31)).astype(np.uint32)),
+        ("rdna3", "V_MUL_HI_U32", (U, V), ((U.astype(np.uint64) * V) >> 32).astype(np.uint32)),
+        ("rdna3", "V_CVT_I32_F32", (FU,), np.trunc(FU).astype(np.int32)),
+        ("rdna4", "V_XOR3_B32", (U, V, W), U ^ V ^ W),
+        ("rdna4", "V_MUL_F32", (FU, FV), FU * FV),
+        ("rdna4", "V_CVT_F16_F32", (FU,), FU.astype(np.float16)),
+    ],
+)
+def test_pseudocode_is_the_instruction(family, name, inputs, expected):
+    codes = importlib.import_module(f"tinygrad.runtime.autogen.amd.{family}.str_pcode").PCODE
+    text = next(text for op, text in codes.items() if op.name.removesuffix("_E32").removesuffix("_E64") == name)
+    function, ((output, type),) = translate(text, tuple((f"S{i}", "u32") for i in range(len(inputs))))
+    (found,) = function(*(x.view(np.uint32) for x in inputs))
+    assert output == "D0" and type == f"u{8 * expected.itemsize}"
+    assert np.array_equal(found, expected.view(found.dtype))
+
+
+def test_pseudocode_of_branches_selects_by_lane():
+    text = "if S0.u32 > 5U then\nD0.u32 = 1U\nelsif S0.u32 == 5U then\nD0.u32 = S0.u32 + 2U\nelse\nD0.u32 = 3U\nendif"
+    function, _ = translate(text, (("S0", "u32"),))
+    assert function(np.arange(4, 8, dtype=np.uint32))[0].tolist() == [3, 7, 1, 1]
+
+
+def test_what_pseudocode_does_not_say_is_an_error():
+    with pytest.raises(Unknown, match="the function wonder of pseudo-code"):
+        translate("D0.u32 = wonder(S0.u32)", (("S0", "u32"),))
+
+
+def test_an_unknown_instruction_is_named():
+    decoder = Decoder("gfx942", Arena())
+    with pytest.raises(Unknown, match="gfx942 .*DS_ADD_U32"):
+        decoder.decode((0xD8000000).to_bytes(4, "little") + bytes(16))
+
+
+def test_lanes_of_dpp():
+    lanes, found = dpp_lanes(0x111, 32, cdna=False)  # row_shr:1
+    assert lanes[5] == 4 and found[5] and not found[16]
+    with pytest.raises(Unknown, match="0x142"):  # row_bcast15 is CDNA's
+        dpp_lanes(0x142, 32, cdna=False)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_no_tensor_are_forbidden():
+    arena = Arena()
+    address = arena.place(np.arange(10, dtype=np.uint8), 256, writable=True)
+    read_only = arena.place(np.zeros(8, np.uint8), 256)
+    assert arena.load(np.array([address + 2], np.uint64), 8).tolist() == [list(range(2, 10))]
+    for at, size in ((address + 3, 8), (address - 1, 1), (address + 10, 1), (0, 4)):
+        with pytest.raises(Fault, match="outside every tensor"):
+            arena.load(np.array([at], np.uint64), size)
+    with pytest.raises(Fault):
+        arena.store(np.array([read_only], np.uint64), np.zeros((1, 4), np.uint8))
+    with pytest.raises(Fault, match="of LDS"):
+        Lds(2, 16, 0).load(np.array([0]), np.array([14]), 4)
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+def sample(op, dtype=torch.bfloat16, number=0):
+    load_all()
+    torch.manual_seed(0)
+    return [case for case in small_cases(op, dtype) if all(x.numel() for x in case[0] if torch.is_tensor(x))][number]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
+@pytest.mark.parametrize("op", ["swiglu", "softmax", "grouped_mm"])  # elementwise, reductions, matrix instructions
+def test_a_kernel_computes(op, arch):
+    result = emulated.execute(op, *sample(op), arch)
+    assert not result["error"] and result["launches"] and result["instructions"] > 100
+
+
+def test_waves_in_another_order_compute_the_same_bits():
+    inputs, options = sample("rms_norm", number=1)
+    outputs = []
+    for reverse in (False, True):
+        with executed_on(DEVICES["gfx942"], reverse):
+            outputs.append(parity.run(OPS["rms_norm"], inputs, options))
+    assert all(torch.equal(a, b) for a, b in zip(*outputs))
+
+
+class Inline:
+    """A pool of this process."""
+
+    def __init__(self, jobs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def test_a_planted_miscompilation_fails_the_command(monkeypatch, tmp_path, capsys):
+    command = ["matrix", "--emulate", "--few", "--archs", "gfx1100", "--ops", "swiglu", "--report", str(tmp_path)]
+    monkeypatch.setattr(compile_cache, "processes", Inline)
+    assert cli.main(command) in (0, None)
+    runs, cells = evidence.read([tmp_path / "emulated.json"])
+    assert {(cell.op, cell.level, cell.failed) for cell in cells} == {("swiglu", "emulated", 0)}
+    assert {facts["level"] for facts in runs.values()} == {"emulated"}
+
+    with executed_on(DEVICES["gfx1100"]) as executed:
+        parity.run(OPS["swiglu"], *sample("swiglu"))
+    key, real = executed[0].launch.key, launches.code_of
+    offset, multiplies = next((at, i) for at, i in executed[0].visited.items() if i.name in ("V_MUL_F32", "VOPD"))
+
+    def planted(launch):
+        code = real(launch)
+        return emulated.removed(code, offset, multiplies.size) if launch.key == key else code
+
+    monkeypatch.setattr(launches, "code_of", planted)
+    assert cli.main(command) == 1
+    assert "swiglu on gfx1100 in" in capsys.readouterr().out
+    assert any(cell.failed for cell in evidence.read([tmp_path / "emulated.json"])[1])
+
+
+def test_removed_instructions_are_noticed():
+    control = emulated.removals("dyt", "gfx942", 6)
+    assert control["removed"] == 6 and control["noticed"] >= 4
+    assert control["removed"] == control["noticed"] + control["same bits"] + sum(control["missed"].values())
