@@ -308,7 +308,7 @@ class Decoder:
 
     # --- arithmetic ---------------------------------------------------------------------------------------------------
     def _arithmetic(self, inst, kind, name, fields, extra):
-        scalar = kind.startswith("SOP")
+        scalar = kind.startswith("SOP") or name.startswith("V_S_")  # the latter are encoded as vector instructions
         text = REPLACED.get(name) or self.pseudocode.get(name)
         if text is None:
             raise Unknown("no pseudo-code")
@@ -338,8 +338,8 @@ class Decoder:
                     getter = self._operand(inst, kind, field, fields, index, extra)
                 inputs.append((f"S{index}", "u64" if bits == 64 else "u32"))
                 getters.append(getter)
-        target = fields.get("sdst") if scalar or fields.get("sd") else fields.get("vdst")
-        bits = inst.op_bits.get("sdst" if scalar else "vdst", 32)
+        place = "sdst" if kind.startswith("SOP") or fields.get("sd") else "vdst"
+        target, bits = fields.get(place), inst.op_bits.get(place, 32)
         high_half = 0
         if not scalar and bits == 16:
             if kind.startswith("VOP3"):
@@ -348,8 +348,7 @@ class Decoder:
                 target, high_half = 256 + (target & 127), (target >> 7) & 1
         if re.search(r"\bD0\b(?!\.u64\[laneId\])", text):
             inputs.append(("D0", "u64" if bits == 64 else "u32"))
-            place = target
-            old = self.source(place, 64 if bits == 64 else 32, True, scalar=scalar)
+            old = self.source(target, 64 if bits == 64 else 32, True, scalar=scalar)
             getters.append((lambda w: old(w) >> np.uint32(16)) if high_half else old)
         carry = VCC
         if kind == "VOP3SD":
