@@ -33,7 +33,7 @@ from liger_hw.kernels.chunked_head import (
 )
 from liger_hw.kernels.cross_entropy import formula as by_autograd
 from liger_hw.kernels.cross_entropy import kernels
-from liger_hw.kernels.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses
+from liger_hw.kernels.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses, shard_rows
 
 
 @op
@@ -82,6 +82,11 @@ def _prepare(call):
     check_call(call, "x", "ce_weight", call.weight.shape[0])
     check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
     return head, Formula.of(call, call.use_token_scaling)
+
+
+@fused_linear_cross_entropy.shards
+def _(call):
+    return shard_rows(call, "x", "ce_weight", weight="V H", bias="V")
 
 
 @fused_linear_cross_entropy.cost

@@ -65,6 +65,9 @@ def _prepare(call):
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
 
 
+fused_linear_selective_log_softmax.shards(x="... H", weight="V H", bias="V", tokens="...", returns=("tokens",) * 3)
+
+
 @fused_linear_selective_log_softmax.cost
 def _(x, weight, *options, **named):
     inputs, product = x.nbytes + weight.nbytes, 2 * x.numel() * weight.shape[0]
