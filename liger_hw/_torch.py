@@ -12,9 +12,10 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_module_ho
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "autograd_records", "dispatch_modes", "finish_collective", "grouped_mm",
-    "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor", "is_plain", "saved_tensors_hooks",
-    "saved_tensors_may_change", "traced", "transforms_active", "without_saved_tensors_hooks",
+    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "dispatch_modes", "finish_collective",
+    "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor", "is_plain",
+    "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
+    "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -38,6 +39,19 @@ def finish_collective(x) -> None:
     """Wait for the values of a DTensor, which torch may still receive from other ranks."""
     if not is_compiling() and hasattr(x._local_tensor, "wait"):
         x._local_tensor = x._local_tensor.wait()
+
+
+def process_group(name: str):
+    """Return the process group of that name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def all_gathered(x, group: str):
+    """Return the `x` of every rank of a process group, by its name, stacked: (ranks, ...)."""
+    group = process_group(group)
+    of_ranks = x.new_empty(group.size() * len(x), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(of_ranks, x.contiguous(), group)
+    return of_ranks.view(group.size(), *x.shape)
 
 
 def traced(*tensors) -> bool:

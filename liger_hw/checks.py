@@ -79,7 +79,8 @@ def explain(error, function, args, kwargs) -> None:
             refuse(name, got, " or ".join(word for _, word in kinds))
     first, *others = (name for name, value in bound.arguments.items() if torch.is_tensor(value))
     for name in others:
-        if is_dtensor(bound.arguments[name]) and is_plain(bound.arguments[first]):
+        mixed = is_dtensor(bound.arguments[name]) and is_plain(bound.arguments[first])
+        if mixed and not isinstance(error, ValueError):
             refuse(name, "a DTensor", f"a plain tensor, like {first}; or DTensors on one mesh for both")
     if backends.forced() == "reference":
         return

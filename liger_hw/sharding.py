@@ -13,6 +13,7 @@ pass through torch's `to_local` and `from_local`, so the op itself only sees pla
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -20,20 +21,39 @@ from liger_hw._torch import finish_collective
 from liger_hw.checks import check
 
 
-def by_shards(implementation, call, returns, **rule):
+class DimensionShard(NamedTuple):
+    """This rank's part of a dimension over which an op reduces its results itself.
+
+    Attributes:
+        first: index of its first element. size: of the dimension, over all ranks. widest: size of the largest part.
+        group: name of the process group.
+    """
+
+    first: int
+    size: int
+    widest: int
+    group: str
+
+
+def by_shards(implementation, call, returns, reduces=None, **rule):
     """Call `implementation` on the local tensors of `call`; return DTensors.
 
     Args:
         call: the op's arguments, a named tuple.
         returns: dimensions of the result, or the name of an argument with its shape; a tuple of them for several.
+        reduces: a dimension, one of the names, over which `implementation` reduces its results itself. Its argument
+            `group` is then the `DimensionShard`.
         rule: dimensions of each tensor argument; "" for one of any shape that every rank needs whole.
 
     Raises:
         ValueError: an argument is a plain tensor or on another mesh than the first, or its sizes do not fit.
     """
     tensors = {name: getattr(call, name) for name in rule if torch.is_tensor(getattr(call, name))}
-    layout = Layout(tensors, rule)
-    outputs = implementation(**(call._asdict() | {name: layout.local(name) for name in tensors}))
+    layout = Layout(tensors, rule, reduces)
+    local = {name: layout.local(name) for name in tensors}
+    if reduces in layout.sharded:
+        local["group"] = layout.shard_of(reduces)
+    outputs = implementation(**(call._asdict() | local))
     returns = (returns,) if isinstance(returns, str) else returns
     if torch.is_tensor(outputs):
         return layout.whole(outputs, returns[0])
@@ -45,7 +65,7 @@ class Layout:
     """Placements of the tensors of one call.
 
     Args:
-        tensors: name -> DTensor. rule: name -> its dimensions.
+        tensors: name -> DTensor. rule: name -> its dimensions. reduces: as in `by_shards`.
 
     Attributes:
         mesh: their DeviceMesh.
@@ -54,11 +74,12 @@ class Layout:
         sharded: for each dimension of the mesh the dimension that it shards, or None.
     """
 
-    def __init__(self, tensors, rule):
+    def __init__(self, tensors, rule, reduces=None):
         from torch.distributed.tensor import DTensor, Shard
 
         first = next(iter(tensors))
         self.tensors, self.mesh, self.dims, self.sizes = tensors, tensors[first].device_mesh, {}, {}
+        self.reduces = reduces
         for name, tensor in tensors.items():
             fits = isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
             allowed = f"a DTensor on the mesh of {first}, for example by distribute_tensor(..., [Replicate()])"
@@ -68,11 +89,28 @@ class Layout:
                 self.sizes.setdefault(dim, size)
         self.sharded = [None] * self.mesh.ndim
         for axis in range(self.mesh.ndim):
+            dims = []
             for name, tensor in tensors.items():
                 placement = tensor.placements[axis]
                 dim = self.dims[name][placement.dim % tensor.ndim] if type(placement) is Shard else None
-                if dim is not None and not dim.isupper() and self.sharded[axis] is None:
-                    self.sharded[axis] = dim
+                if dim is not None and not dim.isupper():
+                    dims.append(dim)
+            if reduces in dims and self._can_reduce(axis):
+                self.sharded[axis] = reduces
+            else:
+                self.sharded[axis] = next((dim for dim in dims if dim != reduces), None)
+
+    def _can_reduce(self, axis):
+        """Tell whether the ranks of one axis, and no other, can share the reduced dimension, none without a part."""
+        parts, size = self.mesh.size(axis), self.sizes[self.reduces]
+        return self.reduces not in self.sharded and (parts - 1) * -(-size // parts) < size
+
+    def shard_of(self, dim):
+        axis, size = self.sharded.index(dim), self.sizes[dim]
+        widest = -(-size // self.mesh.size(axis))
+        return DimensionShard(
+            widest * self.mesh.get_local_rank(axis), size, widest, self.mesh.get_group(axis).group_name
+        )
 
     def _placements(self, dims, otherwise):
         from torch.distributed.tensor import Replicate, Shard
@@ -99,14 +137,17 @@ class Layout:
         Args:
             returns: the name of an argument with its shape, or its dimensions.
         """
-        from torch.distributed.tensor import DTensor, Partial
+        from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if returns in self.dims:
             dims, shape = self.dims[returns], list(self.tensors[returns].shape)
         else:
             dims = _named("result", result.shape, returns)
             shape = [self.sizes[dim] if dim in self.sharded else size for dim, size in zip(dims, result.shape)]
-        placements = self._placements(dims, Partial())
+        placements = [
+            Replicate() if dim is not None and dim == self.reduces else placement
+            for dim, placement in zip(self.sharded, self._placements(dims, Partial()))
+        ]
         ranks = [math.prod([self.mesh.size(axis) for axis, d in enumerate(self.sharded) if d == dim]) for dim in dims]
         if all(size % count == 0 for size, count in zip(shape, ranks)):
             return DTensor.from_local(result, self.mesh, placements, run_check=False)
