@@ -1,6 +1,7 @@
 """Every private name of torch that the package uses, and functions that need one."""
 
 import functools
+import inspect
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +13,9 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_module_ho
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "dispatch_modes", "finish_collective",
-    "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor", "is_plain",
-    "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
+    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "column_parallel_input", "dispatch_modes",
+    "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor",
+    "is_plain", "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
     "without_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -33,6 +34,27 @@ def is_dtensor(x) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
+
+
+def column_parallel_input(module):
+    """Return the function of a module's input that `ColwiseParallel` of torch applies; None for other modules.
+
+    The function returns a DTensor that is whole on each rank. None, too, where the style leaves the output sharded.
+    """
+    hooks = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
+    if [len(of_kind) for of_kind in hooks] != [1, 1] or "forward" in module.__dict__:
+        return None
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    (pre_hook,), (hook,) = hooks
+    before, after = (inspect.getclosurevars(h).nonlocals if inspect.isfunction(h) else {} for h in (pre_hook, hook))
+    before, after = before.get("input_fn"), after.get("output_fn")
+    fits = getattr(before, "func", None) is ColwiseParallel._prepare_input_fn
+    fits = fits and getattr(after, "func", None) is ColwiseParallel._prepare_output_fn
+    if not fits or after.args != ((Replicate(),), True):
+        return None
+    return lambda hidden: pre_hook(module, (hidden,))
 
 
 def finish_collective(x) -> None:

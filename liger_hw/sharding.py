@@ -35,6 +35,15 @@ class DimensionShard(NamedTuple):
     group: str
 
 
+def part_of(mesh, axis, size):
+    """Return the `DimensionShard` of a DTensor's dimension; None if a rank has no part of it."""
+    ranks = mesh.size(axis)
+    widest = -(-size // ranks)
+    if (ranks - 1) * widest >= size:
+        return None
+    return DimensionShard(widest * mesh.get_local_rank(axis), size, widest, mesh.get_group(axis).group_name)
+
+
 def by_shards(implementation, call, returns, reduces=None, **rule):
     """Call `implementation` on the local tensors of `call`; return DTensors.
 
@@ -52,7 +61,7 @@ def by_shards(implementation, call, returns, reduces=None, **rule):
     layout = Layout(tensors, rule, reduces)
     local = {name: layout.local(name) for name in tensors}
     if reduces in layout.sharded:
-        local["group"] = layout.shard_of(reduces)
+        local["group"] = part_of(layout.mesh, layout.sharded.index(reduces), layout.sizes[reduces])
     outputs = implementation(**(call._asdict() | local))
     returns = (returns,) if isinstance(returns, str) else returns
     if torch.is_tensor(outputs):
@@ -102,15 +111,7 @@ class Layout:
 
     def _can_reduce(self, axis):
         """Tell whether the ranks of one axis, and no other, can share the reduced dimension, none without a part."""
-        parts, size = self.mesh.size(axis), self.sizes[self.reduces]
-        return self.reduces not in self.sharded and (parts - 1) * -(-size // parts) < size
-
-    def shard_of(self, dim):
-        axis, size = self.sharded.index(dim), self.sizes[dim]
-        widest = -(-size // self.mesh.size(axis))
-        return DimensionShard(
-            widest * self.mesh.get_local_rank(axis), size, widest, self.mesh.get_group(axis).group_name
-        )
+        return self.reduces not in self.sharded and part_of(self.mesh, axis, self.sizes[self.reduces]) is not None
 
     def _placements(self, dims, otherwise):
         from torch.distributed.tensor import Replicate, Shard

@@ -56,6 +56,12 @@ def step(model, inputs):
     return alike.Step(found.outputs, gradients)
 
 
+def assert_same_without_logits(reference, found):
+    reference.assert_same(found)
+    with pytest.raises(RuntimeError, match="whose head is sharded, computes its loss without logits"):
+        found.outputs.logits.sum()
+
+
 def learn_alike_by_a_plan(sequence_parallel, patch_first):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     inputs = tiny.tokens(length=10)
@@ -68,7 +74,7 @@ def learn_alike_by_a_plan(sequence_parallel, patch_first):
     parallelize_module(model, mesh, plan(len(model.model.layers), sequence_parallel))
     if not patch_first:
         liger_hw.patch(model)
-    reference.assert_same(step(model, inputs))
+    assert_same_without_logits(reference, step(model, inputs))
 
 
 @pytest.mark.parametrize("patch_first", [False, True])
@@ -87,7 +93,9 @@ def learn_alike_by_auto(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     assert isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor), "the model is not sharded"
     liger_hw.patch(model)
-    reference.assert_same(step(model, inputs))
+    assert_same_without_logits(reference, step(model, inputs))
+    whole = tiny.call(model, **inputs, skip_logits=False).logits
+    torch.testing.assert_close(whole, reference.step.outputs.logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral"])
