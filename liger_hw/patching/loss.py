@@ -7,7 +7,8 @@ unchanged.
 
 Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
 it until the backward, which comes next; ZeRO-3 gathers it again on access. A head that FSDP1 wraps by itself fails with
-an error about the weight's size: let FSDP1 wrap it with the unit around it.
+an error about the weight's size: let FSDP1 wrap it with the unit around it. Under tensor parallelism each rank keeps
+its part of the vocabulary (`column_parallel`).
 """
 
 import contextlib
