@@ -8,7 +8,7 @@ import traceback
 import torch
 
 HUNG, DIED = "no answer", "died"
-SECONDS = 100  # of one function, before the ranks count as hung
+SECONDS = 300  # of one function, before the ranks count as hung
 
 
 class Ranks:
@@ -58,7 +58,7 @@ def _serve(pipe, place, rank, count):
 
     torch.set_num_threads(1)
     store = dist.FileStore(place, count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=200))
     while True:
         try:
             function, args, backend = pipe.recv()
