@@ -165,7 +165,7 @@ def communication(op):
     "op", [fused_linear_cross_entropy, fused_linear_selective_log_softmax], ids=lambda op: op.__name__
 )
 def test_communication(op, ranks):
-    ranks(2, communication, op, {})
+    ranks(2, communication, op)
 
 
 def labels_of_one_rank_only():
