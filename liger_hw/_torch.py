@@ -28,7 +28,7 @@ def is_plain(*tensors) -> bool:
 
 
 def is_dtensor(x) -> bool:
-    """Tell whether `x` is a DTensor, without the import of its module (0.5 s) for other tensors."""
+    """Tell whether `x` is a DTensor; a plain tensor imports nothing."""
     if is_plain(x):
         return False
     from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ def is_dtensor(x) -> bool:
 
 
 def column_parallel_input(module):
-    """Return the function of a module's input that `ColwiseParallel` of torch applies; None for other modules.
+    """Return the function that torch's `ColwiseParallel` applies to a module's input, or None.
 
     The function returns a DTensor that is whole on each rank. None, too, where the style leaves the output sharded.
     """
@@ -69,7 +69,7 @@ def process_group(name: str):
 
 
 def all_gathered(x, group: str):
-    """Return the `x` of every rank of a process group, by its name, stacked: (ranks, ...)."""
+    """Return `x` of every rank of the named process group: (ranks, ...)."""
     group = process_group(group)
     of_ranks = x.new_empty(group.size() * len(x), *x.shape[1:])
     torch.distributed.all_gather_into_tensor(of_ranks, x.contiguous(), group)

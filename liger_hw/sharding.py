@@ -4,7 +4,7 @@
 
 A rule names the dimensions of each tensor argument and result. A dimension in lower case may be sharded: then every
 argument that has it is sharded there, and the others are whole. A capital marks a dimension that a rank needs whole.
-`...` stands for any number of dimensions that may be sharded, and `?` marks dimensions that may have size 1 instead.
+`...` means any number of dimensions that may be sharded, and `?` marks dimensions that may have size 1 instead.
 
 A tensor with another placement, or a partial sum, is redistributed first, as torch does for its own operations. A
 result without the sharded dimension is a partial sum over the ranks, and so is the gradient of an argument without it:
@@ -36,7 +36,7 @@ class DimensionShard(NamedTuple):
 
 
 def part_of(mesh, axis, size):
-    """Return the `DimensionShard` of a DTensor's dimension; None if a rank has no part of it."""
+    """Return the `DimensionShard` of a dimension; None if a rank has no part."""
     ranks = mesh.size(axis)
     widest = -(-size // ranks)
     if (ranks - 1) * widest >= size:
@@ -110,7 +110,7 @@ class Layout:
                 self.sharded[axis] = next((dim for dim in dims if dim != reduces), None)
 
     def _can_reduce(self, axis):
-        """Tell whether the ranks of one axis, and no other, can share the reduced dimension, none without a part."""
+        """Tell whether each rank of this axis alone can hold a part of the reduced dimension."""
         return self.reduces not in self.sharded and part_of(self.mesh, axis, self.sizes[self.reduces]) is not None
 
     def _placements(self, dims, otherwise):
@@ -159,7 +159,7 @@ class Layout:
 
 
 def _named(name, shape, pattern):
-    """Return a name for each dimension: numbers for those of "...", None for one of size 1 under "?"."""
+    """Name each dimension: numbers for "...", None for size 1 under "?"."""
     if not pattern:
         return [None] * len(shape)
     names = pattern.split()

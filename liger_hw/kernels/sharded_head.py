@@ -1,4 +1,4 @@
-"""Give a head whose vocabulary is sharded over ranks the form in which ops compute it."""
+"""Prepare a head whose vocabulary is sharded over ranks for the ops."""
 
 import torch
 
@@ -18,9 +18,9 @@ def needs_distribution(call):
 
 
 def distributed(op, call):
-    """Call `op` on DTensors of a call whose plain tensors are the same on all ranks; return plain tensors.
+    """Call `op` on DTensors; return plain tensors.
 
-    The gradient of `x` is summed over the ranks once, after all chunks.
+    The plain tensors of the call, other than the head, are the same on all ranks. The gradient of `x` is summed over the ranks once, after all chunks.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -46,7 +46,7 @@ def distributed(op, call):
 
 
 def all_columns(logits, shard):
-    """Gather the columns of all ranks, for the definition of an op; `shard` None: they are here."""
+    """Gather the columns of all ranks; without a `shard` they are here already."""
     if shard is None:
         return logits
     from torch.distributed.device_mesh import DeviceMesh

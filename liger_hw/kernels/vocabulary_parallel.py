@@ -1,4 +1,4 @@
-r"""Compute losses of rows whose vocabulary is sharded over ranks, from small statistics of each shard.
+r"""Compute losses of a vocabulary sharded over ranks from small statistics of each shard.
 
     a rank's columns:   peak_r = max z_j,  total_r = sum exp(z_j - peak_r),  and what a row's options need
     of all ranks:       peak = max peak_r,  total = sum total_r exp(peak_r - peak),  log p_y = z_y - peak - log total
@@ -139,9 +139,10 @@ class _Columns:
         return [None if numbers[0] is None else torch.cat(numbers) for numbers in zip(*slices)]
 
     def write_gradient(self, partition, entropy, dlog_probs, dentropy, dlse, of_each=None):
-        """Write the gradient of the logits over them, from gradients (M,) of log p_y, the entropy and the log-sum-exp.
+        """Write the gradient of the logits over them.
 
         Args:
+            dlog_probs: (M,) gradient of log p_y; the others are those of the entropy and of the log-sum-exp.
             partition: (M, 2) of all ranks. entropy: (M,) or None.
             dentropy, dlse: or None. of_each: (M,) E, or None for 0.
         """
@@ -175,7 +176,7 @@ class _Columns:
         return [slice(start, start + rows) for start in range(0, len(self.logits), rows)]
 
     def _scaled(self, part):
-        """Return z in units of ln 2 over the temperature, and the number that the softcap multiplied."""
+        """Return z / temperature in units of ln 2, and the number that the softcap multiplied."""
         z, softcap, ratio = widen(self.logits[part]) * self.scaling.logit_scale, self.scaling.softcap, None
         z = z.masked_fill(~self.counts[part, None], 0)
         if softcap is not None:
@@ -196,7 +197,7 @@ class CrossEntropyRows:
         return _Columns(self.plan, logits, targets.target, scaling, smooths, targets.class_weight)
 
     def _factors(self, lse, distance, targets, formula):
-        """Return the factors of -log p_y, of sum_j w_j (lse - z_j) and of lse^2, and P."""
+        """Return the factors of -log p_y, sum_j w_j (lse - z_j) and lse^2; and P."""
         target, class_weight, weight_sum, denominator, count = targets
         of_target, of_each, of_square = 1 - formula.label_smoothing, 0.0, formula.lse_square_scale
         of_target = torch.full_like(lse, of_target)

@@ -1,6 +1,6 @@
-"""Leave the logits of a column-parallel head uncomputed: each rank holds a part of the vocabulary.
+"""Leave the logits of a column-parallel head uncomputed.
 
-The styles of torch (`parallelize_module`) and of transformers (`tp_plan`) gather the logits after the head's forward.
+Each rank holds a part of the vocabulary. The styles of torch (`parallelize_module`) and of transformers (`tp_plan`) gather the logits after the head's forward.
 The head of a patched model returns `ColumnParallelLogits` instead, from which the fused loss of a sharded vocabulary
 computes. Anything else that the model does with them gathers the logits as the style would, on all ranks alike.
 """
@@ -17,7 +17,7 @@ SERVED = {"div", "mul", "rows", "tanh", "to", "view"}  # steps; others concern c
 
 
 class ColumnParallelLogits(TracedLogits):
-    """Uncomputed logits of a head whose weight is a DTensor, sharded by rows on a mesh of one dimension."""
+    """Uncomputed logits of a head whose weight is a DTensor with Shard(0)."""
 
     @property
     def group(self):
@@ -33,7 +33,7 @@ class ColumnParallelLogits(TracedLogits):
 
 
 def column_parallel_logits(head, hidden):
-    """Return `ColumnParallelLogits`; None if `head` has another style, or a rank no part of the vocabulary."""
+    """Return `ColumnParallelLogits`; None for another style or a rank without a part."""
     from torch.distributed.tensor import Partial, Shard
 
     whole_input = column_parallel_input(head) or _input_of_transformers(head)
@@ -46,7 +46,7 @@ def column_parallel_logits(head, hidden):
 
 
 def _input_of_transformers(head):
-    """Return the function that gathers the input of a head under a `tp_plan`; None for other heads."""
+    """Return the function that a `tp_plan` applies to a head's input, or None."""
     try:
         from torch.distributed.tensor import Replicate
         from transformers.distributed.tensor_parallel import ColwiseParallel

@@ -189,7 +189,7 @@ def _only_multiplies(head):
 
 
 def _is_observed(head):
-    """Tell whether a program may see a call of `head` other than by hooks of its forward."""
+    """Tell whether a program may see calls of `head` without forward hooks."""
     hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
     return (
         hasattr(head, "parametrizations")

@@ -1,4 +1,4 @@
-"""Record the steps on logits in a plain object while torch.compile traces a model, or where ranks share the head.
+"""Record the steps on logits in a plain object, under torch.compile or tensor parallelism.
 
 The compiler cannot trace the tensor subclass of `lazy_logits`, and needs none: no hook or mode runs while it traces.
 The object records the operations that a loss understands; every other operation gets the logits as an ordinary tensor.
@@ -155,7 +155,7 @@ class TracedLogits:
 
 
 class UnreadableLogits:
-    """Placeholder in the outputs of a forward for logits that were not computed and will not be.
+    """Placeholder in a forward's outputs for logits that will not be computed.
 
     Outside of a compiled forward they could be gathered later, but only if all ranks read them.
     """
