@@ -110,7 +110,7 @@ class Layout:
                 self.sharded[axis] = next((dim for dim in dims if dim != reduces), None)
 
     def _can_reduce(self, axis):
-        """Tell whether each rank of this axis alone can hold a part of the reduced dimension."""
+        """Tell whether each rank of this axis can hold a part of the reduced dimension."""
         return self.reduces not in self.sharded and part_of(self.mesh, axis, self.sizes[self.reduces]) is not None
 
     def _placements(self, dims, otherwise):

@@ -20,7 +20,8 @@ def needs_distribution(call):
 def distributed(op, call):
     """Call `op` on DTensors; return plain tensors.
 
-    The plain tensors of the call, other than the head, are the same on all ranks. The gradient of `x` is summed over the ranks once, after all chunks.
+    The plain tensors of the call, other than the head, are the same on all ranks. The gradient of `x` is summed over
+    the ranks once, after all chunks.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -176,7 +176,7 @@ class _Columns:
         return [slice(start, start + rows) for start in range(0, len(self.logits), rows)]
 
     def _scaled(self, part):
-        """Return z / temperature in units of ln 2, and the number that the softcap multiplied."""
+        """Return z / temperature in units of ln 2, and the softcap's factor."""
         z, softcap, ratio = widen(self.logits[part]) * self.scaling.logit_scale, self.scaling.softcap, None
         z = z.masked_fill(~self.counts[part, None], 0)
         if softcap is not None:

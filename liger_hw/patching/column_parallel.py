@@ -1,8 +1,9 @@
 """Leave the logits of a column-parallel head uncomputed.
 
-Each rank holds a part of the vocabulary. The styles of torch (`parallelize_module`) and of transformers (`tp_plan`) gather the logits after the head's forward.
-The head of a patched model returns `ColumnParallelLogits` instead, from which the fused loss of a sharded vocabulary
-computes. Anything else that the model does with them gathers the logits as the style would, on all ranks alike.
+Each rank holds a part of the vocabulary. The styles of torch (`parallelize_module`) and of transformers (`tp_plan`)
+gather the logits after the head's forward. The head of a patched model returns `ColumnParallelLogits` instead, from
+which the fused loss of a sharded vocabulary computes. Any other use by the model gathers the logits as the style would,
+on all ranks alike.
 """
 
 import inspect
