@@ -1,6 +1,7 @@
 """Every private name of torch that the package uses, and functions that need one."""
 
 import functools
+import inspect
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_module_ho
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "autograd_records", "dispatch_modes", "grouped_mm", "has_global_module_hooks",
-    "has_tangents", "has_wide_products", "is_plain", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
-    "transforms_active", "without_saved_tensors_hooks",
+    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "column_parallel_input", "dispatch_modes",
+    "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor",
+    "is_plain", "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
+    "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,6 +25,55 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 def is_plain(*tensors) -> bool:
     """Tell whether no tensor is a subclass such as DTensor; None counts as plain."""
     return all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+
+
+def is_dtensor(x) -> bool:
+    """Tell whether `x` is a DTensor; a plain tensor imports nothing."""
+    if is_plain(x):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def column_parallel_input(module):
+    """Return the function that torch's `ColwiseParallel` applies to a module's input, or None.
+
+    The function returns a DTensor that is whole on each rank. None, too, where the style leaves the output sharded.
+    """
+    hooks = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
+    if [len(of_kind) for of_kind in hooks] != [1, 1] or "forward" in module.__dict__:
+        return None
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    (pre_hook,), (hook,) = hooks
+    before, after = (inspect.getclosurevars(h).nonlocals if inspect.isfunction(h) else {} for h in (pre_hook, hook))
+    before, after = before.get("input_fn"), after.get("output_fn")
+    fits = getattr(before, "func", None) is ColwiseParallel._prepare_input_fn
+    fits = fits and getattr(after, "func", None) is ColwiseParallel._prepare_output_fn
+    if not fits or after.args != ((Replicate(),), True):
+        return None
+    return lambda hidden: pre_hook(module, (hidden,))
+
+
+def finish_collective(x) -> None:
+    """Wait for the values of a DTensor, which torch may still receive from other ranks."""
+    if not is_compiling() and hasattr(x._local_tensor, "wait"):
+        x._local_tensor = x._local_tensor.wait()
+
+
+def process_group(name: str):
+    """Return the process group of that name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def all_gathered(x, group: str):
+    """Return `x` of every rank of the named process group: (ranks, ...)."""
+    group = process_group(group)
+    of_ranks = x.new_empty(group.size() * len(x), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(of_ranks, x.contiguous(), group)
+    return of_ranks.view(group.size(), *x.shape)
 
 
 def traced(*tensors) -> bool:

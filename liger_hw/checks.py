@@ -11,9 +11,13 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import has_tangents, transforms_active
+from liger_hw._torch import has_tangents, is_dtensor, is_plain, transforms_active
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
+
+
+class UnreadableTensor(TypeError):
+    """A tensor subclass keeps its memory elsewhere, so no kernel can read it."""
 
 
 def check(condition, argument: str, got, allowed) -> None:
@@ -73,6 +77,11 @@ def explain(error, function, args, kwargs) -> None:
         if None not in kinds and not isinstance(value, tuple(kind for kind, _ in kinds)):
             got = value if torch.is_tensor(value) else f"{reprlib.repr(value)}, a {type(value).__name__}"
             refuse(name, got, " or ".join(word for _, word in kinds))
+    first, *others = (name for name, value in bound.arguments.items() if torch.is_tensor(value))
+    for name in others:
+        mixed = is_dtensor(bound.arguments[name]) and is_plain(bound.arguments[first])
+        if mixed and not isinstance(error, ValueError):
+            refuse(name, "a DTensor", f"a plain tensor, like {first}; or DTensors on one mesh for both")
     if backends.forced() == "reference":
         return
     hint = "run under liger_hw.use_backend('reference')"

@@ -19,10 +19,11 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import dispatch_modes, has_tangents, is_plain, transforms_active
+from liger_hw._torch import dispatch_modes, has_tangents, is_dtensor, is_plain, transforms_active
 from liger_hw._triton import AVAILABLE
-from liger_hw.checks import KERNEL_DTYPES, explain, refuse_dtype
+from liger_hw.checks import KERNEL_DTYPES, UnreadableTensor, explain, refuse_dtype
 from liger_hw.hooks import hooks
+from liger_hw.sharding import by_shards
 from liger_hw.tuning import Refused
 
 OPS = {}  # name -> op, for the parity matrix and the docs
@@ -49,8 +50,8 @@ def widen(x):
 def op(reference):
     """Make an op of `reference`, its default implementation, documentation and oracle.
 
-    The op has the attributes `reference`, `implementations` (backend -> function), and `choose`, `register` and `cost`,
-    which are documented below; `cost_of`, the formula, where one was given.
+    The op has the attributes `reference`, `implementations` (backend -> function), and `choose`, `register`, `cost` and
+    `shards`, which are documented below; `cost_of`, the formula, where one was given.
     """
     implementations, chosen, name = {"reference": reference}, {}, reference.__name__
     parameters = inspect.signature(reference).parameters
@@ -86,14 +87,17 @@ def op(reference):
     def call(*args, **kwargs):
         if is_compiling():
             x = args[0] if args else kwargs[first]
-            return implementations[_choice_while_tracing(name, x.device.type, x.device.index, x.dtype)](*args, **kwargs)
+            implementation = implementations[_choice_while_tracing(name, x.device.type, x.device.index, x.dtype)]
+            return (on_shards(implementation) if is_dtensor(x) else implementation)(*args, **kwargs)
         try:
             x = args[0] if args else kwargs[first]
-            device, dtype = x.device, x.dtype
-            implementation = chosen.get((device, dtype, backends._forced))
+            kind, device, dtype = type(x), x.device, x.dtype
+            implementation = chosen.get((kind, device, dtype, backends._forced))
             if implementation is None:
                 implementation = implementations[choose(device, dtype)]
-                chosen[(device, dtype, backends.forced())] = implementation
+                if is_dtensor(x):
+                    implementation = on_shards(implementation)
+                chosen[(kind, device, dtype, backends.forced())] = implementation
             return implementation(*args, **kwargs)
         except Exception as error:
             explain(error, reference, args, kwargs)
@@ -116,13 +120,34 @@ def op(reference):
 
         return decorator
 
+    def shards(rule=None, **constant):
+        """Give the op its rule for DTensors, in the arguments of `by_shards`.
+
+        Args:
+            rule: a function of the op's `arguments` that returns them, changed or not, and the rule for this call.
+        """
+        call.rule = rule or (lambda arguments: (arguments, constant))
+        return rule
+
+    def on_shards(implementation):
+        if call.rule is None:
+            raise NotImplementedError(
+                f"{name} has no rule for DTensors: pass each rank's part, to_local(), where that gives the right result"
+            )
+
+        def run(*args, **kwargs):
+            bound, rule = call.rule(arguments(*args, **kwargs))
+            return by_shards(implementation, bound, **rule)
+
+        return run
+
     def cost(formula):
         """Make a function of the op's arguments its `Cost`, to which measured times are compared."""
         call.cost_of = formula
         return formula
 
     call.reference, call.register, call.implementations, call.choose = reference, register, implementations, choose
-    call.cost, call.arguments = cost, arguments
+    call.cost, call.arguments, call.shards, call.rule = cost, arguments, shards, None
     OPS[name] = call
     return call
 
@@ -242,6 +267,8 @@ def raw(fake=None, mutates=()):
                 return function(x, *args)
             except Refused:
                 return launches(x, *args)
+            except UnreadableTensor:  # such as a gradient that torch still receives from other ranks
+                return opaque(x, *flatten(args))
 
         call.opaque = opaque
         return call

@@ -4,6 +4,7 @@ import torch
 
 from liger_hw import backends, tuning
 from liger_hw._triton import interpreting, triton
+from liger_hw.checks import UnreadableTensor
 from liger_hw.hooks import hooks
 from liger_hw.shortcut import shortcut
 
@@ -22,7 +23,7 @@ def launch(kernel, grid, config, *args):
         *args: the kernel's other arguments in order.
 
     Raises:
-        TypeError: an argument is a tensor subclass with its own dispatch, such as a DTensor, whose memory is elsewhere.
+        UnreadableTensor: an argument is a tensor subclass with its own dispatch, such as a DTensor.
         Refused: a configuration of a table cannot be launched here, or spills by this version of Triton.
     """
     if 0 in grid:
@@ -94,7 +95,7 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
     for arg in args:
         # a subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another
         if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise TypeError(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
+            raise UnreadableTensor(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
     device, meta = args[0].device, tuple(config.meta.values())
     if device.type == "meta":  # shapes without data, as `liger-hw info` and the tuner ask with: nothing to compute
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from poisoned import poisoned
+from ranks import Ranks
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -165,3 +166,19 @@ def nothing_forced():
 def poison(monkeypatch):
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Run a function on processes of their own, joined by gloo: `ranks(2, function, *args)`."""
+    pools = {}
+
+    def run(count, function, *args, backend=None):
+        pool = pools.get(count)
+        if pool is None or not pool.alive():
+            pool = pools[count] = Ranks(count)
+        pool.run(function, args, backend)
+
+    yield run
+    for pool in pools.values():
+        pool.stop()

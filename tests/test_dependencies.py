@@ -23,6 +23,7 @@ FLOORS = [  # from the top: a room may import itself and what stands below it, s
     {"launch"},
     {"shortcut"},
     {"dispatch"},
+    {"sharding"},
     {"tuning"},
     {"checks"},
     {"backends"},

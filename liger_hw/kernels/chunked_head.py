@@ -68,11 +68,17 @@ class Plan(NamedTuple):
         chunk_memory: bytes that a chunk's logits may take.
         with_kernels: Triton kernels turn the logits into losses and gradients, else autograd.
         accumulate_fp32: accumulate the weight's gradient in fp32, however few the chunks.
+        first, vocabulary, widest, group: the fields of a `DimensionShard`, where each rank holds a part of the
+            vocabulary; without a group the weight is whole.
     """
 
     chunk_memory: int
     with_kernels: bool
     accumulate_fp32: bool = False
+    first: int = 0
+    vocabulary: int = 0
+    widest: int = 0
+    group: str = ""
 
 
 class ChunkedHead:
@@ -92,7 +98,8 @@ class ChunkedHead:
         self.x, self.weight, self.bias, self.plan = x, weight, bias, plan
         vocabulary, vector = weight.shape[0], 16 // x.element_size()
         stride = -(-vocabulary // vector) * vector  # every row begins at a 16-byte boundary
-        row_bytes = stride * x.element_size()
+        widest = -(-(plan.widest or vocabulary) // vector) * vector  # ranks go through the same chunks
+        row_bytes = widest * x.element_size()
         if rows is None:
             rows = chunk_rows(x.shape[0], int(buffers * row_bytes), plan.chunk_memory, device_of(x))
             if group * row_bytes <= plan.chunk_memory:  # a CPU's chunks are smaller than the memory allows

@@ -65,6 +65,13 @@ def clamped_swiglu(
     return (up + offset if offset else up) * activated
 
 
+@clamped_swiglu.shards
+def _(call):
+    if call.up is None:  # a shard of fused columns would pair them wrongly
+        return call, {"gate": "... C", "returns": "... H"}
+    return call, {"gate": "...", "up": "...", "returns": "gate"}
+
+
 @clamped_swiglu.cost
 def _(gate, up=None, *options, **named):
     inputs = gate.nbytes + (0 if up is None else up.nbytes)

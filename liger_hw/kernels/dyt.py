@@ -63,6 +63,9 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
     return (y if beta is None else y + widen(beta)).to(x.dtype)
 
 
+dyt.shards(x="... c", alpha="", gamma="c", beta="c", returns="x")
+
+
 @dyt.cost
 def _(x, alpha, gamma, beta=None):
     parameters = sum(p.nbytes for p in (alpha, gamma, beta) if p is not None)

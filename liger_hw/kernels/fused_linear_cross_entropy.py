@@ -33,7 +33,9 @@ from liger_hw.kernels.chunked_head import (
 )
 from liger_hw.kernels.cross_entropy import formula as by_autograd
 from liger_hw.kernels.cross_entropy import kernels
-from liger_hw.kernels.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses
+from liger_hw.kernels.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses, shard_rows
+from liger_hw.kernels.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
+from liger_hw.kernels.vocabulary_parallel import CrossEntropyRows
 
 
 @op
@@ -44,6 +46,7 @@ def fused_linear_cross_entropy(
     num_items: torch.Tensor | float | None = None, accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    group: "torch.distributed.ProcessGroup | None" = None,
 ):  # fmt: skip
     """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
@@ -63,6 +66,10 @@ def fused_linear_cross_entropy(
             constant (arXiv:2508.05629).
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
+        group: process group whose ranks hold equal parts of the vocabulary, in the order of ranks: `weight` and `bias`
+            are this rank's rows, and every other argument is the same on all ranks. A weight that is a DTensor
+            with Shard(0) needs none, and its parts may differ by torch's rule. Loss and gradient of `x` are then those
+            of the whole vocabulary, on every rank.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
@@ -72,16 +79,23 @@ def fused_linear_cross_entropy(
         RuntimeError: a second backward through a "sum" or "mean", as the first one releases the gradients.
     """
     call = fused_linear_cross_entropy.arguments(**locals())
+    if needs_distribution(call):
+        return distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula = _prepare(call)
-    logits = torch.nn.functional.linear(x, weight, bias)
+    logits = all_columns(torch.nn.functional.linear(x, weight, bias), call.group)
     return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, reduction), formula))
 
 
 def _prepare(call):
     head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True)
-    check_call(call, "x", "ce_weight", call.weight.shape[0])
+    check_call(call, "x", "ce_weight", vocabulary_of(call))
     check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
     return head, Formula.of(call, call.use_token_scaling)
+
+
+@fused_linear_cross_entropy.shards
+def _(call):
+    return shard_rows(call, "x", "ce_weight", weight="v H", bias="v", reduces="v")
 
 
 @fused_linear_cross_entropy.cost
@@ -98,7 +112,9 @@ def _empty_rows(x, predict):
 
 
 def _rows(plan):
-    """Return the module whose `forward_rows` and `backward_rows` work on a chunk's logits."""
+    """Return what has `forward_rows` and `backward_rows` for a chunk's logits."""
+    if plan.group:
+        return CrossEntropyRows(plan)
     return kernels if plan.with_kernels else by_autograd
 
 
@@ -118,7 +134,7 @@ def _fused_linear_cross_entropy(
     def step(part, logits, gradients):
         of_part = targets._replace(target=targets.target[part])
         if gradients.scales:
-            factor = gradients.factor(targets.largest_gradient(formula, len(weight)))
+            factor = gradients.factor(targets.largest_gradient(formula, plan.vocabulary or len(weight)))
             of_part = of_part.times(factor)
         _rows(plan).forward_rows(
             logits, of_part, formula, loss[part], z_loss[part], partition[part], predicted[part] if predict else None,
@@ -187,9 +203,11 @@ class FusedLinearCrossEntropyRowsFunction(Function):
 
 
 def _by_chunks(with_kernels, call):
+    if needs_distribution(call):
+        return distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula = _prepare(call)
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
-    plan = Plan(int(call.chunk_memory), with_kernels, call.accum_dtype is not None)
+    plan = Plan(int(call.chunk_memory), with_kernels, call.accum_dtype is not None, *call.group or ())
     predict = call.return_predicted_tokens or call.return_token_accuracy
     by_row = call.reduction == "none"
     function = FusedLinearCrossEntropyRowsFunction if by_row else FusedLinearCrossEntropyFunction

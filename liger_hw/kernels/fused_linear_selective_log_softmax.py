@@ -27,6 +27,8 @@ from liger_hw.kernels.chunked_head import (
 from liger_hw.kernels.selective_log_softmax import formula as by_autograd
 from liger_hw.kernels.selective_log_softmax import kernels
 from liger_hw.kernels.selective_log_softmax.formula import Scaling, check_tokens, empty_rows, output_of, selected_rows
+from liger_hw.kernels.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
+from liger_hw.kernels.vocabulary_parallel import SelectedRows
 
 
 @op
@@ -34,6 +36,7 @@ def fused_linear_selective_log_softmax(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
     chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
+    group: "torch.distributed.ProcessGroup | None" = None,
 ):  # fmt: skip
     """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 
@@ -46,6 +49,7 @@ def fused_linear_selective_log_softmax(
         bias: (V,) in the dtype of `x`, or None.
         temperature, softcap, logit_scale, ignore_index, return_entropy, return_lse: as in `selective_log_softmax`.
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
+        group: as in `fused_linear_cross_entropy`.
 
     Returns:
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
@@ -54,15 +58,23 @@ def fused_linear_selective_log_softmax(
         ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
     """
     call = fused_linear_selective_log_softmax.arguments(**locals())
+    if needs_distribution(call):
+        return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    return output_of(call, *selected_rows(torch.nn.functional.linear(x, weight, bias), tokens, scaling))
+    logits = all_columns(torch.nn.functional.linear(x, weight, bias), call.group)
+    return output_of(call, *selected_rows(logits, tokens, scaling))
 
 
 def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory)
-    check_tokens(call.tokens, x.shape[:-1], x, len(weight), call.ignore_index)
+    check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
+
+
+fused_linear_selective_log_softmax.shards(
+    x="... H", weight="v H", bias="v", tokens="...", returns=("tokens",) * 3, reduces="v"
+)
 
 
 @fused_linear_selective_log_softmax.cost
@@ -72,7 +84,9 @@ def _(x, weight, *options, **named):
 
 
 def row_functions(plan):
-    """Return the module whose `forward_rows` and `backward_rows` work on a chunk's logits."""
+    """Return what has `forward_rows` and `backward_rows` for a chunk's logits."""
+    if plan.group:
+        return SelectedRows(plan)
     return kernels if plan.with_kernels else by_autograd
 
 
@@ -134,10 +148,12 @@ class FusedLinearSelectiveLogSoftmaxFunction(Function):
 
 
 def _by_chunks(with_kernels, call):
+    if needs_distribution(call):
+        return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
     rows = FusedLinearSelectiveLogSoftmaxFunction.apply(
-        x, weight, bias, tokens, scaling, Plan(int(call.chunk_memory), with_kernels), call.return_entropy,
-        call.return_lse, needed_gradients(x, weight, bias),
+        x, weight, bias, tokens, scaling, Plan(int(call.chunk_memory), with_kernels, False, *call.group or ()),
+        call.return_entropy, call.return_lse, needed_gradients(x, weight, bias),
     )  # fmt: skip
     return output_of(call, *rows)
 

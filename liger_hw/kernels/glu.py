@@ -122,6 +122,11 @@ def unit(gate, up, activation, in_place=False):
     return y if up is None else y * up
 
 
+swiglu.shards(gate="...", up="...", returns="gate")
+geglu.shards(gate="...", up="...", returns="gate")
+activate.shards(x="...", returns="x")
+
+
 @swiglu.cost
 def _(gate, up, *options, **named):
     return _cost(gate, up, 5, 10)

@@ -82,6 +82,12 @@ def glu_linear(
     return torch.nn.functional.linear(y if up is None else y * up, weight, bias)
 
 
+@glu_linear.shards
+def _(call):
+    cols = "c" if call.bias is None else "C"  # each rank would add the bias to its part of the sum
+    return call, {"gate": f"... {cols}", "up": f"... {cols}", "weight": f"h {cols}", "bias": "h", "returns": "... h"}
+
+
 @glu_linear.cost
 def _(gate, up, weight, bias=None, activation="silu", **options):
     if up is None:

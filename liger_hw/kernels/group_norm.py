@@ -68,6 +68,12 @@ def group_norm(
     return (y if bias is None else y + widen(bias).view(of_channel)).to(x.dtype)
 
 
+@group_norm.shards
+def _(call):
+    rest = " ".join(f"D{i}" for i in range(call.x.ndim - 2))
+    return call, {"x": f"n C {rest}", "weight": "C", "bias": "C", "returns": "x"}
+
+
 @group_norm.cost
 def _(x, weight, bias, *options, **named):
     parameters = sum(p.nbytes for p in (weight, bias) if p is not None)

@@ -49,6 +49,9 @@ def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma"):
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+l2_norm.shards(x="... H", returns="x")
+
+
 @l2_norm.cost
 def _(x, *options, **named):
     return Cost(2 * x.nbytes, 3 * x.nbytes, 3 * x.numel(), 7 * x.numel())

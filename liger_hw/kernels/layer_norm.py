@@ -75,6 +75,9 @@ def layer_norm(
     return torch.nn.functional.layer_norm(widen(x), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
+layer_norm.shards(x="... H", weight="H", bias="H", returns="x")
+
+
 @layer_norm.cost
 def _(x, weight=None, bias=None, *options, **named):
     tensor, parameters = x.nbytes, sum(p.nbytes for p in (weight, bias) if p is not None)

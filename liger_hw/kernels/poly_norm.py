@@ -60,6 +60,9 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
     return (sum(w * p for w, p in zip(widen(weight), powers)) + widen(bias.reshape(()))).to(x.dtype)
 
 
+poly_norm.shards(x="... H", weight="", bias="", returns="x")
+
+
 @poly_norm.cost
 def _(x, weight, bias, *options, **named):
     parameters = weight.nbytes + bias.nbytes

@@ -86,6 +86,12 @@ def rope(
     return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))
 
 
+@rope.shards
+def _(call):
+    heads = "b h t D" if call.unsqueeze_dim == 1 else "b t h D"
+    return call, {"q": heads, "k": heads, "cos": "b? t D", "sin": "b? t D", "returns": ("q", "k")}
+
+
 @rope.cost
 def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
     heads = [x for x in (q, k) if x is not None]

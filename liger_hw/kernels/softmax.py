@@ -75,6 +75,10 @@ def sparsemax(x: torch.Tensor):
     return torch.where(z <= threshold, 0, z - threshold).to(x.dtype)  # no gradient at the edge of the support
 
 
+softmax.shards(x="... H", returns="x")
+sparsemax.shards(x="... H", returns="x")
+
+
 @softmax.cost
 def _(x):
     return Cost(2 * x.nbytes, 3 * x.nbytes, 5 * x.numel(), 4 * x.numel())

@@ -619,8 +619,10 @@ def _cross_entropy(
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     dtype = logits.dtype
 
-    def fused(x, head, bias, scale, softcap):
-        loss = fused_linear_cross_entropy(x, head, target, bias, weight, logit_scale=scale, softcap=softcap, **options)
+    def fused(x, head, bias, scale, softcap, group=None):
+        loss = fused_linear_cross_entropy(
+            x, head, target, bias, weight, logit_scale=scale, softcap=softcap, group=group, **options
+        )
         return loss.to(dtype)
 
     return fused, lambda real: torch.nn.functional.cross_entropy(real, target, weight, **options)
@@ -632,9 +634,9 @@ def _logsumexp(logits, dim, keepdim=False):
     token = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)  # unused
     dtype, shape = logits.dtype, logits.shape[:-1]
 
-    def fused(x, head, bias, scale, softcap):
+    def fused(x, head, bias, scale, softcap, group=None):
         row = fused_linear_selective_log_softmax(
-            x, head, token, bias, logit_scale=scale, softcap=softcap, return_lse=True
+            x, head, token, bias, logit_scale=scale, softcap=softcap, return_lse=True, group=group
         )
         return row.lse.to(dtype).reshape(shape)
 

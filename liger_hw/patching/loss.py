@@ -7,7 +7,8 @@ unchanged.
 
 Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
 it until the backward, which comes next; ZeRO-3 gathers it again on access. A head that FSDP1 wraps by itself fails with
-an error about the weight's size: let FSDP1 wrap it with the unit around it.
+an error about the weight's size: let FSDP1 wrap it with the unit around it. Under tensor parallelism each rank keeps
+its part of the vocabulary (`column_parallel`).
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from liger_hw._torch import has_global_module_hooks, is_plain, saved_tensors_may
 from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, fuse, scale_and_softcap
 from liger_hw.patching.match import Match
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
@@ -102,8 +104,10 @@ def causal_lm_loss(
 def _cross_entropy(logits, targets, vocab_size, options, lazy):
     """Compute the loss of rows, and store its by-products with lazy logits."""
 
-    def fused(x, weight, bias, scale, softcap):
-        output = fused_linear_cross_entropy(x, weight, targets, bias, softcap=softcap, logit_scale=scale, **options)
+    def fused(x, weight, bias, scale, softcap, group=None):
+        output = fused_linear_cross_entropy(
+            x, weight, targets, bias, softcap=softcap, logit_scale=scale, group=group, **options
+        )
         return output if torch.is_tensor(output) else tuple(output)
 
     def ordinary(real):
@@ -136,7 +140,7 @@ def by_products(logits):
 def _fits_fused_loss(logits):
     """Tell whether `logits` have no memory and only steps that the ops support."""
     if isinstance(logits, TracedLogits):
-        return scale_and_softcap(logits.record.steps) is not None
+        return logits.fits
     lazy = isinstance(logits, LazyLogits) and logits.cell.values is None
     return lazy and scale_and_softcap(logits.cell.record.steps) is not None
 
@@ -180,17 +184,19 @@ def _only_multiplies(head):
     Hooks may read logits or gather the weight (offloading, ZeRO-3); only FSDP2's hooks are known to be safe. Within
     `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
-    hooks = [
-        *head._forward_hooks.values(), *head._forward_pre_hooks.values(),
-        *head._backward_hooks.values(), *head._backward_pre_hooks.values(),
-    ]  # fmt: skip
+    hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
+    return "forward" not in head.__dict__ and all(_is_of_fsdp2(hook) for hook in hooks) and not _is_observed(head)
+
+
+def _is_observed(head):
+    """Tell whether a program may see calls of `head` without forward hooks."""
+    hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
     return (
-        "forward" not in head.__dict__
-        and not hasattr(head, "parametrizations")
-        and all(_is_of_fsdp2(hook) for hook in hooks)
-        and not has_global_module_hooks()
-        and not saved_tensors_may_change()
-        and not transforms_active()  # torch.func needs autograd functions of another form
+        hasattr(head, "parametrizations")
+        or not all(_is_of_fsdp2(hook) for hook in hooks)
+        or has_global_module_hooks()
+        or saved_tensors_may_change()
+        or transforms_active()  # torch.func needs autograd functions of another form
     )
 
 
@@ -204,14 +210,22 @@ class HeadMatch(Match):
     kind = "head"
 
     def members(self, original):
+        def call(self, *args, **kwargs):
+            """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
+            if not is_plain(self.weight) and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+                _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+                if sources is not None and not _is_observed(self) and _computes_alike(self, args[0]):
+                    logits = column_parallel_logits(self, args[0])
+                    if logits is not None:
+                        return logits
+            return original.__call__(self, *args, **kwargs)
+
         def forward(self, *args, **kwargs):
             _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
             if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
-            computes_alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-            computes_alike &= hidden.dtype in KERNEL_DTYPES  # for other dtypes Hugging Face's loss takes fp32 logits
-            if not computes_alike or not is_plain(hidden, weight, self.bias) or hidden.numel() == 0:
+            if not _computes_alike(self, hidden) or not is_plain(hidden, weight, self.bias):
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
                 self.set_reshard_after_forward(False, recurse=False)
@@ -221,7 +235,13 @@ class HeadMatch(Match):
             sources.append(logits.cell.source)
             return logits
 
-        return {"forward": forward, "liger_is_head": True}
+        return {"__call__": call, "forward": forward, "liger_is_head": True}
+
+
+def _computes_alike(head, hidden):
+    """Tell whether the ops compute the head in the dtypes of F.linear."""
+    alike = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    return alike and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits
 
 
 class CausalLMMatch(Match):

@@ -1,4 +1,4 @@
-"""Record the steps on logits in a plain object while torch.compile traces a model.
+"""Record the steps on logits in a plain object, under torch.compile or tensor parallelism.
 
 The compiler cannot trace the tensor subclass of `lazy_logits`, and needs none: no hook or mode runs while it traces.
 The object records the operations that a loss understands; every other operation gets the logits as an ordinary tensor.
@@ -8,6 +8,7 @@ The object stays within the forward: outputs hold an `UnreadableLogits` in its p
 import torch
 from torch.utils._pytree import tree_map_only
 
+from liger_hw.kernels.sharded_head import all_columns
 from liger_hw.patching.lazy_logits import (
     ADVICE,
     COMPUTE,
@@ -25,7 +26,12 @@ class TracedLogits:
     Args:
         head: the `torch.nn.Linear`.
         record: a `Record` whose hidden states have their graph.
+
+    Attributes:
+        group: the `DimensionShard` of the head's vocabulary, or None.
     """
+
+    group = None
 
     def __init__(self, head, record):
         self.head, self.record = head, record
@@ -36,21 +42,28 @@ class TracedLogits:
         dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         return cls(head, Record(hidden, head.weight.shape[0], dtype))
 
+    @property
+    def fits(self):
+        """Tell whether the ops support the steps."""
+        return scale_and_softcap(self.record.steps) is not None
+
+    def _steps(self):
+        return [step for step in self.record.steps if step[0] not in ("rows", "view")]  # already applied to hidden
+
+    def _tensors(self):
+        return self.record.hidden, self.head.weight, self.head.bias
+
     def compute(self):
-        steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]  # already applied to hidden
-        return apply_steps(torch.nn.functional.linear(self.record.hidden, self.head.weight, self.head.bias), steps)
+        return apply_steps(all_columns(torch.nn.functional.linear(*self._tensors()), self.group), self._steps())
 
     def fuse(self, fused):
-        """Call `fused(x (N, H), weight, bias, logit_scale, softcap)` for steps that the ops support."""
-        steps = [step for step in self.record.steps if step[0] not in ("rows", "view")]
-        dtype = autocast_dtype(self.device.type)
-        tensors = operands(self.record.hidden, self.head.weight, self.head.bias, steps, dtype)
-        return fused(*tensors, *scale_and_softcap(steps))
+        """Call `fused(x (N, H), weight, bias, logit_scale, softcap, group)` for steps that the ops support."""
+        steps, dtype = self._steps(), autocast_dtype(self.device.type)
+        return fused(*operands(*self._tensors(), steps, dtype), *scale_and_softcap(steps), self.group)
 
     def _fused(self, name, *args, **kwargs):
         """Apply a function of `lazy_logits.COMPUTE`; return None where it does not fit."""
-        fits = scale_and_softcap(self.record.steps) is not None
-        functions = COMPUTE[name](self, *args, **kwargs) if fits else None
+        functions = COMPUTE[name](self, *args, **kwargs) if self.fits else None
         return None if functions is None else self.fuse(functions[0])
 
     shape = property(lambda self: self.record.shape)
@@ -70,7 +83,7 @@ class TracedLogits:
     def _after(self, record):
         if record is None:
             return None
-        later = TracedLogits(self.head, record)
+        later = type(self)(self.head, record)
         later.by_products = self.by_products
         return later
 
@@ -142,7 +155,10 @@ class TracedLogits:
 
 
 class UnreadableLogits:
-    """Placeholder in the outputs of a compiled forward for logits that were not computed."""
+    """Placeholder in a forward's outputs for logits that will not be computed.
+
+    Outside of a compiled forward they could be gathered later, but only if all ranks read them.
+    """
 
     def __repr__(self):
         return f"UnreadableLogits({_WHY})"
@@ -160,4 +176,7 @@ class UnreadableLogits:
         raise RuntimeError(_WHY)
 
 
-_WHY = f"a compiled training forward computes its loss without logits, so there are none to read: {ADVICE}"
+_WHY = (
+    "a training forward that is compiled, or whose head is sharded, computes its loss without logits, so there are "
+    f"none to read: {ADVICE}"
+)

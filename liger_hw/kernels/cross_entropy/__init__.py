@@ -28,6 +28,7 @@ from liger_hw.kernels.cross_entropy.formula import (
     check_call,
     output_of,
     row_losses,
+    shard_rows,
 )
 from liger_hw.kernels.cross_entropy.kernels import backward_rows, forward_rows, scale_rows
 from liger_hw.kernels.cross_entropy.totals import launch_totals, total
@@ -83,6 +84,11 @@ def _formula_of(call):
     check(logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] > 0, "logits", logits, "floats (N, V)")
     check_call(call, "logits", "weight", logits.shape[1])
     return Formula.of(call)
+
+
+@cross_entropy.shards
+def _(call):
+    return shard_rows(call, "logits", "weight")
 
 
 @cross_entropy.cost

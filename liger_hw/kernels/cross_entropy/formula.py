@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import traced
+from liger_hw._torch import is_dtensor, traced
 from liger_hw._triton import interpreting
 from liger_hw.backends import forced
 from liger_hw.checks import check, refuse
@@ -155,6 +155,20 @@ def check_call(call, rows_name, weight_name, vocabulary):
         check(call.reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
         fits = not torch.is_tensor(num_items) or num_items.numel() == 1
         check(fits, "num_items", num_items, "a number, or a tensor of one")
+
+
+def shard_rows(call, rows_name, weight_name, **rule):
+    """Return the call and its rule for DTensors whose rows are sharded.
+
+    The divisor of a mean is that of all ranks. Rows stay whole where a rank's mean of them cannot be added to others'.
+    """
+    weighted_mean = call.reduction == "mean" and call.num_items is None and getattr(call, weight_name) is not None
+    n = "N" if weighted_mean or call.return_token_accuracy and call.reduction != "none" else "n"
+    if call.reduction == "mean" and is_dtensor(call.target) and call.num_items is None and not weighted_mean:
+        call = call._replace(num_items=(call.target != call.ignore_index).sum().full_tensor().clamp(min=1))
+    of_rows = n if call.reduction == "none" else ""
+    rule |= {"target": n, weight_name: "V", "returns": (of_rows, of_rows, of_rows, n)}
+    return call, {rows_name: f"{n} {'V' if rows_name == 'logits' else 'H'}"} | rule
 
 
 def output_of(call, loss, z_loss, predicted):

@@ -167,6 +167,19 @@ def tvd(
     return values if reduction == "none" else values.sum() / _denominator(q, reduction, labels, ignore_index)
 
 
+jsd.shards(log_q="N V", log_p="N V", labels="N", returns="")
+
+
+@kl_div.shards
+@tvd.shards
+def _(call):
+    x, target = call._fields[:2]
+    n, v = "nv" if call.reduction in ("none", "sum") else "NV"  # a mean divides by the rows of all ranks
+    rows = f"{n} {v}"
+    returns = x if call.reduction == "none" else ""
+    return call, {x: rows, target: rows, "returns": returns} | ({"labels": n} if x == "q" else {})
+
+
 @jsd.cost
 @kl_div.cost
 @tvd.cost

@@ -140,6 +140,10 @@ def _for_each_row(m, x):
     return m.reshape(of_m, 1, cols).expand(-1, repeats, -1).reshape(-1, cols)
 
 
+gated_rms_norm.shards(x="... H", gate="... H", weight="H", returns="x")
+modulated_rms_norm.shards(x="... H", weight="H", scale="...? H", shift="...? H", returns="x")
+
+
 @gated_rms_norm.cost
 def _(x, gate, weight=None, *options, **named):
     w = 0 if weight is None else weight.nbytes

@@ -96,6 +96,10 @@ def fused_add_rms_norm(
     return rms_norm.reference(s, weight, eps, offset, casting_mode), s
 
 
+rms_norm.shards(x="... H", weight="H", returns="x")
+fused_add_rms_norm.shards(x="... H", residual="... H", weight="H", returns=("x", "x"))
+
+
 @rms_norm.cost
 def _(x, weight=None, *options, **named):
     tensor, w = x.nbytes, 0 if weight is None else weight.nbytes

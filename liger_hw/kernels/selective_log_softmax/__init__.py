@@ -73,6 +73,9 @@ def _prepare(call):
     return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), scaling
 
 
+selective_log_softmax.shards(logits="... V", tokens="...", returns=("tokens",) * 3)
+
+
 @selective_log_softmax.cost
 def _(logits, *options, **named):
     read = written = logits.nbytes

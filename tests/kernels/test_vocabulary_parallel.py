@@ -1,0 +1,220 @@
+"""Losses of a head whose vocabulary is sharded over ranks, against those of the whole head."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from liger_hw import fused_linear_cross_entropy, fused_linear_selective_log_softmax
+from liger_hw._triton import interpreting
+from liger_hw.testing import parity
+
+BACKENDS = ["nvidia"] if interpreting() else [None, "reference"]
+ROWS, HIDDEN = 11, 8
+CE_OPTIONS = [
+    {},
+    {"reduction": "sum", "softcap": 5.0, "logit_scale": 1.5},
+    {"reduction": "none", "lse_square_scale": 0.01, "return_z_loss": True},
+    {"label_smoothing": 0.1, "softcap": 3.0, "lse_square_scale": 0.1},
+    {"label_smoothing": 0.2, "ce_weight": True, "reduction": "none"},
+    {"ce_weight": True, "lse_square_scale": 0.1, "return_z_loss": True},
+    {"return_token_accuracy": True, "return_predicted_tokens": True, "return_z_loss": True, "softcap": 1.0},
+    {"return_token_accuracy": True, "reduction": "none", "label_smoothing": 0.1},
+    {"use_token_scaling": True, "num_items": 7.0, "chunk_memory": 200},
+    {"use_token_scaling": True, "reduction": "none", "ignore_index": 3},
+]
+SELECTED_OPTIONS = [
+    {},
+    {"return_entropy": True, "return_lse": True, "temperature": 0.7, "softcap": 4.0},
+    {"return_entropy": True, "ignore_index": 3, "logit_scale": -1.5, "chunk_memory": 200},
+]
+
+
+class FromWhole(torch.autograd.Function):
+    """Give each rank its rows of a whole tensor; gather the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, form):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        part = distribute_tensor(x.detach(), mesh, [Shard(0)])
+        return part if form == "DTensor" else part.to_local()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if isinstance(grad, DTensor):
+            return grad.full_tensor(), None
+        grads = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, grad.contiguous())
+        return torch.cat(grads), None
+
+
+def of_shards(op, form):
+    """Return a function like `op` whose weight and bias each rank holds in part."""
+    group = {"group": dist.group.WORLD} if form == "group" else {}
+
+    def run(x, weight, target, bias, *others, **options):
+        weight, bias = (FromWhole.apply(t, form) for t in (weight, bias))
+        return op(x, weight, target, bias, *others, **options, **group)
+
+    return run
+
+
+def check(op, options, form, vocabulary, dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(ROWS, HIDDEN, dtype=dtype), torch.randn(vocabulary, HIDDEN, dtype=dtype)
+    bias, target = torch.randn(vocabulary, dtype=dtype), torch.randint(0, vocabulary, (ROWS,))
+    target[::5] = options.get("ignore_index", -100)
+    target[1:5] = torch.randint(0, 3, (4,))  # several of the first rank's
+    options, others = dict(options), []
+    if options.pop("ce_weight", False):
+        others = [torch.rand(vocabulary)]
+    inputs = [t.requires_grad_() for t in (x, weight)] + [target, bias.requires_grad_(), *others]
+    double = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs]
+    exact, reference = parity.run(op.reference, double, options), parity.run(op.reference, inputs, options)
+    found = parity.run(of_shards(op, form), inputs, options)
+    parity.compare(exact, reference, found, f"{op.__name__}, {options}, {form}")
+    for result in found[: len(found) - 3]:  # every rank has the same bits of the results
+        of_ranks = [torch.empty_like(result) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, result.contiguous())
+        assert all(torch.equal(result.nan_to_num(), other.nan_to_num()) for other in of_ranks)
+
+
+def check_all(op, all_options, dtype):
+    ranks = dist.get_world_size()
+    for options, (form, vocabulary) in itertools.product(all_options, (("DTensor", 37), ("group", 9 * ranks))):
+        check(op, options, form, vocabulary, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", CE_OPTIONS, ids=str)
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_cross_entropy(options, dtype, forced, ranks):
+    ranks(2, check_all, fused_linear_cross_entropy, [options], dtype, backend=forced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", SELECTED_OPTIONS, ids=str)
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_selective_log_softmax(options, dtype, forced, ranks):
+    ranks(2, check_all, fused_linear_selective_log_softmax, [options], dtype, backend=forced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_four_ranks(dtype, forced, ranks):
+    fused, selected = fused_linear_cross_entropy, fused_linear_selective_log_softmax
+    ranks(4, check_all, fused, [CE_OPTIONS[1], CE_OPTIONS[-1]], dtype, backend=forced)
+    ranks(4, check_all, selected, SELECTED_OPTIONS[1:2], dtype, backend=forced)
+
+
+def smaller_vocabulary_than_ranks():
+    for vocabulary in (3, 5):  # the parts of 5 are 2, 2, 1 and 0 rows
+        check(fused_linear_cross_entropy, {}, "DTensor", vocabulary, torch.float32)
+
+
+def test_a_rank_without_a_part_of_the_vocabulary(ranks):
+    ranks(4, smaller_vocabulary_than_ranks)
+
+
+def masked_columns():
+    """All logits of one rank are -inf, and a row's target is among them."""
+    x, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.tensor([0, 1, 2, 4])
+    bias = torch.tensor([0.0] * 3 + [float("-inf")] * 3)
+    for op, options in ((fused_linear_cross_entropy, {"reduction": "none"}), (fused_linear_selective_log_softmax, {})):
+        expected = op(x, weight, target, bias, **options)
+        found = of_shards(op, "group")(x, weight, target, bias, **options)
+        assert found[3].isinf()
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_masked_columns(forced, ranks):
+    ranks(2, masked_columns, backend=forced)
+
+
+def communication(op):
+    """Count what ranks exchange: a few numbers a row in the forward, and the gradient of `x` once."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    gathered, original = [], dist.all_gather_into_tensor
+
+    def record(output, *args):
+        gathered.append(output.numel())
+        return original(output, *args)
+
+    dist.all_gather_into_tensor = record
+    try:
+        rows, vocabulary = 64, 400
+        x, weight = torch.randn(rows, 8).requires_grad_(), torch.randn(vocabulary // 2, 8).requires_grad_()
+        target = torch.randint(0, vocabulary, (rows,))
+        with CommDebugMode() as counts:
+            op(x, weight, target, group=dist.group.WORLD, chunk_memory=16 * 200 * 4).sum().backward()
+    finally:
+        dist.all_gather_into_tensor = original
+    assert gathered == [2 * 16 * 4] * 4, (
+        "peak, total, the target's distance and whether it is here, in each of 4 chunks"
+    )
+    others = {str(kind): count for kind, count in counts.get_comm_counts().items() if "allgather" not in str(kind)}
+    assert list(others.values()) == [1] and "all_reduce" in next(iter(others)), others
+
+
+@pytest.mark.parametrize(
+    "op", [fused_linear_cross_entropy, fused_linear_selective_log_softmax], ids=lambda op: op.__name__
+)
+def test_communication(op, ranks):
+    ranks(2, communication, op)
+
+
+def labels_of_one_rank_only():
+    """Every target lies in the first rank's part, or no row counts: no rank waits for another."""
+    for target in (torch.zeros(6, dtype=torch.int64), torch.full((6,), -100)):
+        x, weight = torch.randn(6, 8).requires_grad_(), torch.randn(10, 8).requires_grad_()
+        bias = torch.randn(10)
+        for op in (fused_linear_cross_entropy, fused_linear_selective_log_softmax):
+            expected = torch.autograd.grad(op(x, weight, target, bias).sum(), (x, weight))
+            found = torch.autograd.grad(of_shards(op, "DTensor")(x, weight, target, bias).sum(), (x, weight))
+            torch.testing.assert_close(found, expected)
+
+
+def test_targets_of_one_rank(ranks):
+    ranks(2, labels_of_one_rank_only)
+
+
+def compiled():
+    torch._dynamo.reset()
+    x, weight, target = torch.randn(6, 8).requires_grad_(), torch.randn(10, 8).requires_grad_(), torch.arange(6)
+    mesh = init_device_mesh("cpu", (2,))
+    shard = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    fused_linear_cross_entropy(x, weight, target).backward()
+    expected, x.grad = x.grad, None
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(x, shard, target):
+        return fused_linear_cross_entropy(x, shard, target)
+
+    loss(x, shard, target).backward()
+    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(shard.grad.full_tensor(), weight.grad)
+
+
+@pytest.mark.parametrize("forced", BACKENDS[:1])
+def test_compiled(forced, ranks):
+    ranks(2, compiled, backend=forced)
+
+
+def refusals():
+    x, target = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+    mesh = init_device_mesh("cpu", (2,))
+    shard = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)])
+    for weight, group in ((shard, dist.group.WORLD), (torch.randn(6, 8), mesh)):
+        with pytest.raises(ValueError, match="^group: got .*, allowed: None for a weight that is a DTensor"):
+            fused_linear_cross_entropy(x, weight, target, group=group)
+    with pytest.raises(ValueError, match="^target: got .*, allowed: 0 to 5"):
+        fused_linear_cross_entropy(x, shard, target + 6)
+
+
+def test_wrong_arguments(ranks):
+    ranks(2, refusals)

@@ -1,0 +1,73 @@
+"""Processes joined by gloo that run functions of tests; they stay, because a start imports torch for seconds."""
+
+import datetime
+import os
+import tempfile
+import traceback
+
+import torch
+
+HUNG, DIED = "no answer", "died"
+SECONDS = 300  # of one function, before the ranks count as hung
+
+
+class Ranks:
+    def __init__(self, count):
+        context = torch.multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, theirs = zip(*(context.Pipe() for _ in range(count)))
+        place = os.path.join(self.folder.name, "store")
+        self.processes = [
+            context.Process(target=_serve, args=(pipe, place, rank, count), daemon=True)
+            for rank, pipe in enumerate(theirs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def alive(self):
+        return all(process.is_alive() for process in self.processes)
+
+    def run(self, function, args, backend=None):
+        """Call `function(*args)` on every rank; raise an AssertionError with the traces of those that fail."""
+        for pipe in self.pipes:
+            pipe.send((function, args, backend))
+        errors = {}
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                error = pipe.recv() if pipe.poll(SECONDS if not errors else 5) else HUNG
+            except EOFError:
+                error = DIED
+            if error is not None:
+                errors[rank] = error
+        if len(errors) < len(self.pipes) and errors or set(errors.values()) & {HUNG, DIED}:
+            self.stop()
+        if errors:
+            raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def _serve(pipe, place, rank, count):
+    import torch.distributed as dist
+
+    from liger_hw import use_backend
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(place, count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=200))
+    while True:
+        try:
+            function, args, backend = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            with use_backend(backend):
+                function(*args)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
