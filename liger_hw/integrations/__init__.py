@@ -4,6 +4,7 @@ from liger_hw._lazy import lazy_names
 
 _NAMES = {
     "liger_hw.stand_in.finder": ("install", "is_installed", "uninstall"),
+    "liger_hw.stand_in.megatron": ("apply_liger_kernel_to_megatron",),
     "trainer_callback": ("LigerHwCallback",),
     "lightning_callback": ("LigerHwLightningCallback",),
     "trl": ("accelerate_trl", "restore_trl"),

@@ -36,6 +36,10 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     },
     "env_report": ("stand_in.env_report",),
     "functional": ("stand_in.functional",),
+    **{
+        f"megatron{module}": ("stand_in.megatron",)
+        for module in ("", ".cross_entropy", ".monkey_patch", ".rms_norm", ".swiglu")
+    },
     "ops": (*OPS, "stand_in.utils"),
     "ops.backends": ("stand_in.backends",),
     "ops.backends.registry": ("stand_in.backends",),
