@@ -34,9 +34,11 @@ _NAMES = {
     "losses.policy": ("policy_loss", "policy_loss_of_logits"),
     "losses.distillation": ("distillation_loss",),
     "losses.multi_token": ("multi_token_loss",),
+    "losses.offline_distillation": ("offline_distillation_loss",),
     "losses.sequences": ("sequence_loss", "token_loss"),
     "losses.modules": (
-        "DistillationLoss", "MultiTokenLoss", "PolicyLoss", "PreferenceLoss", "UnpairedPreferenceLoss",
+        "DistillationLoss", "MultiTokenLoss", "OfflineDistillationLoss", "PolicyLoss", "PreferenceLoss",
+        "UnpairedPreferenceLoss",
     ),
     "patching.patch": ("patch", "unpatch"),
     "transformers.modules": (

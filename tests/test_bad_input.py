@@ -31,6 +31,8 @@ def losses():
         liger_hw.distillation_loss,
         flat | {"teacher_x": x.reshape(20, 8), "teacher_weight": weight, "labels": of_rows},
     )
+    top = {"teacher": torch.randn(20, 3), "teacher_tokens": torch.arange(3).repeat(20, 1)}
+    yield liger_hw.offline_distillation_loss, flat | top | {"labels": of_rows, "teacher_lse": torch.randn(20)}
     yield liger_hw.multi_token_loss, {"heads": [x, x], "weight": weight, "labels": labels}
     yield liger_hw.token_loss, flat | {"formula": lambda log_probs, entropy: (-log_probs,), "tokens": of_rows}
     yield (

@@ -16,6 +16,7 @@ from liger_hw.kernels import load_all
 from liger_hw.kernels.divergence.of_logits import soft_rows
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
+from liger_hw.losses.offline_distillation import offline_distillation_loss
 from liger_hw.losses.policy import OBJECTIVES, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
@@ -93,6 +94,8 @@ def cases(texts=(), sizes=REAL) -> list[LossCase]:
         distillation("kl", None),
         distillation("tvd", None),
         distillation("cosine", "CosineSimilarity", hard=0.5),
+        _offline(sizes, 64),
+        _offline(sizes, None),
         policy("GRPO", "grpo"),
         policy("GRPO", "grpo", liger=False, chunk_memory=2**30),
         policy("GRPO, reference by hidden states", "grpo", by_hidden_states=True, liger=False),
@@ -307,6 +310,35 @@ def _distillation(sizes, soft_loss, liger, hard=0.0):
     name = f"distillation, {soft_loss}" + (" and labels" if hard else "")
     products = (0, 1), (2, 3)
     return _case(name, (rows, sizes.narrow, sizes.classes), makers, providers, products, values=40)
+
+
+def _offline(sizes, k):
+    """Make the case of stored log-probabilities of `k` tokens and the rest, or of all."""
+    rows = sizes.sequences * sizes.length
+
+    def teacher(device, dtype):
+        log_p = torch.randn(rows, sizes.classes, device=device, dtype=dtype).log_softmax(-1)
+        return log_p if k is None else log_p[:, :k].contiguous()
+
+    makers = [*_layer(rows, features=sizes.narrow, classes=sizes.classes), teacher]
+    if k is not None:
+        makers.append(lambda device, dtype: torch.rand(rows, sizes.classes, device=device).topk(k).indices)
+
+    def plain(x, weight, log_p, tokens=None):
+        log_q, p = F.linear(x, weight).float().log_softmax(-1), log_p.float().exp()
+        if tokens is not None:
+            rest = log_q.scatter(1, tokens, -torch.inf).logsumexp(1, keepdim=True)
+            log_q, p = torch.cat((log_q.gather(1, tokens), rest), 1), torch.cat((p, 1 - p.sum(1, keepdim=True)), 1)
+        return F.kl_div(log_q, p, reduction="batchmean")
+
+    def by_liger(x, weight, log_p):
+        from liger_kernel.transformers import functional
+
+        return functional.liger_fused_linear_kl_div(x, weight, log_p.exp())
+
+    name = "offline distillation, " + ("all tokens" if k is None else f"top {k}")
+    providers = {OURS: offline_distillation_loss, TORCH: plain, LIGER: by_liger if k is None else None}
+    return _case(name, (rows, sizes.narrow, sizes.classes), makers, providers, values=24)
 
 
 def _divergence(sizes, op):

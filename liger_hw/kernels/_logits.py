@@ -85,6 +85,15 @@ def edge_columns(row, cols: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def padded_columns(X, at, beyond, cols: tl.constexpr, COLS: tl.constexpr):
+    """Load columns of a row of `padded_rows` in fp32, `beyond` beyond its end."""
+    VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (cols + VECTOR - 1) // VECTOR * VECTOR
+    x = tl.load(X + at, in_row(at, padded, COLS), other=beyond).to(tl.float32)
+    return x if cols == padded else tl.where(at < cols, x, beyond)
+
+
+@triton.jit
 def _tanh(x):
     """Compute tanh to 3 ulp everywhere, because the softcap multiplies its error.
 
@@ -105,6 +114,17 @@ def score(x, logit_scale, softcap):
     else:
         ratio = _tanh(x * (logit_scale / softcap))
         return ratio * (softcap * LOG2_E), ratio
+
+
+def padded_rows(x):
+    """Return rows (N, V) that begin at 16-byte boundaries, copied if necessary.
+
+    A kernel may read each row up to the next boundary.
+    """
+    vector, (rows, cols) = 16 // x.element_size(), x.shape
+    if x.stride(1) == 1 and cols % vector == 0 and alignment(x)[1]:
+        return x
+    return x.new_empty(rows, -(-cols // vector) * vector)[:, :cols].copy_(x)
 
 
 def alignment(x) -> tuple[int | None, bool]:

@@ -6,6 +6,7 @@ from torch import nn
 
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
+from liger_hw.losses.offline_distillation import offline_distillation_loss
 from liger_hw.losses.policy import OPTION_NAMES, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
@@ -62,6 +63,11 @@ class PolicyLoss(_Loss):
 class DistillationLoss(_Loss):
     __doc__ = f"Of a student and its teacher.\n\n    {_Loss.__doc__}"
     function = staticmethod(distillation_loss)
+
+
+class OfflineDistillationLoss(_Loss):
+    __doc__ = f"Of a student and a teacher's stored log-probabilities.\n\n    {_Loss.__doc__}"
+    function = staticmethod(offline_distillation_loss)
 
 
 class MultiTokenLoss(_Loss):

@@ -7,10 +7,9 @@ import torch
 from torch.nn._reduction import legacy_get_string
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.dispatch import widen
+from liger_hw.kernels.chunked_head import prepare_head, wide_dtype
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput as CrossEntropyOutput  # programs import it from here
 from liger_hw.kernels.cross_entropy import cross_entropy
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.dyt import dyt
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -23,10 +22,14 @@ from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
 from liger_hw.kernels.softmax import softmax, sparsemax
+from liger_hw.losses.arguments import check_numbers
 from liger_hw.losses.distillation import distillation_loss
-from liger_hw.losses.engine import CHUNK_MEMORY, logits_loss
+from liger_hw.losses.engine import CHUNK_MEMORY
+from liger_hw.losses.offline_distillation import kl_to_probabilities, prepare_labels
 from liger_hw.spelling import check_known
 from liger_hw.transformers import ops_without_kernels
+
+STUDENT = "student_input", "student_weight", "bias"  # liger_kernel's names
 
 
 def liger_cross_entropy(
@@ -176,24 +179,24 @@ def liger_fused_linear_kl_div(
         eps: lower bound of a probability before its logarithm.
         accum_dtype: None or torch.float32, as in `logits_loss`.
 
+    Returns:
+        fp32 (fp64 for fp64 inputs).
+
     Raises:
         ValueError: shapes or dtypes do not fit, or an option is out of its range.
     """
-    fits = shift_labels is None or shift_labels.dtype in TARGET_DTYPES and shift_labels.shape == target.shape[:1]
-    check(fits, "shift_labels", shift_labels, f"None, or int64 or int32 of shape ({target.shape[0]},)")
+    x, weight, _ = prepare_head(student_input, student_weight, None, CHUNK_MEMORY, True, STUDENT)
+    labels = prepare_labels(x, shift_labels, "shift_labels")
+    fits = target.is_floating_point() and target.shape == (len(x), len(weight)) and target.device == x.device
+    check(fits, "target", target, f"floats ({len(x)}, {len(weight)}) on {x.device}")
     check_known("reduction", reduction, ("batchmean", "mean", "sum"))
-    check(temperature > 0, "temperature", temperature, "more than 0")
-    keep = torch.ones(target.shape[:1], device=target.device, dtype=torch.float32)
-    keep = keep if shift_labels is None else (shift_labels != ignore_index).float()
-
-    def sum_of_rows(logits, target, keep):
-        log_q, p = (widen(logits) / temperature).log_softmax(-1), widen(target)
-        return (keep * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)).sum()
-
-    total = logits_loss(sum_of_rows, student_input, student_weight, None, (target, keep), accum_dtype=accum_dtype)
-    if reduction == "sum":
-        return total
-    return total / (keep.sum().clamp(min=1) * (target.shape[-1] if reduction == "mean" else 1))
+    check_numbers("a positive number", above=0, temperature=temperature)
+    rows = (labels != ignore_index).sum().clamp(min=1) if reduction != "sum" else torch.ones((), device=x.device)
+    count = rows.to(wide_dtype(x)) * (len(weight) if reduction == "mean" else 1)
+    return kl_to_probabilities(
+        "liger_fused_linear_kl_div", x, weight, None, target.detach(), labels, 1 / count, ignore_index, False,
+        float(temperature), float(eps), accum_dtype=accum_dtype,
+    )  # fmt: skip
 
 
 def liger_fused_linear_scaled_cross_entropy(

@@ -2,7 +2,15 @@ import pytest
 import torch
 from test_preference import case
 
-from liger_hw import DistillationLoss, MultiTokenLoss, PolicyLoss, PreferenceLoss, UnpairedPreferenceLoss, losses
+from liger_hw import (
+    DistillationLoss,
+    MultiTokenLoss,
+    OfflineDistillationLoss,
+    PolicyLoss,
+    PreferenceLoss,
+    UnpairedPreferenceLoss,
+    losses,
+)
 from liger_hw.losses.distillation import SOFT_LOSSES
 from liger_hw.losses.policy import OBJECTIVES
 from liger_hw.losses.preference import preference_loss
@@ -13,6 +21,7 @@ MODULES = {
     UnpairedPreferenceLoss: [{"loss_type": name} for name in UNPAIRED_LOSSES] + [{"kl": 0.1}],
     PolicyLoss: [{"loss_type": name} for name in OBJECTIVES] + [{"delta": 1.5, "return_entropy": True}],
     DistillationLoss: [{"soft_loss": name} for name in SOFT_LOSSES],
+    OfflineDistillationLoss: [{"rest": False, "temperature": 2.0}],
     MultiTokenLoss: [{"shifts": (1, 2)}],
 }
 

@@ -22,6 +22,7 @@ from liger_hw.losses.distillation import SOFT_LOSSES
 from liger_hw.losses.engine import logits_loss
 from liger_hw.losses.policy import OBJECTIVES, policy_loss_of_logits
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
+from liger_hw.transformers.functional import liger_fused_linear_kl_div
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 SCALES = [2.0**k for k in (0, 8, 16, 24)]
@@ -86,6 +87,17 @@ def distil(x, w, y, **options):
     x, y = rows(x, y)
     options = {"soft_weight": 2.0**-18, "hard_weight": 2.0**-18, "chunk_memory": 2 * MEMORY} | options
     return liger_hw.distillation_loss(x, w, x.detach(), teacher, y, **options).loss
+
+
+def offline(x, w, y, k, probabilities=False):
+    """Return the loss to a stored teacher, times 2^-18 as that of `distil`."""
+    generator = torch.Generator().manual_seed(2)
+    x, y = rows(x, y)
+    log_p = (5 * torch.randn(len(x), CLASSES, generator=generator)).log_softmax(1).to(w.device)
+    if probabilities:
+        return liger_fused_linear_kl_div(x, w, log_p.exp(), y, "sum") * 2.0**-18
+    values, tokens = (log_p, None) if k is None else log_p.topk(k)
+    return liger_hw.offline_distillation_loss(x, w, values, tokens, labels=y, chunk_memory=2 * MEMORY) * 2.0**-18
 
 
 def policy(x, w, y, **options):
@@ -213,6 +225,9 @@ LOSSES = {
     "vocab_parallel_cross_entropy": sharded_cross_entropy,
     "GSPO": lambda x, w, y: policy(x, w, y, loss_type="grpo", importance_sampling_level="sequence"),
     **{f"distillation, {k}": lambda x, w, y, k=k: distil(x, w, y, soft_loss=k) for k in SOFT_LOSSES},
+    "offline distillation, top 5": lambda x, w, y: offline(x, w, y, 5),
+    "offline distillation, all": lambda x, w, y: offline(x, w, y, None),
+    "liger_fused_linear_kl_div": lambda x, w, y: offline(x, w, y, None, probabilities=True),
     **{f"policy, {k}": lambda x, w, y, k=k: policy(x, w, y, loss_type=k) for k in OBJECTIVES},
     **{f"pairs, {k}": lambda x, w, y, k=k: pairs(x, w, y, loss_type=k) for k in PAIR_LOSSES},
     **{f"answers, {k}": lambda x, w, y, k=k: answers(x, w, y, loss_type=k) for k in UNPAIRED_LOSSES},
@@ -279,7 +294,8 @@ WAYS = (
     "cross_entropy in place", "cross_entropy in place, rows", "cross_entropy in place, options",
     "fused_linear_cross_entropy, sum", "fused_linear_cross_entropy, rows", "fused_linear_cross_entropy, options",
     "selective_log_softmax in place", "jsd", "tvd", "logits_loss", "token_loss", "GSPO", "distillation, jsd",
-    "distillation, reverse_kl", "distillation, cosine", "answers, kto",
+    "distillation, reverse_kl", "distillation, cosine", "answers, kto", "offline distillation, top 5",
+    "offline distillation, all",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 
 from liger_hw.kernels.divergence import KINDS
 from liger_hw.kernels.divergence.of_logits import divergence_rows
+from liger_hw.kernels.divergence.of_probabilities import Form, kl_rows
 from liger_hw.proof import compile_cache, compiled, crosscompile
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -17,12 +18,12 @@ def cache():
     return compile_cache.Cache()
 
 
-def launch_of(arch, kind, student_cols, teacher_cols, dtype=torch.bfloat16):
+def logits(cols, dtype=torch.bfloat16):
+    return torch.empty(2, -(-cols // 8) * 8, dtype=dtype)[:, :cols]
+
+
+def launch_of(arch, kind, student_cols, teacher_cols):
     """What `distillation_loss` launches for a chunk: rows of logits that begin at 16-byte boundaries."""
-
-    def logits(cols):
-        return torch.empty(2, -(-cols // 8) * 8, dtype=dtype)[:, :cols]
-
     with crosscompile.launches_on(crosscompile.DEVICES[arch]) as found:
         rows = torch.empty(2, 2)
         divergence_rows(
@@ -40,6 +41,16 @@ def test_divergence_of_logits(compiled_arch, cache):
 @pytest.mark.parametrize("kind", [*KINDS, "cosine"])
 def test_every_divergence_of_logits(compiled_arch, kind, cache):
     passes_every_gate(launch_of(compiled_arch, kind, 50257, 151936), cache)
+
+
+@pytest.mark.parametrize("cols, dtype", [(128256, torch.bfloat16), (50257, torch.float32)], ids=str)
+@pytest.mark.parametrize("logarithms", [False, True])
+def test_divergence_of_probabilities(compiled_arch, cols, dtype, logarithms, cache):
+    with crosscompile.launches_on(crosscompile.DEVICES[compiled_arch]) as found:
+        labels, soft, form = torch.zeros(2, dtype=torch.int64), torch.empty(2), Form(logarithms, 2.0, 1e-10)
+        kl_rows(logits(cols), torch.empty(2, cols, dtype=dtype), labels, soft[0], soft, form, -100, True)
+    (launch,) = found
+    passes_every_gate(launch, cache)
 
 
 def passes_every_gate(launch, cache):

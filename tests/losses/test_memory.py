@@ -6,6 +6,7 @@ import torch
 from liger_hw._triton import interpreting
 from liger_hw.bench.memory import peak
 from liger_hw.losses.distillation import SOFT_LOSSES, distillation_loss
+from liger_hw.losses.offline_distillation import offline_distillation_loss
 from liger_hw.losses.policy import policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 
@@ -38,6 +39,22 @@ for _name in SOFT_LOSSES:
         return distillation_loss(x, w, x.detach(), w.detach(), y, soft_loss=name, chunk_memory=LOGITS // 2)
 
     LOSSES[_name] = _distil
+
+
+def stored(x, w, y, k):
+    x, log_p = x.flatten(0, 1), torch.randn(ROWS * LENGTH, CLASSES).log_softmax(1)
+    values, tokens = (log_p, None) if k is None else log_p.topk(k)
+    return lambda: offline_distillation_loss(x, w, values, tokens, chunk_memory=LOGITS // 2).backward()
+
+
+@pytest.mark.parametrize("k", [None, 8])
+def test_memory_of_a_stored_teacher(k):
+    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    if device.type != "cpu":
+        pytest.skip("counts the CPU's allocations")
+    x, w, y = inputs()
+    taken = peak(stored(x, w, y, k), device)
+    assert taken < 0.6 * LOGITS + (x.numel() + w.numel()) * 4, f"{taken / LOGITS:.2f} of the logits"
 
 
 @pytest.mark.parametrize("name", LOSSES)

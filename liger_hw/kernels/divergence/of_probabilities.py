@@ -1,0 +1,123 @@
+r"""Compute KL(p, q) of given probabilities p from rows of logits, with the gradient.
+
+    q = softmax(s / T)
+    kl = sum_j p_j (log p_j - log q_j),     ds = factor / T (q sum_j p_j - p)          p need not add up to 1
+
+Traffic of a row of V columns: a kernel reads both rows twice, for the sums and for the divergence, and writes the
+student's once. The second pass runs backwards, so that it finds in L2 the last columns of the first.
+"""
+
+from typing import NamedTuple
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import widen
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, padded_columns, padded_rows
+from liger_hw.kernels._math import in_row
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+
+class Form(NamedTuple):
+    """Form of a teacher's rows, and the temperature of the student.
+
+    Attributes:
+        logarithms: they are log-probabilities, else probabilities.
+        temperature: divides the student's logits. eps: the least probability whose logarithm is taken.
+    """
+
+    logarithms: bool
+    temperature: float
+    eps: float = 0.0
+
+
+@tuned
+def kl_of_probabilities_config(cols, itemsize, device):
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+
+
+@triton.jit
+def _teacher(P, at, LOGARITHMS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):
+    """Load columns: probabilities and what their logarithms come from; 0 beyond the row."""
+    if LOGARITHMS:
+        log_p = padded_columns(P, at, float("-inf"), cols, COLS) * LOG2_E
+        return tl.exp2(log_p), log_p
+    else:
+        p = padded_columns(P, at, 0.0, cols, COLS)
+        return p, p
+
+
+@triton.jit(do_not_specialize=["s_stride", "p_stride", "ignore_index"])
+def kl_of_probabilities(
+    S, P, LABELS, FACTOR, SOFT, s_stride, p_stride, ignore_index, temperature, eps, LOGARITHMS: tl.constexpr,
+    GRADIENT: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    P_VECTOR: tl.constexpr = 128 // P.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (cols + VECTOR - 1) // VECTOR * VECTOR
+    S += tl.multiple_of(row * s_stride, VECTOR)
+    P += tl.multiple_of(row * p_stride, P_VECTOR)
+    lane = tl.arange(0, COLS)
+    soft = tl.full((), 0.0, tl.float32)
+    if tl.load(LABELS + row) == ignore_index:
+        if GRADIENT:
+            for start in range(0, cols, COLS):
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+    else:
+        scale = LOG2_E / temperature
+        peak, total = tl.full((COLS,), LOWEST, tl.float32), tl.zeros((COLS,), tl.float32)
+        masses, values = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + lane
+            s = padded_columns(S, at, float("-inf"), cols, COLS) * scale
+            higher = tl.maximum(peak, s)
+            total = total * tl.exp2(peak - higher) + tl.exp2(s - higher)
+            peak = higher
+            masses += _teacher(P, at, LOGARITHMS, cols, COLS)[0]
+        top = tl.max(peak, 0)
+        lse = top + tl.log2(tl.sum(total * tl.exp2(peak - top), 0))
+        mass = tl.sum(masses, 0)
+        last = (cols - 1) // COLS * COLS
+        for start in range(0, cols, COLS):
+            at = last - start + lane
+            log_q = padded_columns(S, at, float("-inf"), cols, COLS) * scale - lse
+            p, log_p = _teacher(P, at, LOGARITHMS, cols, COLS)
+            if not LOGARITHMS:
+                log_p = tl.log2(tl.maximum(p, eps))
+            values += tl.where(p == 0, 0.0, p * ((log_p - log_q) * LN_2))
+            if GRADIENT:
+                ds = (mass * tl.exp2(log_q) - p) * (tl.load(FACTOR).to(tl.float32) / temperature)
+                tl.store(S + at, tl.where(at < cols, ds, 0.0), in_row(at, padded, COLS))
+        soft = tl.sum(values, 0)
+    tl.store(SOFT + row, soft)
+
+
+def kl_rows(student, teacher, labels, factor, soft, form, ignore_index, gradient):
+    """Write the divergence of each row, and optionally the student's gradient in place.
+
+    Args:
+        student: (N, V) logits; rows begin at 16-byte boundaries and are readable up to the next boundary.
+        teacher: (N, V) of `form`, any strides. labels: (N,), rows of `ignore_index` have loss 0 and gradient 0.
+        factor: () of the gradient. soft: (N,) fp32.
+    """
+    cols = student.shape[1]
+    teacher = padded_rows(teacher)
+    config = kl_of_probabilities_config(cols, student.element_size(), device_of(student))
+    launch(
+        kl_of_probabilities, (student.shape[0], 1, 1), config,
+        student, teacher, labels, factor, soft, student.stride(0), teacher.stride(0), ignore_index, form.temperature,
+        form.eps, form.logarithms, gradient, cols,
+    )  # fmt: skip
+
+
+def kl_by_row(logits, teacher, form):
+    """Define the divergence of each row."""
+    log_q, p = (widen(logits) / form.temperature).log_softmax(-1), widen(teacher)
+    if form.logarithms:
+        p, log_p = p.exp(), p
+    else:
+        log_p = p.clamp(min=form.eps).log()
+    return (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(-1)

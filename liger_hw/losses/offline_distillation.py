@@ -1,0 +1,233 @@
+"""Distil a teacher's stored probabilities, of all tokens or of each row's likeliest.
+
+    q = softmax((x W^T + b) / T)
+    KL(p, q) = sum_j p_j (log p_j - log q_j)                                    over the stored tokens j of a row
+               + p_rest (log p_rest - log q_rest),   p_rest = 1 - sum_j p_j     all other tokens, as one class
+    dlogits = (m q_j - p_j) / T of a stored token,  (m q_rest - p_rest) / T times the share in q_rest of another;
+              m = sum_j p_j + p_rest
+
+q_rest is the sum over the other tokens, not 1 - sum_j q_j, which cancels where a student knows the stored tokens.
+"""
+
+import torch
+from torch.nn.functional import linear
+
+from liger_hw._torch import traced
+from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import widen
+from liger_hw.kernels._autograd import rows_by_autograd
+from liger_hw.kernels._fp16 import largest_finite
+from liger_hw.kernels.chunked_head import prepare_head, wide_dtype
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.divergence.of_probabilities import Form, kl_by_row, kl_rows
+from liger_hw.kernels.selective_log_softmax.formula import Scaling, empty_rows
+from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
+from liger_hw.losses.arguments import check_numbers
+from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
+
+IGNORED = -100
+
+
+@names_arguments
+def offline_distillation_loss(
+    x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_tokens: torch.Tensor | None = None,
+    teacher_lse: torch.Tensor | None = None, labels: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    rest: bool = True, temperature: float = 1.0, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
+    accum_dtype: torch.dtype | None = None,
+):  # fmt: skip
+    """Compute the mean KL divergence of a student from a teacher's stored log-probabilities.
+
+    Args:
+        x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
+        teacher: (N, V) log-probabilities, or with `teacher_tokens` (N, K) of those tokens; any floating dtype, -inf for
+            a probability of 0. A constant. They belong to the distribution at `temperature`, which is not applied to
+            them without `teacher_lse`.
+        teacher_tokens: (N, K) int64 or int32, the tokens of `teacher`, distinct in each row: a top-k. None: all tokens,
+            in their order.
+        teacher_lse: (N,), beside `teacher_tokens`. `teacher` then holds logits, and this the log-sum-exp of all logits
+            of the row divided by `temperature`: log p = teacher / temperature - teacher_lse.
+        labels: (N,) int64 or int32; a row labelled `ignore_index` does not count, and its other values may be any. The
+            labels have no other effect. None: all rows count.
+        rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out.
+        temperature: divides the student's logits.
+        chunk_memory, accum_dtype: as in `logits_loss`.
+
+    Returns:
+        the mean over the rows that count, 0 without any, in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or an option is out of its range; on a CPU, a token is outside
+            the vocabulary or twice in a row (elsewhere a token outside makes the loss NaN).
+        RuntimeError: a second backward.
+    """
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    labels = prepare_labels(x, labels, "labels")
+    check_numbers("a positive number", above=0, temperature=temperature)
+    teacher, vocabulary = teacher.detach(), len(weight)
+    if teacher_tokens is None:
+        check(teacher_lse is None, "teacher_lse", teacher_lse, "None without teacher_tokens")
+        shape = len(x), vocabulary
+    else:
+        fits = teacher_tokens.dtype in TARGET_DTYPES and teacher_tokens.ndim == 2 and len(teacher_tokens) == len(x)
+        fits = fits and 0 < teacher_tokens.shape[1] <= vocabulary and teacher_tokens.device == x.device
+        allowed = f"int64 or int32 ({len(x)}, K) on {x.device}, K from 1 to {vocabulary}"
+        check(fits, "teacher_tokens", teacher_tokens, allowed)
+        shape = tuple(teacher_tokens.shape)
+    fits = teacher.is_floating_point() and teacher.shape == shape and teacher.device == x.device
+    check(fits, "teacher", teacher, f"floats {shape} on {x.device}")
+    keep = labels != ignore_index
+    factor = 1 / keep.sum().clamp(min=1).to(wide_dtype(x))
+    options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
+    if teacher_tokens is None:
+        of_all = x, weight, bias, teacher, labels, factor, ignore_index
+        return kl_to_probabilities("offline_distillation_loss", *of_all, logarithms=True, **options)
+    return _kl_to_top_k(x, weight, bias, teacher, teacher_tokens, teacher_lse, keep, factor, rest, **options)
+
+
+def prepare_labels(x, labels, name):
+    """Return checked labels for the rows of `x`; None makes zeros."""
+    if labels is None:
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1] and labels.device == x.device
+    check(fits, name, labels, f"int64 or int32 of shape ({len(x)},) on {x.device}, or None")
+    return labels.contiguous()
+
+
+def check_top_k(tokens, keep, vocabulary):
+    """Refuse on a CPU tokens that are outside the vocabulary or twice in a row.
+
+    keep: (N,) bool, the rows to check.
+    """
+    if tokens.device.type != "cpu" or traced(tokens):
+        return
+    tokens = tokens[keep].sort(1).values
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    check(outside.numel() == 0, "teacher_tokens", outside[:1].tolist(), f"0 to {vocabulary - 1}")
+    twice = tokens[:, 1:][tokens[:, 1:] == tokens[:, :-1]]
+    check(twice.numel() == 0, "teacher_tokens", f"{twice[:1].tolist()} twice in a row", "distinct tokens in a row")
+
+
+def kl_to_probabilities(
+    op, x, weight, bias, teacher, labels, factor, ignore_index, logarithms, temperature, eps=0.0,
+    chunk_memory=CHUNK_MEMORY, accum_dtype=None,
+):  # fmt: skip
+    """Return `factor` times the sum of KL(teacher, student) over the rows that count.
+
+    Args:
+        op: name of the caller's op, for errors.
+        x, weight, bias: as `prepare_head` returns them. teacher: (N, V) of `Form`. labels: (N,).
+        factor: () in a wide dtype.
+    """
+    form = Form(logarithms, temperature, eps)
+
+    def by_row(logits, teacher, labels):
+        keep = labels != ignore_index
+        logits, teacher = (t.masked_fill(~keep[:, None], 0) for t in (logits, teacher))
+        return (torch.where(keep, kl_by_row(logits, teacher, form), 0),)
+
+    plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype)
+    if plan is None:
+        return (by_row(linear(x, weight, bias), teacher, labels)[0] * factor).sum()
+    if teacher.dtype == torch.float64 != x.dtype:
+        teacher = teacher.float()
+
+    def step(part, logits, differentiate, gradients):
+        soft, of_gradient = factor.new_zeros(len(logits)), factor
+        if gradients.scales:
+            mass = teacher[part].logsumexp(1).exp() if logarithms else teacher[part].sum(1, dtype=torch.float32)
+            largest = mass.float().masked_fill(labels[part] == ignore_index, 0)
+            of_gradient = factor * gradients.factor(factor * largest_finite(largest) / temperature)
+        if plan.with_kernels:
+            kl_rows(logits, teacher[part], labels[part], of_gradient, soft, form, ignore_index, differentiate)
+        else:
+            incoming = [of_gradient.expand(len(logits))] if differentiate else None
+            rows_by_autograd(
+                lambda logits, rows: by_row(logits, teacher[part][rows], labels[part][rows]), logits, (soft,), incoming
+            )
+        return ((soft * factor).sum(),)
+
+    return sum_over_chunks(op, step, x, weight, bias, plan, 2)[0]
+
+
+def _kl_to_top_k(
+    x, weight, bias, teacher, tokens, teacher_lse, keep, factor, rest, temperature, chunk_memory, accum_dtype
+):
+    log_p = teacher.to(factor.dtype)
+    if teacher_lse is not None:
+        fits = teacher_lse.is_floating_point() and teacher_lse.shape == x.shape[:1] and teacher_lse.device == x.device
+        check(fits, "teacher_lse", teacher_lse, f"floats ({len(x)},) on {x.device}")
+        log_p = log_p / temperature - teacher_lse.detach()[:, None].to(log_p.dtype)
+    vocabulary, k = len(weight), tokens.shape[1]
+    check_top_k(tokens, keep, vocabulary)
+    outside = ((tokens < 0) | (tokens >= vocabulary)).any(1) & keep
+    reads = keep & ~outside
+    tokens = torch.where(reads[:, None], tokens, torch.arange(k, device=tokens.device, dtype=tokens.dtype)).long()
+    if k == vocabulary:
+        labels, log_p = torch.where(keep, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
+        return kl_to_probabilities(
+            "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
+            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype,
+        )  # fmt: skip
+    log_p = log_p.masked_fill(~reads[:, None], float("-inf"))
+    p_rest = (1 - log_p.exp().sum(1)).clamp(min=0) if rest else torch.zeros_like(log_p[:, 0])
+    of_row = torch.where(outside, float("nan"), keep.to(factor.dtype))
+
+    def by_row(logits, log_p, p_rest, tokens, of_row):
+        logits = logits.masked_fill((of_row == 0)[:, None], 0)
+        log_q = (widen(logits) / temperature).log_softmax(-1)
+        soft = _divergence(log_p, log_q.gather(1, tokens))
+        if rest:
+            log_q_rest = log_q.scatter(1, tokens, float("-inf")).logsumexp(1)
+            soft = soft + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
+        return (torch.where(of_row == 0, 0, soft) * of_row,)
+
+    rows = log_p, p_rest, tokens, of_row
+    plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype)
+    if plan is None:
+        return (by_row(linear(x, weight, bias), *rows)[0] * factor).sum()
+    scaling = Scaling(IGNORED, None, 1.0, temperature)
+
+    def with_kernels(logits, soft, of_gradient, log_p, p_rest, tokens, of_row):
+        """Write `by_row`'s results to `soft` and, unless `of_gradient` is None, the gradient over the logits."""
+        z = logits.gather(1, tokens).float() / temperature
+        z = z.masked_fill((of_row == 0)[:, None], 0)
+        logits.scatter_(1, tokens, float("-inf"))  # the kernels then see the other tokens alone
+        first = torch.where(of_row == 0, IGNORED, 0)  # any token of a row that counts: its log-probability is unused
+        unused, _, lse_rest, partition = empty_rows(logits, False)
+        forward_rows(logits, first, scaling, unused, None, lse_rest, partition)
+        top = torch.maximum(z.amax(1), lse_rest)
+        z, z_rest = z - top[:, None], lse_rest - top
+        log_total = (z.exp().sum(1) + z_rest.exp()).log()
+        log_q, log_q_rest = z - log_total[:, None], z_rest - log_total
+        divergence = _divergence(log_p, log_q) + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
+        soft.copy_(torch.where(of_row == 0, 0, divergence) * of_row)
+        if of_gradient is not None:
+            p, of_gradient = log_p.exp(), of_gradient * of_row
+            mass = p.sum(1) + p_rest
+            drest = (mass * log_q_rest.exp() - p_rest) * of_gradient
+            backward_rows(logits, first, scaling, None, partition, torch.zeros_like(drest), None, drest)
+            dz = (mass[:, None] * log_q.exp() - p) * (of_gradient / temperature)[:, None]
+            logits.scatter_(1, tokens, dz.to(logits.dtype))
+
+    def step(part, logits, differentiate, gradients):
+        soft, of_gradient = factor.new_zeros(len(logits)), factor
+        of_part = [row[part] for row in rows]
+        if gradients.scales:
+            largest = largest_finite(of_part[0].exp().sum(1) + of_part[1])
+            of_gradient = factor * gradients.factor(factor * largest / temperature)
+        if plan.with_kernels:
+            with_kernels(logits, soft, of_gradient if differentiate else None, *of_part)
+        else:
+            incoming = [of_gradient.expand(len(logits))] if differentiate else None
+            rows_by_autograd(
+                lambda logits, part: by_row(logits, *(row[part] for row in of_part)), logits, (soft,), incoming
+            )
+        return ((soft * factor).sum(),)
+
+    return sum_over_chunks("offline_distillation_loss", step, x, weight, bias, plan)[0]
+
+
+def _divergence(log_p, log_q):
+    """Return each row's divergence, where 0 log 0 is 0."""
+    p = log_p.exp()
+    return (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(1)
