@@ -25,6 +25,7 @@ _NAMES = {
     "kernels.rope": ("rope",),
     "kernels.routing": ("load_balancing_loss", "router", "router_z_loss"),
     "kernels.cross_entropy": ("CrossEntropyOutput", "cross_entropy"),
+    "kernels.cross_entropy_tvd": ("cross_entropy_tvd",),
     "kernels.fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
     "kernels.selective_log_softmax": ("SelectedLogProbs", "selective_log_softmax"),
     "kernels.fused_linear_selective_log_softmax": ("fused_linear_selective_log_softmax",),

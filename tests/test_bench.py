@@ -72,6 +72,7 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "activate": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "softmax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "sparsemax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
+    "cross_entropy_tvd": ((meta(R, C), meta(R, C), meta(R)), {}, 2 * R * C, 3 * R * C),
     "clamped_swiglu": ((meta(R, 2 * C),), {}, 3 * R * C, 5 * R * C),
     "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
     "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),

@@ -75,6 +75,7 @@ def _torch(case):
 
 
 def _liger(case):
+    from liger_kernel.transformers import LigerFusedCETVDLoss
     from liger_kernel.transformers import functional as liger
 
     if case.op == "experts":
@@ -99,6 +100,7 @@ def _liger(case):
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,
         "softmax": liger.liger_softmax,
         "sparsemax": liger.liger_sparsemax,
+        "cross_entropy_tvd": lambda *inputs: LigerFusedCETVDLoss()(*inputs),
         "rope": liger.liger_rope,
         "cross_entropy": liger.liger_cross_entropy,
         "fused_linear_cross_entropy": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs, **more),

@@ -5,6 +5,7 @@ docs/adapters_and_trainers.md lists the arguments without effect, and why that i
 
 import torch
 
+from liger_hw.kernels.cross_entropy_tvd import cross_entropy_tvd
 from liger_hw.kernels.experts import experts
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
@@ -249,7 +250,7 @@ def LigerFusedMoEFunction(x, gate_up_proj, down_proj, top_k_index, top_k_weights
 
 
 _SAME_PARAMETERS = {
-    "LigerFusedCETVDFunction": ops_without_kernels.ce_and_tvd,
+    "LigerFusedCETVDFunction": cross_entropy_tvd,
     "LigerFusedLinearKLDivFunction": functional.liger_fused_linear_kl_div,
     "LigerLayerNormFunction": functional.liger_layer_norm,
     "LigerGroupNormFunction": functional.liger_group_norm,

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from liger_hw.kernels.cross_entropy_tvd import cross_entropy_tvd
 from liger_hw.losses.options import OptionsModule
-from liger_hw.transformers import ops_without_kernels
 from liger_hw.transformers.functional import (
     liger_fused_linear_jsd,
     liger_fused_linear_kl_div,
@@ -89,10 +89,10 @@ class LigerFusedLinearKLDivLoss(OptionsModule):
 
 
 class LigerFusedCETVDLoss(OptionsModule):
-    """Cross entropy and TVD (total variation distance) per row of logits (N, V): fp32 (N,)."""
+    """`liger_hw.cross_entropy_tvd` of logits (N, V) of student and teacher, and target (N,)."""
 
     def __init__(self, ignore_index=-100):
         super().__init__(locals())
 
     def forward(self, student_logits, teacher_logits, target):
-        return ops_without_kernels.ce_and_tvd(student_logits, teacher_logits, target, self.ignore_index)
+        return cross_entropy_tvd(student_logits, teacher_logits, target, **self.options)

@@ -95,12 +95,3 @@ def tiled(function, module, x, shards=None):
     checkpoint = torch.utils.checkpoint.checkpoint
     parts = [checkpoint(function, module, part, use_reentrant=False) for part in x.chunk(shards, -2)]
     return torch.cat(parts, -2)
-
-
-def ce_and_tvd(student_logits, teacher_logits, target, ignore_index=-100):
-    """Compute cross entropy and total variation distance per row, fp32 (N,), 0 at `ignore_index`."""
-    log_q = student_logits.float().log_softmax(-1)
-    keep = target != ignore_index
-    ce = F.nll_loss(log_q, target, ignore_index=ignore_index, reduction="none")
-    distance = (log_q.exp() - teacher_logits.detach().float().softmax(-1)).abs().sum(-1) / 2
-    return ce, torch.where(keep, distance, torch.zeros_like(distance))

@@ -64,6 +64,10 @@ LOSSES = {
         "labels",
         lambda x, w, y: liger_hw.distillation_loss(x.flatten(0, 1), w, x.flatten(0, 1).detach(), w, y.flatten()),
     ),
+    "cross_entropy_tvd": (
+        "target",
+        lambda x, w, y: liger_hw.cross_entropy_tvd((x @ w.T).flatten(0, 1), (x @ w.T).flatten(0, 1), y.flatten()),
+    ),
     "multi_token_loss": ("labels", lambda x, w, y: liger_hw.multi_token_loss([x, x], w, y)),
     "vocab_parallel_cross_entropy": ("target", lambda x, w, y: vocab_parallel_cross_entropy(x @ w.T, y)),
     "liger_fused_linear_orpo": ("labels", lambda x, w, y: functional.liger_fused_linear_orpo(x, w, y)),

@@ -208,6 +208,9 @@ LOSSES = {
     "reverse KL": divergence("jsd", beta=1.0),
     "kl_div": divergence("kl_div", log_target=True, reduction="batchmean"),
     "tvd": divergence("tvd", probabilities=True),
+    "cross_entropy_tvd": by_logits(
+        lambda z, y: sum(liger_hw.cross_entropy_tvd(z, z.detach().roll(1, 1), y)).sum() / ITEMS
+    ),
     "logits_loss": by_rows(lambda x, w, y: logits_loss(square_of_logits, x, w, None, (y,), MEMORY, 1)),
     "token_loss": by_rows(
         lambda x, w, y: liger_hw.token_loss(
@@ -293,9 +296,9 @@ def check(name, backend, device, dtype):
 WAYS = (
     "cross_entropy in place", "cross_entropy in place, rows", "cross_entropy in place, options",
     "fused_linear_cross_entropy, sum", "fused_linear_cross_entropy, rows", "fused_linear_cross_entropy, options",
-    "selective_log_softmax in place", "jsd", "tvd", "logits_loss", "token_loss", "GSPO", "distillation, jsd",
-    "distillation, reverse_kl", "distillation, cosine", "answers, kto", "offline distillation, top 5",
-    "offline distillation, all",
+    "selective_log_softmax in place", "jsd", "tvd", "cross_entropy_tvd", "logits_loss", "token_loss", "GSPO",
+    "distillation, jsd", "distillation, reverse_kl", "distillation, cosine", "answers, kto",
+    "offline distillation, top 5", "offline distillation, all",
 )  # fmt: skip
 
 

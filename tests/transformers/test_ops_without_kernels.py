@@ -12,7 +12,7 @@ from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.stand_in import ops, passes
 from liger_hw.stand_in.ops import apply_tiled_mlp
-from liger_hw.transformers import functional, modules_without_kernels, ops_without_kernels
+from liger_hw.transformers import LigerFusedCETVDLoss, functional, modules_without_kernels
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 transformers = tiny.transformers
@@ -174,7 +174,7 @@ def test_losses_of_distributions():
         torch.testing.assert_close(found, expected)
     a, b = (torch.autograd.grad(y, (x, w), retain_graph=True) for y in (found, expected))
     torch.testing.assert_close(a, b)
-    ce, distance = ops_without_kernels.ce_and_tvd(logits, teacher, labels)
+    ce, distance = LigerFusedCETVDLoss()(logits, teacher, labels)
     alike(ce, F.cross_entropy(logits, labels, reduction="none"), x, w)
     alike(distance, ((logits.softmax(-1) - target).abs().sum(-1) / 2) * keep, x, w)
     with pytest.raises(ValueError, match="reduction"):

@@ -37,6 +37,28 @@ def tvds(new):
         yield (q, p), {"labels": new.targets(rows, vocabulary)}
 
 
+def cross_entropies_with_tvd(new):
+    for rows, vocabulary in (*SMALL, (3, 64), (2, 4200)):
+        student, teacher = new.randn(rows, vocabulary), new.randn(rows, vocabulary, grad=False)
+        yield (student, teacher, new.targets(rows, vocabulary)), {}
+    yield (student, new.randn(2, 4200, dtype=torch.float32, grad=False), new.targets(2, 4200)), {}
+    yield (student[:, 3:], teacher[:, 1:-2], new.targets(2, 4197, -1)), {"ignore_index": -1}
+
+
+def wide_cross_entropies_with_tvd(new):
+    for vocabulary in (128256, 50257):
+        yield (new.randn(2, vocabulary), new.randn(2, vocabulary, grad=False), new.targets(2, vocabulary)), {}
+
+
+def logits_and_labels(rows, vocabulary):
+    return Shape(
+        f"{rows}x{vocabulary}",
+        lambda new: (
+            new.large(rows, vocabulary), new.large(rows, vocabulary, grad=False), new.large_targets(rows, vocabulary)
+        ),
+    )  # fmt: skip
+
+
 def wide(*options):
     """Make the wide cases; their values are arbitrary, because the compile matrix runs no kernel."""
 
@@ -69,5 +91,9 @@ def shapes(student_probabilities, teacher_probabilities):
 CASES = {
     "jsd": OpCases(jsds, wide_jsds, shapes(False, False)),
     "kl_div": OpCases(kl_divs, wide({}, {"log_target": True}), shapes(False, True)),
+    "cross_entropy_tvd": OpCases(
+        cross_entropies_with_tvd, wide_cross_entropies_with_tvd,
+        [logits_and_labels(TOKENS // 2, model.vocabulary) for model in SMALL_AND_MEDIUM],
+    ),
     "tvd": OpCases(tvds, wide({}), shapes(True, True)),
-}
+}  # fmt: skip
