@@ -178,6 +178,14 @@ MUTANTS = {
             "t * scale, tl.where(at < 0, 0.0,",
         ),
     ],
+    "cross_entropy_tvd": [
+        ("slope without the distribution's share", "(_slope(q, p) - q * tl.load(STATE + 4))", "_slope(q, p)"),
+        ("teacher's powers by the student's peak", "tl.load(STATE + 2)) / tl.load", "tl.load(STATE)) / tl.load"),
+    ],
+    "of_probabilities": [
+        ("rows that do not add up to 1", "(mass * tl.exp2(log_q) - p)", "(tl.exp2(log_q) - p)"),
+        ("probabilities as logarithms", "log_p = tl.log2(tl.maximum(p, eps))", "log_p = tl.log2(p)"),
+    ],
     "sequences": [
         ("rows recomputed too early", "further -= stop - start", "further -= 1"),
         ("gradient of no group", "row.copy_(grad)", "row.copy_(0 * grad)"),
@@ -192,6 +200,7 @@ PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and te
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
     "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
     "of_logits": ("kernels/divergence/of_logits.py", "losses/test_distillation.py"),
+    "of_probabilities": ("kernels/divergence/of_probabilities.py", "losses/test_offline_distillation.py"),
     "sequences": ("losses/sequences.py", "losses/test_sequences.py"),
 }
 
