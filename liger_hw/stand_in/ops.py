@@ -10,8 +10,9 @@ from liger_hw.kernels.experts import experts
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
 from liger_hw.stand_in.function_class import function_class
-from liger_hw.transformers import functional, loss_utils, ops_without_kernels, rotary_names
+from liger_hw.transformers import functional, loss_utils, rotary_names
 from liger_hw.transformers.grpo_loss import triton_grpo_loss
+from liger_hw.transformers.tiled_mlp import tiled
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 IGNORED = -100
@@ -193,13 +194,13 @@ def LigerMLPFunction(input, gate_weight, up_weight, down_weight, gate_multiplier
 
 def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
     """Apply `fn(mlp_module, x)` to pieces of the sequence, recomputed in the backward."""
-    return ops_without_kernels.tiled(fn, mlp_module, x, num_shards)
+    return tiled(fn, mlp_module, x, num_shards)
 
 
 @function_class
 def LigerTiledMLPFunction(fn, mlp_module, x, shards, compute_params=None):
     """Call `apply_tiled_mlp`."""
-    return ops_without_kernels.tiled(fn, mlp_module, x, shards)
+    return tiled(fn, mlp_module, x, shards)
 
 
 @function_class

@@ -5,8 +5,8 @@ from torch import nn
 
 from liger_hw.kernels.experts import experts
 from liger_hw.patching.projection import project_down
-from liger_hw.transformers import ops_without_kernels
 from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
+from liger_hw.transformers.tiled_mlp import tiled
 
 __all__ = [
     "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLPForGemma4",
@@ -230,7 +230,7 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
         self.num_shards = num_shards
 
     def forward(self, x):
-        return ops_without_kernels.tiled(LigerSwiGLUMLP.forward, self, x, self.num_shards)
+        return tiled(LigerSwiGLUMLP.forward, self, x, self.num_shards)
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
@@ -241,4 +241,4 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
         self.num_shards = num_shards
 
     def forward(self, x):
-        return ops_without_kernels.tiled(LigerGEGLUMLP.forward, self, x, self.num_shards)
+        return tiled(LigerGEGLUMLP.forward, self, x, self.num_shards)

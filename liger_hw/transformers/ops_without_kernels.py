@@ -84,14 +84,3 @@ def attention_residual(blocks, w_query, w_norm, eps=1e-6):
     keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * w_norm.float()
     depth = (keys @ w_query.float()).softmax(0)
     return (depth.unsqueeze(-1) * wide).sum(0).to(blocks.dtype)
-
-
-def tiled(function, module, x, shards=None):
-    """Apply `function(module, x)` to pieces of x, recomputed in the backward.
-
-    x: (B, T, H) or (T, H). shards: number of pieces along T; default ceil(T / H).
-    """
-    shards = max(1, shards or -(-x.shape[-2] // x.shape[-1]))
-    checkpoint = torch.utils.checkpoint.checkpoint
-    parts = [checkpoint(function, module, part, use_reentrant=False) for part in x.chunk(shards, -2)]
-    return torch.cat(parts, -2)

@@ -11,7 +11,6 @@ import liger_hw
 from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.stand_in import ops, passes
-from liger_hw.stand_in.ops import apply_tiled_mlp
 from liger_hw.transformers import LigerFusedCETVDLoss, functional, modules_without_kernels
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -295,17 +294,6 @@ def test_embedding():
     table, indices = modules_without_kernels.LigerEmbedding(7, 4, padding_idx=2), torch.tensor([[1, 2, 6]])
     assert not table.weight[2].any()
     torch.testing.assert_close(table(indices), table.weight[indices])
-
-
-def test_a_parameter_of_a_tiled_mlp_gets_one_whole_gradient():
-    """So `compute_params`, by which ZeRO learns that a gradient is complete, needs no effect."""
-    layer, x = torch.nn.Linear(4, 4), random(7, 4)
-    whole = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
-    seen = []
-    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
-    apply_tiled_mlp(lambda module, x: module(x), layer, x, 3, [layer.weight]).square().sum().backward()
-    (gradient,) = seen
-    torch.testing.assert_close(gradient, whole)
 
 
 @pytest.mark.parametrize("name", ["size_average", "reduce"])

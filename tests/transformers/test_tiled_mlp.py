@@ -1,0 +1,199 @@
+"""MLPs by pieces of the sequence: the results, gradients and side effects of the whole MLP, in less memory."""
+
+import types
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from liger_hw.bench.memory import peak
+from liger_hw.stand_in.ops import LigerTiledMLPFunction, apply_tiled_mlp
+from liger_hw.testing.parity import compare, run
+from liger_hw.transformers.family_modules import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
+from liger_hw.transformers.modules import LigerGEGLUMLP, LigerSwiGLUMLP
+
+HIDDEN, INTERMEDIATE = 16, 40
+CONFIG = types.SimpleNamespace(
+    hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, hidden_act="silu", hidden_activation="gelu_pytorch_tanh"
+)
+KINDS = {LigerTiledSwiGLUMLP: LigerSwiGLUMLP, LigerTiledGEGLUMLP: LigerGEGLUMLP}
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def pair(kind=LigerTiledSwiGLUMLP, num_shards=3, dtype=torch.float32):
+    """Return the tiled MLP and the whole one, with equal weights."""
+    torch.manual_seed(0)
+    tiled, whole = kind(CONFIG, num_shards).to(dtype), KINDS[kind](CONFIG).to(dtype)
+    whole.load_state_dict(tiled.state_dict())
+    return tiled, whole
+
+
+def call(module):
+    """Return the module as a function of x and its parameters."""
+    names = [name for name, _ in module.named_parameters()]
+    return lambda x, *parameters: torch.func.functional_call(module, dict(zip(names, parameters)), (x,))
+
+
+def step(module, x):
+    """Return the result and the gradients of x and the parameters."""
+    x = x.detach().clone().requires_grad_()
+    y = module(x)
+    loss = (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
+    return y.detach(), *torch.autograd.grad(loss, (x, *module.parameters()))
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape, num_shards", [((2, 37, HIDDEN), 4), ((96, HIDDEN), 32), ((50, HIDDEN), None)], ids=str)
+def test_parity(kind, dtype, shape, num_shards):
+    """The rule of the ops, whose reference is the whole MLP: up to 32 roundings of a weight's gradient keep to it."""
+    tiled, whole = pair(kind, num_shards, dtype)
+    inputs = [torch.randn(*shape).to(dtype).requires_grad_(), *whole.parameters()]
+    exact = run(call(whole.double()), [x.detach().double().requires_grad_() for x in inputs], {})
+    compare(exact, run(call(whole.to(dtype)), inputs, {}), run(call(tiled), inputs, {}), f"{num_shards} pieces")
+
+
+@kinds
+def test_memory(kind):
+    """Less than the whole MLP, and than the whole MLP under activation checkpointing."""
+    tiled, whole = pair(kind, num_shards=8)
+    x = torch.randn(4096, HIDDEN, requires_grad=True)
+    device = torch.device("cpu")
+    plain, recomputed, pieces = (
+        peak(lambda f=f: f(x).sum().backward(), device)
+        for f in (whole, lambda x: checkpoint(whole, x, use_reentrant=False), tiled)
+    )
+    row = 4096 * 4
+    assert pieces < recomputed - row * INTERMEDIATE and pieces < plain - row * INTERMEDIATE, (pieces, recomputed, plain)
+    assert pieces < row * (5 * HIDDEN + INTERMEDIATE)
+    with torch.no_grad():
+        assert peak(lambda: tiled(x), device) < row * (HIDDEN + INTERMEDIATE) < peak(lambda: whole(x), device)
+
+
+def test_without_gradients():
+    tiled, whole = pair()
+    x = torch.randn(2, 37, HIDDEN)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = tiled(x)
+            assert not y.requires_grad
+            torch.testing.assert_close(y, whole(x))
+            assert tiled(x[:, :0]).shape == (2, 0, HIDDEN)
+    assert tiled(x[:, :0]).shape == (2, 0, HIDDEN)
+
+
+def test_frozen_parts():
+    tiled, whole = pair()
+    x = torch.randn(2, 37, HIDDEN)
+    for module in (tiled, whole):
+        module.up_proj.weight.requires_grad_(False)
+        module(x).square().sum().backward()
+    assert tiled.up_proj.weight.grad is None
+    torch.testing.assert_close(tiled.down_proj.weight.grad, whole.down_proj.weight.grad)
+    for module in (tiled, whole):
+        module.requires_grad_(False)
+    assert not tiled(x).requires_grad
+    gradients = []
+    for module in (tiled, whole):
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_activation_checkpointing(use_reentrant):
+    tiled, whole = pair()
+    x = torch.randn(2, 37, HIDDEN, requires_grad=True)
+    checkpoint(tiled, x, use_reentrant=use_reentrant).square().sum().backward()
+    ours, x.grad = x.grad, None
+    whole(x).square().sum().backward()
+    torch.testing.assert_close(ours, x.grad)
+    for a, b in zip(tiled.parameters(), whole.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_autocast():
+    """The recomputation runs under the forward's autocast, also where the backward does not."""
+    tiled, whole = pair()
+    x = torch.randn(2, 37, HIDDEN)
+    results = []
+    for module in (tiled, whole):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(leaf)
+        assert y.dtype == torch.bfloat16
+        results.append(torch.autograd.grad(y.float().square().sum(), (leaf, *module.parameters())))
+    exact = torch.autograd.grad(whole.double()(x.double()).square().sum(), list(whole.parameters()))
+    for ours, plain, e in zip(results[0][1:], results[1][1:], exact):
+        assert ours.dtype == torch.float32
+        assert (ours - e).norm() <= 2 * (plain - e).norm()
+
+
+def test_a_second_backward_and_second_order():
+    tiled, whole = pair(LigerTiledSwiGLUMLP)
+    x = torch.randn(2, 37, HIDDEN, requires_grad=True)
+    y = tiled(x).square().sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(y, x)[0], first, rtol=0, atol=0)
+    torch.testing.assert_close(first, torch.autograd.grad(whole(x).square().sum(), x)[0])
+
+
+def test_hooks():
+    """Of parameters once, with the whole gradient; of the module as of the whole one."""
+    tiled, whole = pair()
+    x = torch.randn(2, 37, HIDDEN, requires_grad=True)
+    seen = {tiled: [], whole: []}
+    for module, calls in seen.items():
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name, calls=calls: calls.append((name, p.grad.clone()))
+            )
+        module.register_full_backward_hook(lambda m, dx, dy, calls=calls: calls.append(("backward", dx[0].clone())))
+        module.register_forward_hook(lambda m, args, y, calls=calls: calls.append(("forward", y.detach().clone())))
+        module(x).square().sum().backward()
+    ours, theirs = (dict(calls) for calls in seen.values())
+    assert len(seen[tiled]) == len(seen[whole]) == 5 and ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+def test_compute_params():
+    """ZeRO must learn when a listed gradient is complete: its hook runs once, after the last piece."""
+    layer, x = torch.nn.Linear(4, 4), torch.randn(7, 4)
+    whole = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
+    for apply in (apply_tiled_mlp, LigerTiledMLPFunction.apply):
+        seen, layer.weight.grad = [], None
+        hook = layer.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+        apply(lambda module, x: module(x), layer, x, 3, [layer.weight]).square().sum().backward()
+        hook.remove()
+        (gradient,) = seen
+        torch.testing.assert_close(gradient, whole)
+
+
+def test_a_function_of_more_than_the_module():
+    """A tensor that the function takes from elsewhere gets its gradient, too."""
+    layer, scale = torch.nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+    x = torch.randn(7, 4)
+    found = torch.autograd.grad(apply_tiled_mlp(lambda m, x: m(x) * scale, layer, x, 3).square().sum(), scale)[0]
+    torch.testing.assert_close(found, torch.autograd.grad((layer(x) * scale).square().sum(), scale)[0])
+
+
+def test_dropout_is_drawn_again_alike():
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
+    x = torch.randn(40, 4)
+    torch.manual_seed(1)
+    y = apply_tiled_mlp(lambda module, x: module(x), layer, x, 3)
+    (gradient,) = torch.autograd.grad(y.sum(), layer[0].weight)
+    kept = (y != 0).float() * 2
+    torch.testing.assert_close(gradient, kept.T @ x)
+
+
+def test_bad_input():
+    tiled, _ = pair()
+    with pytest.raises(ValueError, match="^x: got .*allowed: two dimensions or more"):
+        tiled(torch.zeros(HIDDEN))
+    for shards in (0, -1, 2.5):
+        tiled.num_shards = shards
+        with pytest.raises(ValueError, match="^shards: got .*allowed: None or a positive integer"):
+            tiled(torch.zeros(3, HIDDEN))
