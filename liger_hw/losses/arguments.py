@@ -3,9 +3,11 @@
 import math
 import sys
 
+import torch
+
 from liger_hw.checks import check
 from liger_hw.kernels.chunked_head import prepare_head
-from liger_hw.kernels.cross_entropy.formula import check_labels
+from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels
 
 LARGEST = sys.float_info.max
 
@@ -36,3 +38,12 @@ def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, c
     prepared = prepare_head(ref_x, ref_weight, ref_bias, chunk_memory, names=names)
     check_labels(name, tokens, len(ref_weight), ignore_index)
     return prepared
+
+
+def prepare_labels(x, labels, name):
+    """Return checked labels for the rows of `x`; None makes zeros."""
+    if labels is None:
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1] and labels.device == x.device
+    check(fits, name, labels, f"int64 or int32 of shape ({len(x)},) on {x.device}, or None")
+    return labels.contiguous()

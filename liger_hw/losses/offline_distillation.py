@@ -22,7 +22,7 @@ from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.divergence.of_probabilities import Form, kl_by_row, kl_rows
 from liger_hw.kernels.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
-from liger_hw.losses.arguments import check_numbers
+from liger_hw.losses.arguments import check_numbers, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 
 IGNORED = -100
@@ -82,15 +82,6 @@ def offline_distillation_loss(
         of_all = x, weight, bias, teacher, labels, factor, ignore_index
         return kl_to_probabilities("offline_distillation_loss", *of_all, logarithms=True, **options)
     return _kl_to_top_k(x, weight, bias, teacher, teacher_tokens, teacher_lse, keep, factor, rest, **options)
-
-
-def prepare_labels(x, labels, name):
-    """Return checked labels for the rows of `x`; None makes zeros."""
-    if labels is None:
-        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1] and labels.device == x.device
-    check(fits, name, labels, f"int64 or int32 of shape ({len(x)},) on {x.device}, or None")
-    return labels.contiguous()
 
 
 def check_top_k(tokens, keep, vocabulary):

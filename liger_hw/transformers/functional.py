@@ -22,10 +22,10 @@ from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
 from liger_hw.kernels.softmax import softmax, sparsemax
-from liger_hw.losses.arguments import check_numbers
+from liger_hw.losses.arguments import check_numbers, prepare_labels
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY
-from liger_hw.losses.offline_distillation import kl_to_probabilities, prepare_labels
+from liger_hw.losses.offline_distillation import kl_to_probabilities
 from liger_hw.spelling import check_known
 from liger_hw.transformers import ops_without_kernels
 
