@@ -21,7 +21,7 @@ def tiled(function, module, x, shards=None):
     """Apply `function(module, x)` to pieces of x, recomputed in the backward.
 
     Args:
-        function: computes each token of its result from the same token of x, whatever the other tokens are. Random
+        function: computes each token of its result from the same token of x alone. Random
             numbers (a dropout) are drawn piece by piece, and drawn again alike in the backward.
         x: (..., T, H), any floating dtype.
         shards: number of pieces along T, at most T; None: ceil(T / H).
