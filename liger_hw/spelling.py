@@ -1,6 +1,12 @@
-"""Raise the error for an unknown name, with the nearest known one."""
+"""Find the known name nearest to an unknown one, and raise the error that names it."""
 
 import difflib
+
+
+def nearest(name, known) -> str | None:
+    """Return the name in `known` that looks most like `name`, or None if none does."""
+    # so that 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and 'relu' does not suggest 'silu', which is 0.5
+    return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=0.52)), None)
 
 
 def check_known(kind: str, name, known, title: str = "") -> None:
@@ -15,8 +21,7 @@ def check_known(kind: str, name, known, title: str = "") -> None:
     """
     if isinstance(name, str) and name in known:
         return
-    # so that 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and 'relu' does not suggest 'silu', which is 0.5
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.52)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    near = nearest(name, known)
+    suggestion = f"; did you mean {near!r}?" if near else "."
     title = title or f"{kind.replace('_', ' ').capitalize()}s"
     raise ValueError(f"unknown {kind} {name!r}{suggestion} {title}: {', '.join(known) or 'none'}")

@@ -71,7 +71,7 @@ def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, 
     for name, (python, *command) in list(steps.items())[1:]:
         assert python == ".venv/bin/python"
         if command[0] == "-m" and command[1] == "liger_hw.cli":
-            assert cli._parser().parse_args(command[2:]).command == command[2]
+            assert cli._parse(command[2:]).command == command[2]
         elif command[0] == "-m":
             assert command[1] == "pytest"
             for option in (word for word in command if word.startswith("--") and word != "--dist"):
@@ -219,7 +219,7 @@ def test_the_workflow_of_cpus():
         for step in job["steps"]:
             words = shlex.split(step.get("run", "").partition(" > ")[0])
             if "liger_hw.cli" in words:
-                assert cli._parser().parse_args(words[words.index("liger_hw.cli") + 1 :])
+                assert cli._parse(words[words.index("liger_hw.cli") + 1 :])
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):

@@ -5,7 +5,7 @@
     python tools/package.py --nightly            build X.Y.Z.devDATE, which pip installs with --pre alone
     python tools/package.py --repository URL     turn the README's relative links into links of that repository
 
-`make package` runs it. It takes about two minutes, most of them for the installation of torch, and needs `build`, `twine`
+`make package` runs it. It takes two to four minutes, most of them to install torch, and needs `build`, `twine`
 and the package index. The fresh environment gets the torch of this one; TORCH_INDEX names a further index for it.
 """
 
@@ -75,7 +75,7 @@ def build(args, copy: Path, output: Path) -> str:
     if args.tag and args.tag != f"v{release}":
         raise SystemExit(f"--tag: got {args.tag}, allowed: v{release}, the version in liger_hw/__init__.py")
     if args.nightly:
-        release = nightly(release, datetime.datetime.now(datetime.timezone.utc).date())
+        release = nightly(release, datetime.datetime.now(datetime.UTC).date())
         source.write_text(VERSION.sub(f'__version__ = "{release}"', source.read_text()))
     if args.repository:
         page = copy / "README.md"
