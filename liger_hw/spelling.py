@@ -3,10 +3,14 @@
 import difflib
 
 
-def nearest(name, known) -> str | None:
-    """Return the name in `known` that looks most like `name`, or None if none does."""
-    # so that 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and 'relu' does not suggest 'silu', which is 0.5
-    return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=0.52)), None)
+def nearest(name, known, alike: float = 0.52) -> str | None:
+    """Return the name in `known` that looks most like `name`, or None if none does.
+
+    Args:
+        alike: least share of equal letters. With the default, 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and
+            'relu' does not suggest 'silu', which is 0.5. Long lists need more.
+    """
+    return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=alike)), None)
 
 
 def check_known(kind: str, name, known, title: str = "") -> None:

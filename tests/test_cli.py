@@ -423,12 +423,6 @@ def test_json_of_the_check_of_tables(capsys):
     assert tables and not any(tables.values())
 
 
-def test_json_of_a_model(capsys):
-    pytest.importorskip("transformers")
-    found = printed(capsys, "patch-report", "llama")
-    assert found["model"] == "LlamaForCausalLM" and {"class", "modules", "op"} == set(found["replaced"][0])
-
-
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0)

@@ -46,7 +46,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command line; an unknown command or option is a ValueError that names the nearest."""
     if argv[:1] == ["bench"] and argv[1:2] and argv[1] in bench.SUBJECTS:
         argv = [" ".join(argv[:2]), *argv[2:]]
-    parser, names = _parser()
+    parser, names = make_parser()
     if argv and not argv[0].startswith("-"):
         check_known("command", argv[0], names)
     args, unknown = parser.parse_known_args(argv)
@@ -59,7 +59,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+def make_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser and the names of commands."""
     parser = argparse.ArgumentParser(
         "liger-hw", description="Fused Triton kernels for training language models.",

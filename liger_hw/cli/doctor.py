@@ -37,7 +37,7 @@ def run(args) -> int | None:
     if common.accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
     if len(args.ops) == 1 and console.installed_version("transformers") and not nearest(args.ops[0], dispatch.OPS):
-        if model := nearest(args.ops[0], _model_types()):
+        if model := nearest(args.ops[0], _model_types(), alike=0.75):
             raise ValueError(f"unknown op or model {args.ops[0]!r}; did you mean the model {model!r}?")
     examination = doctor.examine(doctor.ops_here(args.ops), common.here(), info.gather(), common.say(args))
     header, *rows = doctor.rows(examination)
