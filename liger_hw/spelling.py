@@ -1,4 +1,4 @@
-"""Find the known name nearest to an unknown one, and raise the error that names it."""
+"""Raise the error for an unknown name, with the nearest known one."""
 
 import difflib
 

@@ -1,4 +1,4 @@
-"""Build the wheel and the sdist, check their files, and run the wheel in a fresh environment.
+"""Build wheel and sdist, check their files, run the wheel in a fresh environment.
 
     python tools/package.py                      build the tracked files of this checkout into dist/ and check all of it
     python tools/package.py --tag v0.1.0         fail unless the tag names the package's version, too
@@ -94,7 +94,7 @@ def run(*command, **options) -> None:
 
 
 def smoke(wheel: Path, folder: Path) -> None:
-    """Install the wheel into a fresh environment and run tools/smoke.py there, without and with transformers."""
+    """Run tools/smoke.py in a fresh environment, without and with transformers."""
     run(sys.executable, "-m", "venv", folder / "venv")
     python, constraints = folder / "venv" / "bin" / "python", folder / "constraints.txt"
     constraints.write_text(f"torch=={version('torch')}\n")

@@ -55,6 +55,23 @@ def memory(record: dict | None) -> str:
     return size(record["peak_bytes"]) if record and "peak_bytes" in record else ""
 
 
+KERNELS = ["liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
+
+
+def kernels_row(records: dict) -> list[str]:
+    """Compare the kernels alone with the fastest peer's, as the cells of KERNELS.
+
+    Args:
+        records: provider -> record, ours among them.
+    """
+    ours = records[OURS]
+    peer = min((record for name, record in records.items() if name not in (OURS, FLOOR)), key=kernels, default=None)
+    return [
+        kernels_time(ours), percent(kernels_share(ours)), f"{peer['provider']}, {kernels_time(peer)}" if peer else "",
+        f"{kernels(peer) / kernels(ours):.2f}x" if peer else "", memory(ours), memory(peer),
+    ]  # fmt: skip
+
+
 HEADER = [
     "op", "shape", "mode", "liger_hw", "p20-p80", "kernels alone", "of the limit",
     "fastest peer", "", "its kernels", "speed-up", "memory", "the peer's", "over floor",
@@ -172,11 +189,12 @@ def setting(run: dict) -> str:
 
 
 def changes(before: dict, after: dict) -> dict:
-    """List the times of two runs that differ by more than 3% and beyond both spreads, the fastest first.
+    """List the times that differ by more than 3% and beyond both spreads.
 
     Returns:
         Plain data: "runs", a description of each; "compared", the number of times in both; "only" in one of them;
-        "changes", each with op, shape, mode, provider, the share by which its time grew, and both records.
+        "changes", the fastest first, each with op, shape, mode, provider, the share by which its time grew, and both
+        records.
     """
     old = {key + (name,): record for key, records in by_shape(before).items() for name, record in records.items()}
     new = {key + (name,): record for key, records in by_shape(after).items() for name, record in records.items()}

@@ -43,7 +43,11 @@ def _run(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line; an unknown command or option is a ValueError that names the nearest."""
+    """Parse a command line.
+
+    Raises:
+        ValueError: a command or an option is unknown; the error names the nearest.
+    """
     if argv[:1] == ["bench"] and argv[1:2] and argv[1] in bench.SUBJECTS:
         argv = [" ".join(argv[:2]), *argv[2:]]
     parser, names = make_parser()

@@ -20,8 +20,8 @@ def add_command(commands, name: str, run, summary: str, about: str, examples: di
         name: of the command, one word or two.
         run: function of the parsed arguments that returns the exit status.
         summary: one line of the list of commands.
-        about: what the command does, for its own help.
-        examples: arguments -> what they do.
+        about: the description in its own help.
+        examples: arguments -> their effect.
         time: how long it takes, as a sentence.
     """
     width = max(map(len, examples)) + len(name)
@@ -41,12 +41,12 @@ def add_report(parser) -> None:
 
 
 def show(args, results, *lines: str) -> None:
-    """Print `results`, plain data, as JSON if the command line asks for it, and else `lines`."""
+    """Print `results` as JSON if the command line asks for it, and else `lines`."""
     print(json.dumps(results, indent=1) if args.json else "\n".join(lines))
 
 
 def say(args):
-    """Return a function that prints a line of progress: beside a table, or apart from JSON."""
+    """Return a function that prints a line of progress, to stderr beside JSON."""
     return lambda line: print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
 

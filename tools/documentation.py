@@ -1,8 +1,7 @@
-"""Add pages to the documentation site (mkdocs.yml) that follow from the code and from committed results.
+"""Add what follows from code and results to the documentation site (mkdocs.yml).
 
-These are the pages of the repository's root, one page for each op with its evidence and figures, the names under which
-liger_kernel is served, and the help of every command. `<!-- evidence: VENDOR -->` in a page becomes the table of that
-vendor's GPUs. The build fails if a page would load anything from another host.
+The site gets the pages of the repository's root, and a page for each op with its evidence and figures. In pages of
+docs/ `<!-- site: NAME -->` becomes a text of `TEXTS`. The build fails if a page would load anything from another host.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import importlib
 import inspect
 import io
 import json
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -21,8 +19,10 @@ from mkdocs.structure.files import File
 import liger_hw
 from liger_hw import backends, cli, dispatch
 from liger_hw.bench import formatting
+from liger_hw.bench.peers import OURS
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence, page
+from liger_hw.spelling import check_known
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks"
@@ -42,13 +42,15 @@ LOADS = re.compile(
     rf"<(?:script|img|iframe|source)[^>]+src={HOST}|<link(?![^>]+rel=.?canonical)[^>]+href={HOST}|"
     rf"@import\s+(?:url\()?{HOST}|url\({HOST}"
 )
-COLUMNS = {  # a column of `formatting.HEADER` -> its title on an op's page
-    1: "shape", 2: "mode", 5: "kernels, ms", 6: "of the limit", 7: "fastest peer", 9: "its kernels, ms", 10: "speed-up",
-    11: "memory", 12: "the peer's",
-}  # fmt: skip
+ROUTING = ("router", "load_balancing_loss", "router_z_loss")  # functions without a kernel
+PAIR = re.compile(  # "a, b: text" in a list of attributes, of which griffe takes b for the type of a
+    r"<b><code><span[^>]*>([\w, ]+),</span></code></b>\s*\(<code><span[^>]*>(\w+)</span></code>\)"
+)
+MODES = {"fwd": "forward", "full": "forward and backward"}
 LIMIT = (
-    "The limit is the machine's own copy rate ({copy}) or matrix product rate ({matrix product}). Memory is the peak "
-    "of a call beyond its inputs. [How numbers are made](../../guides/evidence.md#how-numbers-are-made)."
+    "Times are those of the kernels alone. The limit is the machine's own copy rate ({copy}) or matrix product rate "
+    "({matrix product}). Memory is the peak of a call beyond its inputs. "
+    "[How numbers are made](../../guides/evidence.md#how-numbers-are-made)."
 )
 
 
@@ -72,10 +74,10 @@ def ops() -> dict:
 # pages ----------------------------------------------------------------------------------------------------------------
 
 
-def op_page(name: str, module: str, runs: dict, cells: list, benchmarks: dict) -> str:
+def op_page(name: str, module: str, cells: list, benchmarks: dict) -> str:
     """Write the page of an op: signature, formulas, evidence and figures."""
     formulas = inspect.getdoc(importlib.import_module(module)) or ""
-    parts = [f"# {name}", f"::: {module}.{name}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}"]
+    parts = [f"::: {module}.{name}\n    options: {{heading_level: 1, show_root_toc_entry: false}}"]
     parts += ["## Formulas and bytes moved", f"*The text of the kernel file, `{module}`.*", formulas]
     parts += ["## Evidence", op_evidence(name, cells), "## Figures", op_figures(name, benchmarks)]
     return "\n\n".join(parts) + "\n"
@@ -107,74 +109,72 @@ def level_cell(totals: dict, name: str, backend: str, level: str) -> str:
 
 
 def op_figures(name: str, benchmarks: dict) -> str:
-    """Tabulate the times of an op in the committed benchmarks, each with its device and versions."""
+    """Tabulate the times of an op in each committed benchmark that has it."""
     parts = []
     for file, benchmark in benchmarks.items():
-        rows = [row for row in formatting.rows(benchmark) if row[0] == name and not row[2].startswith("host")]
+        rows = [
+            [shape, MODES[mode], *formatting.kernels_row(records)]
+            for (op, shape, mode), records in formatting.by_shape(benchmark).items()
+            if op == name and mode in MODES and OURS in records
+        ]
         if rows:
             facts = formatting.facts(benchmark)
             about = f"{facts['device']}, {benchmark['dtype']}, {facts['date']}; {facts['versions']}. `{file}`."
-            table = [[row[column] for column in COLUMNS] for row in rows]
-            parts += [about, markdown(COLUMNS.values(), table), LIMIT.format(**facts)]
+            parts += [about, markdown(["shape", "", *formatting.KERNELS], rows), LIMIT.format(**facts)]
     return "\n\n".join(parts) or "No committed benchmark measures this op."
 
 
-def index_page(cells: list) -> str:
-    """Write the list of all ops and other functions."""
-    load_all()
+def table_of_ops(cells: list) -> str:
+    """List all ops, and the functions of routing, which have no kernel."""
     rows = []
-    for name, module in ops().items():
-        executed = {c.backend.partition(":")[2] for c in cells if c.op == name and c.level == evidence.EXECUTED}
-        executed -= {c.backend.partition(":")[2] for c in cells if c.op == name and c.failed}
-        kind = module.removeprefix("liger_hw.kernels.").partition(".")[0]
-        rows.append([f"[`{name}`](ops/{name}.md)", first_line(dispatch.OPS[name]), f"`{kind}`", ", ".join(executed)])
-    others = [[f"`{name}`", first_line(getattr(liger_hw, name))] for name in ("router", "load_balancing_loss",
-                                                                               "router_z_loss")]  # fmt: skip
-    return "\n\n".join([
-        "# Reference",
-        "Every name below is a name of `liger_hw`. `import liger_hw` runs nothing: a name imports its module at its "
-        "first use.",
-        "- [Patching](patching.md): `patch`, `unpatch`, `use_backend`.\n- [Losses](losses.md): functions and modules "
-        "of post-training losses.\n- [Plug-ins](integrations.md) of trainers.\n- [Names of liger-kernel]"
-        "(liger_kernel.md) that this package serves.\n- [The command](command.md) `liger-hw`.",
-        "## Ops",
-        "*Executed* names the architectures on which every case of the op passed; each page has the other levels.",
-        markdown(["op", "computation", "file of `kernels/`", "executed"], rows),
-        "## Functions without a kernel",
-        "Plain PyTorch, on every device.",
-        markdown(["function", "computation"], others),
-    ]) + "\n"  # fmt: skip
+    for name in ops():
+        of_op = [cell for cell in cells if cell.op == name]
+        executed = {cell.backend for cell in of_op if cell.level == evidence.EXECUTED}
+        executed -= {cell.backend for cell in of_op if cell.failed}
+        gpus = ", ".join(backend.partition(":")[2] for backend in sorted(executed))
+        rows.append([f"[`{name}`](ops/{name}.md)", first_line(dispatch.OPS[name]), gpus])
+    rows += [[f"`{name}`", f"{first_line(getattr(liger_hw, name))} Plain PyTorch.", "-"] for name in ROUTING]
+    return markdown(["op", "computation", "executed"], rows)
 
 
-def liger_kernel_page() -> str:
-    """List the names of liger_kernel that this package serves."""
-    parts = [
-        "# Names of liger-kernel",
-        "These modules have the names, signatures and argument orders of `liger_kernel` 0.8.5. "
-        "[Coming from liger-kernel](../from_liger_kernel.md) lists the differences.",
-    ]
+def table_of_gpus(vendor: str):
+    """Return a function that tabulates the evidence for the GPUs of a vendor."""
+
+    def table(cells: list) -> str:
+        return markdown(page.HEADER, page.rows([cell for cell in cells if cell.backend.startswith(f"{vendor}:")]))
+
+    return table
+
+
+def names_of_liger_kernel(cells: list) -> str:
+    """List the names of liger_kernel that this package serves, by module."""
+    parts = []
     for module in ("liger_hw.transformers", "liger_hw.chunked_loss", "liger_hw.transformers.functional"):
         package = importlib.import_module(module)
-        names = getattr(package, "__all__", None) or [
-            name for name, thing in vars(package).items()
-            if name.startswith("liger_") and inspect.isfunction(thing)
-        ]  # fmt: skip
-        rows = [[f"`{name}`", first_line(getattr(package, name))] for name in sorted(names)]
-        parts += [f"## `{module}`", markdown(["name", "description"], rows)]
-    return "\n\n".join(parts) + "\n"
+        functions = [name for name, thing in vars(package).items() if name.startswith("liger_") and callable(thing)]
+        rows = [[f"`{name}`", first_line(getattr(package, name))] for name in getattr(package, "__all__", functions)]
+        parts += [f"## `{module}`", markdown(["name", "description"], sorted(rows))]
+    return "\n\n".join(parts)
 
 
-def command_page() -> str:
-    """Write the help of every command."""
-    parts = ["# The command", "`liger-hw COMMAND --help` prints these texts. `python -m liger_hw` is the same command."]
-    width, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "100"
-    for words in ([], *([name] for name in cli.make_parser()[1])):
+def helps(cells: list) -> str:
+    """Return the help of every command."""
+    parser, names = cli.make_parser()
+    texts = {"All commands": parser.format_help()}
+    for name in names:
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            cli.main([*" ".join(words).split(), "--help"])
-        parts += [*(f"## {name}" for name in words), f"```text\n{text.getvalue().strip()}\n```"]
-    os.environ.pop("COLUMNS") if width is None else os.environ.update(COLUMNS=width)
-    return "\n\n".join(parts) + "\n"
+            cli.main([*name.split(), "--help"])
+        texts[name] = text.getvalue()
+    return "\n\n".join(f"## {name}\n\n```text\n{text.strip()}\n```" for name, text in texts.items())
+
+
+TEXTS = {  # name in `<!-- site: NAME -->` -> function of the cells of evidence that returns the text
+    "ops": table_of_ops,
+    "liger_kernel": names_of_liger_kernel,
+    "commands": helps,
+    **{f"evidence {vendor}": table_of_gpus(vendor) for vendor in backends.VENDORS},
+}
 
 
 # events of mkdocs -----------------------------------------------------------------------------------------------------
@@ -189,16 +189,11 @@ def on_config(config):
 
 def on_files(files, config):
     """Add the pages that follow from code, results and the repository's root."""
-    runs, cells = evidence.read([RESULTS])
+    _, cells = evidence.read([RESULTS])
     benchmarks = {file.name: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
-    benchmarks = {name: content for name, content in benchmarks.items() if "ceilings" in content}
+    benchmarks = {name: content for name, content in benchmarks.items() if content.get("parity")}  # of ops
     pages = {place: (ROOT / name).read_text() for name, place in PAGES.items()}
-    pages |= {
-        f"reference/ops/{name}.md": op_page(name, module, runs, cells, benchmarks) for name, module in ops().items()
-    }
-    pages["reference/index.md"] = index_page(cells)
-    pages["reference/liger_kernel.md"] = liger_kernel_page()
-    pages["reference/command.md"] = command_page()
+    pages |= {f"reference/ops/{name}.md": op_page(name, module, cells, benchmarks) for name, module in ops().items()}
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     for picture in sorted(RESULTS.glob("*.png")):
@@ -224,27 +219,24 @@ def on_page_markdown(text, page, config, files):
             return match[0]  # mkdocs reports it
         return f"[{label}]({posixpath.relpath(inside, posixpath.dirname(place) or '.')}{anchor or ''})"
 
-    text = LINK.sub(moved, text)
-    return re.sub(r"<!-- evidence: (\w+) -->", lambda match: vendor_table(match[1], config.extra["cells"]), text)
+    def inserted(match):
+        check_known("text", match[1], TEXTS)
+        return TEXTS[match[1]](config.extra["cells"])
 
-
-def vendor_table(vendor: str, cells: list) -> str:
-    """Tabulate the evidence for the GPUs of one vendor."""
-    rows = page.rows([cell for cell in cells if cell.backend.startswith(f"{vendor}:")])
-    if vendor not in backends.VENDORS or not rows:
-        raise PluginError(f"<!-- evidence: {vendor} -->: there is none, allowed: {', '.join(backends.VENDORS)}")
-    return markdown(page.HEADER, rows)
+    return re.sub(r"<!-- site: ([\w ]+) -->", inserted, LINK.sub(moved, text))
 
 
 def on_page_content(html, page, config, files):
-    """Link the papers that pages name by their arXiv number."""
+    """Link papers by their arXiv number; repair attributes and results."""
+    html = re.sub(r'(<li class="doc-section-item field-body">\s*)–\s', r"\1", html)
+    html = PAIR.sub(r"<b><code>\1, \2</code></b>", html)
     return re.sub(
         r"(?<![\w/\">])arXiv:(\d{4}\.\d{4,5})(?![^<]*</a>)", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', html
     )
 
 
 def on_post_build(config):
-    """Fail if a page loads a script, a style, a font or a picture of another host."""
+    """Fail if a page loads something of another host."""
     for file in Path(config.site_dir).rglob("*"):
         if file.suffix in (".html", ".css") and (match := LOADS.search(file.read_text(errors="replace"))):
             raise PluginError(f"{file.relative_to(config.site_dir)} loads from another host: {match[0]}")
