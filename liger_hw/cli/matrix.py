@@ -17,11 +17,12 @@ def add(commands) -> None:
         commands, "matrix", matrix, "show the evidence for each op on each GPU, or compile for absent GPUs",
         "Merge files of evidence from tests, compilers, the doctor and benchmarks, and show which ops are compiled, "
         "interpreted, executed and measured on each GPU. With --compile, build every kernel for every architecture of "
-        "NVIDIA and AMD with Triton's own compiler, without a GPU, and check registers, memory and accesses.",
+        "NVIDIA and AMD with Triton's own compiler, without a GPU, and check registers, memory and accesses. With "
+        "--emulate, execute AMD machine code on this CPU and compare with the definitions.",
         {"": "the evidence in benchmarks/evidence of a checkout",
          "--compile --archs sm90 gfx942 --ops rms_norm": "one op for two architectures"},
         "a few seconds. --compile takes ten minutes on two cores for all 16 architectures, and seconds where the "
-        "kernels have not changed since; --search and --mend take longer.",
+        "kernels have not changed since; --search, --mend and --emulate take longer.",
     )  # fmt: skip
     command.add_argument(
         "files", nargs="*", type=Path, metavar="PATH", help="files of evidence, or folders (./benchmarks/evidence)"
@@ -68,7 +69,7 @@ def matrix(args) -> int | None:
     if args.emulate:
         from liger_hw.proof import emulated
 
-        return emulated.run(args.archs, args.ops, args.jobs, args.report, args.few, args.remove)
+        return _build(args, emulated.run, "emulated_kernels.json", args.few, args.remove)
     if args.compile:
         from liger_hw.proof import compiled, mend
 
@@ -98,11 +99,11 @@ def matrix(args) -> int | None:
     return 1 if problems else None
 
 
-def _build(args, run, name: str) -> int:
+def _build(args, run, name: str, *options) -> int:
     """Compile by `run`, which prints its table; with --json print its file `name` instead."""
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        code = run(args.archs, args.ops, args.jobs, args.report, *options)
     if not args.json:
-        return run(args.archs, args.ops, args.jobs, args.report)
-    with contextlib.redirect_stdout(sys.stderr):
-        code = run(args.archs, args.ops, args.jobs, args.report)
+        return code
     print((args.report / name).read_text(), end="")
     return code
