@@ -98,12 +98,9 @@ def bench(args) -> int | None:
         changes = formatting.changes(*map(_read, args.compare))
         common.show(args, changes, formatting.show_changes(changes))
         return None
-    if (
-        len(args.ops) == 1
-        and not nearest(args.ops[0], CASES)
-        and (subject := nearest(args.ops[0], SUBJECTS, alike=0.75))
-    ):
-        raise ValueError(f"unknown op {args.ops[0]!r}; did you mean the command `liger-hw bench {subject}`?")
+    for name in args.ops[:1]:
+        if not nearest(name, CASES) and (subject := nearest(name, SUBJECTS, alike=0.75)):
+            raise ValueError(f"unknown op {name!r}; did you mean the command `liger-hw bench {subject}`?")
     console.require("matplotlib", "rich")
     from liger_hw.bench import charts, operations, peers
 
