@@ -74,6 +74,13 @@ def test_the_page_of_an_op(documentation, cells):
     assert re.search(figures, text, re.MULTILINE)
 
 
+def test_a_vendors_table_is_a_part_of_the_whole_one(documentation, cells):
+    rows = [documentation.markdown(row, []).splitlines()[0] for row in documentation.page.rows(cells)]
+    shown = [line for vendor in documentation.backends.VENDORS if vendor != "cpu"
+             for line in documentation.TEXTS[f"evidence {vendor}"](cells).splitlines()[2:]]  # fmt: skip
+    assert sorted(shown) == sorted(rows)
+
+
 def test_every_public_name_is_in_the_reference(documentation, cells):
     texts = [file.read_text() for file in (ROOT / "docs" / "reference").glob("*.md")]
     texts += [function(cells) for function in documentation.TEXTS.values()]

@@ -141,7 +141,8 @@ def table_of_gpus(vendor: str):
     """Return a function that tabulates the evidence for the GPUs of a vendor."""
 
     def table(cells: list) -> str:
-        return markdown(page.HEADER, page.rows([cell for cell in cells if cell.backend.startswith(f"{vendor}:")]))
+        name = backends.VENDORS[vendor].NAME  # rows of all vendors: their counts are of all ops
+        return markdown(page.HEADER, [row for row in page.rows(cells) if row[0].startswith(f"{name} ")])
 
     return table
 
