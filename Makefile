@@ -9,6 +9,8 @@
 # make converge    train mini models of every family of liger-kernel's list, plain and patched, and compare
 # make lint        check style and format
 # make versions    test models and trainers on the oldest and the newest transformers; ARGS="--all": on all
+# make docs        build the documentation site into site/, strictly and without a network
+# make package     build wheel and sdist into dist/, check their files, run the wheel in a fresh environment
 # make trl         test losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
 #
 # Each first sets up a virtual environment in VENV with the build of PyTorch for this machine's accelerator. PYTHON picks
@@ -40,7 +42,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile interpret fuzz converge mutants lint versions trl clean
+.PHONY: setup demo test models compile interpret fuzz converge mutants lint versions docs package trl clean
 
 setup: $(READY)
 
@@ -80,7 +82,7 @@ lint: $(READY)
 	$(RUN) -m ruff format --check .
 
 $(VENV)/.ready-$(ACCELERATOR): pyproject.toml Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "liger_hw needs Python 3.10 or newer, and this is " \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "liger_hw needs Python 3.11 or newer, and this is " \
 		+ sys.version.split()[0] + ": make PYTHON=/path/to/another")'
 	@echo "setting up $(VENV) (accelerator: $(ACCELERATOR))"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -109,6 +111,12 @@ endif
 versions: $(READY)
 	$(RUN) tools/transformers_versions.py $(ARGS)
 
+docs: $(READY)
+	$(RUN) -m mkdocs build --strict $(ARGS)
+
+package: $(READY)
+	$(RUN) tools/package.py $(ARGS)
+
 # TRL needs datasets, pandas and pyarrow, which nothing else here needs. Today's frameworks pin 1.9, which calls
 # liger_kernel's losses; 1.16 has its own.
 trl: $(READY)
@@ -123,4 +131,4 @@ mutants: $(READY)
 	$(RUN) tools/mutants.py rms_norm glu of_logits sequences
 
 clean:
-	rm -rf $(VENV) report
+	rm -rf $(VENV) report site dist

@@ -6,7 +6,12 @@ With the substitute, kernel files still import: their decorators do nothing, and
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name != "triton":  # such as numpy, which Triton imports under TRITON_INTERPRET=1
+        raise ModuleNotFoundError(
+            f"Triton is installed, but its import needs the package {error.name}: pip install {error.name}",
+            name=error.name,
+        ) from error
 
     class _Missing:
         def __getattr__(self, name):

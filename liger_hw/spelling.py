@@ -3,6 +3,16 @@
 import difflib
 
 
+def nearest(name, known, alike: float = 0.52) -> str | None:
+    """Return the name in `known` that looks most like `name`, or None if none does.
+
+    Args:
+        alike: least share of equal letters. With the default, 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and
+            'relu' does not suggest 'silu', which is 0.5. Long lists need more.
+    """
+    return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=alike)), None)
+
+
 def check_known(kind: str, name, known, title: str = "") -> None:
     """Raise a ValueError with the nearest of `known` unless `name` is among them.
 
@@ -15,8 +25,7 @@ def check_known(kind: str, name, known, title: str = "") -> None:
     """
     if isinstance(name, str) and name in known:
         return
-    # so that 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and 'relu' does not suggest 'silu', which is 0.5
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.52)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    near = nearest(name, known)
+    suggestion = f"; did you mean {near!r}?" if near else "."
     title = title or f"{kind.replace('_', ' ').capitalize()}s"
     raise ValueError(f"unknown {kind} {name!r}{suggestion} {title}: {', '.join(known) or 'none'}")

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, 
     for name, (python, *command) in list(steps.items())[1:]:
         assert python == ".venv/bin/python"
         if command[0] == "-m" and command[1] == "liger_hw.cli":
-            assert cli._parser().parse_args(command[2:]).command == command[2]
+            assert cli._parse(command[2:]).command == command[2]
         elif command[0] == "-m":
             assert command[1] == "pytest"
             for option in (word for word in command if word.startswith("--") and word != "--dist"):
@@ -218,7 +219,7 @@ def test_the_workflow_of_cpus():
         for step in job["steps"]:
             words = shlex.split(step.get("run", "").partition(" > ")[0])
             if "liger_hw.cli" in words:
-                assert cli._parser().parse_args(words[words.index("liger_hw.cli") + 1 :])
+                assert cli._parse(words[words.index("liger_hw.cli") + 1 :])
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):
@@ -238,3 +239,35 @@ def test_the_workflow_interprets_for_every_architecture(tmp_path):
         subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, check=True)
     name, _, names = (tmp_path / "output").read_text().partition("=")
     assert name == "names" and json.loads(names) == list(backends.ARCHITECTURES)
+
+
+def commands(job):
+    return "\n".join(step.get("run", "") for step in job["steps"])
+
+
+def test_the_package_and_the_site_are_built_on_every_change():
+    jobs = workflow("cpu")["jobs"]
+    assert "make package" in commands(jobs["package"]) and "make docs" in commands(jobs["docs"])
+    least = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert f">={jobs['package']['strategy']['matrix']['python'][0]}" == least
+
+
+def test_a_release_is_published_for_a_tag_without_a_secret():
+    content = workflow("release")
+    assert content[True]["push"]["tags"] == ["v*"] and "schedule" in content[True]  # YAML reads the key "on" as True
+    package, publish = content["jobs"]["package"], content["jobs"]["publish"]
+    assert "--tag $GITHUB_REF_NAME" in commands(package) and "--nightly" in commands(package)
+    assert publish["needs"] == "package" and publish["permissions"] == {"id-token": "write"}
+    assert content["permissions"] == {"contents": "read"} and "permissions" not in package
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+def test_an_issue_asks_for_the_doctors_report():
+    yaml = pytest.importorskip("yaml")
+    forms = [file for file in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if file.name != "config.yml"]
+    assert len(forms) == 3
+    for file in forms:
+        form = yaml.safe_load(file.read_text())
+        assert form["name"] and form["description"] and "liger-hw doctor" in file.read_text()
+        names = [field["id"] for field in form["body"]]
+        assert len(set(names)) == len(names)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,8 +266,10 @@ def test_demo_interrupted(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
     arguments = ["--steps", "9", "--batch", "1", "--seq", "32", "--text", os.path.dirname(json.__file__)]
     arguments += ["--report", str(tmp_path / "report")]
     monkeypatch.setattr(demo.Run, "step", interrupted(12))
-    assert cli.main(["demo", *arguments]) == 0
-    assert "interrupted" in capsys.readouterr().out and (tmp_path / "report" / "report.html").exists()
+    assert cli.main(["demo", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["complete"] and [run["name"] for run in found["runs"]] == ["plain", "liger_hw"]
+    assert (tmp_path / "report" / "report.html").exists()
     steps.clear()
     monkeypatch.setattr(demo.Run, "step", interrupted(2))
     assert cli.main(["demo", *arguments[:-1], str(tmp_path / "other")]) == 130
@@ -325,6 +328,99 @@ def test_a_reader_that_has_enough_ends_it_quietly():
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert "BrokenPipe" not in process.stderr.read() and process.wait() == 0
+
+
+EVIDENCE = Path(__file__).parent.parent / "benchmarks" / "evidence" / "interpreted.json"
+
+
+def test_the_reader_of_a_help_may_have_enough_too():
+    command = [sys.executable, "-m", "liger_hw", "bench", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 0
+
+
+# every command
+
+COMMANDS = [
+    "info", "demo", "doctor", "tune", "bench", "bench losses", "bench train", "bench distributed", "matrix",
+    "patch-report",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_help_describes_shows_examples_and_tells_the_time(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    before, _, after = text.partition("examples:\n")
+    described = re.search(r"\n\n([A-Z].*?\.)\n\n", before, re.DOTALL)
+    examples, _, time = after.partition("\n\n")
+    assert end.value.code == 0 and described and time.startswith("time: ") and "--json" in before
+    assert len(examples.splitlines()) >= 2
+    for line in examples.splitlines():
+        program, *words = re.split(r"   +", line.strip())[0].split()
+        assert program == "liger-hw" and f"liger-hw {command}" in line
+        assert cli._parse(words).command == command
+
+
+def test_the_list_of_commands_is_whole(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^    (\S+(?: \S+)?)(?:   |$)", text, re.MULTILINE) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["bnch"], "unknown command 'bnch'; did you mean 'bench'?"),
+        (["bench", "--shpaes", "4096"], "unknown option '--shpaes'; did you mean '--shapes'?"),
+        (["bench", "--modes", "ful"], "unknown mode 'ful'; did you mean 'full'?"),
+        (["bench", "trian"], "unknown op 'trian'; did you mean the command `liger-hw bench train`?"),
+        (["bench", "rms_nrom"], "unknown op 'rms_nrom'; did you mean 'rms_norm'?"),
+        (["bench", "train", "lama-1b"], "unknown model 'lama-1b'; did you mean 'llama-1b'?"),
+        (["doctor", "swigul"], "unknown op 'swigul'; did you mean 'swiglu'?"),
+        (["doctor", "qwen33"], "unknown op or model 'qwen33'; did you mean the model 'qwen3'?"),
+        (["patch-report", "lamma"], "unknown model 'lamma'; did you mean 'llama'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_unknown_name_suggests_the_nearest(arguments, message, on_a_cpu, capsys):
+    for package in ("matplotlib", "rich", "transformers"):
+        pytest.importorskip(package)
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_words_that_a_command_does_not_take(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["info", "rms_norm"])
+    assert "got rms_norm, which it does not take" in capsys.readouterr().err
+
+
+def printed(capsys, *arguments):
+    assert cli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_tables(on_a_cpu, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    report, file = ["--report", str(tmp_path)], tmp_path / "bench.json"
+    shown = printed(
+        capsys, "bench", "rms_norm", "--shapes", "16x2048", "--modes", "host", "--against", "eager", *report
+    )
+    assert shown == json.loads(file.read_text()) and shown["results"]
+    changes = printed(capsys, "bench", "--compare", str(file), str(file))
+    assert changes["compared"] == len(shown["results"]) and changes["only"] == [0, 0] and changes["changes"] == []
+    found = printed(capsys, "matrix", *report, str(EVIDENCE))
+    assert found["runs"] and found["cells"] and found["problems"] == []
+
+
+@needs_triton
+def test_json_of_the_check_of_tables(capsys):
+    tables = printed(capsys, "tune", "--check")
+    assert tables and not any(tables.values())
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):

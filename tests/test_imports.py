@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 BLOCK = """
 import sys
@@ -76,3 +79,11 @@ def test_names_that_need_transformers_name_it_in_the_error():
     assert found.returncode and "pip install 'liger_hw[transformers]'" in found.stderr
     found = run("import liger_hw; liger_hw.apply_liger_kernel_to_llama()", "transformers")
     assert found.returncode and "transformers" in found.stderr.splitlines()[-1]
+
+
+def test_a_package_that_triton_needs_is_named():
+    """Triton imports numpy under TRITON_INTERPRET=1, and does not depend on it."""
+    found = run("import os; os.environ['TRITON_INTERPRET'] = '1'; import liger_hw; liger_hw.rms_norm", "numpy")
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    assert found.returncode and "pip install numpy" in found.stderr.splitlines()[-1]

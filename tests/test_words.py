@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [file for folder in ("liger_hw", "examples", "tools", "ci") for file in sorted((ROOT / folder).rglob("*.py"))]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 RIDDLES = re.compile(
     r"\b(whatever|whichever|whoever|whence|thereof|somebody|the ones? that|comes? with|came with|hands? on|stands? for|"
     r"made again|whose turn|plain's|(gave|gives|return) (its|their) bits|"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from liger_hw.bench import charts, formatting, losses
-from liger_hw.bench.peers import FLOOR, OURS
+from liger_hw.bench.peers import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: begin, by {} -->", "<!-- measured: end -->"
@@ -50,23 +50,15 @@ def operations(benchmark: dict, stem: Path) -> str:
     shown = [record for records in full.values() for record in records.values()]
     rows = []
     for label, records in full.items():
-        ours = records[OURS]
-        peers = [record for name, record in records.items() if name not in (OURS, FLOOR)]
-        peer = min(peers, key=formatting.kernels, default=None)
         op, _, shape = label.partition(" ")
-        rows.append([
-            f"`{op}`", shape, formatting.kernels_time(ours), formatting.percent(formatting.kernels_share(ours)),
-            f"{peer['provider']}, {formatting.kernels_time(peer)}" if peer else "",
-            f"{formatting.kernels(peer) / formatting.kernels(ours):.2f}x" if peer else "", formatting.memory(ours),
-            formatting.memory(peer),
-        ])  # fmt: skip
+        rows.append([f"`{op}`", shape, *formatting.kernels_row(records)])
     pictures = []
     for name, figure in charts.figures(benchmark | {"results": shown}):
         if name == "roofline":
             pictures.append(_save(figure, stem, name))
     for name, figure in charts.overview(full):
         pictures.append(_save(figure, stem, name))
-    header = ["op", "shape", "liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
+    header = ["op", "shape", *formatting.KERNELS]
     facts = formatting.facts(benchmark)
     lead = (
         f"Forward and backward, {benchmark['dtype']}, {facts['device']}, {benchmark['date']}: medians of one run with "

@@ -118,6 +118,17 @@ class Comparison:
     def tokens_per_second(self, run: Run) -> float:
         return self.settings["batch"] * self.settings["seq"] / median(run.step_seconds)
 
+    def to_json(self) -> dict:
+        """Return the comparison as plain data."""
+        runs = [
+            {
+                "name": run.name, "losses": run.losses, "tokens_per_second": self.tokens_per_second(run),
+                "step_bytes": run.step_bytes, "loss_bytes": run.loss_bytes, "patched": run.patched,
+            }
+            for run in self.runs
+        ]  # fmt: skip
+        return {"settings": self.settings, "machine": self.machine, "complete": self.complete, "runs": runs}
+
 
 LAST = 10  # steps whose losses are the result: that of one step is of one batch, which may be an outlier
 

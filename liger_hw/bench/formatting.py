@@ -55,6 +55,23 @@ def memory(record: dict | None) -> str:
     return size(record["peak_bytes"]) if record and "peak_bytes" in record else ""
 
 
+KERNELS = ["liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
+
+
+def kernels_row(records: dict) -> list[str]:
+    """Compare the kernels alone with the fastest peer's, as the cells of KERNELS.
+
+    Args:
+        records: provider -> record, ours among them.
+    """
+    ours = records[OURS]
+    peer = min((record for name, record in records.items() if name not in (OURS, FLOOR)), key=kernels, default=None)
+    return [
+        kernels_time(ours), percent(kernels_share(ours)), f"{peer['provider']}, {kernels_time(peer)}" if peer else "",
+        f"{kernels(peer) / kernels(ours):.2f}x" if peer else "", memory(ours), memory(peer),
+    ]  # fmt: skip
+
+
 HEADER = [
     "op", "shape", "mode", "liger_hw", "p20-p80", "kernels alone", "of the limit",
     "fastest peer", "", "its kernels", "speed-up", "memory", "the peer's", "over floor",
@@ -171,31 +188,47 @@ def setting(run: dict) -> str:
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}"
 
 
-def compare(before: dict, after: dict) -> str:
-    """List the times that differ by more than 3% and beyond both spreads."""
+def changes(before: dict, after: dict) -> dict:
+    """List the times that differ by more than 3% and beyond both spreads.
+
+    Returns:
+        Plain data: "runs", a description of each; "compared", the number of times in both; "only" in one of them;
+        "changes", the fastest first, each with op, shape, mode, provider, the share by which its time grew, and both
+        records.
+    """
     old = {key + (name,): record for key, records in by_shape(before).items() for name, record in records.items()}
     new = {key + (name,): record for key, records in by_shape(after).items() for name, record in records.items()}
     both = [key for key in new if key in old]
-    changes = []
+    found = []
     for key in both:
         a, b = old[key], new[key]
         change = b["median"] / a["median"] - 1
         apart = b["p80"] < a["p20"] or b["p20"] > a["p80"]
         if apart and abs(change) > NOISE:
-            word = "faster" if change < 0 else "slower"
-            unit = "us" if key[2].startswith("host") else "ms"
-            memories = [memory(a), memory(b)]
-            changes.append((change, [
-                f"{change:+.1%}", word, *key, f"{number(a['median'])} {unit}", f"{number(b['median'])} {unit}",
-                " -> ".join(memories) if memories[0] != memories[1] else memories[0],
-            ]))  # fmt: skip
-    changes.sort(key=lambda item: item[0])
+            found.append(dict(zip(("op", "shape", "mode", "provider"), key)) | {"change": change, "records": [a, b]})
+    found.sort(key=lambda entry: entry["change"])
+    only = [len(old) - len(both), len(new) - len(both)]
+    return {"runs": [_run(before), _run(after)], "compared": len(both), "only": only, "changes": found}
+
+
+def show_changes(found: dict) -> str:
+    """Format the result of `changes` as text."""
+    rows = []
+    for entry in found["changes"]:
+        a, b = entry["records"]
+        unit = "us" if entry["mode"].startswith("host") else "ms"
+        memories = dict.fromkeys([memory(a), memory(b)])  # one if they are equal
+        rows.append([
+            f"{entry['change']:+.1%}", "faster" if entry["change"] < 0 else "slower",
+            *(entry[key] for key in ("op", "shape", "mode", "provider")),
+            f"{number(a['median'])} {unit}", f"{number(b['median'])} {unit}", " -> ".join(memories),
+        ])  # fmt: skip
     header = ["change", "", "op", "shape", "mode", "provider", "before", "after", "memory"]
-    summary = f"{len(changes)} of {len(both)} times differ by more than {NOISE:.0%} and beyond their spreads"
-    if len(old) != len(both) or len(new) != len(both):
-        summary += f"; only before: {len(old) - len(both)}, only after: {len(new) - len(both)}"
-    where = [f"before: {_run(before)}", f"after:  {_run(after)}"]
-    return "\n".join([*where, summary, *([table(header, [row for _, row in changes])] if changes else [])])
+    summary = f"{len(rows)} of {found['compared']} times differ by more than {NOISE:.0%} and beyond their spreads"
+    if any(found["only"]):
+        summary += "; only before: {}, only after: {}".format(*found["only"])
+    where = [f"before: {found['runs'][0]}", f"after:  {found['runs'][1]}"]
+    return "\n".join([*where, summary, *([table(header, rows)] if rows else [])])
 
 
 def _run(benchmark: dict) -> str:

@@ -5,23 +5,31 @@ from pathlib import Path
 
 from liger_hw import console
 from liger_hw.cli import common
-from liger_hw.spelling import check_known
+from liger_hw.spelling import check_known, nearest
+from liger_hw.testing.cases import CASES
+
+SUBJECTS = ("train", "distributed", "losses")  # `liger-hw bench SUBJECT` is a command of its own
 
 
 def add(commands) -> None:
-    def command(name, text, function, peers):
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=function)
+    def command(name, function, peers, *texts):
+        command = common.add_command(commands, name, function, *texts)
         command.add_argument("--against", default="", metavar="NAMES", help=f"{peers} (all that are installed)")
-        command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="folder (./report)")
+        common.add_report(command)
         return command.add_argument
 
     def dtype(argument):
         argument("--dtype", choices=common.DTYPES, help="fp32 on a CPU, bf16 elsewhere")
 
     option = command(
-        "bench", "measure every op against its peers and this machine's limits", bench,
-        "liger,compile,torch,eager,cce,quack",
+        "bench", bench, "liger,compile,torch,eager,cce,quack",
+        "measure ops at real models' shapes beside peers and this machine's limits",
+        "Time each op forward, backward and both, with a cold L2 and interleaved with its peers, and the host's time "
+        "of small calls. Compare with the copy rate and the matrix product rate that it measures here. An op is timed "
+        "only after its parity cases pass. It writes bench.json and bench.html. On a CPU, only small shapes run.",
+        {"rms_norm --shapes 16384x4096 --modes full": "one op at one shape",
+         "--compare before/bench.json after/bench.json": "the changes between two runs"},
+        "one to three seconds for each shape and mode, after the kernels are compiled.",
     )  # fmt: skip
     option("ops", nargs="*", metavar="OP",
            help="ops to measure (all); `bench train`, `bench losses` and `bench distributed` are commands")  # fmt: skip
@@ -30,11 +38,25 @@ def add(commands) -> None:
     option("--compare", nargs=2, type=Path, metavar="FILE", help="compare two bench.json files, and measure nothing")
     dtype(option)
 
-    option = command("bench losses", "measure every loss of an output layer", bench_losses, "torch,liger")
+    option = command(
+        "bench losses", bench_losses, "torch,liger", "measure every loss of a head beside plain torch",
+        "Time forward and backward of the losses of language models, from hidden states to gradients, with their peak "
+        "memory, beside plain torch and the matrix products that each loss needs. It writes losses.json.",
+        {"DPO GRPO": "losses whose name contains one of these", "--against torch": "beside plain torch alone"},
+        "a few seconds for each loss and library, after the kernels are compiled.",
+    )  # fmt: skip
     option("losses", nargs="*", metavar="TEXT", help="only losses whose name or shape contains one (all)")
     dtype(option)
 
-    option = command("bench train", "measure training steps of whole models", bench_train, "eager,compile,liger")
+    option = command(
+        "bench train", bench_train, "eager,compile,liger", "measure training steps of whole models",
+        "Time steps of Hugging Face models of published sizes with random weights, plain, compiled and patched, with "
+        "their peak memory. With --longest, search the longest sequence that fits. It writes train.json and "
+        "train.html, or longest.json.",
+        {"llama-1b --batch 8 --seq 1024 4096": "one model at two lengths",
+         "llama-1b --longest": "the longest context that fits this GPU"},
+        "minutes for each model and library, most of them to build and compile; --steps sets the timed steps.",
+    )  # fmt: skip
     option("models", nargs="*", metavar="MODEL", help="llama-1b, gemma2-2b, ... (all but tiny)")
     option("--batch", type=common.positive, metavar="N", help="sequences in a batch (each model's own)")
     option("--seq", type=common.positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)")
@@ -43,7 +65,13 @@ def add(commands) -> None:
     option("--longest", action="store_true", help="search the longest sequence that fits the memory, without timing")
     dtype(option)
 
-    option = command("bench distributed", "measure training steps of a sharded model", bench_distributed, "eager,liger")
+    option = command(
+        "bench distributed", bench_distributed, "eager,liger", "measure training steps of a sharded model",
+        "Time steps of a model sharded over the GPUs of this host by FSDP2 or ZeRO-3, for growing sequences until "
+        "memory ends, and check that the libraries' losses agree. It writes distributed.json and distributed.html.",
+        {"--seq 4096 8192": "Llama-8B on all GPUs", "--model llama-1b --gpus 2 --engine zero3": "ZeRO-3 on two GPUs"},
+        "minutes for each length and library; a length ends after 20 seconds of timed steps.",
+    )  # fmt: skip
     option("--model", default="llama-8b", metavar="MODEL", help="llama-8b, llama-1b, ... (llama-8b)")
     option("--gpus", type=common.positive, nargs="+", default=[], metavar="N",
            help="GPUs to use (all; 2 processes on a CPU)")  # fmt: skip
@@ -67,8 +95,12 @@ def bench(args) -> int | None:
     from liger_hw.bench import formatting
 
     if args.compare:
-        print(formatting.compare(*map(_read, args.compare)))
+        changes = formatting.changes(*map(_read, args.compare))
+        common.show(args, changes, formatting.show_changes(changes))
         return None
+    for name in args.ops[:1]:
+        if not nearest(name, CASES) and (subject := nearest(name, SUBJECTS, alike=0.75)):
+            raise ValueError(f"unknown op {name!r}; did you mean the command `liger-hw bench {subject}`?")
     console.require("matplotlib", "rich")
     from liger_hw.bench import charts, operations, peers
 
@@ -79,8 +111,8 @@ def bench(args) -> int | None:
     cases = operations.select(args.ops, args.shapes, modes, device)
     with console.progress() as progress:
         benchmark = operations.run(cases, providers, modes, _dtype(args, device), device, progress, file)
-    print(f"{file}, {charts.write(benchmark, file.with_suffix('.html'))}\n")
-    print(formatting.show(benchmark, formatting.HEADER, formatting.rows(benchmark)))
+    files = f"{file}, {charts.write(benchmark, file.with_suffix('.html'))}\n"
+    common.show(args, benchmark, files, formatting.show(benchmark, formatting.HEADER, formatting.rows(benchmark)))
     if not benchmark["complete"]:
         return 130
     return 1 if any(result["error"] for result in benchmark["parity"].values()) else None
@@ -95,8 +127,7 @@ def bench_losses(args) -> int | None:
     chosen, providers = losses.select(args.losses, device), losses.choose(_peers(args))
     with console.progress() as progress:
         benchmark = losses.run(chosen, providers, _dtype(args, device), device, progress, file)
-    print(f"{file}\n")
-    print(formatting.show(benchmark, losses.HEADER, losses.rows(benchmark)))
+    common.show(args, benchmark, f"{file}\n", formatting.show(benchmark, losses.HEADER, losses.rows(benchmark)))
     return None if benchmark["complete"] else 130
 
 
@@ -119,8 +150,7 @@ def bench_train(args) -> int | None:
     lead = "Steps of training, random weights and tokens, fused AdamW; every model in its own process."
     rows = formatting.training_rows(benchmark)
     html = charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)
-    print(f"{file}, {html}\n")
-    print(formatting.show(benchmark, formatting.TRAINING, rows))
+    common.show(args, benchmark, f"{file}, {html}\n", formatting.show(benchmark, formatting.TRAINING, rows))
     return None if benchmark["complete"] else 130
 
 
@@ -136,8 +166,7 @@ def bench_distributed(args) -> int | None:
         benchmark = distributed.run(groups, device, progress, file)
     problems, table = distributed.disagreements(benchmark), (distributed.HEADER, distributed.rows(benchmark))
     html = charts.write_training(benchmark, file.with_suffix(".html"), distributed.LEAD, *table, problems)
-    print(f"{file}, {html}\n")
-    print(formatting.show(benchmark, *table, *problems))
+    common.show(args, benchmark, f"{file}, {html}\n", formatting.show(benchmark, *table, *problems))
     if not benchmark["complete"]:
         return 130
     return 1 if problems else None

@@ -8,17 +8,23 @@ from liger_hw import backends, console, dispatch
 from liger_hw.cli import common, info
 from liger_hw.console import table
 from liger_hw.proof import doctor
+from liger_hw.spelling import nearest
 
 
 def add(commands) -> None:
-    command = commands.add_parser(
-        "doctor", help="check the ops on this machine; the report is for a bug or a pull request"
-    )
-    command.set_defaults(run=run)
+    command = common.add_command(
+        commands, "doctor", run, "check the ops or a model on this machine; the report is for an issue",
+        "Run the parity cases of every op here and compare the driver's facts, spilled registers, the copy rate and a "
+        "time of each op with expectations. On a CPU, run plain torch and the kernels in Triton's interpreter. With "
+        "the name of a model, run each kernel beside the class of the model that it replaces. The report is "
+        "doctor.json or doctor-model.json; attach it to an issue.",
+        {"rms_norm swiglu": "two ops", "qwen3": "the kernels that replace classes of this model type"},
+        "about a minute for each op on two CPU cores, and for a model; a GPU also compiles the kernels first.",
+    )  # fmt: skip
     command.add_argument("ops", nargs="*", metavar="OP | MODEL", help="ops to check (all); or a model type or a folder "
                          "with a config.json: each kernel beside the class that it replaces")  # fmt: skip
     command.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from that folder")
-    command.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where to write (./report)")
+    common.add_report(command)
 
 
 def run(args) -> int | None:
@@ -30,25 +36,29 @@ def run(args) -> int | None:
         return _run_model(args)
     if common.accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
-    examination = doctor.examine(
-        doctor.ops_here(args.ops), common.here(), info.gather(), lambda line: print(line, flush=True)
-    )
+    if len(args.ops) == 1 and console.installed_version("transformers") and not nearest(args.ops[0], dispatch.OPS):
+        if model := nearest(args.ops[0], _model_types(), alike=0.75):
+            raise ValueError(f"unknown op or model {args.ops[0]!r}; did you mean the model {model!r}?")
+    examination = doctor.examine(doctor.ops_here(args.ops), common.here(), info.gather(), common.say(args))
     header, *rows = doctor.rows(examination)
-    if rows:
-        print("", table(header, rows), sep="\n")
-    failures = doctor.failures(examination)
+    checks = ["", table(header, rows)] if rows else []
+    failures, file = doctor.failures(examination), doctor.write(examination, args.report)
     interrupted = examination["interrupted"]
     last = [interrupted] if interrupted else examination["advice"]
-    print("", *failures, *last, f"report: {doctor.write(examination, args.report)}", sep="\n")
+    common.show(args, json.loads(file.read_text()), *checks, "", *failures, *last, f"report: {file}")
     return 1 if failures else 130 if interrupted else None
 
 
 def _names_a_model(name: str) -> bool:
     if (Path(name) / "config.json").is_file() or console.installed_version("transformers") is None:
         return os.sep in name or Path(name).is_dir()
+    return name in _model_types() or Path(name).is_dir()
+
+
+def _model_types():
     from transformers import CONFIG_MAPPING
 
-    return name in CONFIG_MAPPING or Path(name).is_dir()
+    return CONFIG_MAPPING.keys()
 
 
 def _run_model(args) -> int | None:
@@ -57,12 +67,13 @@ def _run_model(args) -> int | None:
     from liger_hw.proof import models
 
     device, rows = common.here(), []
-    for row in models.compare(args.ops[0], device, args.trust_remote_code, lambda line: print(line, flush=True)):
+    for row in models.compare(args.ops[0], device, args.trust_remote_code, common.say(args)):
         rows.append(row)
     wrong = models.failures(rows)
     args.report.mkdir(parents=True, exist_ok=True)
     file = args.report / "doctor-model.json"
-    file.write_text(json.dumps({"model": args.ops[0], "device": str(device), "info": info.gather(), "rows": rows}))
-    print("", table(models.HEADER, models.table_rows(rows)), "", *wrong, *models.advice(device), f"report: {file}",
-          sep="\n")  # fmt: skip
+    results = {"model": args.ops[0], "device": str(device), "info": info.gather(), "rows": rows}
+    file.write_text(json.dumps(results))
+    lines = table(models.HEADER, models.table_rows(rows)), "", *wrong, *models.advice(device), f"report: {file}"
+    common.show(args, results, "", *lines)
     return 1 if wrong else None

@@ -1,7 +1,6 @@
 """Show the detected hardware and each op's implementation: `liger-hw info`."""
 
 import dataclasses
-import json
 import platform
 from pathlib import Path
 
@@ -15,17 +14,20 @@ from liger_hw.tuning import contribution
 
 
 def add(commands) -> None:
-    command = commands.add_parser(
-        "info", help="show the detected hardware, and the implementation and launch configurations of each op"
-    )
-    command.set_defaults(run=info)
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    common.add_command(
+        commands, "info", info, "show the detected hardware, and the implementation and launches of each op",
+        "Show versions, the hardware as the driver and the tables describe it, the implementation that serves each op "
+        "here, its launch configurations at three shapes, and the tables of measured configurations that are in use. "
+        "It starts no kernel.",
+        {"": "this machine", "--json": "the same for a program, and for an issue"},
+        "a few seconds, most of them to import torch.",
+    )  # fmt: skip
 
 
 def info(args) -> None:
     """Print the detected hardware, the forced backend and the ops, as tables or as JSON."""
     facts = gather()
-    print(json.dumps(facts, indent=1) if args.json else _show(facts))
+    common.show(args, facts, _show(facts))
 
 
 def gather() -> dict:

@@ -11,8 +11,15 @@ from liger_hw.tuning import contribution
 
 
 def add(commands) -> None:
-    command = commands.add_parser("tune", help="search better launch configurations for this machine")
-    command.set_defaults(run=tune)
+    command = common.add_command(
+        commands, "tune", tune, "search better launch configurations for this machine",
+        "Measure launch configurations around each heuristic at the shapes of real models on this GPU, and keep "
+        "winners in a table that later programs use. Ctrl-C keeps the winners so far. With --check, say whether tables "
+        "are fit to ship, and measure nothing.",
+        {"rms_norm --shapes 8192x4096": "one op at one shape",
+         "--contribute": "every op, with a table for all GPUs of this architecture"},
+        "minutes for an op: it compiles the candidates on every core and times each. --check takes seconds.",
+    )  # fmt: skip
     command.add_argument("ops", nargs="*", metavar="OP", help="ops to tune (all)")
     command.add_argument("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
     command.add_argument("--dtype", choices=common.DTYPES, default="bf16")
@@ -27,7 +34,7 @@ def add(commands) -> None:
 def tune(args) -> int | None:
     """Search around the heuristics at the shapes of real models; write each winner at once."""
     if args.check is not None:
-        return _check(args.check or contribution.shipped())
+        return _check(args, args.check or contribution.shipped())
     console.require("rich")
     cases = [c for c in model_cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
     if not cases:
@@ -40,7 +47,7 @@ def tune(args) -> int | None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    terminal, report, interrupted = Console(), {}, False
+    terminal, report, interrupted = Console(stderr=args.json), {}, False
     columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=terminal) as progress:
         bar = progress.add_task("shapes", total=len(cases), note="")
@@ -50,27 +57,27 @@ def tune(args) -> int | None:
                 progress.advance(bar)
         except KeyboardInterrupt:
             interrupted = True
-    print(_tuned(report))
     device = backends.detected(devices[0])
     table = args.output or tuning.cache_file(device)
-    print(f"winners: {table}")
+    lines = [_tuned(report), f"winners: {table}"]
     if args.contribute:
         file = contribution.contribute(table, device, Path())
-        print(f"{file}: put it into liger_hw/tuning/tables/ and open a pull request, or attach it to an issue" if file
-              else "nothing to contribute: no winner beat its heuristic")  # fmt: skip
+        lines += [f"{file}: put it into liger_hw/tuning/tables/ and open a pull request, or attach it to an issue"
+                  if file else "nothing to contribute: no winner beat its heuristic"]  # fmt: skip
+    common.show(args, {"table": str(table), "configurations": report}, *lines)
     return 130 if interrupted else None
 
 
-def _check(files: list[Path]) -> int | None:
-    problems = [line for file in files for line in contribution.problems(file)]
+def _check(args, files: list[Path]) -> int | None:
+    problems, lines = {str(file): contribution.problems(file) for file in files}, []
     for file in files:
-        if not any(line.startswith(f"{file}:") for line in problems):
+        if not problems[str(file)]:
             ignored = len(contribution.other_code(tuning.read_table(file)))
-            print(f"{file}: fit to ship" + (f"; {ignored} measured on other code, and ignored" if ignored else ""))
-    print("", *problems, sep="\n")
-    if not files:
-        print("the package has no table")
-    return 1 if problems else None
+            note = f"; {ignored} measured on other code, and ignored" if ignored else ""
+            lines.append(f"{file}: fit to ship{note}")
+    every = [line for of_file in problems.values() for line in of_file]
+    common.show(args, problems, *lines, "", *every, *([] if files else ["the package has no table"]))
+    return 1 if every else None
 
 
 def _tune_case(case, device, args, report, note, terminal) -> None:

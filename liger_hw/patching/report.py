@@ -6,6 +6,7 @@ import torch
 
 from liger_hw.checks import check
 from liger_hw.patching.patch import patch
+from liger_hw.spelling import nearest
 
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
 
@@ -58,6 +59,8 @@ def _config(model, trust_remote_code):
     if (path / "config.json").is_file():
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     allowed = f"a model type of transformers {__version__} (such as llama) or a folder with a config.json"
+    if near := None if model in CONFIG_MAPPING else nearest(model, CONFIG_MAPPING.keys(), alike=0.75):
+        raise ValueError(f"unknown model {str(model)!r}; did you mean {near!r}? Allowed: {allowed}")
     check(model in CONFIG_MAPPING, "model", repr(str(model)), allowed)
     return AutoConfig.for_model(model)
 

@@ -1,0 +1,105 @@
+"""Check the documentation's pages without a build; `make docs` builds the site."""
+
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import liger_hw
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def documentation():
+    pytest.importorskip("mkdocs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        return importlib.import_module("documentation")
+
+
+@pytest.fixture
+def cells(documentation):
+    return documentation.evidence.read([documentation.RESULTS])[1]
+
+
+def moved(documentation, text, place, *places):
+    files = SimpleNamespace(get_file_from_path=lambda path: path if path in places else None)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
+    return documentation.on_page_markdown(text, page, {}, files)
+
+
+def test_links_between_the_repository_and_the_site(documentation):
+    text = "[a](../CONTRIBUTING.md#an-op) [b](speed.md) [c](https://example.org/x) [d](../tools/models.py)"
+    assert moved(documentation, text, "models.md", "project/contributing.md", "speed.md") == (
+        "[a](project/contributing.md#an-op) [b](speed.md) [c](https://example.org/x) d (`tools/models.py`)"
+    )
+    text = "[a](docs/hardware.md) ![p](../benchmarks/h200-times.png) [e](../README.md)"
+    assert moved(documentation, text.replace("../", ""), "project/contributing.md", "hardware.md", "index.md",
+                 "pictures/h200-times.png") == (
+        "[a](../hardware.md) ![p](../pictures/h200-times.png) [e](../index.md)"
+    )  # fmt: skip
+
+
+def test_an_unknown_text_is_refused(documentation):
+    with pytest.raises(ValueError, match="did you mean 'evidence nvidia'"):
+        moved(documentation, "<!-- site: evidence nvida -->", "start/nvidia.md")
+
+
+@pytest.mark.parametrize("tag", [
+    '<script src="https://example.org/x.js">', "<link rel=stylesheet href=//example.org/x.css>",
+    "@import url(https://example.org/font.css)", "background: url('https://example.org/x.png')",
+    '<img alt="x" src="http://example.org/x.png">',
+])  # fmt: skip
+def test_a_page_that_loads_from_another_host_fails_the_build(documentation, tag, tmp_path):
+    config = SimpleNamespace(site_dir=str(tmp_path))
+    own = '<a href="https://example.org">x</a><link rel="canonical" href="https://example.org/"><script src="x.js">'
+    (tmp_path / "a.html").write_text(own)
+    documentation.on_post_build(config)
+    (tmp_path / ("b.css" if tag[0] in "@b" else "b.html")).write_text(tag)
+    with pytest.raises(documentation.PluginError, match="loads from another host"):
+        documentation.on_post_build(config)
+
+
+def test_the_page_of_an_op(documentation, cells):
+    benchmark = documentation.json.loads((documentation.RESULTS / "h200.json").read_text())
+    text = documentation.op_page("rms_norm", "liger_hw.kernels.rms_norm", cells, {"h200.json": benchmark})
+    assert "::: liger_hw.kernels.rms_norm.rms_norm" in text and "rstd = 1 / sqrt(mean(s^2) + eps)" in text
+    (sm90,) = re.findall(r"^\| sm90 \| (.*) \|$", text, re.MULTILINE)
+    assert re.match(r"\d+: bf16 \| \d+: fp32 bf16 fp16 \|", sm90)  # measured, executed
+    figures = r"^\| 16384x4096 \| forward and backward \| [\d.]+ ms \| \d+% \| \w+, [\d.]+ ms \| [\d.]+x \|"
+    assert re.search(figures, text, re.MULTILINE)
+
+
+def test_a_vendors_table_is_a_part_of_the_whole_one(documentation, cells):
+    rows = [documentation.markdown(row, []).splitlines()[0] for row in documentation.page.rows(cells)]
+    shown = [line for vendor in documentation.backends.VENDORS if vendor != "cpu"
+             for line in documentation.TEXTS[f"evidence {vendor}"](cells).splitlines()[2:]]  # fmt: skip
+    assert sorted(shown) == sorted(rows)
+
+
+def test_every_public_name_is_in_the_reference(documentation, cells):
+    texts = [file.read_text() for file in (ROOT / "docs" / "reference").glob("*.md")]
+    texts += [function(cells) for function in documentation.TEXTS.values()]
+    missing = [name for name in liger_hw.__all__ if not re.search(rf"\b{name}\b", "\n".join(texts))]
+    assert not missing
+
+
+def test_the_example_of_the_first_page_runs():
+    (example,) = (code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+                  if "import torch" in code)  # fmt: skip
+    names = {}
+    exec(example, names)
+    assert names["head"].grad.shape == names["head"].shape
+
+
+def test_commands_in_the_documentation_exist():
+    from liger_hw import cli
+
+    for file in [*PAGES, ROOT / "README.md"]:
+        for words in re.findall(r"^    liger-hw ([^#\n]*?)(?:  .*|#.*)?$", file.read_text(), re.MULTILINE):
+            words = [word for word in words.split() if "[" not in word and "]" not in word]
+            assert cli._parse(words).command.split()[0] == words[0], (file, words)
