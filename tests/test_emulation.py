@@ -1,4 +1,4 @@
-"""Test the emulation of AMD GPUs: arithmetic, pseudo-code, memory, whole kernels, and that mistakes are noticed."""
+"""Test the emulation of AMD GPUs: arithmetic, memory, kernels, and that mistakes are noticed."""
 
 import importlib
 from concurrent.futures import Future

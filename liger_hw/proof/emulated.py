@@ -1,4 +1,4 @@
-"""Execute the machine code of every op for AMD GPUs that are absent, and check it as kernels on a GPU are checked.
+"""Execute and check AMD machine code of every op without an AMD GPU.
 
 `run` is `liger-hw matrix --emulate`. Each parity case compiles its launches for the architecture, with the
 configurations that it would use there, and `emulation` executes the code objects. The parity rule judges outputs and
@@ -116,7 +116,7 @@ def _samples(op, dtype):
 
 
 def _adds(op, inputs, options, arch, classes) -> bool:
-    """Tell whether a case reaches code that the cases before it did not; add its code to `classes`."""
+    """Tell whether a case reaches new code; add that to `classes`."""
     if op == "experts":  # its launches depend on results
         shape = str([x.shape for x in inputs if torch.is_tensor(x)]), str(options)
         reached = {shape} if len(classes) < 2 else set()
@@ -172,7 +172,7 @@ def _product(grid):
 
 
 def removals(op: str, arch: str, count: int) -> dict:
-    """Remove `count` random executed instructions of the op's kernels, one at a time, and ask who notices.
+    """Remove random executed instructions, one at a time, and count what notices.
 
     The samples are the largest bf16 case, whose rows fill blocks, and cases with tails. An instruction is noticed if
     the parity rule, a fault or an endless loop tells. Waits, hints and fillers are not removed.
@@ -217,8 +217,7 @@ def _size(sample):
 
 
 def removed(code, offset: int, size: int):
-    """Return a `CodeObject` with `size` bytes, `offset` after its first instruction, replaced by instructions that do
-    nothing."""
+    """Return a `CodeObject` without the instruction of `size` bytes at `offset`."""
     image = code.image.copy()
     at = code.first - code.start + offset
     image[at : at + size].view("u4")[:] = NOP
@@ -263,7 +262,7 @@ def _cells(rows, run_id) -> list:
 
 
 def _kernels(rows) -> list[dict]:
-    """Return one entry for each code object: its op, kernel, and what its first launch executed."""
+    """Return an entry for each code object, of its first launch."""
     known = {}
     for row in rows:
         for kernel in row["kernels"]:

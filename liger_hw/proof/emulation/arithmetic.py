@@ -53,7 +53,10 @@ def ldexp(x, exponent):
 
 
 def maximum(a, b):
-    """Return the larger number; a NaN loses, and +0 is larger than -0 (IEEE 754-2019, maximumNumber)."""
+    """Return the larger number, as maximumNumber of IEEE 754-2019.
+
+    A NaN loses, and +0 is larger than -0.
+    """
     larger = np.fmax(a, b)
     return np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), larger)
 
@@ -90,7 +93,7 @@ def is_denormal(x):
 
 
 def is_signaling(x):
-    """Tell which fp64 numbers, converted from fp32, were signaling NaNs. numpy quiets them, so none is found."""
+    """Find no signaling NaN: numpy's conversions make them quiet."""
     return np.zeros(x.shape, bool)
 
 
@@ -125,13 +128,13 @@ def shift_right(x, n):
 
 
 def leading_zeros(x):
-    """Return the zeros above the highest set bit of uint32 numbers as int32; -1 for 0."""
+    """Count the zeros above the highest set bit of uint32 numbers; -1 for 0."""
     _, exponents = np.frexp(x.astype(np.float64))
     return np.where(x == 0, -1, 32 - exponents).astype(np.int32)
 
 
 def trailing_zeros(x):
-    """Return the zeros below the lowest set bit of unsigned numbers as int32; -1 for 0."""
+    """Count the zeros below the lowest set bit of unsigned numbers; -1 for 0."""
     lowest = x & (~x + x.dtype.type(1))
     _, exponents = np.frexp(lowest.astype(np.float64))
     return np.where(x == 0, -1, exponents - 1).astype(np.int32)
@@ -144,7 +147,10 @@ def reversed_bits(x):
 
 
 def permute_bytes(high, low, selectors):
-    """Select bytes of {high, low} as v_perm_b32 does: 0 to 7 bytes, 8 to 11 signs, 12 zeros, above ones."""
+    """Select bytes of {high, low} as v_perm_b32 does.
+
+    Selectors 0 to 7 choose bytes, 8 to 11 signs, 12 zeros, and those above ones.
+    """
     data = (high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64)
     out = np.zeros(np.broadcast_shapes(data.shape, selectors.shape), np.uint32)
     for i in range(4):

@@ -47,7 +47,7 @@ class CodeObject:
 
 
 def with_lds(code: CodeObject, size: int) -> CodeObject:
-    """Return the code with at least `size` bytes of LDS, which a launch adds to the static ones."""
+    """Return the code with at least `size` bytes of LDS."""
     return replace(code, lds=max(code.lds, size))
 
 

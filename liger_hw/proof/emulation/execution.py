@@ -91,7 +91,7 @@ class Machine:
                 waiting[number] = reached
 
     def _until_barrier(self, waves, reached):
-        """Run waves, and those that part from them, up to a barrier, where they join `reached`, or their end."""
+        """Run waves up to their end, or to a barrier, where they join `reached`."""
         running = [waves]
         decoded, counts = self.decoded, self.counts
         while running:

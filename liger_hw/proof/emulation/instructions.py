@@ -154,7 +154,7 @@ class Decoder:
 
     # --- operands -----------------------------------------------------------------------------------------------------
     def source(self, number, bits=32, is_float=True, literal=None, scalar=False):
-        """Return a function of waves for an operand's bits: uint64 if `bits` is 64, else uint32.
+        """Return a function of waves for an operand's bits, uint32 or uint64.
 
         Args:
             number: as encoded: 0 scalar registers, 128 constants, 256 vector registers.
@@ -238,7 +238,7 @@ class Decoder:
         return lambda w: functools.reduce(lambda x, step: step(x), steps, get(w))
 
     def _packed(self, number, bits, size, is_float, index, fields, extra):
-        """Return the source of a packed instruction: both halves as the selectors choose, with signs changed."""
+        """Return a packed source: both halves as selected, with their signs."""
         high_from = ((fields["opsel_hi"] | fields["opsel_hi2"] << 2) >> index) & 1
         low_from = (fields["opsel"] >> index) & 1
         part = 32 if bits == 64 else 16
@@ -270,7 +270,7 @@ class Decoder:
         return run
 
     def _dpp(self, extra):
-        """Return a DPP word's register, source lanes, which of them exist, and whether inactive ones count."""
+        """Return (register, source lanes, which exist, whether inactive lanes count)."""
         control, fetch_inactive = (extra >> 8) & 511, (extra >> 18) & 1
         lanes, found = dpp_lanes(control, self.lanes, self.cdna)
         return extra & 255, lanes, found, bool(fetch_inactive)
@@ -576,7 +576,7 @@ class Decoder:
             register += 256
 
         def put(w, data, lanes):
-            """Write loaded bytes of the lanes (programs, lanes) that `lanes` selects; the others of EXEC get zeros."""
+            """Write what `lanes` loaded; other active lanes get zeros."""
             for i in range(max(1, size // 4)):
                 value = np.zeros(lanes.shape, np.uint32)
                 if size >= 4:
@@ -768,7 +768,10 @@ class Decoder:
 
 
 def dpp_lanes(control, lanes, cdna):
-    """Return the source lane of each lane for a DPP control, and whether it exists (ISA documents, table "DPP")."""
+    """Return the source of each lane for a DPP control, and which exist.
+
+    Source: the ISA documents, table "DPP".
+    """
     lane = np.arange(lanes)
     row, i = lane & ~15, lane & 15
     everywhere = np.ones(lanes, bool)
@@ -802,7 +805,7 @@ def dpp_lanes(control, lanes, cdna):
 
 
 def _access(name):
-    """Return (is a store, bytes, signed, half of a D16 access or None) from an access' name."""
+    """Return (is a store, bytes, signed, half of a D16 access or None)."""
     parts = name.split("_")
     store = "STORE" in parts or "WRITE" in parts
     half = int("HI" in parts) if "D16" in parts else None

@@ -43,7 +43,7 @@ class Executed:
 
 @contextmanager
 def executed_on(device: Device, reverse: bool = False, patch=None, limit: int | None = None):
-    """Execute launches on CPU tensors as `device`, an AMD one, would; yield the list of `Executed`.
+    """Execute launches on CPU tensors as `device` would; yield the list of `Executed`.
 
     Args:
         device: one of `crosscompile.DEVICES`, of AMD.
@@ -102,7 +102,10 @@ def code_of(launch):
 
 
 def _place(arena, values):
-    """Copy every storage into memory, at the same place within 256 bytes: pointer -> (address, size)."""
+    """Copy every storage into memory; return pointer -> (address, size).
+
+    Addresses agree with pointers modulo 256.
+    """
     placed = {}
     for _, value in values:
         if torch.is_tensor(value):

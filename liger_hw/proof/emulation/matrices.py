@@ -14,7 +14,7 @@ _TYPES = {"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "XF32": 32}
 
 
 def multiply(decoder, inst, name, fields):
-    """Return a function of waves that executes a matrix instruction D = A B + C."""
+    """Return a function of waves that computes D = A B + C."""
     shape = re.fullmatch(r"V_W?MF?MA_(F32|F16|BF16)_(\d+)X(\d+)X(\d+)_?(F16|BF16|F32)(?:_1K)?(?:_w\d+)?", name)
     if not shape or any(fields.get(field) for field in ("cbsz", "abid", "blgp") if "MFMA" in name):
         raise Unknown(name)

@@ -132,7 +132,10 @@ _BINARY = [["||"], ["&&"], ["|"], ["^"], ["&"], ["==", "!=", "<>"], ["<", ">", "
 
 @dataclass(frozen=True)
 class Value:
-    """An expression: Python code or a Python number, and its type; "weak" numbers take the other operand's type."""
+    """An expression: Python code, or a Python number, and its type.
+
+    Numbers of type "weak" take the other operand's type.
+    """
 
     code: object
     type: str
@@ -180,7 +183,7 @@ class Translator:
             raise Unknown(f"pseudo-code {statements[end]!r}")
 
     def block(self, statements, at):
-        """Translate statements up to the end of their block; return the position of the word that ends it."""
+        """Translate statements up to the word that ends their block; return its position."""
         while at < len(statements):
             line = statements[at]
             word = line.split()[0]
@@ -324,7 +327,10 @@ class Translator:
         return self.emit(f"{value.code}.astype({_NUMPY[type]})", type)
 
     def typed(self, value, type):
-        """Prepare a value for `target.type = value`: numbers of the same kind convert, others keep their bits."""
+        """Prepare a value for `target.type = value`.
+
+        Floats convert to floats; all else keeps its bits.
+        """
         if value.type in ("weak", type):
             return self.convert(value, type)
         if type in _FLOATS and value.type in _FLOATS:
