@@ -3,6 +3,7 @@
 # make test        run the tests for this machine, a few of each matrix; ARGS="-k rope" goes to pytest
 # make models      compare every class of transformers' language models with its patched copy
 # make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all 16
+# make emulate     execute AMD machine code of every op without an AMD GPU; ARGS="--few --archs gfx942": in minutes
 # make interpret   run the kernels' tests in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: for one GPU
 # make mutants     plant mistakes in kernels; their tests must fail
 # make fuzz        run random programs on tiny models, plain and patched; LIGER_HW_FUZZ=10000 sets how many
@@ -42,7 +43,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile interpret fuzz converge mutants lint versions docs package trl clean
+.PHONY: setup demo test models compile emulate interpret fuzz converge mutants lint versions docs package trl clean
 
 setup: $(READY)
 
@@ -67,6 +68,9 @@ models: $(READY)
 
 compile: $(READY)
 	$(RUN) -m pytest -n auto $(COMPILED) $(ARGS)
+
+emulate: $(READY)
+	$(RUN) -m liger_hw.cli matrix --emulate $(ARGS)
 
 interpret: $(READY)
 	$(INTERPRET) $(ARGS)
