@@ -60,7 +60,7 @@ def by_shards(implementation, call, returns, reduces=None, **rule):
     tensors = {name: getattr(call, name) for name in rule if torch.is_tensor(getattr(call, name))}
     layout = Layout(tensors, rule, reduces)
     local = {name: layout.local(name) for name in tensors}
-    if reduces in layout.sharded:
+    if reduces is not None and reduces in layout.sharded:
         local["group"] = part_of(layout.mesh, layout.sharded.index(reduces), layout.sizes[reduces])
     outputs = implementation(**(call._asdict() | local))
     returns = (returns,) if isinstance(returns, str) else returns

@@ -66,7 +66,7 @@ def test_an_architecture_is_one_row(package):
     found, names = look(package, "nvidia", "sm130")
     assert found == {
         "matrix": ["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"],
-        "table": ["NVIDIA sm130", "RTX 70", "-", "-", "-", "1 of 1 ops, 1 cases, bf16"],
+        "table": ["NVIDIA sm130", "RTX 70", "-", "-", "-", "-", "1 of 1 ops, 1 cases, bf16"],
         "programs": 4,
         "nearest": "sm130",
         "bare name": "sm90",

@@ -62,6 +62,9 @@ def cross_entropy_tvd(
     return -log_probs, (q - p).masked_fill(ignored, 0).abs().sum(-1) / 2
 
 
+cross_entropy_tvd.shards(student_logits="N V", teacher_logits="N V", target="N", returns=("target", "target"))
+
+
 @cross_entropy_tvd.cost
 def _(student_logits, teacher_logits, *options, **named):
     size, both = student_logits.numel(), student_logits.nbytes + teacher_logits.nbytes

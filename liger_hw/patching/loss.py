@@ -212,7 +212,10 @@ class HeadMatch(Match):
     def members(self, original):
         def call(self, *args, **kwargs):
             """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
-            if not is_plain(self.weight) and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            # the attribute may be a parametrization, such as a spectral norm, which every read changes
+            weight = self._parameters.get("weight")
+            sharded = weight is not None and not is_plain(weight)
+            if sharded and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
                 _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
                 if sources is not None and not _is_observed(self) and _computes_alike(self, args[0]):
                     logits = column_parallel_logits(self, args[0])

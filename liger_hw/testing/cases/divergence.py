@@ -94,6 +94,7 @@ CASES = {
     "cross_entropy_tvd": OpCases(
         cross_entropies_with_tvd, wide_cross_entropies_with_tvd,
         [logits_and_labels(TOKENS // 2, model.vocabulary) for model in SMALL_AND_MEDIUM],
+        [logits_and_labels(256, 32000)],
     ),
     "tvd": OpCases(tvds, wide({}), shapes(True, True)),
 }  # fmt: skip
