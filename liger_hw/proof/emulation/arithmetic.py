@@ -133,6 +133,11 @@ def leading_zeros(x):
     return np.where(x == 0, -1, 32 - exponents).astype(np.int32)
 
 
+def equal_leading_bits(x):
+    """Count the leading bits that equal the sign of uint32 numbers; -1 if all do."""
+    return leading_zeros(np.where(x >> np.uint32(31), ~x, x))
+
+
 def trailing_zeros(x):
     """Count the zeros below the lowest set bit of unsigned numbers; -1 for 0."""
     lowest = x & (~x + x.dtype.type(1))

@@ -30,8 +30,7 @@ def multiply(decoder, inst, name, fields):
     doubled = wmma and decoder.family == "rdna3"  # both halves of a wave hold the same A and B
     groups = 1 if doubled else lanes // rows
     per_lane = depth // groups
-    k_of = (0 if doubled else lane // rows)[..., None] * per_lane + np.arange(per_lane)
-    k_of = np.broadcast_to(k_of, (lanes, per_lane))
+    k_of = (np.zeros_like(lane) if doubled else lane // rows)[:, None] * per_lane + np.arange(per_lane)
     values = rows * cols // lanes
     i = np.arange(values)
     group = (lane // rows)[:, None]

@@ -42,6 +42,9 @@ REPLACED = {
     "S_FF1_I32_B64": "D0.i32 = trailing_zeros(S0.u64)",
     "S_CTZ_I32_B32": "D0.i32 = trailing_zeros(S0.u32)",
     "S_FLBIT_I32_B32": "D0.i32 = leading_zeros(S0.u32)",
+    "S_FLBIT_I32": "D0.i32 = equal_leading_bits(S0.u32)",
+    "S_CLS_I32": "D0.i32 = equal_leading_bits(S0.u32)",
+    "V_CLS_I32": "D0.i32 = equal_leading_bits(S0.u32)",
     "S_CLZ_I32_U32": "D0.i32 = leading_zeros(S0.u32)",
     "S_BCNT1_I32_B32": "D0.i32 = count_ones(S0.u32); SCC = D0.i32 != 0",
     "S_BCNT1_I32_B64": "D0.i32 = count_ones(S0.u64); SCC = D0.i32 != 0",
@@ -114,7 +117,8 @@ _FUNCTIONS = {
     ("np.asarray", None), "sign": ("np.signbit", "u1"), "exponent": ("exponent", "i32"), "mantissa": ("mantissa",
     None), "ldexp": ("ldexp", None), "reciprocal_root": ("reciprocal_root", None), "frexp_exponent":
     ("frexp_exponent", "i32"), "median3": ("median3", None), "leading_zeros": ("leading_zeros", "i32"),
-    "reversed_bits": ("reversed_bits", "u32"), "trailing_zeros": ("trailing_zeros", "i32"), "count_ones":
+    "reversed_bits": ("reversed_bits", "u32"), "trailing_zeros": ("trailing_zeros", "i32"),
+    "equal_leading_bits": ("equal_leading_bits", "i32"), "count_ones":
     ("np.bitwise_count", "u8"), "permute_bytes": ("permute_bytes", "u32"), "classify": ("classify", "u1"),
     "is_denormal": ("is_denormal", "u1"), "maximum": ("maximum", None), "minimum": ("minimum", None),
     "not_a_number": ("np.full_like", None), "f32_to_bf16": ("to_bf16", "bf16"), "sin": ("np.sin", None), "cos":
