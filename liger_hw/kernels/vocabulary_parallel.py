@@ -92,7 +92,9 @@ class _Columns:
         scale = (peaks - peak).exp2()
         total = (totals * scale).sum(0)
         log_total = total.log2()
-        distance = torch.where(here > 0, distances + (peak - peaks), 0).sum(0) + log_total
+        # a rank whose logits are all -inf knows no distance from them: its targets have probability 0
+        distances = torch.where(peaks == -torch.inf, torch.inf, distances + (peak - peaks))
+        distance = torch.where(here > 0, distances, 0).sum(0) + log_total
         distance = distance.masked_fill(self.outside, float("nan"))
         entropy = smoothed = predicted = None
         if entropy_needed:
@@ -120,6 +122,8 @@ class _Columns:
             kernels.forward_rows(self.logits, self.index, self.scaling, nll, entropy, lse, partition)
             nll = -nll
         peak, total = partition.unbind(-1)
+        masked = (peak == -torch.inf) | (total == 0)  # all logits of the row on this rank are -inf
+        peak, total = peak.masked_fill(masked, -torch.inf), total.masked_fill(masked, 0)
         moment = total * (total.log2() - entropy * LOG2_E) if entropy_needed else None
         return peak, total, nll * LOG2_E - total.log2(), moment, None, col
 
