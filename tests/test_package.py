@@ -1,4 +1,4 @@
-"""Check what a release says of itself; `make package` builds and installs it."""
+"""Check version, changelog and metadata of a release; `make package` builds and installs it."""
 
 import datetime
 import importlib

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw._torch import transforms_active
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op
 from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
@@ -168,9 +167,8 @@ def _(a):
 @experts.register("triton", bound=True)
 def _(a):
     _validate(*a[:6], a.gate_up_lora, a.down_lora, a.lora_scale)
-    # neither torch.compile nor torch.func follows tensors from MixtureFunction to ProjectedFunction
-    traced = torch.compiler.is_compiling() or transforms_active()
-    if traced or a.gate_up_lora is not None or a.down_lora is not None:
+    # torch.compile does not follow tensors from MixtureFunction to ProjectedFunction
+    if torch.compiler.is_compiling() or a.gate_up_lora is not None or a.down_lora is not None:
         return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
     kept = []
     placeholder = MixtureFunction.apply(*a[:7], kept)

@@ -111,3 +111,13 @@ def test_bad_arguments(place, change, backend, device):
             experts(*inputs)
         with use_backend(chosen), pytest.raises(ValueError, match="unknown activation"):
             experts(*tensors(device=device), activation="tanh")
+
+
+@pytest.mark.parametrize("forced", ["reference", None])
+def test_autocast_changes_nothing(forced):
+    inputs, options = next(case for case in small_cases("experts", torch.float32) if case[0][0].numel())
+    with use_backend(forced):
+        expected = experts(*inputs, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = experts(*inputs, **options)
+    assert torch.equal(found, expected)

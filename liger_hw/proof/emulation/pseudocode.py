@@ -7,7 +7,7 @@ The pseudo-code is that of AMD's instruction set documents, as tinygrad's packag
     D0.u32 = tmp.u32
 
 becomes statements such as `t3 = t1 + t2`, each over all lanes. Operands arrive as unsigned integers of their width. A
-branch computes both sides and selects. What the translator does not know is an error that quotes it.
+branch computes both sides and selects. Pseudo-code that the translator cannot read raises `Unknown`, which quotes it.
 """
 
 import functools
