@@ -15,7 +15,7 @@ from liger_hw.kernels.glu import geglu, swiglu
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
-from liger_hw.testing.cases import CASES, small_cases
+from liger_hw.testing.cases import CASES, training_cases
 from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import check, run
 
@@ -23,14 +23,6 @@ pytestmark = pytest.mark.skipif(
     interpreting() or not torch.accelerator.is_available(), reason="no accelerator here, or the interpreter is on"
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def cases(op, dtype, device):
-    """The op's samples that have rows and want a gradient."""
-    for inputs, options in small_cases(op, dtype, device):
-        tensors = [x for x in inputs if torch.is_tensor(x)]
-        if all(x.numel() for x in tensors) and any(x.requires_grad for x in tensors):
-            yield inputs, options
 
 
 def step(op, inputs, options):
@@ -44,7 +36,7 @@ def step(op, inputs, options):
 @pytest.mark.parametrize("op", sorted(CASES))
 def test_same_bits_every_run(op, dtype, device):
     torch.manual_seed(0)
-    for inputs, options in cases(op, dtype, device):
+    for inputs, options in training_cases(op, dtype, device):
         first = run(OPS[op], inputs, options)
         for _ in range(3):
             for a, b in zip(first, run(OPS[op], inputs, options)):
@@ -57,7 +49,7 @@ def test_graph_capture(op, device):
     if device != "cuda":
         pytest.skip(f"torch.cuda captures graphs; this accelerator is torch.{device}'s")
     torch.manual_seed(0)
-    for inputs, options in list(cases(op, torch.bfloat16, device))[:6]:
+    for inputs, options in list(training_cases(op, torch.bfloat16, device))[:6]:
         static = [x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -86,7 +78,7 @@ def _other(x):
 @pytest.mark.parametrize("op", sorted(CASES))
 def test_compiles_without_a_break(op, device):
     torch.manual_seed(0)
-    for inputs, options in list(cases(op, torch.bfloat16, device))[:4]:
+    for inputs, options in list(training_cases(op, torch.bfloat16, device))[:4]:
         torch._dynamo.reset()
 
         class Module(torch.nn.Module):

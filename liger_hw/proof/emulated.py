@@ -13,6 +13,7 @@ import math
 import random
 import time
 from concurrent.futures import as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from liger_hw.proof.compiled import DTYPES, coarse_class
 from liger_hw.proof.crosscompile import DEVICES
 from liger_hw.spelling import check_known
 from liger_hw.testing import parity
-from liger_hw.testing.cases import small_cases
+from liger_hw.testing.cases import small_cases, training_cases
 
 ARCHS = tuple(amd.ARCHS)
 NOP = 0xBF800000  # s_nop 0 on every architecture
@@ -99,25 +100,28 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
     return 1 if failed or any(control["noticed"] < control["removed"] * 0.9 for control in controls) else 0
 
 
+@contextmanager
+def _uninitialized_is_nan():
+    """Fill uninitialised memory with NaN within, so that what no launch writes is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@_uninitialized_is_nan()
 def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
     """Execute the op's cases: one row for each."""
     load_all()
-    # uninitialised memory is NaN, so that what no launch writes is seen
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
     rows, classes = [], set()
-    for inputs, options in _samples(op, DTYPES[dtype]):
+    for inputs, options in small_cases(op, DTYPES[dtype]):
         if few and not _adds(op, inputs, options, arch, classes):
             continue
         rows.append({"op": op, "arch": arch, "dtype": dtype} | execute(op, inputs, options, arch))
     return rows
-
-
-def _samples(op, dtype):
-    """Yield the op's small cases with rows."""
-    for inputs, options in small_cases(op, dtype):
-        if all(x.numel() for x in inputs if torch.is_tensor(x)):
-            yield inputs, options
 
 
 def _adds(op, inputs, options, arch, classes) -> bool:
@@ -140,13 +144,13 @@ def _tail(launch) -> bool:
     return None not in (cols, block) and bool(cols % block)
 
 
-def execute(op, inputs, options, arch, patch=None, reverse=False, limit=None) -> dict:
+def execute(op, inputs, options, arch) -> dict:
     """Run one parity check on emulated waves; return what happened."""
     from liger_hw.proof.emulation import executed_on
 
-    device, error, executed = DEVICES[arch], "", []
+    error, executed = "", []
     try:
-        with executed_on(device, reverse, patch, limit) as executed:
+        with executed_on(DEVICES[arch]) as executed:
             parity.check(OPS[op], inputs, options, f"amd:{arch}")
     except Exception as raised:
         notes = " ".join(getattr(raised, "__notes__", ()))
@@ -171,11 +175,12 @@ def _facts(executed) -> dict:
 # The control ----------------------------------------------------------------------------------------------------------
 
 
+@_uninitialized_is_nan()
 def removals(op: str, arch: str, count: int) -> dict:
     """Remove random executed instructions, one at a time, and count what notices.
 
-    The samples are the largest bf16 case, whose rows fill blocks, and cases with tails. An instruction is noticed if
-    the parity rule, a fault or an endless loop tells. Waits, hints and fillers are not removed.
+    The samples are the three largest bf16 cases, of like sizes those of whole vectors first. An instruction is noticed
+    if the parity rule, a fault or an endless loop tells. Waits, hints and fillers are not removed.
 
     Returns:
         the op, the architecture, the numbers "removed", "noticed", "same bits" (removals that change nothing on these
@@ -185,13 +190,12 @@ def removals(op: str, arch: str, count: int) -> dict:
     from liger_hw.proof.emulation.instructions import IGNORED
 
     load_all()
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
-    samples = sorted(_samples(op, torch.bfloat16), key=lambda sample: -_size(sample))[:3]
-    places, references = [], []
-    for inputs, options in samples:
+    samples, places = [], []
+    for inputs, options in sorted(training_cases(op, torch.bfloat16), key=lambda sample: -_size(sample))[:3]:
         with executed_on(DEVICES[arch]) as executed:
-            references.append(parity.run(OPS[op], inputs, options))
+            outputs = parity.run(OPS[op], inputs, options)
+        samples.append((inputs, options, *parity.expected(OPS[op], inputs, options), outputs))
         for one in executed:
             for offset, instruction in one.visited.items():
                 if not instruction.name.startswith(IGNORED) and instruction.kind in ("step", "branch"):
@@ -202,7 +206,7 @@ def removals(op: str, arch: str, count: int) -> dict:
     missed = collections.Counter()
     for key, offset, size, name in chosen[:count]:
         result["removed"] += 1
-        outcome = _without(op, arch, samples, references, key, offset, size)
+        outcome = _without(op, arch, samples, key, offset, size)
         if outcome == "missed":
             missed[name] += 1
         else:
@@ -224,7 +228,7 @@ def removed(code, offset: int, size: int):
     return replace(code, image=image)
 
 
-def _without(op, arch, samples, references, key, offset, size) -> str:
+def _without(op, arch, samples, key, offset, size) -> str:
     """Return "noticed", "same bits" or "missed" for the removal of one instruction."""
     from liger_hw.proof.emulation import executed_on
 
@@ -232,13 +236,14 @@ def _without(op, arch, samples, references, key, offset, size) -> str:
         return removed(code, offset, size) if launch.key == key else code
 
     same = True
-    for (inputs, options), reference in zip(samples, references):
-        outcome = execute(op, inputs, options, arch, patch, limit=_REMOVED_LIMIT)
-        if outcome["error"]:
+    for inputs, options, exact, reference, whole in samples:
+        try:
+            with executed_on(DEVICES[arch], patch=patch, limit=_REMOVED_LIMIT):
+                outputs = parity.run(OPS[op], inputs, options)
+            parity.compare(exact, reference, outputs, op)
+        except Exception:  # a wrong number, a fault, an unknown instruction or an endless loop
             return "noticed"
-        with executed_on(DEVICES[arch], patch=patch, limit=_REMOVED_LIMIT):
-            outputs = parity.run(OPS[op], inputs, options)
-        same = same and all(_same(a, b) for a, b in zip(outputs, reference))
+        same = same and all(_same(a, b) for a, b in zip(outputs, whole))
     return "same bits" if same else "missed"
 
 

@@ -40,8 +40,7 @@ def check(op, inputs, options, backend, compiled=None):
         AssertionError: an output or a gradient differs by more than the rule allows.
     """
     try:
-        wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
-        exact, reference = run(op.reference, wide, options), run(op.reference, inputs, options)
+        exact, reference = expected(op, inputs, options)
         with use_backend(backend):
             outputs = run(compiled or op, inputs, options)
         compare(exact, reference, outputs, f"{op.__name__} on {backend}")
@@ -49,6 +48,12 @@ def check(op, inputs, options, backend, compiled=None):
         _tell_observer(op, inputs, backend, error)
         raise
     _tell_observer(op, inputs, backend, None)
+
+
+def expected(op, inputs, options) -> tuple[list, list]:
+    """Return the reference's outputs and gradients in float64, and in the inputs' dtypes."""
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
+    return run(op.reference, wide, options), run(op.reference, inputs, options)
 
 
 def _tell_observer(op, inputs, backend, error):

@@ -28,6 +28,14 @@ def small_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu")
     return CASES[op].small(Inputs(dtype, device))
 
 
+def training_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterable[tuple[tuple, dict]]:
+    """Yield the small cases that have rows and want a gradient."""
+    for inputs, options in small_cases(op, dtype, device):
+        tensors = [x for x in inputs if torch.is_tensor(x)]
+        if all(x.numel() for x in tensors) and any(x.requires_grad for x in tensors):
+            yield inputs, options
+
+
 def wide_cases(op: str, dtype: torch.dtype, device: torch.device | str = "meta") -> Iterable[tuple[tuple, dict]]:
     """Yield the op's wide cases as (tensors, options), see `OpCases.wide`."""
     return CASES[op].wide(Inputs(dtype, device))
