@@ -91,6 +91,11 @@ def test_pseudocode_of_branches_selects_by_lane():
     assert function(np.arange(4, 8, dtype=np.uint32))[0].tolist() == [3, 7, 1, 1]
 
 
+def test_constants_of_16_bits_are_signed():
+    function, _ = translate("D0.i32 = 32'I(signext(SIMM16.i16))", (), (("SIMM16", 0xE000),))
+    assert function()[0].astype(np.int32) == -0x2000
+
+
 def test_what_pseudocode_does_not_say_is_an_error():
     with pytest.raises(Unknown, match="the function wonder of pseudo-code"):
         translate("D0.u32 = wonder(S0.u32)", (("S0", "u32"),))

@@ -353,7 +353,10 @@ class Translator:
                     if type == "bf16":
                         return Value(float((np.uint32(raw) << np.uint32(16)).view(np.float32)), type)
                     return Value(float(raw.view(f"f{_bits(type) // 8}")), type)
-                return Value(value.code, type)
+                number = int(value.code) & ((1 << _bits(type)) - 1)
+                return Value(
+                    number - (1 << _bits(type)) if type[0] == "i" and number >> _bits(type) - 1 else number, type
+                )
             value = self.emit(self.code(value), value.type)
         if value.type == "bf16":
             value = self.emit(f"({value.code}.view(np.uint32) >> np.uint32(16)).astype(np.uint16)", "u16")
