@@ -88,11 +88,12 @@ def _begin() -> None:
 def compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dict:
     """Compile the launches that the cache lacks; return key -> result of all."""
     keys = {launch.key: launch for launch in launches}
-    todo = sorted((launch for key, launch in keys.items() if key not in cache.known), key=_front)
+    todo = sorted((item for item in keys.items() if item[0] not in cache.known), key=lambda item: _front(item[1]))
     task = progress.add_task("compiling", total=len(keys), completed=len(keys) - len(todo), note="")
-    batches = [list(group) for _, group in itertools.groupby(todo, _front)]
-    for future in as_completed([pool.submit(_attempt_all, batch) for batch in batches]):
-        for key, result in future.result():
+    batches = [list(group) for _, group in itertools.groupby(todo, lambda item: _front(item[1]))]
+    futures = {pool.submit(_attempt_all, [launch for _, launch in batch]): batch for batch in batches}
+    for future in as_completed(futures):
+        for (key, _), result in zip(futures[future], future.result()):
             cache.add(key, result)
             progress.update(task, advance=1)
     return {key: cache.known[key] for key in keys}
@@ -103,8 +104,8 @@ def _front(launch: Launch) -> tuple:
     return DEVICES[launch.arch].vendor, launch.what
 
 
-def _attempt_all(launches: list[Launch]) -> list[tuple[str, Resources | str]]:
-    results = [(launch.key, attempt(launch)) for launch in launches]
+def _attempt_all(launches: list[Launch]) -> list[Resources | str]:
+    results = [attempt(launch) for launch in launches]
     gc.collect()
     gc.freeze()  # the remaining objects belong to imported modules: the collector need not visit them
     return results

@@ -16,6 +16,7 @@ import io
 import pickle
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import torch
@@ -658,6 +659,7 @@ def _shows(side, program):
                 ACTIONS[index % len(ACTIONS)](side, choice)
                 shown.append((None, side.observed()))
             except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # in torch 2.11 a frame keeps checkpoint's hooks in place
                 shown.append((error, None))
                 break
     side.unhook()
