@@ -125,12 +125,15 @@ def two_on_a_core(block, device):
     return power_of_2(2 * block // device.core_threads)
 
 
-def norm_forward_config(cols, device):
-    """Return the configuration (ROWS, COLS) of a kernel that reduces a row and writes another."""
+def norm_forward_config(cols, device, rows_live=1):
+    """Return the configuration (ROWS, COLS) of a kernel that reduces a row and writes another.
+
+    `rows_live` fp32 copies of a row in one block fit the registers.
+    """
     # A row in one block has 32 values a lane, and short rows share a program: on an H200 within 1% of any other choice
     # from 1,024 to 16,384 columns. A row read in a loop has 8 values a lane, in half of the block where registers hold
     # the loads ahead: on an H200 65,536 columns take 0.166 ms on 32 warps and 0.199 on 16.
-    block, per_lane = row_block(cols, device, 1), 32
+    block, per_lane = row_block(cols, device, rows_live), 32
     if cols > block:
         block = (8 if device.async_copy else 4) * device.max_threads
         per_lane = max(8, two_on_a_core(block, device))

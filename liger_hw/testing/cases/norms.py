@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
 from liger_hw.testing.models import MODELS, TOKENS
 
 SMALL = ((5, 123), (3, 1024), (1, 8), (33, 64), (0, 16))
@@ -30,10 +30,10 @@ def rms_norms(new):
 
 
 def wide_rms_norms(new):
-    for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001):
-        yield (new.randn(2, cols), new.randn(cols)), {}
-    yield (new.randn(2, 4096), new.randn(4096, dtype=torch.float32)), {"offset": 1.0, "casting_mode": "gemma"}
-    yield (new.randn(2, 8192, dtype=torch.float32), new.randn(8192, dtype=torch.float32)), {}
+    for cols in (128, 1024, 4096, 5120, 8192, 16384, 262144, 1001, *PARTIAL_WIDTHS):
+        yield (new.randn(WIDE_ROWS, cols), new.randn(cols)), {}
+    yield (new.randn(WIDE_ROWS, 4096), new.randn(4096, dtype=torch.float32)), {"offset": 1.0, "casting_mode": "gemma"}
+    yield (new.randn(WIDE_ROWS, 8192, dtype=torch.float32), new.randn(8192, dtype=torch.float32)), {}
 
 
 def with_residual(cases):
@@ -59,9 +59,9 @@ def layer_norms(new):
 
 
 def wide_layer_norms(new):
-    for cols in (128, 1024, 4096, 8192, 16384, 262144, 1001):
-        yield (new.randn(2, cols), new.randn(cols), new.randn(cols)), {}
-    yield (new.randn(2, 4096), None, None), {}
+    for cols in (128, 1024, 4096, 8192, 16384, 262144, 1001, *PARTIAL_WIDTHS):
+        yield (new.randn(WIDE_ROWS, cols), new.randn(cols), new.randn(cols)), {}
+    yield (new.randn(WIDE_ROWS, 4096), None, None), {}
 
 
 GATED_FORMS = (
@@ -84,10 +84,10 @@ def gated_rms_norms(new):
 
 
 def wide_gated_rms_norms(new):
-    for cols, options in itertools.product((4096, 8192, 16384), GATED_FORMS[:2]):
-        yield (new.randn(2, cols), new.randn(2, cols), new.randn(cols)), options
+    for cols, options in itertools.product((4096, 8192, 16384, *PARTIAL_WIDTHS), GATED_FORMS[:2]):
+        yield (new.randn(WIDE_ROWS, cols), new.randn(WIDE_ROWS, cols), new.randn(cols)), options
     for cols, options in ((128, {}), (1001, {}), (8192, {"group_size": 1024, "gate_first": True})):
-        yield (new.randn(2, cols), new.randn(2, cols), new.randn(cols)), options
+        yield (new.randn(WIDE_ROWS, cols), new.randn(WIDE_ROWS, cols), new.randn(cols)), options
 
 
 def modulated_rms_norms(new):
@@ -105,8 +105,8 @@ def modulated_rms_norms(new):
 
 
 def wide_modulated_rms_norms(new):
-    for cols in (1152, 3072, 5120, 8192, 16384, 1001):
-        yield (new.randn(4, cols), new.randn(cols), new.randn(2, cols), new.randn(2, cols)), {}
+    for cols in (1152, 3072, 5120, 8192, 16384, 1001, *PARTIAL_WIDTHS):
+        yield (new.randn(32, cols), new.randn(cols), new.randn(WIDE_ROWS, cols), new.randn(WIDE_ROWS, cols)), {}
     yield (new.randn(4, 4096), new.randn(4096), new.randn(4, 4096), new.randn(4, 4096)), {}
     yield (new.randn(4, 3072), None, new.randn(2, 3072), new.randn(2, 3072)), {}
 
@@ -120,8 +120,8 @@ def l2_norms(new):
 
 
 def wide_l2_norms(new):
-    for cols in (64, 128, 256, 4096, 16384, 1001):
-        yield (new.randn(2, cols),), {}
+    for cols in (64, 128, 256, 4096, 16384, 1001, *PARTIAL_WIDTHS):
+        yield (new.randn(WIDE_ROWS, cols),), {}
 
 
 def single_values(new, *sizes):
@@ -145,7 +145,7 @@ def dyts(new):
 
 def wide_dyts(new):
     for cols in (64, 1152, 4096, 1001):
-        yield (new.randn(2, cols), new.randn(1), new.randn(cols), new.randn(cols)), {}
+        yield (new.randn(WIDE_ROWS, cols), new.randn(1), new.randn(cols), new.randn(cols)), {}
 
 
 def poly_norms(new):
@@ -158,8 +158,8 @@ def poly_norms(new):
 
 
 def wide_poly_norms(new):
-    for cols in (128, 1024, 4096, 8192, 14336, 1001):
-        yield (new.randn(2, cols), new.randn(3), new.randn(1)), {}
+    for cols in (128, 1024, 4096, 8192, 14336, 1001, *PARTIAL_WIDTHS):
+        yield (new.randn(WIDE_ROWS, cols), new.randn(3), new.randn(1)), {}
 
 
 def dyt_shape(rows, cols):

@@ -1,6 +1,6 @@
 """Cases of softmax and sparsemax."""
 
-from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
 
 SCORES = ((65536, 1024), (32768, 2048), (16384, 8192))  # rows of attention scores, by context
 VOCABULARIES = ((8192, 32000), (4096, 128256))
@@ -14,8 +14,8 @@ def rows_of_scores(new):
 
 
 def wide_rows(new):
-    for cols in (128, 1024, 4096, 8192, 16384, 32768, 262144, 1001):
-        yield (new.randn(2, cols),), {}
+    for cols in (128, 1024, 4096, 8192, 16384, 32768, 262144, 1001, *PARTIAL_WIDTHS):
+        yield (new.randn(WIDE_ROWS, cols),), {}
 
 
 def shape(rows, cols):
