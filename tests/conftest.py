@@ -43,6 +43,11 @@ def pytest_configure(config):
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     if worker and not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         torch.accelerator.set_device_index(int(worker.removeprefix("gw")) % torch.accelerator.device_count())
+    if worker and not torch.accelerator.is_available():
+        # workers that each have a thread for every core wait for one another: 121 CPU seconds for two files, not 156
+        threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of programs that tests start
     if config.getoption("--evidence"):
         config.pluginmanager.register(_Evidence(config), "evidence")
 
