@@ -145,7 +145,7 @@ def poly_norm_backward(
     col = tl.arange(0, COLS)[None, :]
     w1, w2, w3 = _weights(W)
     dw1, dw2, dw3 = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    db = tl.zeros((ROWS,), tl.float32)
+    db = 0.0
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         if cols <= COLS:
@@ -154,7 +154,7 @@ def poly_norm_backward(
             square, cube = x * x, x * x * x
             r1, r2, r3 = _rstd(square, cols, eps), _rstd(square * square, cols, eps), _rstd(cube * cube, cols, eps)
             along_1, along_2, along_3 = tl.sum(dy * x, 1), tl.sum(dy * square, 1), tl.sum(dy * cube, 1)
-            db += tl.sum(dy, 1)
+            db += tl.sum(dy)  # as a sum of each row, the LLVM of Triton 3.9 crashes on RDNA at odd widths
         else:
             of_1, of_2 = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
             of_3, total = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
@@ -173,7 +173,7 @@ def poly_norm_backward(
                 total += dy
             r1, r2, r3 = _rstd(of_1, cols, eps), _rstd(of_2, cols, eps), _rstd(of_3, cols, eps)
             along_1, along_2, along_3 = tl.sum(on_1, 1), tl.sum(on_2, 1), tl.sum(on_3, 1)
-            db += tl.sum(total, 1)
+            db += tl.sum(total)
         there = (row < rows)[:, None]  # absent rows get 0: with eps=0 theirs is infinite, and would make dw NaN
         r1, r2, r3 = tl.where(there, r1, 0.0), tl.where(there, r2, 0.0), tl.where(there, r3, 0.0)
         g1 = r1 * r1 * along_1[:, None] / cols
@@ -193,7 +193,7 @@ def poly_norm_backward(
         dw3 += tl.sum(r3, 1) * along_3
     at = tl.arange(0, 16)  # of which 4 count: the next kernel then loads whole vectors
     sums = tl.where(at == 0, tl.sum(dw3, 0), tl.where(at == 1, tl.sum(dw2, 0), tl.sum(dw1, 0)))
-    tl.store(SUMS + tl.program_id(0) * 16 + at, tl.where(at == 3, tl.sum(db, 0), sums))
+    tl.store(SUMS + tl.program_id(0) * 16 + at, tl.where(at == 3, db, sums))
 
 
 @raw(lambda x, *options: empty_rows(x))
