@@ -175,7 +175,7 @@ def poison(monkeypatch):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Run a function on processes of their own, joined by gloo: `ranks(2, function, *args)`."""
+    """Run a function on processes of their own: `ranks(2, function, *args)`."""
     pools = {}
 
     def run(count, function, *args, backend=None):

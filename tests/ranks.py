@@ -1,4 +1,8 @@
-"""Processes joined by gloo that run functions of tests; they stay, because a start imports torch for seconds."""
+"""Processes that run functions of tests on an accelerator each, or on the CPU where there are fewer accelerators.
+
+Gloo joins processes of a CPU, the vendor's library (NCCL) those of accelerators. The processes stay, because a start
+imports torch for seconds.
+"""
 
 import datetime
 import os
@@ -7,8 +11,18 @@ import traceback
 
 import torch
 
+from liger_hw._triton import interpreting
+
 HUNG, DIED = "no answer", "died"
 SECONDS = 300  # of one function, before the ranks count as hung
+
+
+def device():
+    """Return this rank's device."""
+    return _device
+
+
+_device = torch.device("cpu")
 
 
 class Ranks:
@@ -52,13 +66,20 @@ class Ranks:
 
 
 def _serve(pipe, place, rank, count):
+    global _device
+
     import torch.distributed as dist
 
     from liger_hw import use_backend
 
     torch.set_num_threads(1)
-    store = dist.FileStore(place, count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=200))
+    if not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() >= count:
+        torch.accelerator.set_device_index(rank)
+        _device = torch.device(torch.accelerator.current_accelerator().type, rank)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(_device), store=dist.FileStore(place, count), rank=rank, world_size=count,
+        timeout=datetime.timedelta(seconds=200), device_id=None if _device.type == "cpu" else _device,
+    )  # fmt: skip
     while True:
         try:
             function, args, backend = pipe.recv()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -16,7 +17,7 @@ BACKENDS = ["nvidia"] if interpreting() else [None]
 
 def sample(op):
     torch.manual_seed(0)
-    return next(iter(training_cases(op, torch.float32)))
+    return next(iter(training_cases(op, torch.float32, device())))
 
 
 def whole(x):
@@ -58,7 +59,7 @@ def check(op, placements, inputs, options, mesh, compiled=None):
 
 
 def every_sharding(op):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device().type, (2,))
     inputs, options = sample(op)
     first = inputs[0]
     for dim in range(first.ndim):
@@ -80,7 +81,7 @@ def test_every_sharding_of_two_ranks(op, forced, ranks):
 
 def two_axes(op):
     """Rows sharded over one axis of the mesh, another dimension over the other, and a partial sum."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device().type, (2, 2))
     inputs, options = sample(op)
     rows = inputs[0].ndim - 1
 
@@ -99,9 +100,9 @@ def test_four_ranks_of_two_axes(op, forced, ranks):
 
 
 def heads_fewer_than_ranks():
-    mesh = init_device_mesh("cpu", (2,))
-    inputs = [torch.randn(2, heads, 5, 8).requires_grad_() for heads in (4, 1)]
-    inputs += [torch.randn(1, 5, 8), torch.randn(1, 5, 8)]
+    mesh = init_device_mesh(device().type, (2,))
+    inputs = [torch.randn(2, heads, 5, 8, device=device()).requires_grad_() for heads in (4, 1)]
+    inputs += [torch.randn(1, 5, 8, device=device()) for _ in range(2)]
     check("rope", lambda i, x: [Shard(1) if i == 0 else Replicate()], inputs, {}, mesh)
 
 
@@ -112,10 +113,10 @@ def test_one_head_of_keys(forced, ranks):
 
 def means():
     """A rank with all labels, a rank without any: the mean divides by the labels of both."""
-    mesh = init_device_mesh("cpu", (2,))
-    logits, target = torch.randn(6, 9).requires_grad_(), torch.tensor([3, 4, 0, -100, -100, -100])
-    x, weight = torch.randn(6, 5).requires_grad_(), torch.randn(9, 5).requires_grad_()
-    columns = torch.rand(9)
+    mesh = init_device_mesh(device().type, (2,))
+    target = torch.tensor([3, 4, 0, -100, -100, -100], device=device())
+    logits, x, weight = (torch.randn(s, device=device()).requires_grad_() for s in ((6, 9), (6, 5), (9, 5)))
+    columns = torch.rand(9, device=device())
 
     def rows(i, x):
         return [Shard(0) if x.shape[0] == 6 else Replicate()]
@@ -133,12 +134,12 @@ def test_means_of_losses(forced, ranks):
 
 
 def refusals():
-    mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+    mesh = init_device_mesh(device().type, (2,))
+    x, weight = torch.randn(4, 8, device=device()), torch.ones(8, device=device())
     with pytest.raises(ValueError, match="^weight: got a Tensor, allowed: a DTensor on the mesh of x"):
-        OPS["rms_norm"](x, torch.ones(8))
+        OPS["rms_norm"](distribute_tensor(x, mesh, [Shard(0)]), weight)
     with pytest.raises(ValueError, match="^weight: got a DTensor, allowed: a plain tensor, like x"):
-        OPS["rms_norm"](torch.randn(4, 8), distribute_tensor(torch.ones(8), mesh, [Replicate()]))
+        OPS["rms_norm"](x, distribute_tensor(weight, mesh, [Replicate()]))
     for op in sorted(WITHOUT_A_RULE):
         inputs, options = sample(op)
         inputs = [distribute_tensor(x, mesh, [Replicate()]) if torch.is_tensor(x) else x for x in inputs]
@@ -152,7 +153,7 @@ def test_what_has_no_rule_is_refused(forced, ranks):
 
 
 def compiled():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device().type, (2,))
     for op in ("rms_norm", "swiglu"):
         inputs, options = sample(op)
         torch._dynamo.reset()

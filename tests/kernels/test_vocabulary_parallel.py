@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -38,7 +39,7 @@ class FromWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, form):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
         part = distribute_tensor(x.detach(), mesh, [Shard(0)])
         return part if form == "DTensor" else part.to_local()
 
@@ -49,6 +50,14 @@ class FromWhole(torch.autograd.Function):
         grads = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
         dist.all_gather(grads, grad.contiguous())
         return torch.cat(grads), None
+
+
+def normal(*shape, **options):
+    return torch.randn(shape, device=device(), **options)
+
+
+def numbers(*targets):
+    return torch.tensor(targets, device=device())
 
 
 def of_shards(op, form):
@@ -64,13 +73,13 @@ def of_shards(op, form):
 
 def check(op, options, form, vocabulary, dtype):
     torch.manual_seed(0)
-    x, weight = torch.randn(ROWS, HIDDEN, dtype=dtype), torch.randn(vocabulary, HIDDEN, dtype=dtype)
-    bias, target = torch.randn(vocabulary, dtype=dtype), torch.randint(0, vocabulary, (ROWS,))
+    x, weight, bias = (normal(*s, dtype=dtype) for s in ((ROWS, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)))
+    target = torch.randint(0, vocabulary, (ROWS,), device=device())
     target[::5] = options.get("ignore_index", -100)
-    target[1:5] = torch.randint(0, 3, (4,))  # several of the first rank's
+    target[1:5] = torch.randint(0, 3, (4,), device=device())  # several of the first rank's
     options, others = dict(options), []
     if options.pop("ce_weight", False):
-        others = [torch.rand(vocabulary)]
+        others = [torch.rand(vocabulary, device=device())]
     inputs = [t.requires_grad_() for t in (x, weight)] + [target, bias.requires_grad_(), *others]
     double = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs]
     exact, reference = parity.run(op.reference, double, options), parity.run(op.reference, inputs, options)
@@ -121,8 +130,8 @@ def test_a_rank_without_a_part_of_the_vocabulary(ranks):
 
 def masked_columns():
     """All logits of one rank are -inf, and a row's target is among them."""
-    x, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.tensor([0, 1, 2, 4])
-    bias = torch.tensor([0.0] * 3 + [float("-inf")] * 3)
+    x, weight, target = normal(4, 8), normal(6, 8), numbers(0, 1, 2, 4)
+    bias = numbers(*[0.0] * 3, *[float("-inf")] * 3)
     for op, options in ((fused_linear_cross_entropy, {"reduction": "none"}), (fused_linear_selective_log_softmax, {})):
         expected = op(x, weight, target, bias, **options)
         found = of_shards(op, "group")(x, weight, target, bias, **options)
@@ -148,8 +157,8 @@ def communication(op):
     dist.all_gather_into_tensor = record
     try:
         rows, vocabulary = 64, 400
-        x, weight = torch.randn(rows, 8).requires_grad_(), torch.randn(vocabulary // 2, 8).requires_grad_()
-        target = torch.randint(0, vocabulary, (rows,))
+        x, weight = normal(rows, 8).requires_grad_(), normal(vocabulary // 2, 8).requires_grad_()
+        target = torch.randint(0, vocabulary, (rows,), device=device())
         with CommDebugMode() as counts:
             op(x, weight, target, group=dist.group.WORLD, chunk_memory=16 * 200 * 4).sum().backward()
     finally:
@@ -170,9 +179,8 @@ def test_communication(op, ranks):
 
 def labels_of_one_rank_only():
     """Every target lies in the first rank's part, or no row counts: no rank waits for another."""
-    for target in (torch.zeros(6, dtype=torch.int64), torch.full((6,), -100)):
-        x, weight = torch.randn(6, 8).requires_grad_(), torch.randn(10, 8).requires_grad_()
-        bias = torch.randn(10)
+    for target in (numbers(*[0] * 6), numbers(*[-100] * 6)):
+        x, weight, bias = normal(6, 8).requires_grad_(), normal(10, 8).requires_grad_(), normal(10)
         for op in (fused_linear_cross_entropy, fused_linear_selective_log_softmax):
             expected = torch.autograd.grad(op(x, weight, target, bias).sum(), (x, weight))
             found = torch.autograd.grad(of_shards(op, "DTensor")(x, weight, target, bias).sum(), (x, weight))
@@ -185,8 +193,8 @@ def test_targets_of_one_rank(ranks):
 
 def compiled():
     torch._dynamo.reset()
-    x, weight, target = torch.randn(6, 8).requires_grad_(), torch.randn(10, 8).requires_grad_(), torch.arange(6)
-    mesh = init_device_mesh("cpu", (2,))
+    x, weight, target = normal(6, 8).requires_grad_(), normal(10, 8).requires_grad_(), numbers(*range(6))
+    mesh = init_device_mesh(device().type, (2,))
     shard = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
     fused_linear_cross_entropy(x, weight, target).backward()
     expected, x.grad = x.grad, None
@@ -206,10 +214,10 @@ def test_compiled(forced, ranks):
 
 
 def refusals():
-    x, target = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
-    mesh = init_device_mesh("cpu", (2,))
-    shard = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)])
-    for weight, group in ((shard, dist.group.WORLD), (torch.randn(6, 8), mesh)):
+    x, target = normal(4, 8), numbers(0, 0, 0, 0)
+    mesh = init_device_mesh(device().type, (2,))
+    shard = distribute_tensor(normal(6, 8), mesh, [Shard(0)])
+    for weight, group in ((shard, dist.group.WORLD), (normal(6, 8), mesh)):
         with pytest.raises(ValueError, match="^group: got .*, allowed: None for a weight that is a DTensor"):
             fused_linear_cross_entropy(x, weight, target, group=group)
     with pytest.raises(ValueError, match="^target: got .*, allowed: 0 to 5"):

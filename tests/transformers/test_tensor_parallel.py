@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from ranks import device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -22,6 +23,10 @@ import liger_hw
 from liger_hw._triton import interpreting
 
 BACKENDS = ["nvidia"] if interpreting() else [None]
+
+
+def tokens():
+    return {name: x.to(device()) for name, x in tiny.tokens(length=10).items()}
 
 
 def plan(layers, sequence_parallel):
@@ -63,10 +68,10 @@ def assert_same_without_logits(reference, found):
 
 
 def learn_alike_by_a_plan(sequence_parallel, patch_first):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    inputs = tiny.tokens(length=10)
-    inputs["position_ids"] = torch.arange(10)[None]  # transformers would count a rank's part of the sequence
-    plain = tiny.model(num_hidden_layers=1)
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
+    inputs = tokens()
+    inputs["position_ids"] = torch.arange(10, device=device())[None]  # else transformers counts a rank's part
+    plain = tiny.model(num_hidden_layers=1).to(device())
     reference = alike.Reference(plain, lambda model: tiny.call(model, **inputs))
     model = copy.deepcopy(plain)
     if patch_first:
@@ -87,8 +92,8 @@ def test_plans_of_torch(sequence_parallel, patch_first, forced, ranks):
 def learn_alike_by_auto(folder):
     rank = torch.distributed.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
-    inputs = tiny.tokens(length=10)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    inputs = tokens()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).train().to(device())
     reference = alike.Reference(plain, lambda model: tiny.call(model, **inputs))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     assert isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor), "the model is not sharded"
