@@ -76,6 +76,12 @@ step info "$PYTHON" -m liger_hw.cli info
 tests=(tests/kernels tests/losses tests/test_device.py tests/test_dispatch.py tests/test_tracing.py tests/tuning
   tests/transformers/test_kernels_in_models.py)
 step tests "$PYTHON" -m pytest "${workers[@]}" --needs-device --evidence "$REPORT/evidence/executed.json" "${tests[@]}"
+# a GPU for each of two ranks; on one GPU these tests would run on the CPU
+several='import sys, torch; sys.exit(torch.accelerator.device_count() < 2)'
+if [ -n "$DRY_RUN" ] || "$PYTHON" -c "$several"; then
+  ranks=(tests/test_sharding.py tests/transformers/test_tensor_parallel.py tests/transformers/test_engines.py)
+  step ranks "$PYTHON" -m pytest "${workers[@]}" --needs-device "${ranks[@]}"
+fi
 step bench "$PYTHON" -m liger_hw.cli bench rms_norm swiglu cross_entropy fused_linear_cross_entropy \
   --shapes 8192x4096 8192x14336 8192x32000 8192x4096x128256 --modes full --against torch --report "$REPORT/bench"
 step doctor "$PYTHON" -m liger_hw.cli doctor --report "$REPORT/doctor"

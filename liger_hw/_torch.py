@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "column_parallel_input", "dispatch_modes",
     "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor",
-    "is_plain", "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
-    "without_saved_tensors_hooks",
+    "is_plain", "keep_unsharded", "process_group", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change",
+    "traced", "transforms_active", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -55,6 +55,26 @@ def column_parallel_input(module):
     if not fits or after.args != ((Replicate(),), True):
         return None
     return lambda hidden: pre_hook(module, (hidden,))
+
+
+def keep_unsharded(module) -> list:
+    """Keep the weights of a module's FSDP2 unit whole after its forward; return the argument of `reshard_again`."""
+    state = module._get_fsdp_state()
+    # torch 2.11 has one group of parameters a unit
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    kept = [(group, group.post_forward_mesh_info) for group in groups if group is not None]
+    kept = [(group, mesh) for group, mesh in kept if mesh is not None]
+    for group, _ in kept:
+        group.post_forward_mesh_info = None
+    return kept
+
+
+def reshard_again(kept) -> None:
+    """Undo `keep_unsharded`, and free the whole weights now unless a backward needs them next."""
+    for group, mesh in kept:
+        group.post_forward_mesh_info = mesh
+        if not torch.is_grad_enabled():
+            group.reshard()
 
 
 def finish_collective(x) -> None:

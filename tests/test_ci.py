@@ -21,7 +21,7 @@ from liger_hw.backends import amd, intel, nvidia
 
 ROOT = Path(__file__).parent.parent
 VENDORS = ("nvidia", "amd", "intel")
-STEPS = ["device", "info", "tests", "bench", "doctor", "tables", "matrix"]
+STEPS = ["device", "info", "tests", "ranks", "bench", "doctor", "tables", "matrix"]
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "ci").is_dir() or shutil.which("bash") is None, reason="no scripts or no bash"
@@ -119,7 +119,7 @@ def test_a_run_in_which_all_passes(vendor, tmp_path):
     done = script(vendor, **stub(tmp_path), LIGER_HW_BACKEND="reference", TRITON_INTERPRET="1")
     assert done.returncode == 0 and "all passed" in done.stdout, done.stdout + done.stderr
     lines = asked(tmp_path)
-    assert [line for line in lines if "import xdist" not in line][0] == f"ci/device.py {vendor}" and len(lines) == 8
+    assert [line for line in lines if "import xdist" not in line][0] == f"ci/device.py {vendor}" and len(lines) == 10
     assert "-n auto --dist loadgroup" in " ".join(lines)
     kept = {file.stem for file in (tmp_path / "report").glob("*.txt")}
     assert kept == set(STEPS) and "output of" in (tmp_path / "report" / "tests.txt").read_text()
@@ -127,7 +127,7 @@ def test_a_run_in_which_all_passes(vendor, tmp_path):
 
 def test_a_failed_step_is_reported_and_the_next_ones_run(tmp_path):
     done = script("amd", **stub(tmp_path, "-m pytest", "cli bench"))
-    assert done.returncode == 1 and "=== failed: tests bench" in done.stdout
+    assert done.returncode == 1 and "=== failed: tests ranks bench" in done.stdout
     assert asked(tmp_path)[-1].startswith("-m liger_hw.cli matrix")
 
 
@@ -141,8 +141,14 @@ def test_a_runner_without_its_device_stops(vendor, tmp_path):
 def test_without_xdist_the_tests_run_in_one_process(tmp_path):
     done = script("nvidia", **stub(tmp_path, "import xdist"))
     assert done.returncode == 0 and "no pytest-xdist here" in done.stdout
-    (tests,) = (line for line in asked(tmp_path) if "-m pytest" in line)
-    assert "-n" not in tests.split() and "--needs-device" in tests
+    of_pytest = [line for line in asked(tmp_path) if "-m pytest" in line]
+    assert len(of_pytest) == 2
+    assert all("-n" not in line.split() and "--needs-device" in line for line in of_pytest)
+
+
+def test_one_gpu_runs_no_tests_of_several(tmp_path):
+    done = script("amd", **stub(tmp_path, "device_count() < 2"))
+    assert done.returncode == 0 and not any("test_sharding" in line for line in asked(tmp_path))
 
 
 def test_unknown_arguments_are_refused(tmp_path):

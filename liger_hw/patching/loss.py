@@ -6,19 +6,27 @@ where the model calls it. The rest of the model's forward (its own labels, auxil
 unchanged.
 
 Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
-it until the backward, which comes next; ZeRO-3 gathers it again on access. A head that FSDP1 wraps by itself fails with
-an error about the weight's size: let FSDP1 wrap it with the unit around it. Under tensor parallelism each rank keeps
-its part of the vocabulary (`column_parallel`).
+it until the backward, which comes next; ZeRO-3 gathers it again on access. A head that FSDP1 wraps by itself computes
+its logits, because FSDP1 frees the weight. Under tensor parallelism each rank keeps its part of the vocabulary
+(`column_parallel`).
 """
 
 import contextlib
 import functools
 import inspect
 import threading
+import warnings
 
 import torch
 
-from liger_hw._torch import has_global_module_hooks, is_plain, saved_tensors_may_change, transforms_active
+from liger_hw._torch import (
+    has_global_module_hooks,
+    is_plain,
+    keep_unsharded,
+    reshard_again,
+    saved_tensors_may_change,
+    transforms_active,
+)
 from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -31,6 +39,10 @@ from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
 RENAMED = {"ce_weight": "weight"}  # option of fused_linear_cross_entropy -> of cross_entropy
 LINEAR_CE_OPTIONS = (*CE_OPTIONS, "accum_dtype", "use_token_scaling", "ce_weight")
+WRAPPED_BY_FSDP1 = (
+    "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
+    "patch: leave the head out of auto_wrap_policy, so that the root holds it"
+)
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("token_weights", "loss_weights", "weight"), (None,)),
@@ -168,6 +180,8 @@ def _armed(model, heads, sources):
         yield
     finally:
         for head, armed_before in zip(heads, before):
+            if sources is not None:
+                reshard_again(head.__dict__.pop("liger_kept", ()))
             if armed_before is None:
                 head.liger_armed.pop(thread, None)
             else:
@@ -231,7 +245,7 @@ class HeadMatch(Match):
             if not _computes_alike(self, hidden) or not is_plain(hidden, weight, self.bias):
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
-                self.set_reshard_after_forward(False, recurse=False)
+                self.__dict__.setdefault("liger_kept", []).extend(keep_unsharded(self))
             if torch.compiler.is_compiling():
                 return TracedLogits.of(self, hidden)
             logits = HeadFunction.apply(hidden, weight, self.bias)
@@ -272,6 +286,9 @@ class CausalLMMatch(Match):
                 )
             lazily = linear and (self.training and labelled if skip_logits is None else skip_logits)
             heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
+            if lazily and any(hasattr(m, "_fsdp_wrapped_module") for m in head_of(self).modules()):
+                warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
+                heads = []
             sources = [] if lazily else None
             with _armed(self, heads, sources):
                 outputs = original_forward(self, *args, **kwargs)

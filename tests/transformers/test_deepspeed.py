@@ -1,0 +1,90 @@
+"""Patched models under DeepSpeed learn as the plain model on one device; `make deepspeed` installs it."""
+
+import functools
+import importlib.util
+
+import pytest
+import torch.distributed as dist
+from engines import Engine, labels_of_one_batch, learn_alike, learn_alike_in_bf16
+from ranks import device
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("the package deepspeed is not installed", allow_module_level=True)
+
+TIED = {"tie_word_embeddings": True}
+ZERO3 = {  # the default thresholds would leave every weight of a tiny model whole
+    name: 0
+    for name in (
+        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    )
+}  # fmt: skip
+
+
+def configuration(stage, **options):
+    return {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage} | (ZERO3 if stage == 3 else {}), **options,
+    }  # fmt: skip
+
+
+class DeepSpeed(Engine):
+    def backward(self, loss, last):
+        self.model.backward(loss, scale_wrt_gas=False)  # the loss is divided already
+        if not last:
+            self.model.step()  # changes no weight before the last batch
+
+    def gradients(self):
+        from deepspeed.utils import safe_get_full_grad
+
+        return [safe_get_full_grad(p).to(device()) for p in self.model.parameters()]
+
+    def step(self):
+        self.model.step()
+
+
+def zero(model, stage, **options):
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+    engine = DeepSpeed(model)
+    engine.model, engine.optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=engine.optimizer, config=configuration(stage, **options)
+    )
+    if stage == 3:
+        assert not any(p.numel() for p in model.parameters()), "ZeRO-3 left a weight whole"
+    return engine
+
+
+@pytest.fixture
+def check(ranks):
+    def run(engine, **options):
+        ranks(2, functools.partial(learn_alike, engine, **options))
+
+    return run
+
+
+@pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages(stage, config, check):
+    check(functools.partial(zero, stage=stage), **config)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_divisor_of_all_ranks(stage, check):
+    check(functools.partial(zero, stage=stage), counted=True, of_rank=labels_of_one_batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant, check):
+    check(functools.partial(zero, stage=3), checkpointed=reentrant)
+
+
+@pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
+def test_evaluation(config, check):
+    check(functools.partial(zero, stage=3), evaluate=True, **config)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bf16_with_fp32_weights(stage, ranks):
+    ranks(2, learn_alike_in_bf16, functools.partial(zero, stage=stage), {"bf16": {"enabled": True}})
