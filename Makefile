@@ -12,6 +12,7 @@
 # make versions    test models and trainers on the oldest and the newest transformers; ARGS="--all": on all
 # make docs        build the documentation site into site/, strictly and without a network
 # make package     build wheel and sdist into dist/, check their files, run the wheel in a fresh environment
+# make distributed test DeepSpeed and the launch of examples on two ranks; installs DeepSpeed
 # make trl         test losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
 #
 # Each first sets up a virtual environment in VENV with the build of PyTorch for this machine's accelerator. PYTHON picks
@@ -43,7 +44,7 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile emulate interpret fuzz converge mutants lint versions docs package trl clean
+.PHONY: setup demo test models compile emulate interpret fuzz converge mutants lint versions docs package distributed trl clean
 
 setup: $(READY)
 
@@ -120,6 +121,12 @@ docs: $(READY)
 
 package: $(READY)
 	$(RUN) tools/package.py $(ARGS)
+
+# DeepSpeed compiles its operators at their first use, not here.
+distributed: $(READY)
+	$(if $(READY),DS_BUILD_OPS=0 $(PIP) --no-build-isolation --constraint $(VENV)/constraints.txt setuptools deepspeed)
+	$(RUN) -m pytest tests/transformers/test_deepspeed.py tests/test_examples.py -k 'deepspeed or launch or two_ranks' \
+		$(ARGS)
 
 # TRL needs datasets, pandas and pyarrow, which nothing else here needs. Today's frameworks pin 1.9, which calls
 # liger_kernel's losses; 1.16 has its own.

@@ -7,13 +7,16 @@ With `--tiny` it takes seconds on a CPU.
 import argparse
 import ast
 import json
+import os
 import statistics
 import time
 from importlib import import_module
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 
 import liger_hw
@@ -50,6 +53,14 @@ def arguments(description, batch=4, seq=2048, steps=12):
 
 def device() -> torch.device:
     return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def join_ranks() -> None:
+    """Join the processes of torchrun, each of which takes an accelerator of its own."""
+    if device().type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group(dist.get_default_backend_for_device(device()))
 
 
 def model_and_tokenizer(args):
@@ -130,6 +141,32 @@ def provide_trl(args):
         integrations.accelerate_trl()
 
 
+def train_ranks(args, example, model, rows, step, replicas):
+    """Train on several ranks, on whose sequences `step(input_ids, labels)` returns (loss, gradient norm).
+
+    Args:
+        rows: the sequences of all steps; a step takes `args.batch` of them.
+        replicas: the ranks whose sequences differ: each takes its share of a batch, the others the same one.
+    """
+    meter = Meter(args)
+    for i in range(args.steps):
+        mine = rows[i * args.batch : (i + 1) * args.batch][dist.get_rank() % replicas :: replicas]
+        ids = torch.tensor([row["input_ids"] for row in mine], device=device())
+        meter.on_step_begin()
+        loss, norm = step(input_ids=ids, labels=ids)
+        meter.on_step_end()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        meter.on_log(None, None, None, {"loss": loss.item() / dist.get_world_size(), "grad_norm": float(norm)})
+    return meter.finish(example, model)
+
+
+def gradient_norm(model) -> torch.Tensor:
+    """Return the norm of all gradients, of which a rank may hold parts."""
+    norms = [p.grad.norm() for p in model.parameters()]
+    return torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+
+
 class Meter(TrainerCallback):
     """Measure time and peak memory of training steps, as a callback of Hugging Face's Trainer."""
 
@@ -165,7 +202,7 @@ class Meter(TrainerCallback):
         print(
             f"{example}, {self.args.provider}: {result['tokens_per_second']:,.0f} tokens/s{memory}, loss {self.losses}"
         )
-        if self.args.json:
+        if self.args.json and not (dist.is_initialized() and dist.get_rank()):
             self.args.json.write_text(json.dumps(result))
         return result
 

@@ -58,7 +58,7 @@ def column_parallel_input(module):
 
 
 def keep_unsharded(module) -> list:
-    """Keep the weights of a module's FSDP2 unit whole after its forward; return the argument of `reshard_again`."""
+    """Keep a module's FSDP2 unit whole after its forward; return the argument of `reshard_again`."""
     state = module._get_fsdp_state()
     # torch 2.11 has one group of parameters a unit
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]

@@ -44,6 +44,22 @@ def test_links_between_the_repository_and_the_site(documentation):
     )  # fmt: skip
 
 
+def test_every_row_about_several_gpus_names_its_test():
+    """Each cell of the table of engines, and the last cell of each row of the others."""
+    tests = {
+        name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / "docs/distributed.md").read_text(), re.MULTILINE)
+    tables = [[line.strip("|").split(" | ") for line in table.splitlines()] for table in tables[1:]]  # the first: speed
+    for (titles, _, *rows), first in zip(tables, [1, *[-1] * len(tables)]):
+        for row in rows:
+            assert len(row) == len(titles), row
+            for cell in row[first:]:
+                named = re.findall(r"`(test_\w+)`", cell)
+                assert named or cell.strip() == "not offered", f"{row[0]}: {cell}"
+                assert tests.issuperset(named), cell
+
+
 def test_an_unknown_text_is_refused(documentation):
     with pytest.raises(ValueError, match="did you mean 'evidence nvidia'"):
         moved(documentation, "<!-- site: evidence nvida -->", "start/nvidia.md")

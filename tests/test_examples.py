@@ -1,12 +1,15 @@
 """Every example, tiny: the same losses and gradients with liger_hw as without."""
 
 import importlib
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from liger_hw import integrations
 
@@ -15,6 +18,7 @@ NEEDS = {
     "trainer_sft": "accelerate", "orpo": "accelerate", "medusa": "accelerate", "vision_sft": "accelerate",
     "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "lightning_sft": "lightning",
 }  # fmt: skip
+ON_RANKS = {"fsdp2_sft": "accelerate", "tensor_parallel_sft": "transformers", "zero3_sft": "deepspeed"}
 
 
 def run(name, provider, monkeypatch, tmp_path):
@@ -44,8 +48,46 @@ def test_example(name, monkeypatch, tmp_path, capsys):
     assert "rms_norm" in capsys.readouterr().out and (tmp_path / "result.json").exists()
 
 
+def learn_alike_on_ranks(name, folder):
+    rank, size = (str(number) for number in (dist.get_rank(), dist.get_world_size()))
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    sys.path.insert(0, str(FOLDER))
+    results = {}
+    for provider in ("plain", "liger_hw"):
+        sys.argv = [name, "--tiny", "--steps", "3", "--provider", provider, "--output", f"{folder}/{provider}"]
+        results[provider] = importlib.import_module(name).main()
+        if name == "fsdp2_sft":
+            from accelerate.state import AcceleratorState
+
+            AcceleratorState._reset_state(True)
+    for key in ("losses", "gradient_norms"):
+        plain, patched = (torch.tensor(results[provider][key]) for provider in ("plain", "liger_hw"))
+        assert len(plain) == 3
+        torch.testing.assert_close(patched, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_example_on_two_ranks(name, ranks, tmp_path):
+    for package in ("transformers", "tokenizers", ON_RANKS[name]):
+        if find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed")
+    if torch.accelerator.is_available():
+        pytest.skip("compares fp32 runs of a CPU")
+    ranks(2, learn_alike_on_ranks, name, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_launch(name, tmp_path):
+    if find_spec("deepspeed") is None:
+        pytest.skip("`make distributed`, which installs deepspeed, launches the examples")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--tiny", "--steps", "1", "--output", str(tmp_path), "--json", str(tmp_path / "result.json")]
+    done = subprocess.run([*launch, str(FOLDER / f"{name}.py"), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "result.json").exists(), done.stdout + done.stderr
+
+
 def test_every_example_is_tested():
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, "common"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, *ON_RANKS, "common"}
 
 
 def test_the_table_is_written_from_results(monkeypatch):

@@ -1,11 +1,13 @@
 """Losses of a head whose vocabulary is sharded over ranks, against those of the whole head."""
 
 import itertools
+import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import device
+from ranks import Ranks, device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -226,3 +228,28 @@ def refusals():
 
 def test_wrong_arguments(ranks):
     ranks(2, refusals)
+
+
+def another_number_of_rows():
+    rows = 4 + dist.get_rank()
+    fused_linear_cross_entropy(normal(rows, 8), normal(6, 8), numbers(*range(rows)), group=dist.group.WORLD)
+
+
+def death():
+    if dist.get_rank() == 1:
+        os._exit(1)
+    fused_linear_cross_entropy(normal(4, 8), normal(6, 8), numbers(0, 1, 2, 3), group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("function", [another_number_of_rows, death])
+def test_ranks_that_disagree(function):
+    if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
+        pytest.skip("NCCL reports nothing before its time limit; a launcher ends the other ranks")
+    pair = Ranks(2)  # of its own, as it does not survive
+    start = time.monotonic()
+    try:
+        with pytest.raises(AssertionError, match="rank 0: Traceback"):
+            pair.run(function, ())
+    finally:
+        pair.stop()
+    assert time.monotonic() - start < 120

@@ -21,10 +21,10 @@ ZERO3 = {  # the default thresholds would leave every weight of a tiny model who
 }  # fmt: skip
 
 
-def configuration(stage, **options):
+def configuration(stage, offload=(), **options):
     return {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage} | (ZERO3 if stage == 3 else {}), **options,
+        "zero_optimization": {"stage": stage} | (ZERO3 if stage == 3 else {}) | dict(offload), **options,
     }  # fmt: skip
 
 
@@ -71,20 +71,26 @@ def test_stages(stage, config, check):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_divisor_of_all_ranks(stage, check):
+def test_divisor_of_zero(stage, check):
     check(functools.partial(zero, stage=stage), counted=True, of_rank=labels_of_one_batch)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant, check):
+def test_checkpointing_of_zero(reentrant, check):
     check(functools.partial(zero, stage=3), checkpointed=reentrant)
 
 
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
-def test_evaluation(config, check):
+def test_evaluation_of_zero(config, check):
     check(functools.partial(zero, stage=3), evaluate=True, **config)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_bf16_with_fp32_weights(stage, ranks):
+def test_rounded_layers_of_zero(stage, ranks):
     ranks(2, learn_alike_in_bf16, functools.partial(zero, stage=stage), {"bf16": {"enabled": True}})
+
+
+@pytest.mark.parametrize("stage, weights", [(2, "optimizer"), (3, "optimizer"), (3, "param")])
+def test_offloading_of_zero(stage, weights, check):
+    offloaded = {f"offload_{weights}": {"device": "cpu"}}
+    check(functools.partial(zero, stage=stage, zero_force_ds_cpu_optimizer=False, offload=offloaded))
