@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 
 import pytest
 import torch.distributed as dist
@@ -56,6 +57,39 @@ def zero(model, stage, **options):
     return engine
 
 
+class OfAccelerate(Engine):
+    """Accelerate's optimizer step is a part of the last backward, so it shows no gradients."""
+
+    def __init__(self, model, accelerator):
+        super().__init__(model)
+        self.accelerator = accelerator
+        self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
+
+    def backward(self, loss, last):
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(loss, scale_wrt_gas=False)
+
+    def gradients(self):
+        return None
+
+    def step(self):
+        pass
+
+
+def zero_of_accelerate(model, stage):
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    AcceleratorState._reset_state(True)
+    plugin = DeepSpeedPlugin(hf_ds_config=configuration(stage), gradient_accumulation_steps=2)
+    backend = InitProcessGroupKwargs(backend=dist.get_backend())
+    return OfAccelerate(
+        model, Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[backend], gradient_accumulation_steps=2)
+    )
+
+
 @pytest.fixture
 def check(ranks):
     def run(engine, **options):
@@ -94,3 +128,9 @@ def test_rounded_layers_of_zero(stage, ranks):
 def test_offloading_of_zero(stage, weights, check):
     offloaded = {f"offload_{weights}": {"device": "cpu"}}
     check(functools.partial(zero, stage=stage, zero_force_ds_cpu_optimizer=False, offload=offloaded))
+
+
+@pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_of_accelerate(stage, config, check):
+    check(functools.partial(zero_of_accelerate, stage=stage), **config)
