@@ -5,6 +5,7 @@ imports torch for seconds.
 """
 
 import datetime
+import multiprocessing.connection
 import os
 import tempfile
 import traceback
@@ -45,18 +46,21 @@ class Ranks:
         """Call `function(*args)` on every rank; raise an AssertionError with the traces of those that fail."""
         for pipe in self.pipes:
             pipe.send((function, args, backend))
-        errors = {}
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                error = pipe.recv() if pipe.poll(SECONDS if not errors else 5) else HUNG
-            except EOFError:
-                error = DIED
-            if error is not None:
-                errors[rank] = error
+        errors, waiting = {}, list(self.pipes)
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, SECONDS if not errors else 5)
+            for pipe in ready or waiting:
+                try:
+                    error = pipe.recv() if ready else HUNG
+                except EOFError:
+                    error = DIED
+                if error is not None:
+                    errors[self.pipes.index(pipe)] = error
+            waiting = [pipe for pipe in waiting if ready and pipe not in ready]
         if len(errors) < len(self.pipes) and errors or set(errors.values()) & {HUNG, DIED}:
             self.stop()
         if errors:
-            raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+            raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
 
     def stop(self):
         for process in self.processes:

@@ -133,6 +133,24 @@ def test_means_of_losses(forced, ranks):
     ranks(2, means, backend=forced)
 
 
+def row_of_one_rank():
+    mesh = init_device_mesh(device().type, (2,))
+    x, weight = torch.randn(1, 5, device=device()).requires_grad_(), torch.randn(9, 5, device=device()).requires_grad_()
+    target = torch.tensor([3], device=device())
+
+    def rows(i, x):
+        return [Shard(0) if x.shape[0] == 1 else Replicate()]
+
+    check("rms_norm", rows, (x, weight[0].detach().requires_grad_()), {}, mesh)
+    check("cross_entropy", rows, (x, target), {}, mesh)
+    check("fused_linear_cross_entropy", rows, (x, weight, target), {}, mesh)
+
+
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_a_rank_without_rows(forced, ranks):
+    ranks(2, row_of_one_rank, backend=forced)
+
+
 def refusals():
     mesh = init_device_mesh(device().type, (2,))
     x, weight = torch.randn(4, 8, device=device()), torch.ones(8, device=device())

@@ -18,12 +18,13 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 UNITS = {"head": ("lm_head",), "norm with head": ("model.norm", "lm_head")}
 TIED = {"tie_word_embeddings": True}
 ENGINES = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, "accelerate": accelerate_fsdp2}
-ROUNDED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 PRECISION = {
     "ddp": {"autocast": True},
     "fsdp1": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "fsdp2": {"mp_policy": ROUNDED},
-    "accelerate": {"mixed_precision_policy": ROUNDED},
+    "fsdp2": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "accelerate": {
+        "mixed_precision_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    },
 }
 
 
@@ -97,6 +98,7 @@ def test_bf16_with_fp32_weights(engine, ranks):
     ranks(2, learn_alike_in_bf16, ENGINES[engine], PRECISION[engine])
 
 
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="FSDP1 pins memory, for which torch needs a device")
 def test_fsdp1_with_offloading(check):
     check(fsdp1, {"cpu_offload": CPUOffload(offload_params=True)})
 
