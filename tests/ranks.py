@@ -77,6 +77,7 @@ def _serve(pipe, place, rank, count):
     from liger_hw import use_backend
 
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     if not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() >= count:
         torch.accelerator.set_device_index(rank)
         _device = torch.device(torch.accelerator.current_accelerator().type, rank)

@@ -1,7 +1,6 @@
 """Every example, tiny: the same losses and gradients with liger_hw as without."""
 
 import importlib
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from liger_hw import integrations
 
@@ -49,8 +47,6 @@ def test_example(name, monkeypatch, tmp_path, capsys):
 
 
 def learn_alike_on_ranks(name, folder):
-    rank, size = (str(number) for number in (dist.get_rank(), dist.get_world_size()))
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     sys.path.insert(0, str(FOLDER))
     results = {}
     for provider in ("plain", "liger_hw"):

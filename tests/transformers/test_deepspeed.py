@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 
 import pytest
 import torch.distributed as dist
@@ -80,8 +79,6 @@ def zero_of_accelerate(model, stage):
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
 
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     AcceleratorState._reset_state(True)
     plugin = DeepSpeedPlugin(hf_ds_config=configuration(stage), gradient_accumulation_steps=2)
     backend = InitProcessGroupKwargs(backend=dist.get_backend())

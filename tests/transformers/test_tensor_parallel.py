@@ -1,7 +1,6 @@
 """Patched models under tensor parallelism have the losses and gradients of the unpatched, unsharded model."""
 
 import copy
-import os
 
 import alike
 import pytest
@@ -90,8 +89,6 @@ def test_plans_of_torch(sequence_parallel, patch_first, forced, ranks):
 
 
 def learn_alike_by_auto(folder):
-    rank = torch.distributed.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
     inputs = tokens()
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).train().to(device())
     reference = alike.Reference(plain, lambda model: tiny.call(model, **inputs))
