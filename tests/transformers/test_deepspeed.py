@@ -24,6 +24,7 @@ ZERO3 = {  # the default thresholds would leave every weight of a tiny model who
 def configuration(stage, offload=(), **options):
     return {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage} | (ZERO3 if stage == 3 else {}) | dict(offload), **options,
     }  # fmt: skip
 
