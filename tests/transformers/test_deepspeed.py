@@ -79,13 +79,15 @@ class OfAccelerate(Engine):
 def zero_of_accelerate(model, stage):
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(True)
     plugin = DeepSpeedPlugin(hf_ds_config=configuration(stage), gradient_accumulation_steps=2)
     backend = InitProcessGroupKwargs(backend=dist.get_backend())
-    return OfAccelerate(
-        model, Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[backend], gradient_accumulation_steps=2)
-    )
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[backend], gradient_accumulation_steps=2)
+    engine = OfAccelerate(model, accelerator)
+    unset_hf_deepspeed_config()  # else transformers builds the next test's models in shards
+    return engine
 
 
 @pytest.fixture
