@@ -1,0 +1,165 @@
+"""liger_hw.activations: no plan changes a number, and the plan predicts what the layers hold."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw.checkpointing.solver import KEEP, OFFLOAD
+
+transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+
+PLENTY = 2**40
+HALF = "half of what autograd saves"
+PLANS = {
+    "recompute": (0, 0),
+    "keep": (PLENTY, 0),
+    "mixed": (HALF, 0),
+    "offload": (0, PLENTY // 2**12),
+    "both": (HALF, 2**28),
+}
+TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+TINY |= dict(head_dim=16, vocab_size=128, max_position_embeddings=64, pad_token_id=0)
+MODELS = {
+    "llama": dict(TINY),
+    "mixtral": TINY | dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "qwen3_moe": TINY | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+    "gemma3_text": TINY | dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
+    | dict(num_hidden_layers=4),
+    "gpt2": dict(n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64, resid_pdrop=0.2, attn_pdrop=0.2),
+}  # fmt: skip
+
+
+def model(family="llama", **more):
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **MODELS[family] | more)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def tokens(batch=2, length=24, seed=0):
+    ids = torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def train(model, count, inputs=None, accumulate=1, context=None):
+    """Return losses and gradients of `count` passes; every one draws its own dropout."""
+    results = []
+    for number in range(count):
+        torch.manual_seed(number)
+        if number % accumulate == 0:
+            model.zero_grad()
+        with context() if context else torch.enable_grad():
+            loss = model(**(inputs or tokens(seed=number))).loss
+        loss.backward()
+        results += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        results.append(torch.rand(1))  # the state of the random generator
+    return results
+
+
+def planned(model, plan, inputs=None, **options):
+    """Plan a copy of `model`; return it with its `Activations`."""
+    model = copy.deepcopy(model)
+    budget, host_budget = PLANS[plan]
+    if budget == HALF:
+        activations = liger_hw.activations(model, PLENTY, 0)
+        train(model, 4, inputs, **options)
+        budget = sum(layer.choice.nbytes for layer in activations.plan.layers) // 2
+        model.zero_grad()
+    return model, liger_hw.activations(model, budget, host_budget)
+
+
+def assert_same_bits(found, expected):
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(found, expected)):
+        assert torch.equal(a, b), f"result {number} differs"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", MODELS)
+def test_same_bits(family, plan):
+    plain = model(family)
+    other, activations = planned(plain, plan)
+    assert_same_bits(train(other, 7), train(plain, 7))
+    assert not activations.refused
+    choices = [layer.choice for layer in activations.plan.layers]
+    assert len(choices) == plain.config.num_hidden_layers and activations.plan.measured_seconds > 0
+    actions = {action for choice in choices for _, action in choice.actions or ()}
+    if plan == "recompute":
+        assert all(choice.actions == () for choice in choices)
+    elif plan == "keep":
+        assert all(choice.actions is None for choice in choices)
+    elif plan == "mixed":
+        assert actions <= {KEEP} and 0 < activations.plan.saved_seconds
+    else:
+        assert OFFLOAD in actions and activations.plan.offloaded_bytes > 0
+
+
+def lora(base):
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(base, config)
+
+
+def frozen_below(base):
+    """Freeze the embedding and the first layer."""
+    for part in (base.model.embed_tokens, base.model.layers[0]):
+        part.requires_grad_(False)
+    return base
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+WAYS = {
+    "accumulation": dict(options=dict(accumulate=3)),
+    "autocast": dict(options=dict(context=bf16)),
+    "autocast and accumulation": dict(options=dict(context=bf16, accumulate=2)),
+    "lora": dict(change=lora),
+    "frozen": dict(change=frozen_below),
+    "patched": dict(change=lambda base: (liger_hw.patch(base), base)[1]),
+    "eager experts": dict(family="mixtral", more=dict(experts_implementation="eager")),
+    "eager attention": dict(more=dict(attn_implementation="eager")),
+    "packed": dict(inputs=dict(
+        input_ids=tokens()["input_ids"][:1], labels=tokens()["labels"][:1],
+        position_ids=torch.cat((torch.arange(10), torch.arange(14)))[None],
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["mixed", "offload"])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_bits_however_it_trains(way, plan):
+    way = {"family": "llama", "more": {}, "change": lambda base: base, "inputs": None, "options": {}} | WAYS[way]
+    plain = way["change"](model(way["family"], **way["more"]))
+    other, activations = planned(plain, plan, way["inputs"], **way["options"])
+    assert_same_bits(train(other, 9, way["inputs"], **way["options"]), train(plain, 9, way["inputs"], **way["options"]))
+    assert activations.plan is not None and not activations.refused
+
+
+def held_after_forward(model, inputs, tmp_path):
+    """Return (loss, bytes that a forward allocates and leaves), by the allocator's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss = model(**inputs).loss
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return loss, sum(event["args"]["Bytes"] for event in events if event.get("name") == "[memory]")
+
+
+@pytest.mark.parametrize("plan", ["keep", "mixed", "offload", "both"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_predicts_the_bytes_that_the_layers_hold(family, plan, tmp_path):
+    """The difference to a forward that recomputes every layer is what the plan keeps, on the device and the host."""
+    inputs, held = tokens(batch=4, length=48), []
+    for each in ("recompute", plan):
+        other, activations = planned(model(family), each, inputs)
+        train(other, 6, inputs)  # 64 passes later the buffers on the host are there, too
+        loss, nbytes = held_after_forward(other, inputs, tmp_path)
+        loss.backward()
+        held.append(nbytes)
+    kept = sum(layer.choice.nbytes for layer in activations.plan.layers)
+    assert held[1] - held[0] == pytest.approx(kept, rel=0.02)
