@@ -67,7 +67,7 @@ def choices_of(record, limits, layers, refused=()) -> list[Choice]:
     kept, offloaded = ((actions == action).double() @ nbytes for action in (KEEP, OFFLOAD))
     saved = (actions != RECOMPUTE).double() @ seconds
     choices = []
-    for limit in {host_bytes, 0}:  # without copies, too: their buffers may not fit
+    for limit in [host_bytes / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
         for row in _undominated(kept, saved, (offloaded <= limit).nonzero().flatten()):
             of_items = zip(items, actions[row].tolist())
             chosen = tuple(sorted((position, action) for (position, _), action in of_items if action != RECOMPUTE))
