@@ -148,8 +148,8 @@ class Activations:
             return function(*args)
         if hidden.device != self.device:
             raise RuntimeError(
-                f"liger_hw.activations planned for {self.device}, and a layer runs on {hidden.device}: call it after the "
-                "model is on its one device; a model on several devices is not planned for"
+                f"liger_hw.activations planned for {self.device}, and a layer runs on {hidden.device}: call it after "
+                "the model is on its one device; a model on several devices is not planned for"
             )
         if self.current is None or layer is self.current.layers[0]:
             self._begin(hidden)
