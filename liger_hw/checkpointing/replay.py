@@ -86,7 +86,11 @@ class Frame:
             results = _taken(results)
         else:
             expected = recompute()
-            if not all(map(_equal, tensors_in(_taken(results)), tensors_in(expected))):
+            pairs = zip(tensors_in(_taken(results)), tensors_in(expected))
+            if torch.Tag.nondeterministic_seeded in operation.tags:
+                # attention without dropout leaves the state of the random generator, integers, uninitialised
+                pairs = [(kept, again) for kept, again in pairs if again.is_floating_point()]
+            if not all(_equal(kept, again) for kept, again in pairs):
                 self.prove(position)
             results = expected
         if not backward_keeps_graph():
