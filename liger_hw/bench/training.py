@@ -266,7 +266,7 @@ def change(provider: str, model) -> None:
 
 @contextmanager
 def _provided(provider, model, budget):
-    """Apply a provider to `model` within the block, ours with a budget for activations unless that is None."""
+    """Apply a provider to `model` within the block; `budget`: of ours for activations."""
     change(provider, model)
     if provider == OURS and budget:
         liger_hw.activations(model, budget_of(budget))

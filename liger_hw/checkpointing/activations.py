@@ -12,7 +12,7 @@ HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, b
 
 
 def activations(model, budget="auto", host_budget=None):
-    """Decide what the decoder layers of `model` keep for the backward, recompute, or offload to host memory.
+    """Decide which results of `model`'s decoder layers to keep, recompute, or offload to the host.
 
     Losses and gradients stay bitwise equal to those without it. The first three training passes (a forward with its
     backward) recompute every layer, as `gradient_checkpointing_enable` does, and measure: the time of each operation of
@@ -101,7 +101,7 @@ def _host_budget(host_budget):
 
 
 def _free_host_memory():
-    """Return the bytes of host memory that are available, or 0 where the system does not tell."""
+    """Return the available bytes of host memory; 0 where the system does not tell."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)

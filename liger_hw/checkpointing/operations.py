@@ -1,4 +1,4 @@
-"""Decide which operations of a layer a plan may name, by their position in the layer."""
+"""Number the operations of a layer, so that a plan can name them."""
 
 import torch
 

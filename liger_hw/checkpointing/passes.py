@@ -1,4 +1,4 @@
-"""Run the layers of a model in training: measure a few passes, plan, prove the plan, and follow it."""
+"""Measure a few passes of a model's layers, plan, prove the plan, and follow it."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ class Pass:
     """One forward of the model with its backward.
 
     Attributes:
-        phase: what it is for.
+        phase: its purpose, one of those above.
         kind: (whether gradients exist, whether the forward before has had no backward), of which memory depends.
         base: bytes allocated at its start.
         tokens: values of the hidden states.
@@ -83,9 +83,10 @@ class Pass:
         return self.end is not None
 
     def timeline(self, count):
-        """Return the peak above the base in each part of the pass, from the first layer's backward to the forward.
+        """Return the peak above the base in each part of the pass.
 
-        A layer without gradients counts to the part before.
+        The first part is the first layer's backward, the last part the forward. A layer without gradients counts to the
+        part before.
         """
         above = []
         for part in range(count + 1):
@@ -94,7 +95,7 @@ class Pass:
 
 
 class Activations:
-    """Decide what the decoder layers of a model keep for the backward, and run them so.
+    """Run the decoder layers of a model, and decide what they keep for the backward.
 
     Attributes:
         plan: the `Plan` of the last passes, or None while it measures.
@@ -255,7 +256,7 @@ class Activations:
             logger.info("liger_hw.activations:\n%s", self.plan)
 
     def _refuse(self, record, position):
-        """Recompute an operation from now on, as a kept result had other bits than a recomputed one."""
+        """Recompute an operation from now on: its kept result differed from the recomputed one."""
         self.refused.setdefault(record.structure, set()).add(position)
         self.refused_now = True
 
@@ -340,7 +341,7 @@ class Activations:
 
     @property
     def _counts(self):
-        """Tell whether the device counts memory; a CPU does not, and the budget bounds what layers keep."""
+        """Tell whether the device counts memory; on a CPU the budget bounds the kept bytes."""
         return self.device.type != "cpu"
 
     def _allocated(self):
@@ -365,7 +366,7 @@ COMPILED = (
 
 
 def _typical(records) -> Record:
-    """Return the record of layers that run the same operations, with the median of their times."""
+    """Return one record of layers that run the same operations: the median of their times."""
     operations = [
         type(op)(op.operation, op.label, op.nbytes, op.keepable, median(r.operations[place].seconds for r in records))
         for place, op in enumerate(records[0].operations)

@@ -1,4 +1,4 @@
-"""Describe a plan: the choice for each layer, with the time and memory that it predicts."""
+"""Describe a plan: the choice for each layer, and the predicted time and memory."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ class Record:
 
     @property
     def structure(self):
-        """Return a value that is equal for calls that run the same operations on the same sizes."""
+        """Return a value that calls with the same operations and sizes share."""
         return tuple((op.operation, op.label, op.nbytes, op.keepable) for op in self.operations), self.saved_bytes
 
 

@@ -1,4 +1,4 @@
-"""Choose what each layer keeps, offloads and recomputes: a knapsack of each layer, and one over the layers."""
+"""Choose the results that each layer keeps, offloads and recomputes, by two knapsacks."""
 
 from dataclasses import dataclass
 
@@ -49,13 +49,16 @@ class Limits:
 
 
 def choices_of(record, limits, layers, refused=()) -> list[Choice]:
-    """Return the choices of a layer that no other beats in memory and time at once, the leanest first.
+    """Return the choices of a layer that no other beats in both memory and time.
 
     Args:
         record: of the layer.
         limits: `Limits`; the copies of a layer must fit the time of its forward, and its share of host memory.
         layers: number of layers.
         refused: positions whose results must be recomputed.
+
+    Returns:
+        the choices, the leanest first.
     """
     items = [(position, op) for position, op in enumerate(record.operations) if op.keepable and position not in refused]
     items = sorted(items, key=lambda item: -item[1].seconds)[:LARGEST_CHOICES]

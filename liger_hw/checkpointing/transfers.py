@@ -1,4 +1,4 @@
-"""Copy tensors to host memory in the forward and back in the backward, beside the computation."""
+"""Copy tensors to host memory and back, beside the computation."""
 
 import time
 from collections import defaultdict, deque
@@ -14,9 +14,9 @@ AT_ONCE = 2.0**50  # bytes a second: a CPU does not wait for copies
 
 
 class Transfers:
-    """Copy tensors of one device on a stream of its own; a CPU copies at once.
+    """Copy tensors of one device on a stream of its own.
 
-    Buffers in host memory are pinned, and reused by the next step: to pin memory takes longer than to copy.
+    A CPU copies at once.     Buffers in host memory are pinned, and reused by the next step: to pin memory takes longer than to copy.
 
     Args:
         device: the device of the tensors.

@@ -35,7 +35,7 @@ class LigerHwCallback(TrainerCallback):
 
 
 class LigerHwActivationsCallback(TrainerCallback):
-    """Plans the activations of the trainer's model while it trains, in the place of its gradient checkpointing.
+    """Plans the activations of the trainer's model, in the place of its gradient checkpointing.
 
     Args:
         budget, host_budget: of `liger_hw.activations`.
