@@ -16,7 +16,8 @@ AT_ONCE = 2.0**50  # bytes a second: a CPU does not wait for copies
 class Transfers:
     """Copy tensors of one device on a stream of its own.
 
-    A CPU copies at once.     Buffers in host memory are pinned, and reused by the next step: to pin memory takes longer than to copy.
+    A CPU copies at once. Buffers in host memory are pinned, and reused by the next step: to pin memory takes longer
+    than to copy.
 
     Args:
         device: the device of the tensors.
