@@ -23,6 +23,7 @@ from liger_hw.checks import refuse
 logger = logging.getLogger("liger_hw")
 
 WARM_UP, RECORD, TIME, PROVE, CHECK, RUN = "warm up", "record", "time", "prove", "check", "run"
+FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of modules that transformers reads
 MEASURED = WARM_UP, RECORD, TIME  # passes that recompute every layer, before a plan
 MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
 GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
@@ -107,21 +108,25 @@ class Activations:
         self.clock, self.transfers = Clock(self.device), Transfers(self.device)
         self.plan, self.current, self.link = None, None, None
         self.ahead, self.tokens, self.passes, self.refused_now = deque(MEASURED), 0, 0, False
+        self.stopped = False
         self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
         self.ooms = self._ooms()
         self.former = []
-        for layer in layers:
-            names = "gradient_checkpointing", "_gradient_checkpointing_func"
-            self.former.append((layer, {name: vars(layer)[name] for name in names if name in vars(layer)}))
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, LayerCall(self, layer)
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):  # models, too: they then pass no cache to their layers
+                self.former.append((module, {name: vars(module)[name] for name in FLAGS if name in vars(module)}))
+                module.gradient_checkpointing = True
+                module._gradient_checkpointing_func = (
+                    LayerCall(self, module) if module in layers else checkpointed_whole
+                )
         self.a_parameter = next((p for layer in layers for p in layer.parameters() if p.requires_grad), None)
 
     def undo(self):
-        """Give every layer its former checkpointing back."""
-        for layer, former in self.former:
-            for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
-                vars(layer).pop(name, None)
-            vars(layer).update(former)
+        """Give every module its former checkpointing back."""
+        for module, former in self.former:
+            for name in FLAGS:
+                vars(module).pop(name, None)
+            vars(module).update(former)
         self.former, self.current = [], None
 
     def __str__(self):
@@ -211,9 +216,10 @@ class Activations:
         kind = has_grads, before is not None and not before.complete
         known = self.timelines.get(kind)
         base = self._allocated() if self.ahead or known is None or self.passes < WATCHED else 0
-        if hidden.numel() > self.tokens > 0:
+        grown, self.tokens = hidden.numel() > self.tokens, max(hidden.numel(), self.tokens)
+        if grown and self.records and not self.stopped:
             logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
-            self.ahead, self.timelines, self.plan, self.tokens = deque(MEASURED), {}, None, 0
+            self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
         elif self.plan is not None and known is None:
             self.ahead.appendleft(TIME)
         elif self.plan is not None and base > known[0] + GROWTH * self.plan.budget:
@@ -240,11 +246,11 @@ class Activations:
             elif done.phase != RUN:
                 self.ahead.appendleft(done.phase)
             return
+        scale = self.tokens / done.tokens
         if done.phase == RECORD:
-            self.records = list(zip(done.layers, [recorder.record() for recorder in done.recorders]))
-            self.tokens = done.tokens
+            records = [recorder.record().scaled(scale) for recorder in done.recorders]
+            self.records = list(zip(done.layers, records))
         elif done.phase == TIME:
-            scale = self.tokens / done.tokens
             self.timelines[done.kind] = done.base, [scale * above for above in done.timeline(len(self.records))]
             self.seconds = scale * self.clock.between(done.start, done.end)
             self._make_plan()
@@ -271,7 +277,7 @@ class Activations:
                 "before it. Call liger_hw.activations again with a smaller budget than %.1f GiB",
                 self.plan.budget / GIB,
             )
-        self.ooms, self.plan, self.tokens = self._ooms(), None, 0
+        self.ooms, self.plan, self.stopped = self._ooms(), None, self.plan is not None
 
     # planning ---------------------------------------------------------------------------------------------------------
 
@@ -301,7 +307,7 @@ class Activations:
                 "liger_hw.activations: tensors outside the layers have grown, and nothing fits %.1f GiB any more, so "
                 "every layer is recomputed from now on", budget / GIB,
             )  # fmt: skip
-            self.plan, self.tokens = None, 0
+            self.plan, self.stopped = None, True
             self.ahead.clear()
             return
         layers = [

@@ -2,7 +2,8 @@
 
 import functools
 import time
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -47,6 +48,14 @@ class Record:
     seconds: float = 0.0
     collective: bool = False
 
+    def scaled(self, factor):
+        """Return the record of a call with `factor` times the tokens."""
+        operations = [
+            replace(op, nbytes=round(factor * op.nbytes), seconds=factor * op.seconds) for op in self.operations
+        ]
+        sizes = (round(factor * size) for size in (self.saved_bytes, self.input_bytes))
+        return Record(operations, *sizes, factor * self.seconds, self.collective)
+
     @property
     def structure(self):
         """Return a value that calls with the same operations and sizes share."""
@@ -89,17 +98,19 @@ class Recorder(TorchDispatchMode):
         self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
         self.input_bytes = hidden.nbytes
         self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in layer.named_parameters() if is_plain(p)}
-        self.made, self.saved = {}, {}  # memory -> the operation that allocated it or None; memory -> what is saved
+        self.made = {}  # memory -> the operation that allocated it, or None
+        self.saved = []  # (a saved tensor, a reference to checkpointing's holder of it)
 
     def __enter__(self):
         pack, unpack = saved_tensors_hooks()
 
         @functools.wraps(pack)  # the module of this function tells ops that checkpointing is active
         def record(x):
+            packed = pack(x)
             if type(x) is torch.Tensor and memory_of(x) in self.made:
-                self.saved[memory_of(x)] = x.detach()
+                self.saved.append((x.detach(), weakref.ref(packed)))
             self.last = len(self.operations)
-            return pack(x)
+            return packed
 
         self.hooks = torch.autograd.graph.saved_tensors_hooks(record, unpack)
         self.hooks.__enter__()
@@ -110,7 +121,8 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self.end = self.clock.now()
         self.hooks.__exit__(*error)
-        self.saved_bytes = sum(x.untyped_storage().nbytes() for x in self.saved.values())
+        storages = [x.untyped_storage() for x, packed in self.saved if packed() is not None]  # in a graph that is alive
+        self.saved_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.saved.clear()
 
     @classmethod
