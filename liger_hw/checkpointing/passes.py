@@ -23,7 +23,7 @@ from liger_hw.checks import refuse
 logger = logging.getLogger("liger_hw")
 
 WARM_UP, RECORD, TIME, PROVE, CHECK, RUN = "warm up", "record", "time", "prove", "check", "run"
-FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of modules that transformers reads
+FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of layers that transformers reads
 MEASURED = WARM_UP, RECORD, TIME  # passes that recompute every layer, before a plan
 MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
 GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
@@ -112,21 +112,17 @@ class Activations:
         self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
         self.ooms = self._ooms()
         self.former = []
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):  # models, too: they then pass no cache to their layers
-                self.former.append((module, {name: vars(module)[name] for name in FLAGS if name in vars(module)}))
-                module.gradient_checkpointing = True
-                module._gradient_checkpointing_func = (
-                    LayerCall(self, module) if module in layers else checkpointed_whole
-                )
+        for layer in layers:  # not the model, whose masks for packed sequences depend on it
+            self.former.append((layer, {name: vars(layer)[name] for name in FLAGS if name in vars(layer)}))
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, LayerCall(self, layer)
         self.a_parameter = next((p for layer in layers for p in layer.parameters() if p.requires_grad), None)
 
     def undo(self):
-        """Give every module its former checkpointing back."""
-        for module, former in self.former:
+        """Give every layer its former checkpointing back."""
+        for layer, former in self.former:
             for name in FLAGS:
-                vars(module).pop(name, None)
-            vars(module).update(former)
+                vars(layer).pop(name, None)
+            vars(layer).update(former)
         self.former, self.current = [], None
 
     def __str__(self):
@@ -159,6 +155,7 @@ class Activations:
             )
         if self.current is None or layer is self.current.layers[0]:
             self._begin(hidden)
+        args = [None if hasattr(x, "get_seq_length") else x for x in args]  # a recomputation would fill a cache twice
         current = self.current
         index = len(current.layers)
         current.layers.append(layer)
