@@ -20,7 +20,7 @@ def activations(model, budget="auto", host_budget=None):
     recomputing what it keeps, too. A batch with more tokens than before is measured anew.
 
     Args:
-        model: a `PreTrainedModel`, or a module around one (PEFT, FSDP2).
+        model: a `PreTrainedModel`, or a module around one such as a PEFT model, on its device.
         budget: the most device memory that tensors may take at any time of a pass: bytes (an int); a share of the
             device's memory (a float up to 1); "auto", the memory that is free after the measured passes, less 5%. On a
             CPU, which does not count memory, the bytes that the layers keep beyond their inputs. None: give every layer
