@@ -14,7 +14,7 @@ def kind_of(operation, args) -> str:
     Returns:
         NUMBERED: a plan may keep its results. The forward and each recomputation run the same numbered operations.
         MUTATES: it writes to one of its arguments.
-        FREE: it costs nothing (views), or may be missing from one of the two runs: `detach`, which checkpointing adds,
+        FREE: it costs nothing (views, allocations), or may be missing from one of the two runs: `detach`, which checkpointing adds,
             and casts of parameters, which autocast remembers.
     """
     kind = _kinds.get(operation)
@@ -31,7 +31,8 @@ def _kind(operation):
         return FREE
     if schema.is_mutable:
         return MUTATES
-    return FREE if is_view_operation(operation) else NUMBERED
+    allocates = "empty" in schema.name  # memory without values, which no proof can compare
+    return FREE if allocates or is_view_operation(operation) else NUMBERED
 
 
 def _is_computed(x):
