@@ -14,8 +14,8 @@ def kind_of(operation, args) -> str:
     Returns:
         NUMBERED: a plan may keep its results. The forward and each recomputation run the same numbered operations.
         MUTATES: it writes to one of its arguments.
-        FREE: it costs nothing (views, allocations), or may be missing from one of the two runs: `detach`, which checkpointing adds,
-            and casts of parameters, which autocast remembers.
+        FREE: it costs nothing (views, allocations), or may be missing from one of the two runs: `detach`, which
+            checkpointing adds, and casts of parameters, which autocast remembers.
     """
     kind = _kinds.get(operation)
     if kind is None:
