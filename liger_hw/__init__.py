@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "backends": ("use_backend",),
+    "checkpointing.activations": ("activations",),
     "kernels.rms_norm": ("fused_add_rms_norm", "rms_norm"),
     "kernels.gated_rms_norm": ("gated_rms_norm", "modulated_rms_norm"),
     "kernels.group_norm": ("group_norm",),

@@ -13,10 +13,11 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_module_ho
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "column_parallel_input", "dispatch_modes",
-    "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor",
-    "is_plain", "keep_unsharded", "process_group", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change",
-    "traced", "transforms_active", "without_saved_tensors_hooks",
+    "PLAIN", "TorchDispatchMode", "alias", "all_gathered", "at_end_of_backward", "autograd_records",
+    "backward_keeps_graph", "column_parallel_input", "dispatch_modes", "finish_collective", "grouped_mm",
+    "has_global_module_hooks", "has_tangents", "has_wide_products", "is_compiled", "is_dtensor", "is_plain",
+    "is_view_operation", "keep_unsharded", "process_group", "reshard_again", "saved_tensors_hooks",
+    "saved_tensors_may_change", "traced", "transforms_active", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -136,6 +137,32 @@ def without_saved_tensors_hooks():
     else:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             yield
+
+
+def alias(x):
+    """Return `x` without its graph, with the same version counter, inside a dispatch mode."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def is_compiled(module) -> bool:
+    """Tell whether torch.compile wraps `module`, or its method compile() was called."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def is_view_operation(operation) -> bool:
+    """Tell whether an operation's results share memory with its arguments."""
+    return any(result.alias_info is not None for result in operation._schema.returns)
+
+
+def backward_keeps_graph() -> bool:
+    """Tell whether the backward that runs here was called with retain_graph=True."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def at_end_of_backward(function) -> None:
+    """Call `function` at the end of the backward that runs here."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def grouped_mm():

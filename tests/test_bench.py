@@ -335,6 +335,16 @@ def test_a_run_that_fails_leaves_the_others(monkeypatch):
     assert answers[0] == {"error": "ZeroDivisionError: division by zero"} and answers[1]["tokens_per_second"] > 0
 
 
+def test_activations_of_ours_alone():
+    pytest.importorskip("transformers")
+    answers = Answers()
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], 1, [8], None, 1, torch.float32, False, "0.001GiB")
+    training.main(runs, answers)
+    assert not any("error" in run for run in answers), answers
+    assert abs(answers[0]["loss"] - answers[1]["loss"]) < 1e-5
+    assert formatting.setting(runs[1]) == "tiny 1x8, activations within 0.001GiB"
+
+
 def test_failed_training_is_reported(trained, monkeypatch, capsys):
     monkeypatch.setattr(training, "_in_a_process", lambda group: [{"error": "out of memory"}] * len(group))
     status, found = trained("tiny", "--checkpointing", "both")
@@ -348,8 +358,9 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["nobody"], "unknown model 'nobody'. Models: llama-1b"),
         (["tiny", "--against", "quack"], "unknown peer 'quack'. Peers: eager, compile, liger"),
         (["tiny", "--longest"], "--longest: needs an accelerator"),
+        (["tiny", "--activations", "much"], "--activations: got 'much', allowed"),
     ],
-    ids=["model", "against", "longest"],
+    ids=["model", "against", "longest", "activations"],
 )
 def test_training_refuses(arguments, message, capsys):
     pytest.importorskip("transformers")

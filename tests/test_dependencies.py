@@ -24,6 +24,7 @@ FLOORS = [  # from the top: a room may import itself and what stands below it, s
     {"shortcut"},
     {"dispatch"},
     {"sharding"},
+    {"checkpointing"},
     {"tuning"},
     {"checks"},
     {"backends"},

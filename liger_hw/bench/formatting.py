@@ -185,7 +185,8 @@ def setting(run: dict) -> str:
     sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
     if "engine" in run:
         return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}"
-    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}"
+    budget = f", activations within {run['activations']}" if run.get("activations") else ""
+    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}"
 
 
 def changes(before: dict, after: dict) -> dict:

@@ -30,6 +30,7 @@ EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 PROVIDERS = (EAGER, COMPILE, LIGER, OURS)
 ORDER = (EAGER, COMPILE, OURS, LIGER)  # the peer is last because nothing undoes its changes to the model
 WARM_UP = 3
+PLANNING = 5  # steps in which `liger_hw.activations` measures, plans and checks
 POSITIONS = 2**22  # the longest context that the search tries
 IMAGE_SIDE = 32  # patches of 14 pixels: an image of 448x448
 
@@ -109,7 +110,7 @@ def choose(names, device) -> list[str]:
     return [*dict.fromkeys(names), OURS]
 
 
-def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest) -> list[dict]:
+def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest, activations=None) -> list[dict]:
     """List the runs: one dictionary of plain data for each.
 
     Args:
@@ -119,10 +120,13 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest) -
         steps: timed steps of a run.
         dtype: dtype of parameters and computation.
         longest: search the longest sequence that fits the memory with a batch of one, instead of timing.
+        activations: budget of `liger_hw.activations` for the model that liger_hw patches, in the words of
+            `budget_of`, or None.
 
     Raises:
-        ValueError: a model is unknown.
+        ValueError: a model is unknown, or the budget.
     """
+    budget_of(activations or "auto")
     for name in models:
         check_known("model", name, SETTINGS)
     runs = []
@@ -135,8 +139,16 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest) -
                         "model": name, "batch": 1 if longest else batch or setting.model.batch, "seq": seq,
                         "checkpointing": checkpointed, "provider": provider, "steps": steps,
                         "dtype": str(dtype).removeprefix("torch."),
-                    })  # fmt: skip
+                    } | ({"activations": activations} if activations else {}))  # fmt: skip
     return runs
+
+
+def budget_of(text):
+    """Return the budget that `text` names: "100GiB", a share such as "0.9", or "auto"."""
+    try:
+        return text if text == "auto" else int(float(text[:-3]) * 2**30) if text.endswith("GiB") else float(text)
+    except ValueError:
+        raise ValueError(f'--activations: got {text!r}, allowed: "100GiB", a share such as 0.9, "auto"') from None
 
 
 def run(runs, device, progress, file: Path) -> dict:
@@ -202,7 +214,7 @@ def main(group: list[dict], answers) -> None:
     for planned in group:
         try:
             trained = trained or build(planned, device)
-            with _provided(planned["provider"], trained.model):
+            with _provided(planned["provider"], trained.model, planned.get("activations")):
                 answers.send(_measured(trained, planned, device))
         except torch.OutOfMemoryError:
             answers.send({"error": "out of memory"})
@@ -253,12 +265,15 @@ def change(provider: str, model) -> None:
 
 
 @contextmanager
-def _provided(provider, model):
-    """Apply a provider to `model` within the block."""
+def _provided(provider, model, budget):
+    """Apply a provider to `model` within the block; `budget`: of ours for activations."""
     change(provider, model)
+    if provider == OURS and budget:
+        liger_hw.activations(model, budget_of(budget))
     try:
         yield
     finally:
+        liger_hw.activations(model, None)
         liger_hw.unpatch(model)
         model._compiled_call_impl = None  # torch has no method that undoes compile()
         torch._dynamo.reset()
@@ -274,7 +289,8 @@ def _free(trained):
 def _measured(trained, planned, device) -> dict:
     if planned["seq"] is None:
         return {"longest": _longest(trained, device)}
-    return _timed(trained, _batch(trained, planned["batch"], planned["seq"], device), planned["steps"])
+    warm_up = WARM_UP + (PLANNING if planned["provider"] == OURS and planned.get("activations") else 0)
+    return _timed(trained, _batch(trained, planned["batch"], planned["seq"], device), planned["steps"], warm_up)
 
 
 def _batch(trained, batch, seq, device) -> dict:
@@ -299,9 +315,9 @@ def _batch(trained, batch, seq, device) -> dict:
     }  # fmt: skip
 
 
-def _timed(trained, batch, steps) -> dict:
+def _timed(trained, batch, steps, warm_up) -> dict:
     device, tokens = batch["input_ids"].device, batch["input_ids"].numel()
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         trained.step(batch)
     seconds = []
     for _ in range(steps):

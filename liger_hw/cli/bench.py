@@ -61,6 +61,8 @@ def add(commands) -> None:
     option("--batch", type=common.positive, metavar="N", help="sequences in a batch (each model's own)")
     option("--seq", type=common.positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)")
     option("--checkpointing", choices=("on", "off", "both"), help="of activations (each model's own)")
+    option("--activations", metavar="BUDGET",
+           help="train the patched model within this memory: 100GiB, a share such as 0.9, or auto")  # fmt: skip
     option("--steps", type=common.positive, default=10, metavar="N", help="timed steps of a run (10)")
     option("--longest", action="store_true", help="search the longest sequence that fits the memory, without timing")
     dtype(option)
@@ -142,7 +144,7 @@ def bench_train(args) -> int | None:
     checkpointing = {"on": [True], "off": [False], "both": [False, True], None: None}[args.checkpointing]
     runs = training.plan(
         args.models or training.DEFAULT, training.choose(_peers(args), device), args.batch, args.seq, checkpointing,
-        args.steps, _dtype(args, device), args.longest,
+        args.steps, _dtype(args, device), args.longest, args.activations,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
     with console.progress() as progress:

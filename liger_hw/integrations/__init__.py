@@ -5,7 +5,7 @@ from liger_hw._lazy import lazy_names
 _NAMES = {
     "liger_hw.stand_in.finder": ("install", "is_installed", "uninstall"),
     "liger_hw.stand_in.megatron": ("apply_liger_kernel_to_megatron",),
-    "trainer_callback": ("LigerHwCallback",),
+    "trainer_callback": ("LigerHwActivationsCallback", "LigerHwCallback"),
     "lightning_callback": ("LigerHwLightningCallback",),
     "trl": ("accelerate_trl", "restore_trl"),
     "hub_kernels": ("register_hub_kernels", "unregister_hub_kernels"),

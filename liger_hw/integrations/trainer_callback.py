@@ -1,7 +1,8 @@
-"""`liger_hw.patch` as a callback of Hugging Face's Trainer and the trainers derived from it."""
+"""`liger_hw.patch` and `liger_hw.activations` as callbacks of Hugging Face's Trainer and trainers derived from it."""
 
 from transformers import TrainerCallback
 
+from liger_hw.checkpointing.activations import activations
 from liger_hw.patching.flags import check_flags
 from liger_hw.patching.patch import patch
 from liger_hw.patching.swapping import is_swapped
@@ -31,3 +32,25 @@ class LigerHwCallback(TrainerCallback):
             patch(model, **self.flags)
 
     on_train_begin = on_init_end
+
+
+class LigerHwActivationsCallback(TrainerCallback):
+    """Plans the activations of the trainer's model, in the place of its gradient checkpointing.
+
+    Args:
+        budget, host_budget: of `liger_hw.activations`.
+
+    Raises:
+        ValueError: as `liger_hw.activations`, when training begins.
+    """
+
+    def __init__(self, budget="auto", host_budget=None):
+        self.budget, self.host_budget = budget, host_budget
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Plan for the model, which is on its device now; the arguments are the trainer's."""
+        activations(model, self.budget, self.host_budget)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """Give the model its former checkpointing back."""
+        activations(model, None)

@@ -92,6 +92,20 @@ def test_trainer_callback(how, tmp_path, plain_losses):
         integrations.LigerHwCallback(unheard_of=True)
 
 
+def test_trainer_callback_for_activations(tmp_path, plain_losses):
+    """It replaces the trainer's gradient checkpointing, and ends with the training."""
+    plans = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            plans.append(str(model.model.layers[0]._gradient_checkpointing_func.activations))
+
+    callbacks = [integrations.LigerHwActivationsCallback(10**6), Watch()]
+    losses, model, _ = train(tiny.model(), tmp_path, callbacks, gradient_checkpointing=True)
+    assert losses == plain_losses[:3] and len(plans) == 3 and plans[0].startswith("no plan yet: it needs 2 more")
+    assert not hasattr(model.model.layers[0]._gradient_checkpointing_func, "activations")
+
+
 # Lightning ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,63 @@
+"""Number the operations of a layer, so that a plan can name them."""
+
+import torch
+
+from liger_hw._torch import is_view_operation
+
+FREE, NUMBERED, MUTATES = "free", "numbered", "mutates"
+_kinds = {}  # operation -> its kind, as far as the operation alone decides
+
+
+def kind_of(operation, args) -> str:
+    """Return the kind of an operation that a layer runs.
+
+    Returns:
+        NUMBERED: a plan may keep its results. The forward and each recomputation run the same numbered operations.
+        MUTATES: it writes to one of its arguments.
+        FREE: it costs nothing (views, allocations), or may be missing from one of the two runs: `detach`, which
+            checkpointing adds, and casts of parameters, which autocast remembers.
+    """
+    kind = _kinds.get(operation)
+    if kind is None:
+        kind = _kinds[operation] = _kind(operation)
+    if kind is NUMBERED and not any(_is_computed(x) for x in args):
+        return FREE
+    return kind
+
+
+def _kind(operation):
+    schema = getattr(operation, "_schema", None)
+    if schema is None or operation.namespace == "prim":  # operations of higher order, queries of metadata
+        return FREE
+    if schema.is_mutable:
+        return MUTATES
+    allocates = "empty" in schema.name  # memory without values, which no proof can compare
+    return FREE if allocates or is_view_operation(operation) else NUMBERED
+
+
+def _is_computed(x):
+    """Tell whether an argument holds tensors other than parameters."""
+    if isinstance(x, torch.Tensor):
+        return not isinstance(x, torch.nn.Parameter)
+    return isinstance(x, (list, tuple)) and any(map(_is_computed, x))
+
+
+def tensors_in(values):
+    """Yield the tensors among an operation's arguments or results."""
+    for value in values if isinstance(values, (list, tuple)) else (values,):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def written(operation, args, kwargs):
+    """Yield the tensors that an operation writes to."""
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
+def memory_of(x) -> int:
+    """Return the address of a tensor's storage."""
+    return x.untyped_storage().data_ptr()

@@ -1,0 +1,378 @@
+"""Measure a few passes of a model's layers, plan, prove the plan, and follow it."""
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch.utils import checkpoint
+
+from liger_hw._torch import at_end_of_backward
+from liger_hw.checkpointing.operations import tensors_in
+from liger_hw.checkpointing.plan import GIB, Plan, PlannedLayer
+from liger_hw.checkpointing.recording import Clock, Record, Recorder
+from liger_hw.checkpointing.replay import Frame, checkpointed
+from liger_hw.checkpointing.solver import NOTHING, Limits, choices_of, solve
+from liger_hw.checkpointing.transfers import Transfers
+from liger_hw.checks import refuse
+
+logger = logging.getLogger("liger_hw")
+
+WARM_UP, RECORD, TIME, PROVE, CHECK, RUN = "warm up", "record", "time", "prove", "check", "run"
+FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of layers that transformers reads
+MEASURED = WARM_UP, RECORD, TIME  # passes that recompute every layer, before a plan
+MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
+GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
+WATCHED = 64  # passes after a plan in which that memory is watched; the optimizer's state appears in the first ones
+
+
+class LayerCall:
+    """Run a decoder layer: transformers calls this in the place of its checkpointing function.
+
+    A copied or unpickled one checkpoints whole layers.
+    """
+
+    def __init__(self, activations, layer):
+        self.activations, self.layer = activations, weakref.ref(layer)
+
+    def __call__(self, function, *args):
+        return self.activations.call(self.layer(), function, args)
+
+    def __reduce__(self):
+        return functools.partial, (checkpointed_whole,)
+
+
+def checkpointed_whole(function, *args):
+    """Call `function(*args)` under torch's checkpointing."""
+    return checkpointed(function, args)
+
+
+@dataclass
+class Pass:
+    """One forward of the model with its backward.
+
+    Attributes:
+        phase: its purpose, one of those above.
+        kind: (whether gradients exist, whether the forward before has had no backward), of which memory depends.
+        base: bytes allocated at its start.
+        tokens: values of the hidden states.
+        start, end: points of time.
+        layers: called so far.
+        recorders: of the layers.
+        peaks: number of layers that were still to go backward -> peak bytes in that part; that of the forward last.
+        frame: of the layer called last, or None.
+    """
+
+    phase: str
+    kind: tuple
+    base: int
+    tokens: int
+    start: object
+    end: object = None
+    layers: list = field(default_factory=list)
+    recorders: list = field(default_factory=list)
+    peaks: dict = field(default_factory=dict)
+    frame: object = None
+    going_backward: bool = False
+
+    @property
+    def complete(self):
+        return self.end is not None
+
+    def timeline(self, count):
+        """Return the peak above the base in each part of the pass.
+
+        The first part is the first layer's backward, the last part the forward. A layer without gradients counts to the
+        part before.
+        """
+        above = []
+        for part in range(count + 1):
+            above.append(self.peaks[part] - self.base if part in self.peaks else above[-1])
+        return above
+
+
+class Activations:
+    """Run the decoder layers of a model, and decide what they keep for the backward.
+
+    Attributes:
+        plan: the `Plan` of the last passes, or None while it measures.
+    """
+
+    def __init__(self, model, layers, budget, host_bytes):
+        self.device = next(model.parameters()).device
+        self.budget, self.host_bytes = budget, host_bytes
+        self.clock, self.transfers = Clock(self.device), Transfers(self.device)
+        self.plan, self.current, self.link = None, None, None
+        self.ahead, self.tokens, self.passes, self.refused_now = deque(MEASURED), 0, 0, False
+        self.stopped = False
+        self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
+        self.ooms = self._ooms()
+        self.former = []
+        for layer in layers:  # not the model, whose masks for packed sequences depend on it
+            self.former.append((layer, {name: vars(layer)[name] for name in FLAGS if name in vars(layer)}))
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, LayerCall(self, layer)
+        self.a_parameter = next((p for layer in layers for p in layer.parameters() if p.requires_grad), None)
+
+    def undo(self):
+        """Give every layer its former checkpointing back."""
+        for layer, former in self.former:
+            for name in FLAGS:
+                vars(layer).pop(name, None)
+            vars(layer).update(former)
+        self.former, self.current = [], None
+
+    def __str__(self):
+        if self.plan is not None:
+            return str(self.plan)
+        if self.ahead:
+            return f"no plan yet: it needs {len(self.ahead)} more passes that recompute every layer"
+        return "no plan: every layer is recomputed"
+
+    # one layer --------------------------------------------------------------------------------------------------------
+
+    def call(self, layer, function, args):
+        """Run one layer as the plan says.
+
+        Args:
+            layer: the module.
+            function: its forward, with the keyword arguments bound.
+            args: its positional arguments.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(COMPILED)
+        keywords = getattr(function, "keywords", None) or {}
+        hidden = next(tensors_in([*args, *keywords.values()]), None)
+        if hidden is None or not torch.is_grad_enabled():
+            return function(*args)
+        if hidden.device != self.device:
+            raise RuntimeError(
+                f"liger_hw.activations planned for {self.device}, and a layer runs on {hidden.device}: call it after "
+                "the model is on its one device; a model on several devices is not planned for"
+            )
+        if self.current is None or layer is self.current.layers[0]:
+            self._begin(hidden)
+        args = [None if hasattr(x, "get_seq_length") else x for x in args]  # a recomputation would fill a cache twice
+        current = self.current
+        index = len(current.layers)
+        current.layers.append(layer)
+        contexts, frame, actions = checkpoint.noop_context_fn, None, ()
+        if current.phase == RECORD:
+            current.recorders.append(Recorder(layer, hidden, self.clock))
+            contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
+        elif self.plan is not None and current.phase not in MEASURED and self._is_planned(index, layer):
+            planned = self.plan.layers[index]
+            actions = planned.choice.actions
+            if actions:
+                prove = functools.partial(self._refuse, planned.record) if current.phase == PROVE else None
+                frame = Frame(planned.actions(), self.transfers, prove)
+                contexts = frame.contexts
+        results = function(*args) if actions is None else checkpointed(function, args, contexts)
+        self._watch(current, index, results)
+        self.transfers.release(frame.offloaded if frame else 0)
+        current.frame = frame
+        return results
+
+    def _is_planned(self, index, layer):
+        return index < len(self.plan.layers) and self.plan.layers[index].layer is layer
+
+    def _watch(self, current, index, results):
+        """Let the gradient that reaches a layer's output start what the layers before it need."""
+        output = next((x for x in tensors_in(results) if x.requires_grad), None)
+        if output is None:
+            return
+        before = weakref.ref(current.frame) if current.frame is not None and current.frame.offloaded else None
+        if before is None and current.phase == RUN and index < len(self.records) - 1:
+            return
+
+        def reached(grad):
+            if before is not None and before() is not None:
+                before().prefetch()
+            self._reach(current, index)
+
+        output.register_hook(reached)
+
+    def _reach(self, current, index):
+        if not current.going_backward:
+            current.going_backward = True
+            at_end_of_backward(functools.partial(self._finish, current))
+        if current.phase in (WARM_UP, TIME, CHECK):
+            current.peaks[index + 1] = self._peak()
+
+    # one pass ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, hidden):
+        """Begin a forward of the model, and draw conclusions from the pass before."""
+        before, self.current = self.current, None
+        if before is not None:
+            self._conclude(before)
+        has_grads = self.a_parameter is not None and self.a_parameter.grad is not None
+        kind = has_grads, before is not None and not before.complete
+        known = self.timelines.get(kind)
+        base = self._allocated() if self.ahead or known is None or self.passes < WATCHED else 0
+        grown, self.tokens = hidden.numel() > self.tokens, max(hidden.numel(), self.tokens)
+        if grown and self.records and not self.stopped:
+            logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
+            self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
+        elif self.plan is not None and known is None:
+            self.ahead.appendleft(TIME)
+        elif self.plan is not None and base > known[0] + GROWTH * self.plan.budget:
+            self.timelines[kind] = base, known[1]
+            self._make_plan()
+        phase = self.ahead.popleft() if self.ahead else RUN
+        self.passes += 1
+        if phase in (WARM_UP, TIME, CHECK):
+            self._peak()
+        self.current = Pass(phase, kind, base, hidden.numel(), self.clock.now() if phase != RUN else None)
+
+    def _finish(self, current):
+        """End a pass: its backward is done."""
+        current.end = self.clock.now() if current.phase != RUN else 0
+        if current.phase in (WARM_UP, TIME, CHECK):
+            current.peaks[0] = self._peak()
+        if current.phase == WARM_UP:
+            self._check_budget(max(current.peaks.values()))
+
+    def _conclude(self, done):
+        if not done.complete:
+            if self._ooms() > self.ooms:
+                self._give_up()
+            elif done.phase != RUN:
+                self.ahead.appendleft(done.phase)
+            return
+        scale = self.tokens / done.tokens
+        if done.phase == RECORD:
+            records = [recorder.record().scaled(scale) for recorder in done.recorders]
+            self.records = list(zip(done.layers, records))
+        elif done.phase == TIME:
+            self.timelines[done.kind] = done.base, [scale * above for above in done.timeline(len(self.records))]
+            self.seconds = scale * self.clock.between(done.start, done.end)
+            self._make_plan()
+        elif done.phase == PROVE and self.refused_now:
+            self._make_plan()
+        elif done.phase == CHECK:
+            self.plan.measured_seconds = self.clock.between(done.start, done.end)
+            self.plan.measured_peak_bytes = max(done.peaks.values())
+            logger.info("liger_hw.activations:\n%s", self.plan)
+
+    def _refuse(self, record, position):
+        """Recompute an operation from now on: its kept result differed from the recomputed one."""
+        self.refused.setdefault(record.structure, set()).add(position)
+        self.refused_now = True
+
+    def _give_up(self):
+        """Return to recomputing every layer, after the memory ran out."""
+        if self.plan is None:
+            self.ahead = deque(MEASURED)
+        else:
+            self.ahead.clear()
+            logger.warning(
+                "liger_hw.activations: the memory ran out under the plan, so every layer is recomputed from now on, as "
+                "before it. Call liger_hw.activations again with a smaller budget than %.1f GiB",
+                self.plan.budget / GIB,
+            )
+        self.ooms, self.plan, self.stopped = self._ooms(), None, self.plan is not None
+
+    # planning ---------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self):
+        """Solve for the records and timelines, and plan to prove and check the result."""
+        budget = self._budget_bytes()
+        if self.link is None:
+            self.link = self.transfers.measure() if self.host_bytes else 0.0
+        parts = range(len(self.records) + 1)
+        before = [min(budget - base - above[part] for base, above in self.timelines.values()) for part in parts]
+        limits = Limits(before, self.host_bytes, self.link)
+        by_structure = {}
+        for _, record in self.records:
+            by_structure.setdefault(record.structure, []).append(record)
+        typical = {structure: _typical(records) for structure, records in by_structure.items()}
+        choices = {
+            structure: [NOTHING]  # ranks may plan differently, but must communicate alike
+            if record.collective
+            else choices_of(record, limits, len(self.records), self.refused.get(structure, ()))
+            for structure, record in typical.items()
+        }
+        chosen = solve([choices[record.structure] for _, record in self.records], limits)
+        if chosen is None and self.plan is None:
+            self._check_budget(max(base + max(above) for base, above in self.timelines.values()))
+        elif chosen is None:
+            logger.warning(
+                "liger_hw.activations: tensors outside the layers have grown, and nothing fits %.1f GiB any more, so "
+                "every layer is recomputed from now on", budget / GIB,
+            )  # fmt: skip
+            self.plan, self.stopped = None, True
+            self.ahead.clear()
+            return
+        layers = [
+            PlannedLayer(layer, typical[record.structure], choice)
+            for (layer, record), choice in zip(self.records, chosen)
+        ]
+        peak, held = 0, 0
+        for part in parts:
+            arriving = 0
+            if part:
+                held += layers[part - 1].choice.nbytes
+                arriving = layers[part - 1].choice.offloaded
+            peak = max(peak, *(base + above[part] + held + arriving for base, above in self.timelines.values()))
+        saved = sum(choice.seconds for choice in chosen)
+        plan = Plan(layers, budget, peak if self._counts else 0, self.seconds - saved)
+        self.refused_now, self.passes = False, 0
+        if not plan.same_as(self.plan):
+            self.plan, self.ahead = plan, deque((PROVE, CHECK))
+            logger.info("liger_hw.activations:\n%s", plan)
+
+    def _budget_bytes(self):
+        if self.budget == "auto":
+            free, total = torch.accelerator.get_memory_info(self.device)
+            return free + torch.accelerator.memory_reserved(self.device) - MARGIN * total
+        return self.budget
+
+    def _check_budget(self, peak):
+        """Refuse a budget below the `peak` of a pass that recomputes every layer."""
+        budget = self._budget_bytes()
+        if peak > budget:
+            refuse(
+                "budget", f"{budget / GIB:.2f} GiB",
+                f"at least {peak / GIB:.2f} GiB, the peak of a pass that recomputes every layer; or a smaller batch",
+            )  # fmt: skip
+
+    # the device's memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def _counts(self):
+        """Tell whether the device counts memory; on a CPU the budget bounds the kept bytes."""
+        return self.device.type != "cpu"
+
+    def _allocated(self):
+        return torch.accelerator.memory_allocated(self.device) if self._counts else 0
+
+    def _peak(self):
+        """Return the peak of allocated bytes since the last call."""
+        if not self._counts:
+            return 0
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return peak
+
+    def _ooms(self):
+        return torch.accelerator.memory_stats(self.device).get("num_ooms", 0) if self._counts else 0
+
+
+COMPILED = (
+    "liger_hw.activations plans eager layers, and this model runs under torch.compile, which decides itself what it "
+    "keeps: undo the plan (liger_hw.activations(model, None)) and set torch._functorch.config.activation_memory_budget"
+)
+
+
+def _typical(records) -> Record:
+    """Return one record of layers that run the same operations: the median of their times."""
+    operations = [
+        type(op)(op.operation, op.label, op.nbytes, op.keepable, median(r.operations[place].seconds for r in records))
+        for place, op in enumerate(records[0].operations)
+    ]
+    first, seconds = records[0], median(record.seconds for record in records)
+    return Record(operations, first.saved_bytes, first.input_bytes, seconds, first.collective)

@@ -1,0 +1,115 @@
+"""Describe a plan: the choice for each layer, and the predicted time and memory."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from liger_hw import console
+from liger_hw.checkpointing.solver import KEEP, OFFLOAD, Choice
+
+GIB = 2**30
+
+
+@dataclass
+class PlannedLayer:
+    """One call of a layer under a plan.
+
+    Attributes:
+        layer: the module.
+        record: of its forward.
+        choice: what it keeps.
+    """
+
+    layer: object
+    record: object
+    choice: Choice
+
+    def actions(self) -> dict:
+        """Return position -> (operation, whether its results go to host memory)."""
+        operations = self.record.operations
+        return {place: (operations[place].operation, action == OFFLOAD) for place, action in self.choice.actions}
+
+    def labels(self, action) -> str:
+        """Name the operations with `action`."""
+        if self.choice.actions is None:
+            return "all that autograd saves" if action == KEEP else "-"
+        chosen = [place for place, chosen in self.choice.actions if chosen == action]
+        names = Counter(self.record.operations[place].label.rpartition(".")[2] for place in chosen)
+        return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in names.items()) or "-"
+
+
+@dataclass
+class Plan:
+    """Hold what a training step keeps, in the order of the layers' forwards.
+
+    Attributes:
+        layers: a `PlannedLayer` for each call of a layer.
+        budget: bytes.
+        peak_bytes: predicted peak of the device memory that tensors take in a forward and a backward; 0 on a CPU.
+        seconds: predicted time of a forward and a backward, without the optimizer.
+        measured_peak_bytes, measured_seconds: of a pass under the plan, or None before one.
+    """
+
+    layers: list
+    budget: float
+    peak_bytes: int
+    seconds: float
+    measured_peak_bytes: int | None = None
+    measured_seconds: float | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the device memory that the layers hold between forward and backward."""
+        return sum(planned.record.input_bytes + planned.choice.nbytes for planned in self.layers)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Return the host memory that the plan uses."""
+        return sum(planned.choice.offloaded for planned in self.layers)
+
+    @property
+    def saved_seconds(self) -> float:
+        """Return the recomputation that the plan avoids, in a pass."""
+        return sum(planned.choice.seconds for planned in self.layers)
+
+    def same_as(self, other) -> bool:
+        """Tell whether `other` keeps the same."""
+        return other is not None and [p.choice for p in self.layers] == [p.choice for p in other.layers]
+
+    def __str__(self):
+        groups = {}
+        for number, planned in enumerate(self.layers):
+            groups.setdefault((planned.record.structure, planned.choice), []).append((number, planned))
+        rows = []
+        for members in groups.values():
+            numbers, planned = [number for number, _ in members], members[0][1]
+            held, host = planned.record.input_bytes + planned.choice.nbytes, planned.choice.offloaded
+            rows.append((
+                _ranges(numbers), planned.labels(KEEP), planned.labels(OFFLOAD), f"{held / GIB:.3f}",
+                f"{host / GIB:.3f}", f"{planned.choice.seconds * 1e3:.2f}",
+            ))  # fmt: skip
+        header = "layers", "keeps beside its input", "offloads", "GiB", "GiB on the host", "ms saved"
+        lines = [console.table(header, rows), ""]
+        lines.append(
+            f"together {self.held_bytes / GIB:.2f} GiB, {self.offloaded_bytes / GIB:.2f} GiB on the host; "
+            f"{self.saved_seconds * 1e3:.1f} ms of recomputation saved"
+        )
+        lines.append(_line("predicted", self.peak_bytes, self.seconds, self.budget))
+        if self.measured_seconds is not None:
+            lines.append(_line("measured", self.measured_peak_bytes, self.measured_seconds, self.budget))
+        return "\n".join(lines)
+
+
+def _line(word, peak_bytes, seconds, budget):
+    memory = f", peak {peak_bytes / GIB:.2f} of {budget / GIB:.2f} GiB" if peak_bytes else ""
+    return f"{word}: forward and backward {seconds * 1e3:.1f} ms{memory}"
+
+
+def _ranges(numbers):
+    """Write numbers as ranges: 0-3, 7."""
+    parts = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

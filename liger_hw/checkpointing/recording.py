@@ -1,0 +1,177 @@
+"""Record the operations of a layer's forward: time, memory, and the results that autograd saves."""
+
+import functools
+import time
+import weakref
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from liger_hw._torch import TorchDispatchMode, is_plain, saved_tensors_hooks
+from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, tensors_in, written
+
+
+@dataclass
+class Operation:
+    """One numbered operation of a layer.
+
+    Attributes:
+        operation: torch's operation.
+        label: the part of the layer whose parameter it reads, or its own name.
+        nbytes: memory of its results, without memory that is its arguments'.
+        keepable: a plan may keep its results.
+        seconds: time on this machine.
+    """
+
+    operation: object
+    label: str
+    nbytes: int
+    keepable: bool
+    seconds: float = 0.0
+
+
+@dataclass
+class Record:
+    """One call of a layer.
+
+    Attributes:
+        operations: in order; without those after the last result that autograd saves, which no recomputation runs.
+        saved_bytes: memory that the layer's own backward needs, without its inputs and parameters.
+        input_bytes: memory of the hidden states that enter it.
+        seconds: time of the forward.
+        collective: it communicates with other ranks.
+    """
+
+    operations: list = field(default_factory=list)
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    seconds: float = 0.0
+    collective: bool = False
+
+    def scaled(self, factor):
+        """Return the record of a call with `factor` times the tokens."""
+        operations = [
+            replace(op, nbytes=round(factor * op.nbytes), seconds=factor * op.seconds) for op in self.operations
+        ]
+        sizes = (round(factor * size) for size in (self.saved_bytes, self.input_bytes))
+        return Record(operations, *sizes, factor * self.seconds, self.collective)
+
+    @property
+    def structure(self):
+        """Return a value that calls with the same operations and sizes share."""
+        return tuple((op.operation, op.label, op.nbytes, op.keepable) for op in self.operations), self.saved_bytes
+
+
+class Clock:
+    """Read the time of a device's stream."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def now(self):
+        """Return a point of time, for `between`."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def between(self, start, end) -> float:
+        """Return the seconds between two points of time, and wait for the second."""
+        if self.device.type == "cpu":
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class Recorder(TorchDispatchMode):
+    """Record one call of `layer` within torch's checkpointing, whose hooks still get all saved tensors.
+
+    Args:
+        layer: the module.
+        hidden: the hidden states that enter it.
+        clock: the clock of their device.
+    """
+
+    def __init__(self, layer, hidden, clock):
+        super().__init__()
+        self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
+        self.input_bytes = hidden.nbytes
+        self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in layer.named_parameters() if is_plain(p)}
+        self.made = {}  # memory -> the operation that allocated it, or None
+        self.saved = []  # (a saved tensor, a reference to checkpointing's holder of it)
+
+    def __enter__(self):
+        pack, unpack = saved_tensors_hooks()
+
+        @functools.wraps(pack)  # the module of this function tells ops that checkpointing is active
+        def record(x):
+            packed = pack(x)
+            if type(x) is torch.Tensor and memory_of(x) in self.made:
+                self.saved.append((x.detach(), weakref.ref(packed)))
+            self.last = len(self.operations)
+            return packed
+
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(record, unpack)
+        self.hooks.__enter__()
+        self.start = self.clock.now()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.end = self.clock.now()
+        self.hooks.__exit__(*error)
+        storages = [x.untyped_storage() for x, packed in self.saved if packed() is not None]  # in a graph that is alive
+        self.saved_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self.saved.clear()
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Let compiled functions that a layer calls run compiled."""
+        return True
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kind = kind_of(operation, args)
+        numbered = kind is NUMBERED
+        if kind is MUTATES:
+            for x in written(operation, args, kwargs):
+                if isinstance(producer := self.made.get(memory_of(x)), Operation):
+                    producer.keepable = False
+        random_before = self._random_state(operation) if numbered else None
+        start = self.clock.now() if numbered else None
+        results = operation(*args, **kwargs)
+        end = self.clock.now() if numbered else None
+        self.collective |= "c10d" in getattr(operation, "namespace", "")
+        inputs = {memory_of(x) for x in tensors_in([*args, *kwargs.values()]) if is_plain(x)}
+        outputs = [x for x in tensors_in(results) if not is_plain(x) or x.numel()]
+        memory = {memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
+        new = {address: size for address, size in memory.items() if address not in inputs}
+        part = next((self.parts[address] for address in inputs if address in self.parts), None)
+        if not numbered and part is None:
+            self.made.update(dict.fromkeys(new))
+        elif not numbered:  # a view or a cast of a parameter
+            self.parts |= dict.fromkeys(memory, part)
+        if numbered:
+            keepable = bool(new) and len(new) == len(outputs)  # every result has memory of its own
+            if random_before is not None:
+                keepable &= torch.equal(random_before, self._random_state(operation))
+            self.times.append((start, end))
+            name = operation.__name__.partition(".")[0].strip("_")
+            self.operations.append(Operation(operation, part or name, sum(new.values()), keepable))
+            self.made.update(dict.fromkeys(new, self.operations[-1]))
+        return results
+
+    def _random_state(self, operation):
+        """Return the state of the random generator, if `operation` may draw from it."""
+        if torch.Tag.nondeterministic_seeded not in operation.tags:
+            return None
+        device = self.clock.device
+        return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def record(self) -> Record:
+        """Return the record; waits for the device."""
+        for operation, (start, end) in zip(self.operations, self.times):
+            operation.seconds = self.clock.between(start, end)
+        seconds = self.clock.between(self.start, self.end)
+        return Record(self.operations[: self.last], self.saved_bytes, self.input_bytes, seconds, self.collective)

@@ -1,0 +1,181 @@
+"""Keep chosen results of a layer's forward, and give them to its recomputation.
+
+`torch.utils.checkpoint` runs the forward under `Keeping` and the recomputation under `Replaying`. Operations are
+numbered alike in both runs.
+"""
+
+import torch
+from torch.utils import checkpoint
+
+from liger_hw._torch import TorchDispatchMode, alias, backward_keeps_graph
+from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, tensors_in, written
+from liger_hw.checkpointing.transfers import Offloaded
+
+
+class Kept:
+    """Hold a tensor on its device until the backward needs it."""
+
+    def __init__(self, x):
+        self.x, self.version, self.memory = x, x._version, memory_of(x)
+
+    def take(self):
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: the program has written to it.
+        """
+        if self.x._version != self.version:
+            raise RuntimeError(
+                "a result of a layer's forward that liger_hw.activations kept was changed in place after the layer: "
+                "undo the plan (liger_hw.activations(model, None)), or change a copy"
+            )
+        return alias(self.x)  # autograd gives the result of each recomputation a history
+
+
+class Frame:
+    """Hold the kept results of one call of a layer.
+
+    Args:
+        actions: position of an operation -> (operation, whether its results go to host memory).
+        transfers: copies to host memory.
+        prove: function of positions whose kept results differ from recomputed ones. With it the recomputation runs
+            kept operations too and compares; None: it uses kept results.
+    """
+
+    def __init__(self, actions, transfers, prove=None):
+        self.actions, self.transfers, self.prove, self.results = actions, transfers, prove, {}
+
+    def contexts(self):
+        """Return the contexts of the forward and of the recomputation, for `torch.utils.checkpoint`."""
+        return Keeping(self), Replaying(self)
+
+    def keep(self, position, operation, results, offload):
+        """Keep the results of one operation."""
+
+        def kept(x):
+            if isinstance(x, (list, tuple)):
+                return type(x)(map(kept, x))
+            if not isinstance(x, torch.Tensor):
+                return x
+            return Offloaded(x, self.transfers) if offload and self.transfers.can_copy(x) else Kept(alias(x))
+
+        self.results[position] = operation, kept(results)
+
+    def forget(self, changed):
+        """Forget kept results that share memory with the tensors `changed`: they will be recomputed."""
+        memory = {memory_of(x) for x in changed}
+        for position, (_, results) in list(self.results.items()):
+            if any(x.memory in memory for x in _holders(results)):
+                del self.results[position]
+
+    def take(self, position, operation, recompute):
+        """Return the kept results of an operation, or `recompute()`.
+
+        Raises:
+            RuntimeError: the recomputation runs another operation than the forward.
+        """
+        if position not in self.results:
+            return recompute()
+        before, results = self.results[position]
+        if before is not operation:
+            raise RuntimeError(
+                f"a layer's recomputation runs {operation} where its forward ran {before}: its forward depends on "
+                "something that changed since. Undo the plan with liger_hw.activations(model, None)"
+            )
+        if self.prove is None:
+            results = _taken(results)
+        else:
+            expected = recompute()
+            pairs = zip(tensors_in(_taken(results)), tensors_in(expected))
+            if torch.Tag.nondeterministic_seeded in operation.tags:
+                # attention without dropout leaves the state of the random generator, integers, uninitialised
+                pairs = [(kept, again) for kept, again in pairs if again.is_floating_point()]
+            if not all(_equal(kept, again) for kept, again in pairs):
+                self.prove(position)
+            results = expected
+        if not backward_keeps_graph():
+            del self.results[position]
+        return results
+
+    @property
+    def offloaded(self) -> int:
+        """Return the number of tensors in host memory."""
+        return sum(isinstance(x, Offloaded) for _, results in self.results.values() for x in _holders(results))
+
+    def prefetch(self):
+        """Start the copies of all offloaded results back to the device."""
+        for _, results in self.results.values():
+            for x in _holders(results):
+                if isinstance(x, Offloaded):
+                    x.prefetch()
+
+
+def _holders(results):
+    if isinstance(results, (list, tuple)):
+        for x in results:
+            yield from _holders(x)
+    elif isinstance(results, (Kept, Offloaded)):
+        yield results
+
+
+def _taken(results):
+    if isinstance(results, (list, tuple)):
+        return type(results)(map(_taken, results))
+    return results.take() if isinstance(results, (Kept, Offloaded)) else results
+
+
+def _equal(a, b):
+    """Tell whether two tensors have the same bits; NaNs may be equal."""
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+
+
+class _Numbering(TorchDispatchMode):
+    """Number the operations of a layer."""
+
+    def __init__(self, frame):
+        super().__init__()
+        self.frame, self.position = frame, 0
+
+    def __enter__(self):
+        self.position = 0  # a second recomputation begins anew
+        return super().__enter__()
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Let compiled functions that a layer calls run compiled."""
+        return True
+
+    def next(self):
+        self.position += 1
+        return self.position - 1
+
+
+class Keeping(_Numbering):
+    """Run a layer's forward and keep the results that the plan names."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kind = kind_of(operation, args)
+        if kind is MUTATES and self.frame.results:
+            self.frame.forget(written(operation, args, kwargs or {}))
+        results = operation(*args, **(kwargs or {}))
+        if kind is NUMBERED:
+            position = self.next()
+            planned, offload = self.frame.actions.get(position, (None, False))
+            if planned is operation:
+                self.frame.keep(position, operation, results, offload)
+        return results
+
+
+class Replaying(_Numbering):
+    """Recompute a layer, except for the operations whose results are kept."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if kind_of(operation, args) is not NUMBERED:
+            return operation(*args, **(kwargs or {}))
+        return self.frame.take(self.next(), operation, lambda: operation(*args, **(kwargs or {})))
+
+
+def checkpointed(function, args, contexts=checkpoint.noop_context_fn):
+    """Call `function(*args)` under torch's checkpointing without reentrance."""
+    return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)

@@ -1,0 +1,130 @@
+"""Choose the results that each layer keeps, offloads and recomputes, by two knapsacks."""
+
+from dataclasses import dataclass
+
+import torch
+
+LARGEST_CHOICES = 11  # operations of a layer that have a choice: 3^11 combinations take 0.1 s on a CPU
+LINK_SHARE = 0.9  # of a layer's forward that copies to host memory may take: a longer copy delays the next layer
+CELLS = 8192  # of the memory that the layers share; rounding up costs each layer less than one of them
+
+RECOMPUTE, KEEP, OFFLOAD = range(3)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a layer.
+
+    Attributes:
+        actions: (position of an operation, KEEP or OFFLOAD); all others are recomputed. None: the layer runs without
+            checkpointing, and autograd keeps what it saves.
+        nbytes: device memory that the layer holds until its backward, beyond its input.
+        offloaded: bytes that go to host memory.
+        seconds: time of recomputation that it saves.
+    """
+
+    actions: tuple | None
+    nbytes: int = 0
+    offloaded: int = 0
+    seconds: float = 0.0
+
+
+NOTHING = Choice(())  # the layer keeps its input alone
+
+
+@dataclass
+class Limits:
+    """What a plan may use.
+
+    Attributes:
+        bytes_before: for each layer, the bytes that the layers before it may hold together during its backward; last,
+            those of all layers.
+        host_bytes: bytes of host memory.
+        link: bytes a second to host memory and back.
+    """
+
+    bytes_before: list
+    host_bytes: float
+    link: float
+
+
+def choices_of(record, limits, layers, refused=()) -> list[Choice]:
+    """Return the choices of a layer that no other beats in both memory and time.
+
+    Args:
+        record: of the layer.
+        limits: `Limits`; the copies of a layer must fit the time of its forward, and its share of host memory.
+        layers: number of layers.
+        refused: positions whose results must be recomputed.
+
+    Returns:
+        the choices, the leanest first.
+    """
+    items = [(position, op) for position, op in enumerate(record.operations) if op.keepable and position not in refused]
+    items = sorted(items, key=lambda item: -item[1].seconds)[:LARGEST_CHOICES]
+    host_bytes = min(limits.host_bytes / layers, LINK_SHARE * limits.link * record.seconds)
+    states = torch.arange(3 if host_bytes > 0 else 2)
+    actions = torch.cartesian_prod(*[states] * len(items)).view(-1, len(items)) if items else torch.zeros(1, 0)
+    nbytes = torch.tensor([op.nbytes for _, op in items], dtype=torch.float64)
+    seconds = torch.tensor([op.seconds for _, op in items], dtype=torch.float64)
+    kept, offloaded = ((actions == action).double() @ nbytes for action in (KEEP, OFFLOAD))
+    saved = (actions != RECOMPUTE).double() @ seconds
+    choices = []
+    for limit in [host_bytes / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
+        for row in _undominated(kept, saved, (offloaded <= limit).nonzero().flatten()):
+            of_items = zip(items, actions[row].tolist())
+            chosen = tuple(sorted((position, action) for (position, _), action in of_items if action != RECOMPUTE))
+            choices.append(Choice(chosen, int(kept[row]), int(offloaded[row]), float(saved[row])))
+    whole = Choice(None, record.saved_bytes, 0, sum(op.seconds for op in record.operations))
+    lean = [choice for choice in dict.fromkeys([NOTHING, *choices]) if choice.nbytes < whole.nbytes]
+    return sorted([*lean, whole], key=lambda choice: choice.nbytes)
+
+
+def _undominated(nbytes, seconds, rows) -> list[int]:
+    """Return those of `rows` that save more than all with fewer bytes."""
+    rows = rows[seconds[rows].argsort(descending=True)]
+    rows = rows[nbytes[rows].argsort(stable=True)]
+    best = seconds[rows].cummax(0).values
+    return rows[torch.cat((torch.ones(1, dtype=torch.bool), best[1:] > best[:-1]))].tolist()
+
+
+def solve(choices, limits) -> list[Choice] | None:
+    """Return one choice for each layer, which together save the most time within the limits.
+
+    A table over the layers and the bytes that they hold finds the best of all combinations, up to the rounding of
+    bytes to cells.
+
+    Args:
+        choices: for each layer, in the order of the forward, its choices.
+        limits: `Limits`.
+
+    Returns:
+        the choices, or None where not even recomputing everything fits.
+    """
+    if min(limits.bytes_before) < 0:
+        return None
+    largest = sum(max(choice.nbytes for choice in of_layer) for of_layer in choices)
+    cell = max(1.0, min(limits.bytes_before[-1], largest) / CELLS)
+    last_cell = CELLS + len(choices)  # each choice may round up by one
+    saved = torch.full((last_cell + 1,), -1.0, dtype=torch.float64)
+    saved[0] = 0.0
+    picks = []
+    for layer, of_layer in enumerate(choices):
+        after, pick = torch.full_like(saved, -1.0), torch.zeros(len(saved), dtype=torch.int32)
+        for number, choice in enumerate(of_layer):
+            cells = -int(-choice.nbytes // cell)
+            last = min(int((limits.bytes_before[layer + 1] - choice.offloaded) // cell), last_cell)
+            if choice.offloaded and layer == len(choices) - 1 or last < cells:
+                continue  # the last layer's backward follows its forward at once
+            sums = saved[: last + 1 - cells]
+            sums = torch.where(sums >= 0, sums + choice.seconds, sums)
+            better = sums > after[cells : last + 1]
+            after[cells : last + 1][better] = sums[better]
+            pick[cells : last + 1][better] = number
+        saved, picks = after, [*picks, pick]
+    place = int((saved == saved.max()).nonzero()[0])  # the first: the fewest bytes
+    plan = []
+    for of_layer, pick in zip(reversed(choices), reversed(picks)):
+        plan.insert(0, of_layer[int(pick[place])])
+        place += int(-plan[0].nbytes // cell)
+    return plan

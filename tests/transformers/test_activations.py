@@ -1,0 +1,314 @@
+"""liger_hw.activations: no plan changes a number, and the plan predicts what the layers hold."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw.checkpointing import passes
+from liger_hw.checkpointing.solver import KEEP, OFFLOAD
+
+transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+
+PLENTY = 2**40
+HALF = "half of what autograd saves"
+PLANS = {"recompute": (0, 0), "keep": (PLENTY, 0), "mixed": (HALF, 0), "offload": (HALF, 2**28)}
+TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+TINY |= dict(head_dim=16, vocab_size=128, max_position_embeddings=64, pad_token_id=0)
+MODELS = {
+    "llama": dict(TINY),
+    "mixtral": TINY | dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "qwen3_moe": TINY | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+    "gemma3_text": TINY | dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
+    | dict(num_hidden_layers=4),
+    "gpt2": dict(n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64, resid_pdrop=0.2, attn_pdrop=0.2),
+}  # fmt: skip
+
+
+def model(family="llama", **more):
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **MODELS[family] | more)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def tokens(batch=2, length=24, seed=0):
+    ids = torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def train(model, count, inputs=None, accumulate=1, context=None):
+    """Return losses and gradients of `count` passes; every one draws its own dropout."""
+    results = []
+    for number in range(count):
+        torch.manual_seed(number)
+        if number % accumulate == 0:
+            model.zero_grad()
+        with context() if context else torch.enable_grad():
+            loss = model(**(inputs or tokens(seed=number))).loss
+        loss.backward()
+        results += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        results.append(torch.rand(1))  # the state of the random generator
+    return results
+
+
+def planned(model, plan, inputs=None, **options):
+    """Plan a copy of `model`; return it with its `Activations`."""
+    model = copy.deepcopy(model)
+    budget, host_budget = PLANS[plan]
+    if budget == HALF:
+        activations = liger_hw.activations(model, PLENTY, 0)
+        train(model, 4, inputs, **options)
+        budget = sum(layer.choice.nbytes for layer in activations.plan.layers) // 2
+        model.zero_grad()
+    return model, liger_hw.activations(model, budget, host_budget)
+
+
+def assert_same_bits(found, expected):
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(found, expected)):
+        assert torch.equal(a, b), f"result {number} differs"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", MODELS)
+def test_same_bits(family, plan):
+    plain = model(family)
+    other, activations = planned(plain, plan)
+    assert_same_bits(train(other, 7), train(plain, 7))
+    assert not activations.refused
+    choices = [layer.choice for layer in activations.plan.layers]
+    assert len(choices) == plain.config.num_hidden_layers and activations.plan.measured_seconds > 0
+    actions = {action for choice in choices for _, action in choice.actions or ()}
+    if plan == "recompute":
+        assert all(choice.actions == () for choice in choices)
+    elif plan == "keep":
+        assert all(choice.actions is None for choice in choices)
+    elif plan == "mixed":
+        assert actions <= {KEEP} and 0 < activations.plan.saved_seconds
+    else:
+        assert OFFLOAD in actions and activations.plan.offloaded_bytes > 0
+
+
+def lora(base):
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(base, config)
+
+
+def frozen_below(base):
+    """Freeze the embedding and the first layer."""
+    for part in (base.model.embed_tokens, base.model.layers[0]):
+        part.requires_grad_(False)
+    return base
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+WAYS = {
+    "accumulation": dict(options=dict(accumulate=3)),
+    "autocast": dict(options=dict(context=bf16)),
+    "autocast and accumulation": dict(options=dict(context=bf16, accumulate=2)),
+    "lora": dict(change=lora),
+    "frozen": dict(change=frozen_below),
+    "patched": dict(change=lambda base: (liger_hw.patch(base), base)[1]),
+    "eager experts": dict(family="mixtral", more=dict(experts_implementation="eager")),
+    "eager attention": dict(more=dict(attn_implementation="eager")),
+    "packed": dict(inputs=dict(
+        input_ids=tokens()["input_ids"][:1], labels=tokens()["labels"][:1],
+        position_ids=torch.cat((torch.arange(10), torch.arange(14)))[None],
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["mixed", "offload"])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_bits_however_it_trains(way, plan):
+    way = {"family": "llama", "more": {}, "change": lambda base: base, "inputs": None, "options": {}} | WAYS[way]
+    plain = way["change"](model(way["family"], **way["more"]))
+    other, activations = planned(plain, plan, way["inputs"], **way["options"])
+    assert_same_bits(train(other, 9, way["inputs"], **way["options"]), train(plain, 9, way["inputs"], **way["options"]))
+    assert activations.plan is not None and not activations.refused
+
+
+def held_after_forward(model, inputs, tmp_path):
+    """Return (loss, bytes that a forward allocates and leaves), by the allocator's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss = model(**inputs, use_cache=False).loss
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return loss, sum(event["args"]["Bytes"] for event in events if event.get("name") == "[memory]")
+
+
+@pytest.mark.parametrize("plan", ["keep", "mixed", "offload"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_predicts_the_bytes_that_the_layers_hold(family, plan, tmp_path):
+    """The difference to a forward that recomputes every layer is what the plan keeps, on the device and the host."""
+    inputs, held = tokens(batch=4, length=48), []
+    for each in ("recompute", plan):
+        other, activations = planned(model(family), each, inputs)
+        train(other, 6, inputs)  # buffers on the host are allocated now
+        other.zero_grad()
+        loss, nbytes = held_after_forward(other, inputs, tmp_path)
+        loss.backward()
+        held.append(nbytes)
+    kept = sum(layer.choice.nbytes for layer in activations.plan.layers)
+    assert held[1] - held[0] == pytest.approx(kept, rel=0.02)
+
+
+# a model of two kinds of products ------------------------------------------------------------------------------------
+
+
+class Layer(transformers.modeling_layers.GradientCheckpointingLayer):
+    """A layer whose autograd saves three results of one size; its first product takes the most time."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 512), torch.nn.Linear(512, 128)
+
+    def forward(self, x):
+        y = self.up(x)
+        return x + self.down(y * y.sigmoid())
+
+
+class Rewriting(torch.nn.Linear):
+    """Doubles its result where torch does not see it, as a kernel of another library may."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.detach().numpy()[...] *= 2
+        return y
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, count=3):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+RESULT = 32 * 512 * 4  # bytes of a result that a layer saves
+
+
+def step(model, rows=32, seed=0, **options):
+    """Return output and gradients of one pass."""
+    model.zero_grad()
+    y = model(torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed)))
+    y.square().mean().backward(**options)
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.fixture
+def stack():
+    torch.manual_seed(0)
+    return Stack().train()
+
+
+def test_proves_that_a_kept_result_is_the_recomputed_one(stack):
+    for layer in stack.layers:
+        layer.up.__class__ = Rewriting
+    expected = step(stack)
+    activations = liger_hw.activations(stack, 3 * 2 * RESULT, 0)
+    for _ in range(10):
+        assert_same_bits(step(stack), expected)
+    assert {position for refused in activations.refused.values() for position in refused} == {0}
+    assert activations.plan.saved_seconds > 0
+
+
+def test_more_tokens_are_measured_anew(stack):
+    plain = copy.deepcopy(stack)
+    activations = liger_hw.activations(stack, 3 * 2 * RESULT, 0)
+    for number, rows in enumerate([32] * 6 + [16, 64] + [16, 64] * 4):
+        assert_same_bits(step(stack, rows, number), step(plain, rows, number))
+        assert (activations.plan is None) == (number < 3 or 7 <= number < 10), number
+    assert activations.plan.layers[0].record.input_bytes == 64 * 128 * 4
+
+
+def test_out_of_memory_returns_to_recomputing(stack, monkeypatch, caplog):
+    expected = step(stack)
+    activations = liger_hw.activations(stack, 3 * 2 * RESULT, 0)
+    for _ in range(5):
+        step(stack)
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.layers[1].down, "forward", lambda x: torch.empty(2**62))
+        with pytest.raises(RuntimeError):
+            step(stack)
+    monkeypatch.setattr(passes.Activations, "_ooms", lambda self: 1)
+    assert_same_bits(step(stack), expected)
+    assert activations.plan is None and "smaller budget" in caplog.text
+    assert_same_bits(step(stack), expected)
+    assert str(activations) == "no plan: every layer is recomputed"
+
+
+def test_a_second_backward(stack):
+    """A graph that is kept gives the same gradients again."""
+    expected = step(stack)
+    liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
+    for _ in range(5):
+        stack.zero_grad()
+        loss = stack(torch.randn(32, 128, generator=torch.Generator().manual_seed(0))).square().mean()
+        for _ in range(2):
+            stack.zero_grad()
+            loss.backward(retain_graph=True)
+            assert_same_bits([p.grad for p in stack.parameters()], expected[1:])
+
+
+def test_copies_checkpoint_whole_layers(stack):
+    expected = step(stack)
+    liger_hw.activations(stack, 3 * 2 * RESULT, 0)
+    for _ in range(5):
+        step(stack)
+    for other in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+        assert other.layers[0].gradient_checkpointing
+        assert_same_bits(step(other), expected)
+
+
+def test_undo_gives_the_former_checkpointing_back():
+    llama = model()
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    former = [vars(layer)["_gradient_checkpointing_func"] for layer in llama.model.layers]
+    liger_hw.activations(llama, 0)
+    second = liger_hw.activations(llama, 0)
+    second.undo()
+    assert [vars(layer)["_gradient_checkpointing_func"] for layer in llama.model.layers] == former
+    llama.gradient_checkpointing_disable()
+    liger_hw.activations(llama, 0)
+    assert llama.model.layers[0].gradient_checkpointing
+    assert liger_hw.activations(llama, None) is None
+    assert not llama.model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ((torch.nn.Linear(2, 2), 1), "model: got Linear, which is left alone"),
+    (("model", 1), "model: got str"),
+    ((Stack().requires_grad_(False), 1), "needs a gradient"),
+    ((Stack(), "auto"), "budget: got auto, allowed: bytes"),
+    ((Stack(), -1), "budget: got -1"),
+    ((Stack(), 1, 2**60), "host_budget: got 1152921504606846976, allowed: 0 to"),
+], ids=str)  # fmt: skip
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        liger_hw.activations(*arguments)
+
+
+def test_compiled_models_are_refused(stack):
+    stack.compile()
+    with pytest.raises(ValueError, match="activation_memory_budget"):
+        liger_hw.activations(stack, 1)
+
+
+def test_a_budget_that_nothing_fits_is_refused_in_the_first_backward(stack, monkeypatch):
+    liger_hw.activations(stack, 100)
+    monkeypatch.setattr(passes.Activations, "_peak", lambda self: 200)
+    with pytest.raises(ValueError, match="the peak of a pass that recomputes every layer"):
+        step(stack)
