@@ -2,12 +2,17 @@
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import liger_hw
+from liger_hw import dispatch
+from liger_hw.integrations import uninstall
+from liger_hw.kernels import load_all
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -88,12 +93,41 @@ def test_every_public_name_is_in_the_reference(documentation, cells):
     assert not missing
 
 
-def test_the_example_of_the_first_page_runs():
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
-                  if "import torch" in code)  # fmt: skip
-    names = {}
-    exec(example, names)
-    assert names["head"].grad.shape == names["head"].shape
+@pytest.mark.parametrize("file", ["README.md", "docs/index.md"])
+def test_the_python_of_the_first_pages_runs(file, monkeypatch, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # of the Trainer
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2))  # fmt: skip
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
+    monkeypatch.chdir(tmp_path)
+    tokens = torch.randint(64, (2, 16))
+    names = {"model": model, "tokens": tokens, "dataset": [{"input_ids": row, "labels": row} for row in tokens]}
+    try:
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
+            exec(code, names)
+    finally:
+        uninstall()
+    printed = capsys.readouterr().out
+    assert "rms_norm" in printed and "train_loss" in printed
+    torch.testing.assert_close(names["head"].grad.shape, names["head"].shape)
+    if file == "README.md":
+        torch.testing.assert_close(names["loss"], names["expected"])
+
+
+def test_the_commands_of_the_readme_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    for target in set(re.findall(r"make (\w+)", text)) - {"it"}:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install [^\n]*\[(\w+)\]", text)) == {"transformers"} <= set(extras)
+
+
+def test_every_op_is_at_a_glance():
+    load_all()
+    text = (ROOT / "docs" / "ops.md").read_text()
+    assert not [name for name in dispatch.OPS if hasattr(liger_hw, name) and f"`{name}`" not in text]
 
 
 def test_commands_in_the_documentation_exist():

@@ -174,6 +174,7 @@ TEXTS = {  # name in `<!-- site: NAME -->` -> function of the cells of evidence 
     "ops": table_of_ops,
     "liger_kernel": names_of_liger_kernel,
     "commands": helps,
+    "evidence summary": lambda cells: markdown(page.SUMMARY, page.summary(cells)),
     **{f"evidence {vendor}": table_of_gpus(vendor) for vendor in backends.VENDORS},
 }
 
