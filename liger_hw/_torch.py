@@ -13,13 +13,22 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_module_ho
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "column_parallel_input", "dispatch_modes",
-    "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_dtensor",
-    "is_plain", "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
-    "without_saved_tensors_hooks",
+    "PLAIN", "TorchDispatchMode", "all_gathered", "autograd_records", "column_parallel_input", "constant_result",
+    "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products",
+    "is_dtensor", "is_plain", "process_group", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
+    "transforms_active", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def constant_result(function):
+    """Let torch.compile call `function` while it traces, and take the result as a constant.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler: a second and more.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 def is_plain(*tensors) -> bool:

@@ -409,16 +409,14 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
     import readme
 
-    about = environment(torch.device("cpu")) | {
-        "device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}
-    }
+    about = {"device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}}
     asked = {"model": "llama-1b", "batch": 8, "checkpointing": False, "dtype": "bfloat16"}
     steps = [asked | {"seq": 1024, "provider": name, "tokens_per_second": speed, "peak_bytes": memory * 2**30}
              for name, speed, memory in (("eager", 1000, 20), ("liger", 1200, 12), ("liger_hw", 1500, 10))]  # fmt: skip
     longest = [asked | {"seq": None, "provider": name, "longest": tokens}
                for name, tokens in (("eager", 1024), ("liger", 2048), ("liger_hw", 3072))]  # fmt: skip
     for name, records in (("steps", steps), ("longest", longest)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(about | results(*records)))
+        (tmp_path / f"{name}.json").write_text(json.dumps(environment(torch.device("cpu")) | results(*records) | about))
     page = tmp_path / "README.md"
     page.write_text(f"before\n{readme.BEGIN.format(readme.TOOL)}\n{readme.END}\nafter\n")
     readme.main([page, tmp_path / "steps.json", tmp_path / "longest.json"])

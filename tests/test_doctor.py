@@ -174,9 +174,30 @@ def test_interrupted_it_leaves_nothing(tmp_path):
     assert report(tmp_path)["interrupted"].startswith("interrupted: ")
 
 
+def blocked_signals(*arguments):
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_begin_without_interrupts(monkeypatch):
+    """In a module's first lines, which a worker imports before it can call anything."""
+    monkeypatch.setattr(doctor, "_examine", blocked_signals)
+    before = blocked_signals()
+    with doctor._pool(2) as pool:
+        masks = [future.result() for _, future in doctor._submit(pool, ["swiglu", "rope"], torch.device("cpu"))]
+    assert all(signal.SIGINT in mask for mask in masks) and blocked_signals() == before
+
+
+def test_an_interrupt_during_the_start_of_workers_is_kept():
+    pool = SimpleNamespace(submit=lambda *arguments: os.kill(os.getpid(), signal.SIGINT) or arguments[1])
+    reached = []
+    with pytest.raises(KeyboardInterrupt):
+        reached += doctor._submit(pool, ["swiglu", "rope"], torch.device("cpu"))
+    assert not reached
+
+
 def test_a_process_that_crashes_is_one_failure(monkeypatch):
     class Pool:
-        def __init__(self, workers, context, *initializer):
+        def __init__(self, workers, context):
             self.alone = workers == 1
 
         def __enter__(self):

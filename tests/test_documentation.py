@@ -21,6 +21,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 @pytest.fixture(scope="module")
 def documentation():
     pytest.importorskip("mkdocs")
+    pytest.importorskip("latex2mathml")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
         return importlib.import_module("documentation")
@@ -47,6 +48,18 @@ def test_links_between_the_repository_and_the_site(documentation):
                  "pictures/h200-times.png") == (
         "[a](../hardware.md) ![p](../pictures/h200-times.png) [e](../index.md)"
     )  # fmt: skip
+
+
+def test_formulas_become_mathml(documentation):
+    code = "```python\nprice = '$1 and $2'\n```"
+    text = moved(documentation, f"$x_1$ costs 3$.\n\n```math\n\\frac{{a}}{{b}}\n```\n\n{code}", "formulas.md")
+    assert code in text and "costs 3$." in text and "$x_1$" not in text
+    assert re.search(r'<math [^>]*display="inline">.*<msub>', text)
+    assert re.search(r'^<div class="formula"><math [^>]*display="block">.*<mfrac>.*</math></div>$', text, re.MULTILINE)
+    text = (ROOT / "docs" / "formulas.md").read_text()
+    text = moved(documentation, text, "formulas.md")
+    assert "$" not in text and text.count('<div class="formula">') >= len(documentation.ops())
+    assert not re.search(r"<mi>\\", text)  # an unknown command stays as text
 
 
 def test_an_unknown_text_is_refused(documentation):
@@ -124,10 +137,12 @@ def test_the_commands_of_the_readme_exist():
     assert set(re.findall(r"pip install [^\n]*\[(\w+)\]", text)) == {"transformers"} <= set(extras)
 
 
-def test_every_op_is_at_a_glance():
+def test_every_op_is_at_a_glance_and_has_a_formula():
     load_all()
-    text = (ROOT / "docs" / "ops.md").read_text()
-    assert not [name for name in dispatch.OPS if hasattr(liger_hw, name) and f"`{name}`" not in text]
+    glance, formulas = ((ROOT / "docs" / name).read_text() for name in ("ops.md", "formulas.md"))
+    names = [name for name in dispatch.OPS if hasattr(liger_hw, name)]
+    assert not [name for name in names if f"`{name}`" not in glance]
+    assert sorted(re.findall(r"^## `(\w+)`\n\n```math$", formulas, re.MULTILINE)) == sorted(names)
 
 
 def test_commands_in_the_documentation_exist():

@@ -1,6 +1,7 @@
 """Every example, tiny: the same losses and gradients with liger_hw as without."""
 
 import importlib
+import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,19 @@ def test_example(name, monkeypatch, tmp_path, capsys):
     for key in ("losses", "gradient_norms"):
         torch.testing.assert_close(torch.tensor(patched[key]), torch.tensor(plain[key]), rtol=1e-5, atol=1e-6)
     assert "rms_norm" in capsys.readouterr().out and (tmp_path / "result.json").exists()
+
+
+def test_the_notebook(monkeypatch, tmp_path, capsys):
+    for package in ("transformers", "tokenizers"):
+        pytest.importorskip(package)
+    notebook = json.loads((FOLDER / "finetune.ipynb").read_text())
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert "LazyLogits" in capsys.readouterr().out and (tmp_path / "tuned.pt2").exists()
 
 
 def test_every_example_is_tested():

@@ -13,6 +13,7 @@ import posixpath
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
@@ -37,6 +38,8 @@ PAGES = {  # a page of the repository outside docs/ -> its place in the site
 }
 MOVED = PAGES | {"README.md": "index.md", "examples": "guides/examples.md", "examples/": "guides/examples.md"}
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+BLOCK = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<![\\$\w])\$([^$\n]+)\$(?![\w$])")
 HOST = r"""["']?(?:https?:)?//"""  # of another host, in a page or a style
 LOADS = re.compile(
     rf"<(?:script|img|iframe|source)[^>]+src={HOST}|<link(?![^>]+rel=.?canonical)[^>]+href={HOST}|"
@@ -60,6 +63,24 @@ def markdown(header, rows) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
+def with_mathml(text: str) -> str:
+    """Turn formulas between $ and in blocks of `math` into MathML.
+
+    Browsers render it without a script.
+    """
+    parts = re.split(r"(^```(?!math).*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    for i in range(0, len(parts), 2):  # the others are code
+        parts[i] = BLOCK.sub(lambda match: f'<div class="formula">{convert(match[1].strip(), "block")}</div>', parts[i])
+        parts[i] = INLINE.sub(lambda match: convert(match[1]), parts[i])
+    return "".join(parts)
+
+
+def formulas() -> dict[str, str]:
+    """Return the text of docs/formulas.md for each op."""
+    parts = re.split(r"^## `(\w+)`$", (ROOT / "docs" / "formulas.md").read_text(), flags=re.MULTILINE)
+    return {name: text.strip() for name, text in zip(parts[1::2], parts[2::2])}
+
+
 def first_line(thing) -> str:
     """Return the first line of a docstring, which is a sentence."""
     return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
@@ -75,10 +96,11 @@ def ops() -> dict:
 
 
 def op_page(name: str, module: str, cells: list, benchmarks: dict) -> str:
-    """Write the page of an op: signature, formulas, evidence and figures."""
-    formulas = inspect.getdoc(importlib.import_module(module)) or ""
+    """Write the page of an op: signature, formula, gradients, evidence and figures."""
+    of_kernel = inspect.getdoc(importlib.import_module(module)) or ""
     parts = [f"::: {module}.{name}\n    options: {{heading_level: 1, show_root_toc_entry: false}}"]
-    parts += ["## Formulas and bytes moved", f"*The text of the kernel file, `{module}`.*", formulas]
+    parts += ["## Formula", formulas()[name]]
+    parts += ["## Gradients and bytes moved", f"*The text of the kernel file, `{module}`.*", of_kernel]
     parts += ["## Evidence", op_evidence(name, cells), "## Figures", op_figures(name, benchmarks)]
     return "\n\n".join(parts) + "\n"
 
@@ -205,7 +227,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(text, page, config, files):
-    """Turn links of the repository into links of the site, and insert tables of evidence."""
+    """Insert tables of evidence, render formulas, and turn the repository's links into the site's."""
     place = page.file.src_uri
     origin = next((name for name, where in PAGES.items() if where == place), f"docs/{place}")
 
@@ -225,7 +247,7 @@ def on_page_markdown(text, page, config, files):
         check_known("text", match[1], TEXTS)
         return TEXTS[match[1]](config.extra["cells"])
 
-    return re.sub(r"<!-- site: ([\w ]+) -->", inserted, LINK.sub(moved, text))
+    return with_mathml(re.sub(r"<!-- site: ([\w ]+) -->", inserted, LINK.sub(moved, text)))
 
 
 def on_page_content(html, page, config, files):

@@ -202,7 +202,11 @@ def insert(file: Path, text: str, tool: str) -> None:
 
 
 def text_of(page: Path, benchmarks: dict) -> str:
-    """Return the text of a page for results: the path of each file without its suffix -> content."""
+    """Return the text of a page.
+
+    Args:
+        benchmarks: the path of each file without its suffix -> its content.
+    """
     first = next(iter(benchmarks.values()))
     if any("gradient_bytes" in record for record in first["results"]):
         return losses_table(list(benchmarks.values()))

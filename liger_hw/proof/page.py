@@ -35,9 +35,9 @@ SUMMARY = ["vendor", "GPUs", *LEVELS]
 
 
 def summary(cells: list[Cell]) -> list[list[str]]:
-    """Return one row for the GPUs of a vendor that have as many ops proven at each level.
+    """Return one row for all GPUs of a vendor with equal numbers of proven ops.
 
-    A GPU is named by the first card of its architecture.
+    The row names the first card of each architecture.
     """
     every = {cell.op for cell in cells}
     totals = total(cells)
