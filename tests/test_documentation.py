@@ -57,8 +57,9 @@ def test_formulas_become_mathml(documentation):
     assert re.search(r'<math [^>]*display="inline">.*<msub>', text)
     assert re.search(r'^<div class="formula"><math [^>]*display="block">.*<mfrac>.*</math></div>$', text, re.MULTILINE)
     text = (ROOT / "docs" / "formulas.md").read_text()
-    text = moved(documentation, text, "formulas.md")
-    assert "$" not in text and text.count('<div class="formula">') >= len(documentation.ops())
+    text, before = moved(documentation, text, "formulas.md"), text
+    assert "$" not in text and "```" not in text and not re.search("^<math", text, re.MULTILINE)
+    assert text.count('<div class="formula">') == before.count("```math") >= len(documentation.ops())
     assert not re.search(r"<mi>\\", text)  # an unknown command stays as text
 
 

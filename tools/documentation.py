@@ -38,7 +38,7 @@ PAGES = {  # a page of the repository outside docs/ -> its place in the site
 }
 MOVED = PAGES | {"README.md": "index.md", "examples": "guides/examples.md", "examples/": "guides/examples.md"}
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
-BLOCK = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<![\\$\w])\$([^$\n]+)\$(?![\w$])")
 HOST = r"""["']?(?:https?:)?//"""  # of another host, in a page or a style
 LOADS = re.compile(
@@ -68,10 +68,13 @@ def with_mathml(text: str) -> str:
 
     Browsers render it without a script.
     """
-    parts = re.split(r"(^```(?!math).*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
-    for i in range(0, len(parts), 2):  # the others are code
-        parts[i] = BLOCK.sub(lambda match: f'<div class="formula">{convert(match[1].strip(), "block")}</div>', parts[i])
-        parts[i] = INLINE.sub(lambda match: convert(match[1]), parts[i])
+    parts = FENCED.split(text)
+    for i, part in enumerate(parts):
+        if part.startswith("```math"):
+            formula = part.removeprefix("```math").removesuffix("```").strip()
+            parts[i] = f'<div class="formula">{convert(formula, "block")}</div>'
+        elif not part.startswith("```"):  # without the span, a <math> that begins a line would be a paragraph
+            parts[i] = INLINE.sub(lambda match: f"<span>{convert(match[1])}</span>", part)
     return "".join(parts)
 
 

@@ -1,4 +1,6 @@
-"""Execute the notebook of the examples in a kernel of its own: `python tools/notebook.py [--output FILE.ipynb]`.
+"""Execute the notebook of the examples in a kernel of its own.
+
+    python tools/notebook.py [--output FILE.ipynb]
 
 `make notebook` runs it, in about a minute on two cores. It prints what the cells print, and fails where one fails. The
 committed notebook has no outputs; --output writes a copy with them. It needs nbclient and ipykernel.
