@@ -72,7 +72,7 @@ def with_mathml(text: str) -> str:
     for i, part in enumerate(parts):
         if part.startswith("```math"):
             formula = part.removeprefix("```math").removesuffix("```").strip()
-            parts[i] = f'<div class="formula">{convert(formula, "block")}</div>'
+            parts[i] = f'<div class="formula">{convert(formula, display="block")}</div>'
         elif not part.startswith("```"):  # without the span, a <math> that begins a line would be a paragraph
             parts[i] = INLINE.sub(lambda match: f"<span>{convert(match[1])}</span>", part)
     return "".join(parts)
