@@ -97,8 +97,8 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
             return 1e-3
 
     monkeypatch.setattr(doctor, "_each", each)
+    monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)  # its import takes the real Clock
     monkeypatch.setattr("liger_hw.bench.measure.Clock", Clock)
-    monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)
     case = Case("64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2, op="swiglu")
     monkeypatch.setattr(doctor, "model_cases", lambda ops: [case])
     monkeypatch.setattr(common, "here", lambda: GPU)
