@@ -11,6 +11,7 @@
 # make lint        check style and format
 # make versions    test models and trainers on the oldest and the newest transformers; ARGS="--all": on all
 # make docs        build the documentation site into site/, strictly and without a network
+# make notebook    execute the notebook of the examples, in about a minute
 # make package     build wheel and sdist into dist/, check their files, run the wheel in a fresh environment
 # make distributed test DeepSpeed and the launch of examples on two ranks; installs DeepSpeed
 # make trl         test losses against TRL's trainers of two versions, and the examples; installs TRL and Lightning
@@ -44,7 +45,8 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile emulate interpret fuzz converge mutants lint versions docs package distributed trl clean
+.PHONY: setup demo test models compile emulate interpret fuzz converge mutants lint versions docs notebook package \
+	distributed trl clean
 
 setup: $(READY)
 
@@ -118,6 +120,9 @@ versions: $(READY)
 
 docs: $(READY)
 	$(RUN) -m mkdocs build --strict $(ARGS)
+
+notebook: $(READY)
+	$(RUN) tools/notebook.py $(ARGS)
 
 package: $(READY)
 	$(RUN) tools/package.py $(ARGS)

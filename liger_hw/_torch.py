@@ -14,13 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "PLAIN", "TorchDispatchMode", "alias", "all_gathered", "at_end_of_backward", "autograd_records",
-    "backward_keeps_graph", "column_parallel_input", "dispatch_modes", "finish_collective", "grouped_mm",
-    "has_global_module_hooks", "has_tangents", "has_wide_products", "is_compiled", "is_dtensor", "is_plain",
-    "is_view_operation", "keep_unsharded", "process_group", "reshard_again", "saved_tensors_hooks",
+    "backward_keeps_graph", "column_parallel_input", "constant_result", "dispatch_modes", "finish_collective",
+    "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_compiled", "is_dtensor",
+    "is_plain", "is_view_operation", "keep_unsharded", "process_group", "reshard_again", "saved_tensors_hooks",
     "saved_tensors_may_change", "traced", "transforms_active", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def constant_result(function):
+    """Let torch.compile call `function` while it traces, and take the result as a constant.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler: a second and more.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 def is_plain(*tensors) -> bool:

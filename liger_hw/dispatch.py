@@ -19,7 +19,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import dispatch_modes, has_tangents, is_dtensor, is_plain, transforms_active
+from liger_hw._torch import constant_result, dispatch_modes, has_tangents, is_dtensor, is_plain, transforms_active
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KERNEL_DTYPES, UnreadableTensor, explain, refuse_dtype
 from liger_hw.hooks import hooks
@@ -152,7 +152,7 @@ def op(reference):
     return call
 
 
-@torch._dynamo.assume_constant_result
+@constant_result
 def _choice_while_tracing(name, device_type, index, dtype):
     """Choose without tracing: the compiler sees the chosen function alone."""
     return OPS[name].choose(torch.device(device_type, index), dtype)

@@ -4,6 +4,7 @@ A module of its own, as torch.compile looks functions up by their module's name,
 """
 
 import torch
+import torch._dynamo  # now: its tables hold torch's functions as they are at its import, and it traces no others
 
 
 def poisoned(make):

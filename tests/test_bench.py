@@ -391,12 +391,10 @@ def test_pictures_are_pictures():
     assert all(data.startswith(b"\x89PNG") for data in drawn.values())
 
 
-def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-    try:
-        import readme
-    finally:
-        sys.path.pop(0)
+def test_the_page_of_ops_is_written_from_results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
+    import readme
+
     records = [made(m, provider=p, shape="16384x4096", mode="full", share=0.5, bytes=9, flops=9) for m, p in
                ((0.2, "liger_hw"), (0.3, "quack"), (0.4, "liger"))]  # fmt: skip
     found = environment(torch.device("cpu")) | results(*records) | {
@@ -405,14 +403,40 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
     }  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     begin = readme.BEGIN.format(readme.TOOL)
-    (tmp_path / "README.md").write_text(f"before\n{begin}\nstale\n{readme.END}\nafter\n")
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    readme.main([tmp_path / "gpu.json"])
-    text = (tmp_path / "README.md").read_text()
+    page = tmp_path / "docs" / "speed.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{begin}\nstale\n{readme.END}\nafter\n")
+    readme.main([page, tmp_path / "gpu.json"])
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith(f"{readme.END}\nafter\n") and "stale" not in text
     assert "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x |" in text
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert len(pictures) == 3
+    for picture in pictures:
+        assert (page.parent / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
+    import readme
+
+    about = {"device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}}
+    asked = {"model": "llama-1b", "batch": 8, "checkpointing": False, "dtype": "bfloat16"}
+    steps = [asked | {"seq": 1024, "provider": name, "tokens_per_second": speed, "peak_bytes": memory * 2**30}
+             for name, speed, memory in (("eager", 1000, 20), ("liger", 1200, 12), ("liger_hw", 1500, 10))]  # fmt: skip
+    longest = [asked | {"seq": None, "provider": name, "longest": tokens}
+               for name, tokens in (("eager", 1024), ("liger", 2048), ("liger_hw", 3072))]  # fmt: skip
+    for name, records in (("steps", steps), ("longest", longest)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(environment(torch.device("cpu")) | results(*records) | about))
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN.format(readme.TOOL)}\n{readme.END}\nafter\n")
+    readme.main([page, tmp_path / "steps.json", tmp_path / "longest.json"])
+    text = page.read_text()
+    assert (
+        "1.50x the tokens/s of plain with 0.50x its memory, and 1.25x the tokens/s of liger-kernel with 0.83x" in text
+    )
+    (picture,) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG") and text.endswith("after\n")
 
 
 def test_the_page_of_models_is_written_from_results(monkeypatch, tmp_path):
@@ -431,8 +455,14 @@ def test_the_page_of_models_is_written_from_results(monkeypatch, tmp_path):
     (tmp_path / "models.json").write_text(json.dumps(found))
     page = tmp_path / "models_speed.md"
     page.write_text(f"before\n{readme.BEGIN.format(readme.TOOL)}\n{readme.END}\nafter\n")
-    readme.main([page, tmp_path / "models.json"])
+    compiled = run("compile", 1400.0, 15) | {"median": 1.0, "p20": 1.0, "p80": 1.0}
+    longest = {"model": "llama-1b", "batch": 1, "seq": None, "checkpointing": False, "provider": "liger_hw",
+               "longest": 4096}  # fmt: skip
+    (tmp_path / "more.json").write_text(json.dumps(found | {"results": [compiled, longest]}))
+    readme.main([page, tmp_path / "models.json", tmp_path / "more.json"])
     line = "| llama-1b 4x2048 | 1,000, 20.0 GiB | 1,200, 12.0 GiB | 1,500, 10.0 GiB | 1.50x, 0.50x | 1.25x, 0.83x |"
     text = page.read_text()
+    assert "| llama-1b 4x2048 | compile | 1,400 | 1.0-1.0 | 15.0 GiB |   |" in text
+    assert "| llama-1b longest context | liger_hw |   |   |   | 4,096 |" in text
     assert line in text and "| granite-2b 4x2048 | 1,000, 20.0 GiB | does not run | 1,300, 10.0 GiB |" in text
     assert text.endswith("after\n")

@@ -322,6 +322,16 @@ def test_python_m_liger_hw_is_the_command():
     assert done.returncode == 0 and done.stdout.startswith("liger_hw ")
 
 
+def test_info_imports_no_compiler():
+    """On a CPU. Where kernels launch, it runs ops on meta tensors, for which torch itself imports its compiler."""
+    code = (
+        "import sys; from liger_hw import cli; assert not cli.main(['info']); assert 'torch._dynamo' not in sys.modules"
+    )
+    environment = os.environ | {"LIGER_HW_BACKEND": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_reader_that_has_enough_ends_it_quietly():
     """`liger-hw info | head -1`."""
     command = [sys.executable, "-m", "liger_hw", "info", "--json"]

@@ -97,8 +97,8 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
             return 1e-3
 
     monkeypatch.setattr(doctor, "_each", each)
+    monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)  # its import takes the real Clock
     monkeypatch.setattr("liger_hw.bench.measure.Clock", Clock)
-    monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)
     case = Case("64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2, op="swiglu")
     monkeypatch.setattr(doctor, "model_cases", lambda ops: [case])
     monkeypatch.setattr(common, "here", lambda: GPU)
@@ -174,9 +174,33 @@ def test_interrupted_it_leaves_nothing(tmp_path):
     assert report(tmp_path)["interrupted"].startswith("interrupted: ")
 
 
+def blocked_signals(*arguments):
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_begin_without_interrupts(monkeypatch):
+    monkeypatch.setattr(doctor, "_examine", blocked_signals)
+    before = blocked_signals()
+    with doctor._pool(2) as pool:
+        masks = [future.result() for _, future in doctor._submit(pool, ["swiglu", "rope"], torch.device("cpu"))]
+    assert all(signal.SIGINT in mask for mask in masks) and blocked_signals() == before
+
+
+def test_an_interrupt_during_the_start_of_workers_is_kept():
+    pool = SimpleNamespace(submit=lambda *arguments: os.kill(os.getpid(), signal.SIGINT) or arguments[1])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    submitted = []
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            submitted += doctor._submit(pool, ["swiglu", "rope"], torch.device("cpu"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not submitted
+
+
 def test_a_process_that_crashes_is_one_failure(monkeypatch):
     class Pool:
-        def __init__(self, workers, context, *initializer):
+        def __init__(self, workers, context):
             self.alone = workers == 1
 
         def __enter__(self):

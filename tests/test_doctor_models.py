@@ -53,6 +53,22 @@ def test_a_wrong_kernel_ends_it_with_1(tmp_path, capsys, monkeypatch):
     assert shown.count("WRONG") == 2 and "Linear in bfloat16: output 0 of head: worst error" in shown
 
 
+def test_an_interrupt_keeps_the_rows_so_far(tmp_path, capsys, monkeypatch):
+    compared = models._compared
+
+    def one(module, match, dtype, device):
+        if dtype != models.DTYPES[0]:
+            raise KeyboardInterrupt
+        return compared(module, match, dtype, device)
+
+    monkeypatch.setattr(models, "_compared", one)
+    assert cli.main(["doctor", folder("llama", tmp_path), "--report", str(tmp_path / "report")]) == 130
+    shown = capsys.readouterr().out
+    assert "interrupted after 1 comparisons" in shown and shown.count("bitwise") >= 1
+    results = json.loads((tmp_path / "report" / "doctor-model.json").read_text())
+    assert len(results["rows"]) == 1 and results["interrupted"]
+
+
 def test_what_is_no_model_and_no_op(capsys):
     assert cli.main(["doctor", "nonsense"]) == 2
     assert "unknown op 'nonsense'" in capsys.readouterr().err

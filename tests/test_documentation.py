@@ -2,12 +2,17 @@
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import liger_hw
+from liger_hw import dispatch
+from liger_hw.integrations import uninstall
+from liger_hw.kernels import load_all
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -16,6 +21,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 @pytest.fixture(scope="module")
 def documentation():
     pytest.importorskip("mkdocs")
+    pytest.importorskip("latex2mathml")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
         return importlib.import_module("documentation")
@@ -58,6 +64,19 @@ def test_every_row_about_several_gpus_names_its_test():
                 named = re.findall(r"`(test_\w+)`", cell)
                 assert named or cell.strip() == "not offered", f"{row[0]}: {cell}"
                 assert tests.issuperset(named), cell
+
+
+def test_formulas_become_mathml(documentation):
+    code = "```python\nprice = '$1 and $2'\n```"
+    text = moved(documentation, f"$x_1$ costs 3$.\n\n```math\n\\frac{{a}}{{b}}\n```\n\n{code}", "formulas.md")
+    assert code in text and "costs 3$." in text and "$x_1$" not in text
+    assert re.search(r'<math [^>]*display="inline">.*<msub>', text)
+    assert re.search(r'^<div class="formula"><math [^>]*display="block">.*<mfrac>.*</math></div>$', text, re.MULTILINE)
+    text = (ROOT / "docs" / "formulas.md").read_text()
+    text, before = moved(documentation, text, "formulas.md"), text
+    assert "$" not in text and "```" not in text and not re.search("^<math", text, re.MULTILINE)
+    assert text.count('<div class="formula">') == before.count("```math") >= len(documentation.ops())
+    assert not re.search(r"<mi>\\", text)  # an unknown command stays as text
 
 
 def test_an_unknown_text_is_refused(documentation):
@@ -104,12 +123,43 @@ def test_every_public_name_is_in_the_reference(documentation, cells):
     assert not missing
 
 
-def test_the_example_of_the_first_page_runs():
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
-                  if "import torch" in code)  # fmt: skip
-    names = {}
-    exec(example, names)
-    assert names["head"].grad.shape == names["head"].shape
+@pytest.mark.parametrize("file", ["README.md", "docs/index.md"])
+def test_the_python_of_the_first_pages_runs(file, monkeypatch, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # of the Trainer
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2))  # fmt: skip
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
+    monkeypatch.chdir(tmp_path)
+    tokens = torch.randint(64, (2, 16))
+    names = {"model": model, "tokens": tokens, "dataset": [{"input_ids": row, "labels": row} for row in tokens]}
+    try:
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
+            exec(code, names)
+    finally:
+        uninstall()
+    printed = capsys.readouterr().out
+    assert "rms_norm" in printed and "train_loss" in printed
+    torch.testing.assert_close(names["head"].grad.shape, names["head"].shape)
+    if file == "README.md":
+        torch.testing.assert_close(names["loss"], names["expected"])
+
+
+def test_the_commands_of_the_readme_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    for target in set(re.findall(r"make (\w+)", text)) - {"it"}:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install [^\n]*\[(\w+)\]", text)) == {"transformers"} <= set(extras)
+
+
+def test_every_op_is_at_a_glance_and_has_a_formula():
+    load_all()
+    glance, formulas = ((ROOT / "docs" / name).read_text() for name in ("ops.md", "formulas.md"))
+    names = [name for name in dispatch.OPS if hasattr(liger_hw, name)]
+    assert not [name for name in names if f"`{name}`" not in glance]
+    assert sorted(re.findall(r"^## `(\w+)`\n\n```math$", formulas, re.MULTILINE)) == sorted(names)
 
 
 def test_commands_in_the_documentation_exist():

@@ -1,6 +1,7 @@
 """Every example, tiny: the same losses and gradients with liger_hw as without."""
 
 import importlib
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -80,6 +81,19 @@ def test_launch(name, tmp_path):
     arguments = ["--tiny", "--steps", "1", "--output", str(tmp_path), "--json", str(tmp_path / "result.json")]
     done = subprocess.run([*launch, str(FOLDER / f"{name}.py"), *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "result.json").exists(), done.stdout + done.stderr
+
+
+def test_the_notebook(monkeypatch, tmp_path, capsys):
+    for package in ("transformers", "tokenizers"):
+        pytest.importorskip(package)
+    notebook = json.loads((FOLDER / "finetune.ipynb").read_text())
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert "LazyLogits" in capsys.readouterr().out and (names["folder"] / "tuned.pt2").exists()
 
 
 def test_every_example_is_tested():

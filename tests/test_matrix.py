@@ -120,6 +120,19 @@ def test_every_architecture_has_cards_on_the_page():
     assert unknown[:2] == ["NVIDIA sm999", ""]
 
 
+def test_the_summary_joins_gpus_with_equal_evidence():
+    def cells(backend, level, failed=0):
+        return [Cell(op, backend, "bf16", level, 3, failed * (op == "rope"), [], "r") for op in ("rope", "rms_norm")]
+
+    every = [*cells("amd:gfx942", COMPILED), *cells("amd:gfx950", COMPILED), *cells("amd:gfx1100", COMPILED, 1),
+             *cells("nvidia:sm90", COMPILED), *cells("nvidia:sm90", INTERPRETED, 1)]  # fmt: skip
+    assert page.summary(every) == [
+        ["NVIDIA", "H100", "-", "-", "-", "1 of 2 ops", "2 of 2 ops"],
+        ["AMD", "MI300X, MI350X", "-", "-", "-", "-", "2 of 2 ops"],
+        ["AMD", "RX 7900", "-", "-", "-", "-", "1 of 2 ops"],
+    ]
+
+
 @pytest.fixture
 def hardware():
     if not (HERE.parent / "tools").is_dir():
@@ -138,7 +151,9 @@ def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     page_file, readme = tmp_path / "docs" / "hardware.md", tmp_path / "README.md"
     page_file.write_text((HERE.parent / "docs" / "hardware.md").read_text())
-    readme.write_text("before\n<!-- proven: begin, by tools/hardware.py -->\nold\n<!-- proven: end -->\nafter\n")
+    readme.write_text(
+        "before\n<!-- proven summary: begin, by tools/hardware.py -->\nold\n<!-- proven: end -->\nafter\n"
+    )
     cell = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
     file = evidence.write(tmp_path / "e.json", RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}, [GOOD, cell])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
@@ -147,7 +162,11 @@ def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
     assert hardware.main([str(file), "--check"]) == 0
     amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of 2 ops, 3 cases, bf16 | - |"
     intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of 2 ops, 2 cases, fp32 | - |"
-    assert "old" not in readme.read_text() and f"{amd}\n{intel}\n<!-- proven: end -->\nafter" in readme.read_text()
+    summary = (
+        "| AMD | MI300X | - | - | - | 1 of 2 ops | - |\n"
+        "| Intel | Arc B580 | - | - | - | 1 of 2 ops | - |\n<!-- proven: end -->\nafter"
+    )
+    assert "old" not in readme.read_text() and summary in readme.read_text()
     text = page_file.read_text()
     before, _, after = text.partition("### Intel")
     assert amd in before and intel in after.partition("### NVIDIA")[0]

@@ -83,3 +83,17 @@ def test_info_shows_its_launches(checkout):
     (device,) = json.loads(shown)["devices"]
     assert device["ops"][OP] == {"implementation": "triton"}
     assert {c["key"] for c in device["configurations"] if c["op"] == OP} == {f"{OP}_forward(2)", f"{OP}_backward(2)"}
+
+
+def test_the_op_of_a_program(tmp_path):
+    """Of the guide; and its check fails where the gradient is wrong."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "own_op.md").read_text(), re.S)
+    wrong = code.replace("2 * scale * x * dy", "scale * x * dy")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "", "PYTHONPATH": str(ROOT)}
+    results = []
+    for name, text in (("own_op", code), ("wrong", wrong)):
+        (tmp_path / f"{name}.py").write_text(text)
+        command = [sys.executable, f"{name}.py"]
+        results.append(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True))
+    assert results[0].returncode == 0 and results[0].stdout.count("passed") == 3, results[0].stderr
+    assert wrong != code and "AssertionError: output 1 of scaled_square on nvidia" in results[1].stderr

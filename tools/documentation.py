@@ -13,6 +13,7 @@ import posixpath
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
@@ -37,6 +38,8 @@ PAGES = {  # a page of the repository outside docs/ -> its place in the site
 }
 MOVED = PAGES | {"README.md": "index.md", "examples": "guides/examples.md", "examples/": "guides/examples.md"}
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<![\\$\w])\$([^$\n]+)\$(?![\w$])")
 HOST = r"""["']?(?:https?:)?//"""  # of another host, in a page or a style
 LOADS = re.compile(
     rf"<(?:script|img|iframe|source)[^>]+src={HOST}|<link(?![^>]+rel=.?canonical)[^>]+href={HOST}|"
@@ -60,6 +63,27 @@ def markdown(header, rows) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
+def with_mathml(text: str) -> str:
+    """Turn formulas between $ and in blocks of `math` into MathML.
+
+    Browsers render it without a script.
+    """
+    parts = FENCED.split(text)
+    for i, part in enumerate(parts):
+        if part.startswith("```math"):
+            formula = part.removeprefix("```math").removesuffix("```").strip()
+            parts[i] = f'<div class="formula">{convert(formula, display="block")}</div>'
+        elif not part.startswith("```"):  # without the span, a <math> that begins a line would be a paragraph
+            parts[i] = INLINE.sub(lambda match: f"<span>{convert(match[1])}</span>", part)
+    return "".join(parts)
+
+
+def formulas() -> dict[str, str]:
+    """Return the text of docs/formulas.md for each op."""
+    parts = re.split(r"^## `(\w+)`$", (ROOT / "docs" / "formulas.md").read_text(), flags=re.MULTILINE)
+    return {name: text.strip() for name, text in zip(parts[1::2], parts[2::2])}
+
+
 def first_line(thing) -> str:
     """Return the first line of a docstring, which is a sentence."""
     return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
@@ -75,10 +99,11 @@ def ops() -> dict:
 
 
 def op_page(name: str, module: str, cells: list, benchmarks: dict) -> str:
-    """Write the page of an op: signature, formulas, evidence and figures."""
-    formulas = inspect.getdoc(importlib.import_module(module)) or ""
+    """Write the page of an op: signature, formula, gradients, evidence and figures."""
+    of_kernel = inspect.getdoc(importlib.import_module(module)) or ""
     parts = [f"::: {module}.{name}\n    options: {{heading_level: 1, show_root_toc_entry: false}}"]
-    parts += ["## Formulas and bytes moved", f"*The text of the kernel file, `{module}`.*", formulas]
+    parts += ["## Formula", formulas()[name]]
+    parts += ["## Gradients and bytes moved", f"*The text of the kernel file, `{module}`.*", of_kernel]
     parts += ["## Evidence", op_evidence(name, cells), "## Figures", op_figures(name, benchmarks)]
     return "\n\n".join(parts) + "\n"
 
@@ -174,6 +199,7 @@ TEXTS = {  # name in `<!-- site: NAME -->` -> function of the cells of evidence 
     "ops": table_of_ops,
     "liger_kernel": names_of_liger_kernel,
     "commands": helps,
+    "evidence summary": lambda cells: markdown(page.SUMMARY, page.summary(cells)),
     **{f"evidence {vendor}": table_of_gpus(vendor) for vendor in backends.VENDORS},
 }
 
@@ -204,7 +230,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(text, page, config, files):
-    """Turn links of the repository into links of the site, and insert tables of evidence."""
+    """Insert tables of evidence, render formulas, and turn the repository's links into the site's."""
     place = page.file.src_uri
     origin = next((name for name, where in PAGES.items() if where == place), f"docs/{place}")
 
@@ -224,7 +250,7 @@ def on_page_markdown(text, page, config, files):
         check_known("text", match[1], TEXTS)
         return TEXTS[match[1]](config.extra["cells"])
 
-    return re.sub(r"<!-- site: ([\w ]+) -->", inserted, LINK.sub(moved, text))
+    return with_mathml(re.sub(r"<!-- site: ([\w ]+) -->", inserted, LINK.sub(moved, text)))
 
 
 def on_page_content(html, page, config, files):

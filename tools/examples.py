@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from readme import ROOT, insert, markdown
+from readme import insert, markdown
 
-FOLDER = ROOT / "examples"
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "common")
 PROVIDERS = ("plain", "liger_hw", "liger-kernel")
 

@@ -14,7 +14,7 @@ from liger_hw.proof import evidence, page
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = "docs/hardware.md", "README.md"
-MARKED = re.compile(r"(<!-- proven(?: (\w+))?: begin, by tools/hardware.py -->\n).*?(<!-- proven: end -->)", re.S)
+MARKED = re.compile(r"(<!-- proven (\w+): begin, by tools/hardware.py -->\n).*?(<!-- proven: end -->)", re.S)
 
 
 def markdown(header, rows) -> str:
@@ -22,15 +22,15 @@ def markdown(header, rows) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def tables(runs: dict, cells: list) -> dict[str | None, str]:
-    """Return the table of each marker: a vendor, "runs", "levels", or None: all GPUs."""
+def tables(runs: dict, cells: list) -> dict[str, str]:
+    """Return the table of each marker: a vendor, "runs", "levels" or "summary"."""
     rows = page.rows(cells)
     names = {module.NAME: vendor for vendor, module in VENDORS.items()}
     texts = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].split()[0]] == vendor])
              for vendor in VENDORS}  # fmt: skip
     texts["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
     texts["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
-    return texts | {None: markdown(page.HEADER, rows)}
+    return texts | {"summary": markdown(page.SUMMARY, page.summary(cells))}
 
 
 def _runs(runs: dict) -> list[list[str]]:

@@ -1,25 +1,28 @@
 """Write the tables and pictures of a page from benchmark results.
 
-    python tools/readme.py benchmarks/h200.json ...                     the README, of `liger-hw bench [train]`
-    python tools/readme.py docs/models_speed.md benchmarks/models.json ...  whole models, of `liger-hw bench train`
-    python tools/readme.py docs/losses.md benchmarks/h200-losses.json   losses, of `liger-hw bench losses`
+    python tools/readme.py README.md benchmarks/{llama-1b,longest}-h200.json     of `liger-hw bench train`
+    python tools/readme.py docs/speed.md benchmarks/h200.json                    ops, of `liger-hw bench`
+    python tools/readme.py docs/models_speed.md benchmarks/{models,llama,train,longest}-*h200*.json
+                                                                                 models, of `liger-hw bench train`
+    python tools/readme.py docs/losses.md benchmarks/h200-losses.json            losses, of `liger-hw bench losses`
     python tools/readme.py docs/distributed.md benchmarks/distributed-4xh200.json  of `liger-hw bench distributed`
 
 The text between the page's two markers is replaced. Pictures go beside the results.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from liger_hw.bench import charts, formatting, losses
 from liger_hw.bench.peers import OURS
 
-ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: begin, by {} -->", "<!-- measured: end -->"
 TOOL = "tools/readme.py"
 TRAINED = ("eager", "liger", OURS)  # the providers in the table of whole models
-SHAPES = {  # the shapes of each op in the README; the JSON has all
+NAMES = {"eager": "plain", "liger": "liger-kernel", OURS: OURS}
+SHAPES = {  # the shapes of each op on the page; the JSON has all
     "rms_norm": ("32768x1024", "16384x4096", "16384x8192"),
     "fused_add_rms_norm": ("16384x4096", "16384x8192"),
     "layer_norm": ("16384x4096", "16384x8192"),
@@ -32,7 +35,7 @@ SHAPES = {  # the shapes of each op in the README; the JSON has all
 
 
 def chosen(benchmark: dict, mode: str) -> dict:
-    """Return "op shape" -> provider -> record of the README's shapes."""
+    """Return "op shape" -> provider -> record of the page's shapes."""
     return {
         f"{op} {shape}": records
         for (op, shape, m), records in formatting.by_shape(benchmark).items()
@@ -45,7 +48,41 @@ def markdown(header, rows) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def operations(benchmark: dict, stem: Path) -> str:
+def headline(page: Path, benchmarks: dict) -> str:
+    """Return the picture of the README and the sentence below it.
+
+    Args:
+        benchmarks: the path of each file without its suffix -> a run of one model at several settings, and its longest
+            contexts.
+    """
+    (stem, steps), (_, contexts) = benchmarks.items()
+    timed = next(iter(formatting.by_setting(steps).values()))
+    longest = next(iter(formatting.by_setting(contexts).values()))
+    panels = {
+        "Tokens per second": (timed, "tokens_per_second", lambda speed: f"{speed:,.0f}"),
+        "Peak memory of a step": (timed, "peak_bytes", formatting.size),
+        "Longest context": (longest, "longest", lambda tokens: f"{tokens:,}"),
+    }
+    figure = charts.columns(
+        {title: {NAMES[name]: (records[name][key], show(records[name][key])) for name in TRAINED}
+         for title, (records, key, show) in panels.items()},
+        {name: charts.COLOURS[provider] for provider, name in NAMES.items()}, width=7.5,
+    )  # fmt: skip
+    ours, facts = timed[OURS], formatting.facts(steps)
+
+    def gain(name):
+        speed = ours["tokens_per_second"] / timed[name]["tokens_per_second"]
+        return f"{speed:.2f}x the tokens/s of {NAMES[name]} with {ours['peak_bytes'] / timed[name]['peak_bytes']:.2f}x"
+
+    lead = (
+        f"{ours['model']} ({ours['batch']} x {ours['seq']:,} tokens, {ours['dtype']}, fused AdamW) on one "
+        f"{steps['device']['name']}: {gain('eager')} its memory, and {gain('liger')}. Steps: {steps['date']}; longest "
+        f"context of one sequence: {contexts['date']}. {facts['versions']}."
+    )
+    return f"{_save(page, figure, stem, 'speed and memory')}\n\n{lead}"
+
+
+def operations(page: Path, benchmark: dict, stem: Path) -> str:
     full = chosen(benchmark, "full")
     shown = [record for records in full.values() for record in records.values()]
     rows = []
@@ -55,9 +92,9 @@ def operations(benchmark: dict, stem: Path) -> str:
     pictures = []
     for name, figure in charts.figures(benchmark | {"results": shown}):
         if name == "roofline":
-            pictures.append(_save(figure, stem, name))
+            pictures.append(_save(page, figure, stem, name))
     for name, figure in charts.overview(full):
-        pictures.append(_save(figure, stem, name))
+        pictures.append(_save(page, figure, stem, name))
     header = ["op", "shape", *formatting.KERNELS]
     facts = formatting.facts(benchmark)
     lead = (
@@ -69,24 +106,13 @@ def operations(benchmark: dict, stem: Path) -> str:
     return "\n\n".join([lead, markdown(header, rows), *pictures])
 
 
-def training(benchmark: dict, stem: Path, sharded: list[dict]) -> str:
-    """Return the table and pictures of training steps.
-
-    Of each sharded run it shows the longest sequence that all libraries can train.
-    """
-    rows = formatting.training_rows(benchmark)
-    pictures = [_save(figure, stem, name) for name, figure in charts.training_figures(benchmark)]
-    lead = (
-        f"Training steps, {formatting.facts(benchmark)['device']}, {benchmark['date']}, every model in its own process"
-    )
-    for run in sharded:
-        steps = formatting.by_setting(run)
-        timed = [label for label, records in steps.items() if not any("error" in r for r in records.values())]
-        rows += formatting.training_rows(run | {"results": list(steps[timed[-1]].values())})
-        gpus = run["results"][0]["gpus"]
-        lead += f"; on {gpus} of them, {run['date']}, tokens/s and memory of one"
-    rows = [[cell or " " for cell in row] for row in rows]
-    return "\n\n".join([f"{lead}:", markdown(formatting.TRAINING, rows), *pictures])
+def training(page: Path, benchmark: dict, stem: Path) -> str:
+    """Return the table and pictures of training steps with their spreads, and of longest contexts."""
+    rows = [[cell or " " for cell in row] for row in formatting.training_rows(benchmark)]
+    pictures = [_save(page, figure, stem, name) for name, figure in charts.training_figures(benchmark)]
+    device = formatting.facts(benchmark)["device"]
+    lead = f"{device}, {benchmark['date']}, every model in a process of its own:"
+    return "\n\n".join([lead, markdown(formatting.TRAINING, rows), *pictures])
 
 
 def sharded_table(benchmark: dict) -> str:
@@ -107,10 +133,10 @@ def sharded_table(benchmark: dict) -> str:
     return markdown(header, rows)
 
 
-def _save(figure, stem: Path, name: str) -> str:
+def _save(page: Path, figure, stem: Path, name: str) -> str:
     file = stem.with_name(f"{stem.name}-{name.replace(' ', '-')}.png")
     file.write_bytes(charts.picture(figure, "png"))
-    return f"![{name}]({file.resolve().relative_to(ROOT).as_posix()})"
+    return f"![{name}]({Path(os.path.relpath(file, page.parent)).as_posix()})"
 
 
 def models(benchmarks: list[dict]) -> str:
@@ -175,27 +201,39 @@ def insert(file: Path, text: str, tool: str) -> None:
     file.write_text(f"{before}{start}\n{text}\n{END}{after}")
 
 
+def text_of(page: Path, benchmarks: dict) -> str:
+    """Return the text of a page.
+
+    Args:
+        benchmarks: the path of each file without its suffix -> its content.
+    """
+    first = next(iter(benchmarks.values()))
+    if any("gradient_bytes" in record for record in first["results"]):
+        return losses_table(list(benchmarks.values()))
+    if "ceilings" in first:
+        return "\n\n".join(operations(page, benchmark, stem) for stem, benchmark in benchmarks.items())
+    if "engine" in first["results"][0]:
+        return "\n\n".join(map(sharded_table, benchmarks.values()))
+    if page.name == "README.md":
+        return headline(page, benchmarks)
+    detailed = {
+        stem: benchmark for stem, benchmark in benchmarks.items()
+        if any(record["provider"] == "compile" or "longest" in record for record in benchmark["results"])
+    }  # fmt: skip
+    parts = [models([benchmark for stem, benchmark in benchmarks.items() if stem not in detailed])]
+    if detailed:
+        stem = next(iter(detailed))
+        results = [result for benchmark in detailed.values() for result in benchmark["results"]]
+        parts.append(training(page, detailed[stem] | {"results": results}, stem))
+    return "\n\n".join(parts)
+
+
 def main(files) -> None:
-    files = [Path(file) for file in files]
-    if files[0].suffix == ".md":
-        benchmarks = [json.loads(file.read_text()) for file in files[1:]]
-        if "engine" in benchmarks[0]["results"][0]:
-            return insert(files[0], "\n\n".join(map(sharded_table, benchmarks)), TOOL)
-        of_losses = any("gradient_bytes" in record for record in benchmarks[0]["results"])
-        return insert(files[0], losses_table(benchmarks) if of_losses else models(benchmarks), TOOL)
-    benchmarks = {file.with_suffix(""): json.loads(file.read_text()) for file in files}
-    parts = [operations(benchmark, stem) for stem, benchmark in benchmarks.items() if "ceilings" in benchmark]
-    steps = {stem: benchmark for stem, benchmark in benchmarks.items() if "ceilings" not in benchmark}
-    sharded = [benchmark for benchmark in steps.values() if "engine" in benchmark["results"][0]]
-    training_runs = {stem: benchmark for stem, benchmark in steps.items() if benchmark not in sharded}
-    if training_runs:
-        stem, first = next(iter(training_runs.items()))
-        results = [result for benchmark in training_runs.values() for result in benchmark["results"]]
-        parts.append(training(first | {"results": results}, stem, sharded))
-    insert(ROOT / "README.md", "\n\n".join(parts), TOOL)
+    page, *files = (Path(file) for file in files)
+    insert(page, text_of(page, {file.with_suffix(""): json.loads(file.read_text()) for file in files}), TOOL)
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
+    if not sys.argv[2:]:
         raise SystemExit(__doc__)
     main(sys.argv[1:])

@@ -158,6 +158,28 @@ def _bars(title, shapes, pyplot, value, label, scaled=False):
     return figure
 
 
+def columns(panels: dict, colours: dict, width: float = 9):
+    """Draw vertical bars side by side, in one panel for each quantity.
+
+    Args:
+        panels: title -> name of a bar -> (value, its text).
+        colours: name of a bar -> colour.
+        width: inches of the figure.
+    """
+    figure, axes = pictures_style().subplots(1, len(panels), figsize=(width, 3.2), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.1)
+    for axis, (title, bars) in zip(axes, panels.items()):
+        values, texts = zip(*bars.values())
+        drawn = axis.bar(list(bars), values, 0.62, color=[colours[name] for name in bars])
+        axis.bar_label(drawn, texts, padding=3, color="#1d2430")
+        axis.set_title(title)
+        axis.set_ylim(0, 1.15 * max(values))
+        axis.set_yticks([])
+        axis.spines["left"].set_visible(False)
+        axis.tick_params(axis="x", length=0)
+    return figure
+
+
 def picture(figure, kind: str) -> bytes:
     """Return `figure` as the bytes of a "png" or "svg" file, and close it."""
     from matplotlib import pyplot

@@ -4,7 +4,7 @@ import html
 from pathlib import Path
 
 from liger_hw.bench import pages
-from liger_hw.bench.charts import pictures_style
+from liger_hw.bench.charts import columns, pictures_style
 from liger_hw.bench.demo import LAST, PATCHED, PEER, PLAIN, Comparison, difference, final_loss
 from liger_hw.bench.formatting import size
 from liger_hw.console import table
@@ -71,8 +71,7 @@ def show(comparison: Comparison) -> str:
 
 def _figures(comparison: Comparison) -> dict:
     """Draw the pictures by file name: the loss curves with their difference, and the bars."""
-    pyplot = pictures_style()
-    return {"loss.png": _loss_figure(comparison, pyplot), "bars.png": _bar_figure(comparison, pyplot)}
+    return {"loss.png": _loss_figure(comparison, pictures_style()), "bars.png": _bar_figure(comparison)}
 
 
 def _loss_figure(comparison, pyplot):
@@ -100,26 +99,16 @@ def _loss_figure(comparison, pyplot):
     return figure
 
 
-def _bar_figure(comparison, pyplot):
-    figure, axes = pyplot.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.1)
-    panels = (
-        ("Tokens per second, median", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
-        ("Peak memory of a step", lambda run: run.step_bytes, size),
-        ("Peak memory of the loss alone", lambda run: run.loss_bytes, size),
-    )
-    for axis, (title, value, show) in zip(axes, panels):
-        values = [value(run) for run in comparison.runs]
-        bars = axis.bar(
-            [run.name for run in comparison.runs], values, 0.62, color=[COLOURS[run.name] for run in comparison.runs]
-        )
-        axis.bar_label(bars, [show(v) for v in values], padding=3, color="#1d2430")
-        axis.set_title(title)
-        axis.set_ylim(0, 1.15 * max(values))
-        axis.set_yticks([])
-        axis.spines["left"].set_visible(False)
-        axis.tick_params(axis="x", length=0)
-    return figure
+def _bar_figure(comparison):
+    panels = {
+        "Tokens per second, median": (comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
+        "Peak memory of a step": (lambda run: run.step_bytes, size),
+        "Peak memory of the loss alone": (lambda run: run.loss_bytes, size),
+    }
+    return columns(
+        {title: {run.name: (value(run), show(value(run))) for run in comparison.runs}
+         for title, (value, show) in panels.items()}, COLOURS,
+    )  # fmt: skip
 
 
 def write(comparison: Comparison, folder: Path) -> Path:

@@ -62,18 +62,27 @@ def _model_types():
 
 
 def _run_model(args) -> int | None:
-    """Compare each kernel with the class that it replaces; return 1 if one fails."""
+    """Compare each kernel with the class that it replaces; return 1 if one fails.
+
+    Ctrl-C keeps the rows so far, and returns 130.
+    """
     console.require("transformers")
     from liger_hw.proof import models
 
-    device, rows = common.here(), []
-    for row in models.compare(args.ops[0], device, args.trust_remote_code, common.say(args)):
-        rows.append(row)
+    device, rows, interrupted = common.here(), [], None
+    try:
+        for row in models.compare(args.ops[0], device, args.trust_remote_code, common.say(args)):
+            rows.append(row)
+    except KeyboardInterrupt:
+        interrupted = f"interrupted after {len(rows)} comparisons: the others are missing"
     wrong = models.failures(rows)
     args.report.mkdir(parents=True, exist_ok=True)
     file = args.report / "doctor-model.json"
-    results = {"model": args.ops[0], "device": str(device), "info": info.gather(), "rows": rows}
+    results = {
+        "model": args.ops[0], "device": str(device), "info": info.gather(), "rows": rows, "interrupted": interrupted,
+    }  # fmt: skip
     file.write_text(json.dumps(results))
-    lines = table(models.HEADER, models.table_rows(rows)), "", *wrong, *models.advice(device), f"report: {file}"
+    last = [interrupted] if interrupted else models.advice(device)
+    lines = table(models.HEADER, models.table_rows(rows)), "", *wrong, *last, f"report: {file}"
     common.show(args, results, "", *lines)
-    return 1 if wrong else None
+    return 1 if wrong else 130 if interrupted else None

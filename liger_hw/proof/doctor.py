@@ -103,27 +103,38 @@ def _each(ops, device):
     workers = max(min((os.cpu_count() or 2) // (1 if on_cpu else 2), 8, len(ops)), 1)
     with _environment(TRITON_INTERPRET="1" if on_cpu else None):
         with _pool(workers) as pool:
-            waiting = [(op, pool.submit(_examine, op, device)) for op in ops]
             broken = []
-            for op, future in waiting:
+            for op, future in _submit(pool, ops, device):
                 try:
                     yield op, future.result()
                 except BrokenProcessPool:
                     broken.append(op)  # this op or one in another worker broke the pool
         for op in broken:
             with _pool(1) as pool:
+                ((_, future),) = _submit(pool, [op], device)
                 try:
-                    yield op, pool.submit(_examine, op, device).result()
+                    yield op, future.result()
                 except BrokenProcessPool:
                     yield op, _crashed(op, device)
+
+
+def _submit(pool, ops, device) -> list:
+    """Start workers that never see Ctrl-C, not even while they import.
+
+    They inherit the blocked signal. This process receives it afterwards, where an ignored one would be lost.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return [(op, pool.submit(_examine, op, device)) for op in ops]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
 def _pool(workers):
     """Yield a pool of processes; on Ctrl-C the parent ends them, so that none remains."""
     others = set(multiprocessing.active_children())
-    ignored = (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, ignored) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         try:
             yield pool
         except KeyboardInterrupt:

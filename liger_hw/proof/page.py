@@ -27,19 +27,51 @@ def rows(cells: list[Cell]) -> list[list[str]]:
         vendor, _, arch = backend.partition(":")
         levels = (_cell([c for key, c in totals.items() if key[1] == backend and key[3] == level], every)
                   for level in LEVELS)  # fmt: skip
-        name = VENDORS[vendor].NAME if vendor in VENDORS else vendor
-        cards = ARCHITECTURES[backend].cards if backend in ARCHITECTURES else ""
-        lines.append([f"{name} {arch}", cards, *levels])
+        lines.append([f"{_vendor(vendor)} {arch}", _cards(backend), *levels])
     return lines
+
+
+SUMMARY = ["vendor", "GPUs", *LEVELS]
+
+
+def summary(cells: list[Cell]) -> list[list[str]]:
+    """Return one row for all GPUs of a vendor with equal numbers of proven ops.
+
+    The row names the first card of each architecture.
+    """
+    every = {cell.op for cell in cells}
+    totals = total(cells)
+    gpus = {}
+    for backend in backends_of(cells):
+        vendor, _, arch = backend.partition(":")
+        levels = (_ops([c for key, c in totals.items() if key[1] == backend and key[3] == level], every)
+                  for level in LEVELS)  # fmt: skip
+        gpus.setdefault((_vendor(vendor), *levels), []).append(_cards(backend).partition(", ")[0] or arch)
+    return [[vendor, ", ".join(cards), *levels] for (vendor, *levels), cards in gpus.items()]
+
+
+def _vendor(name: str) -> str:
+    return VENDORS[name].NAME if name in VENDORS else name
+
+
+def _cards(backend: str) -> str:
+    return ARCHITECTURES[backend].cards if backend in ARCHITECTURES else ""
+
+
+def _ops(cells: list[Cell], every: set) -> str:
+    """Count the ops of which every case passed."""
+    if not cells:
+        return "-"
+    passed = {cell.op for cell in cells if cell.passed} - {cell.op for cell in cells if cell.failed}
+    return f"{len(passed)} of {len(every)} ops"
 
 
 def _cell(cells: list[Cell], every: set) -> str:
     if not cells:
         return "-"
-    ops = {cell.op for cell in cells if cell.passed and not cell.failed} - {c.op for c in cells if c.failed}
     dtypes = [name for name in DTYPES.values() if any(cell.dtype == name for cell in cells)]
     failed = sum(cell.failed for cell in cells)
-    text = f"{len(ops)} of {len(every)} ops, {sum(cell.passed for cell in cells):,} cases, {' '.join(dtypes)}"
+    text = f"{_ops(cells, every)}, {sum(cell.passed for cell in cells):,} cases, {' '.join(dtypes)}"
     return f"{text}, {failed:,} FAILED" if failed else text
 
 
