@@ -45,7 +45,7 @@ def pytest_configure(config):
         torch.accelerator.set_device_index(int(worker.removeprefix("gw")) % torch.accelerator.device_count())
     if worker and not torch.accelerator.is_available():
         # workers that each have a thread for every core wait for one another: 121 CPU seconds for two files, not 156
-        threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+        threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of programs that tests start
     if config.getoption("--evidence"):
