@@ -140,10 +140,20 @@ def sample(op, dtype=torch.bfloat16, number=0):
     return list(training_cases(op, dtype))[number]
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
-@pytest.mark.parametrize("op", ["swiglu", "softmax", "grouped_mm"])  # elementwise, reductions, matrix instructions
-def test_a_kernel_computes(op, arch):
-    result = emulated.execute(op, *sample(op), arch)
+KERNELS = [  # elementwise, reductions, matrix instructions
+    (op, torch.bfloat16, arch)
+    for op in ("swiglu", "softmax", "grouped_mm")
+    for arch in ("gfx942", "gfx1100", "gfx1201")
+]
+KERNELS += [  # upper halves of registers; a constant of fp16 in fp32 arithmetic; scalar loads of 16 bits
+    ("poly_norm", torch.bfloat16, "gfx1100"), ("poly_norm", torch.float16, "gfx942"),
+    ("poly_norm", torch.bfloat16, "gfx1201"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op, dtype, arch", KERNELS)
+def test_a_kernel_computes(op, dtype, arch):
+    result = emulated.execute(op, *sample(op, dtype), arch)
     assert not result["error"] and result["launches"] and result["instructions"] > 100
 
 

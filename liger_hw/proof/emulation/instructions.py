@@ -195,8 +195,8 @@ class Decoder:
     def _operand(self, inst, kind, field, fields, index, extra):
         """Return a function for the bits of a vector instruction's source, modifiers applied."""
         number = fields[field]
-        info = inst.operands.get(field) or inst.operands.get(field.removeprefix("v"))
-        bits = inst.op_bits.get(field, inst.op_bits.get(field.removeprefix("v"), 32))
+        named = next((name for name in (field, field.removeprefix("v"), f"v{field}") if name in inst.operands), field)
+        info, bits = inst.operands.get(named), inst.op_bits.get(named, 32)
         form = info[0].name.removeprefix("FMT_NUM_") if info else "B32"
         packed = kind.startswith("VOP3P")
         is_float = bool(re.search(r"F(16|32|64)$", form))
@@ -224,6 +224,8 @@ class Decoder:
             negate, absolute = (fields["neg"] >> index) & 1, (fields["neg_hi"] >> index) & 1
             in_16 = ((fields["opsel_hi"] | fields["opsel_hi2"] << 2) >> index) & 1
             sign_bit = 0x80008000 if in_16 else 1 << 31
+            if in_16 and number in _FLOATS:
+                get = self.source(number, 16, True, extra)
         steps = []
         type = np.uint64 if bits == 64 else np.uint32
         if half is not None and number >= 256 or half:
@@ -741,9 +743,7 @@ class Decoder:
             if "INV" in name or "PREFETCH" in name:
                 return _nothing
             raise Unknown(name)
-        size = re.search(r"_(DWORD(?:X(\d+))?|B(\d+)|[UI](\d+))$", name)
-        if size[4]:
-            raise Unknown(name)
+        size = re.search(r"_(DWORD(?:X(\d+))?|B(\d+)|([UI])(\d+))$", name)
         words = int(size[3]) // 32 if size[3] else int(size[2] or 1)
         base, target = fields["sbase"], fields["sdata"]
         immediate = _signed(fields.get("ioffset", fields.get("offset")), 24 if "ioffset" in fields else 21)
@@ -760,6 +760,11 @@ class Decoder:
             where = where + np.uint64(immediate & (1 << 64) - 1)
             if scalar is not None:
                 where = where + w.s[scalar]
+            if size[5]:
+                bits = int(size[5])
+                data = self.arena.load(where, bits // 8).view(f"{size[4].lower()}{bits // 8}")
+                w.set_scalar(target, data[:, 0].astype(np.int32).view(np.uint32))
+                return
             data = self.arena.load(where & ~np.uint64(3), 4 * words).view(np.uint32)
             for i in range(words):
                 w.set_scalar(target + i, data[:, i].copy())
