@@ -77,8 +77,8 @@ class Engine:
 
 class FSDP1(Engine):
     def gradients(self):
-        if not self.model._use_orig_params:
-            return None
+        if not self.model._use_orig_params or self.model.cpu_offload.offload_params:
+            return None  # torch gathers no gradients that it offloaded: NCCL refuses tensors of the host
         with FullyShardedDataParallel.summon_full_params(self.model, with_grads=True):
             return [p.grad.detach().to(device(), copy=True) for p in self.model.parameters()]
 
