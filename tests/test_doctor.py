@@ -159,10 +159,14 @@ def test_interrupted_it_says_what_was_done(monkeypatch, tmp_path, capsys):
 
 
 def test_interrupted_it_leaves_nothing(tmp_path):
-    """In a process of its own, as the terminal's Ctrl-C goes to each of its processes, while they still import."""
+    """In a process of its own, as the terminal's Ctrl-C goes to each of its processes, while they still import.
+
+    A shell's background jobs, of which this run may be one, ignore Ctrl-C, and so would it.
+    """
     command = [sys.executable, "-u", "-m", "liger_hw.cli", "doctor", "swiglu", "rope", "--report", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+                               start_new_session=True, cwd=Path(__file__).parent.parent,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None and len(children.read_text().split()) < 2:  # multiprocessing's tracker, and a worker
         time.sleep(0.05)

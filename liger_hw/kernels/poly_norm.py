@@ -25,6 +25,7 @@ from liger_hw.kernels._math import (
     reduce_partials,
     rows_and_cols,
     rows_of,
+    widest_block,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
@@ -76,7 +77,8 @@ def poly_norm_forward_config(cols, itemsize, device):
 
 @tuned
 def poly_norm_backward_config(cols, itemsize, device):
-    return norm_backward_config(cols, itemsize, device)
+    # on as many warps as a wider row would get, a lane would load half a vector and spill
+    return norm_backward_config(min(cols, 2 * widest_block(device, 4)), itemsize, device)
 
 
 @triton.jit
