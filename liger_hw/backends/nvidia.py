@@ -34,7 +34,7 @@ def _row(arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, ban
 ROWS = (
     #    arch    cards                   cores shared threads programs   L2  GB/s  same code as, by stage
     #                                             KiB  a core   a core  MiB
-    _row("sm90", "H100, H200, GH200",      132,  227,   2048,      32,  50, 4800, ttgir="sm80"),  # H200 (H100: 3350)
+    _row("sm90", "H200, H100, GH200",      132,  227,   2048,      32,  50, 4800, ttgir="sm80"),  # H200 (H100: 3350)
     _row("sm80", "A100, A30",              108,  163,   2048,      32,  40, 2039, ttgir="sm80"),  # A100 80 GB
     _row("sm86", "RTX 30, A6000, A40, A10", 84,   99,   1536,      16,   6,  768, ttgir="sm80", ptx="sm86"),  # A6000
     _row("sm89", "RTX 40, L40S, L4",       128,   99,   1536,      24,  72, 1008, ttgir="sm80", ptx="sm86"),  # RTX 4090
