@@ -44,7 +44,7 @@ def pytest_configure(config):
     if worker and not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         torch.accelerator.set_device_index(int(worker.removeprefix("gw")) % torch.accelerator.device_count())
     if worker and not torch.accelerator.is_available():
-        # workers that each have a thread for every core wait for each other: 156 CPU s for two files on two cores, now 121
+        # workers with a thread for every core wait for each other: 156 CPU s for two files on two cores, now 121
         threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of programs that tests start
