@@ -127,7 +127,7 @@ def test_the_summary_joins_gpus_with_equal_evidence():
     every = [*cells("amd:gfx942", COMPILED), *cells("amd:gfx950", COMPILED), *cells("amd:gfx1100", COMPILED, 1),
              *cells("nvidia:sm90", COMPILED), *cells("nvidia:sm90", INTERPRETED, 1)]  # fmt: skip
     assert page.summary(every) == [
-        ["NVIDIA", "H100", "-", "-", "-", "1 of 2 ops", "2 of 2 ops"],
+        ["NVIDIA", "H200", "-", "-", "-", "1 of 2 ops", "2 of 2 ops"],
         ["AMD", "MI300X, MI350X", "-", "-", "-", "-", "2 of 2 ops"],
         ["AMD", "RX 7900", "-", "-", "-", "-", "1 of 2 ops"],
     ]
