@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,7 +147,7 @@ def test_cards_of_one_architecture_have_their_own_rates(name, sheet, monkeypatch
 
 def test_interrupted_it_says_what_was_done(monkeypatch, tmp_path, capsys):
     def each(ops, device):
-        yield ops[0], doctor._crashed(ops[0], device)
+        yield ops[0], doctor._crashed(ops[0], device, "its process crashed")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "_each", each)
@@ -167,8 +166,7 @@ def test_interrupted_it_leaves_nothing(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True, cwd=Path(__file__).parent.parent,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while process.poll() is None and len(children.read_text().split()) < 2:  # multiprocessing's tracker, and a worker
+    while process.poll() is None and len(children_of(process.pid)) < 2:  # multiprocessing's tracker, and a worker
         time.sleep(0.05)
     time.sleep(0.2)  # the others start
     os.killpg(process.pid, signal.SIGINT)
@@ -178,55 +176,24 @@ def test_interrupted_it_leaves_nothing(tmp_path):
     assert report(tmp_path)["interrupted"].startswith("interrupted: ")
 
 
-def blocked_signals(*arguments):
-    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-def test_workers_begin_without_interrupts(monkeypatch):
-    monkeypatch.setattr(doctor, "_examine", blocked_signals)
-    before = blocked_signals()
-    with doctor._pool(2) as pool:
-        masks = [future.result() for _, future in doctor._submit(pool, ["swiglu", "rope"], torch.device("cpu"))]
-    assert all(signal.SIGINT in mask for mask in masks) and blocked_signals() == before
-
-
-def test_an_interrupt_during_the_start_of_workers_is_kept():
-    pool = SimpleNamespace(submit=lambda *arguments: os.kill(os.getpid(), signal.SIGINT) or arguments[1])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    submitted = []
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            submitted += doctor._submit(pool, ["swiglu", "rope"], torch.device("cpu"))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert not submitted
+def children_of(process):
+    return [
+        child for file in Path(f"/proc/{process}/task").glob("*/children") for child in file.read_text().split()
+    ]  # fmt: skip
 
 
 def test_a_process_that_crashes_is_one_failure(monkeypatch):
-    class Pool:
-        def __init__(self, workers, context):
-            self.alone = workers == 1
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def submit(self, function, op, device):
-            def result():
-                if not self.alone or op == "bad":
-                    raise doctor.BrokenProcessPool
-                return {"cells": [], "plain": None, "kernels": []}
-
-            return SimpleNamespace(result=result)
-
     monkeypatch.setitem(backends._devices, GPU, H200)
-    monkeypatch.setattr(doctor, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
-    found = dict(doctor._each(["good", "bad"], GPU))
-    assert found["good"]["cells"] == []
+    monkeypatch.setattr(doctor, "_examine", die_of_bad)
+    found = dict(doctor._each(["good", "bad", "fine"], GPU))
+    assert found["good"] == found["fine"] == {"cells": []}
     assert found["bad"]["cells"] == [["bad", "nvidia:sm90", "fp32", "executed", 0, 1, ["its process crashed"]]]
+
+
+def die_of_bad(op, device):
+    if op == "bad":
+        os._exit(1)
+    return {"cells": []}
 
 
 def test_a_context_that_a_kernel_broke_ends_its_process(monkeypatch):

@@ -5,8 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from liger_hw import tuning
 from liger_hw.proof import crosscompile
 from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
+from liger_hw.proof.workers import Died, Workers
 
 
 class Cache:
@@ -75,9 +75,9 @@ def attempt(launch: Launch) -> Resources | str:
         return f"{type(error).__name__}: {error}"[-2000:]
 
 
-def processes(jobs: int | None) -> ProcessPoolExecutor:
+def processes(jobs: int | None) -> Workers:
     """Start `jobs` processes, one for each core by default, each with one thread."""
-    return ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), get_context("spawn"), initializer=_begin)
+    return Workers(jobs, _begin)
 
 
 def _begin() -> None:
@@ -91,11 +91,21 @@ def compile_all(launches: Iterable[Launch], pool, cache: Cache, progress) -> dic
     todo = sorted((item for item in keys.items() if item[0] not in cache.known), key=lambda item: _front(item[1]))
     task = progress.add_task("compiling", total=len(keys), completed=len(keys) - len(todo), note="")
     batches = [list(group) for _, group in itertools.groupby(todo, lambda item: _front(item[1]))]
-    futures = {pool.submit(_attempt_all, [launch for _, launch in batch]): batch for batch in batches}
-    for future in as_completed(futures):
-        for (key, _), result in zip(futures[future], future.result()):
-            cache.add(key, result)
-            progress.update(task, advance=1)
+    while batches:
+        futures = {pool.submit(_attempt_all, [launch for _, launch in batch]): batch for batch in batches}
+        batches = []
+        for future in as_completed(futures):
+            batch = futures[future]
+            try:
+                results = future.result()
+            except Died as crash:
+                if len(batch) > 1:  # one of them crashes the compiler
+                    batches += [[item] for item in batch]
+                    continue
+                results = [str(crash)]
+            for (key, _), result in zip(batch, results):
+                cache.add(key, result)
+                progress.update(task, advance=1)
     return {key: cache.known[key] for key in keys}
 
 

@@ -243,17 +243,13 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
         check_known("op", op, OPS)
     cache, found = compile_cache.Cache(), []
     with compile_cache.processes(jobs) as pool, console.progress() as progress:
-        try:
-            task = progress.add_task("what launches", total=len(archs), note="")
-            for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
-                found += of_arch.result()
-                progress.update(task, advance=1)
-            came = compile_cache.compile_all((use.launch for use in found), pool, cache, progress)
-            if further:
-                came |= compile_cache.compile_all(further(found, came), pool, cache, progress)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        task = progress.add_task("what launches", total=len(archs), note="")
+        for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
+            found += of_arch.result()
+            progress.update(task, advance=1)
+        came = compile_cache.compile_all((use.launch for use in found), pool, cache, progress)
+        if further:
+            came |= compile_cache.compile_all(further(found, came), pool, cache, progress)
     if not ops and len(archs) == len(ARCHS):
         cache.keep(set(came))
     return found, came

@@ -7,13 +7,8 @@ file, which `liger-hw matrix` also reads as evidence.
 """
 
 import functools
-import multiprocessing
 import os
-import signal
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -23,6 +18,7 @@ from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.hooks import hooks
 from liger_hw.kernels import load_all
 from liger_hw.proof import evidence
+from liger_hw.proof.workers import Died, Workers
 from liger_hw.spelling import check_known
 from liger_hw.testing import parity
 from liger_hw.testing.cases import model_cases, small_cases
@@ -101,47 +97,12 @@ def _each(ops, device):
     """Yield (op, result of a worker process): a broken device context ends one process."""
     on_cpu = device.type == "cpu"
     workers = max(min((os.cpu_count() or 2) // (1 if on_cpu else 2), 8, len(ops)), 1)
-    with _environment(TRITON_INTERPRET="1" if on_cpu else None):
-        with _pool(workers) as pool:
-            broken = []
-            for op, future in _submit(pool, ops, device):
-                try:
-                    yield op, future.result()
-                except BrokenProcessPool:
-                    broken.append(op)  # this op or one in another worker broke the pool
-        for op in broken:
-            with _pool(1) as pool:
-                ((_, future),) = _submit(pool, [op], device)
-                try:
-                    yield op, future.result()
-                except BrokenProcessPool:
-                    yield op, _crashed(op, device)
-
-
-def _submit(pool, ops, device) -> list:
-    """Start workers that never see Ctrl-C, not even while they import.
-
-    They inherit the blocked signal. This process receives it afterwards, where an ignored one would be lost.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return [(op, pool.submit(_examine, op, device)) for op in ops]
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _pool(workers):
-    """Yield a pool of processes; on Ctrl-C the parent ends them, so that none remains."""
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        try:
-            yield pool
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
-            raise
+    with _environment(TRITON_INTERPRET="1" if on_cpu else None), Workers(workers) as pool:
+        for op, future in [(op, pool.submit(_examine, op, device)) for op in ops]:
+            try:
+                yield op, future.result()
+            except Died as crash:
+                yield op, _crashed(op, device, crash)
 
 
 @contextmanager
@@ -163,9 +124,9 @@ def _environment(**values):
         put(before)
 
 
-def _crashed(op, device) -> dict:
+def _crashed(op, device, crash) -> dict:
     here = backends.detected(device)
-    cell = [op, f"{here.vendor}:{here.arch}", "fp32", evidence.EXECUTED, 0, 1, ["its process crashed"]]
+    cell = [op, f"{here.vendor}:{here.arch}", "fp32", evidence.EXECUTED, 0, 1, [str(crash)]]
     return {"cells": [cell], "plain": None, "kernels": []}
 
 

@@ -27,6 +27,7 @@ from liger_hw.kernels import load_all
 from liger_hw.proof import compile_cache, crosscompile
 from liger_hw.proof.compiled import DTYPES, coarse_class
 from liger_hw.proof.crosscompile import DEVICES
+from liger_hw.proof.workers import Died
 from liger_hw.spelling import check_known
 from liger_hw.testing import parity
 from liger_hw.testing.cases import small_cases, training_cases
@@ -65,22 +66,20 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
     began, rows, controls, interrupted = time.monotonic(), [], [], False
     dtypes = [dtype for dtype in DTYPES if not few or dtype != "fp16"]
     work = [(op, arch, dtype) for op in ops or OPS for arch in archs or ARCHS for dtype in dtypes]
-    with compile_cache.processes(jobs) as pool, console.progress() as progress:
-        try:
+    kernels = [(op, arch) for op in ops or OPS for arch in archs or ARCHS if remove]
+    try:
+        with compile_cache.processes(jobs) as pool, console.progress() as progress:
             task = progress.add_task("executing", total=len(work), note="")
             futures = {pool.submit(_cases_of, *item, few): item for item in work}
             for future in as_completed(futures):
-                rows += future.result()
+                rows += _result(future, *futures[future])
                 progress.update(task, advance=1, note=" ".join(futures[future]))
-            if remove:
-                work = [(op, arch) for op in ops or OPS for arch in archs or ARCHS]
-                task = progress.add_task("removing", total=len(work), note="")
-                for future in as_completed([pool.submit(removals, op, arch, remove) for op, arch in work]):
-                    controls.append(future.result())
-                    progress.update(task, advance=1)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            interrupted = True
+            task = progress.add_task("removing", total=len(kernels), note="", visible=bool(remove))
+            for future in as_completed([pool.submit(removals, op, arch, remove) for op, arch in kernels]):
+                controls.append(future.result())
+                progress.update(task, advance=1)
+    except KeyboardInterrupt:
+        interrupted = True
     run_id, facts = evidence.about(evidence.EMULATED)
     files = (
         evidence.write(report / "emulated.json", {run_id: facts}, _cells(rows, run_id)),
@@ -98,6 +97,15 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
         print(f"interrupted: {len(rows)} cases were executed")
         return 130
     return 1 if failed or any(control["noticed"] < control["removed"] * 0.9 for control in controls) else 0
+
+
+def _result(future, op, arch, dtype) -> list[dict]:
+    """Return the rows of a finished task; a compiler's crash is a failed case."""
+    try:
+        return future.result()
+    except Died as crash:
+        row = {"case": "all cases", "error": str(crash), "launches": 0, "instructions": 0, "kernels": []}
+        return [{"op": op, "arch": arch, "dtype": dtype} | row]
 
 
 @contextmanager

@@ -1,0 +1,73 @@
+"""Run tasks in processes, of which some may die.
+
+A compiler crashes, or a kernel breaks the context of its device.
+"""
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+
+class Died(RuntimeError):
+    """The process of a task ended without a result."""
+
+
+class Workers:
+    """A pool of processes: where one dies, only its task fails, and a new process takes the next.
+
+    Leaving the context waits for the tasks, or ends the processes if an exception leaves it, such as Ctrl-C. Processes
+    do not see Ctrl-C themselves, not even while they import.
+
+    Args:
+        count: the number of processes; None means one for each core.
+        begin: a function that each process calls first.
+    """
+
+    def __init__(self, count: int | None = None, begin: Callable[[], None] | None = None):
+        count = count or len(os.sched_getaffinity(0))
+        self._begin = begin
+        self._others = set(multiprocessing.active_children())
+        self._starting = threading.Lock()
+        self._pools = queue.SimpleQueue()
+        for _ in range(count):
+            self._pools.put(None)
+        self._threads = ThreadPoolExecutor(count, initializer=_block_interrupts)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error, *_):
+        self._threads.shutdown(wait=not error, cancel_futures=bool(error))
+        for process in set(multiprocessing.active_children()) - self._others:
+            process.terminate()
+
+    def submit(self, function: Callable, *args) -> Future:
+        """Call `function(*args)` in a process. The future raises what it raises, or `Died`."""
+        return self._threads.submit(self._run, function, args)
+
+    def _run(self, function, args):
+        pool = self._pools.get()
+        try:
+            with self._starting:
+                if pool is None:
+                    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), self._begin)
+                future = pool.submit(function, *args)
+            return future.result()
+        except BrokenProcessPool:
+            pool = None
+            raise Died("its process crashed") from None
+        finally:
+            self._pools.put(pool)
+
+
+def _block_interrupts() -> None:
+    """Block Ctrl-C in this thread and the processes that it starts.
+
+    The main thread still receives it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
