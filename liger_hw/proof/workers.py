@@ -18,10 +18,10 @@ class Died(RuntimeError):
 
 
 class Workers:
-    """A pool of processes: where one dies, only its task fails, and a new process takes the next.
+    """A pool of processes: if one dies, only its task fails.
 
-    Leaving the context waits for the tasks, or ends the processes if an exception leaves it, such as Ctrl-C. Processes
-    do not see Ctrl-C themselves, not even while they import.
+    A new process takes the next task. Leaving the context waits for the tasks, or ends the processes if an exception
+    leaves it, such as Ctrl-C. Processes do not see Ctrl-C themselves, not even while they import.
 
     Args:
         count: the number of processes; None means one for each core.
