@@ -236,6 +236,11 @@ def programs_for(config, rows, cols):
     return min(cols, 1) if few else config.grid_for(-(-rows // config["ROWS"]))
 
 
+def programs_for_blocks(config, elements, rows, blocks):
+    """Return how many programs stride over `rows` in each of `blocks` blocks; few elements take one."""
+    return 1 if elements <= ONE_PROGRAM else max(config.grid_for(blocks * -(-rows // config["ROWS"])) // blocks, 1)
+
+
 def empty_partials(like: torch.Tensor, programs: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for partial sums: (programs, cols) fp32, or (cols,) `dtype` for one program."""
     return like.new_empty((programs, cols), dtype=torch.float32) if programs > 1 else like.new_empty(cols, dtype=dtype)

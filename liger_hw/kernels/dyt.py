@@ -19,12 +19,12 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import (
-    ONE_PROGRAM,
     empty_rows,
     in_order,
     in_row,
     in_tile,
     load_parameter,
+    programs_for_blocks,
     reduce_partials,
     rows_and_cols,
     rows_of,
@@ -180,9 +180,7 @@ def _dyt_backward(
     (rows, cols), absent = rows_and_cols(x), dy.new_empty(0)
     config = dyt_backward_config(cols, x.element_size(), device_of(x))
     blocks = -(-cols // config["COLS"])
-    programs = 1
-    if x.numel() > ONE_PROGRAM:
-        programs = max(config.grid_for(blocks * -(-rows // config["ROWS"])) // blocks, 1)
+    programs = programs_for_blocks(config, x.numel(), rows, blocks)
 
     def partial(shape, wanted):
         return dy.new_empty(shape, dtype=torch.float32) if wanted else None

@@ -9,7 +9,6 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._math import (
-    ONE_PROGRAM,
     activated_with_slope,
     empty_partials,
     in_row,
@@ -18,6 +17,7 @@ from liger_hw.kernels._math import (
     norm_backward_config,
     norm_forward_config,
     norm_wide_sums_config,
+    programs_for_blocks,
     reduce_partials,
     rounded,
     rows_and_cols,
@@ -356,9 +356,7 @@ def backward_rows(x, gate, weight, dy, dx, dgate, dshift, form, weight_grad):
         )  # fmt: skip
     span = rows // spans
     blocks = groups * -(-width // config["COLS"])
-    programs = 1
-    if rows * cols > ONE_PROGRAM:
-        programs = max(config.grid_for(blocks * spans * -(-span // config["ROWS"])) // (blocks * spans), 1)
+    programs = programs_for_blocks(config, rows * cols, span, blocks * spans)
     wants_sum = weight_grad or shared and dgate is not None
     if shared:
         dw = dy.new_empty((programs * spans, cols), dtype=torch.float32) if wants_sum else None
