@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,30 +211,30 @@ def sources(name, package: Path) -> list[Path]:
     return [package / PLACES.get(name, (f"kernels/{name}.py",))[0], package / "kernels/_math.py"]
 
 
-def survivors(name, mutants):
+def survivor(name: str, description: str, old: str, new: str) -> str | None:
+    """Plant a mistake in a copy of the package; return what happened if its tests do not fail."""
     test = PLACES.get(name, ("", f"kernels/test_{name}.py"))[1]
-    for description, old, new in mutants:
-        with tempfile.TemporaryDirectory() as folder:
-            for part in ("liger_hw", "tests"):
-                shutil.copytree(ROOT / part, Path(folder) / part)
-            shutil.copy(ROOT / "pyproject.toml", folder)
-            for file in sources(name, Path(folder) / "liger_hw"):
-                source = file.read_text()
-                if old in source:
-                    file.write_text(source.replace(old, new))
-                    break
-            else:
-                yield f"{name}: {description}: its piece is not in the source"
-                continue
-            environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia"}
-            command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{test}"]
-            run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-            killed = run.returncode == 1 or run.returncode < 0  # a test failed, or a write out of bounds ended it
-            print(f"{'killed  ' if killed else 'SURVIVED'} {name}: {description}", flush=True)
-            if not killed:
-                yield f"{name}: {description}: pytest ended with {run.returncode}\n{run.stdout[-1500:]}"
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("liger_hw", "tests"):
+            shutil.copytree(ROOT / part, Path(folder) / part)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for file in sources(name, Path(folder) / "liger_hw"):
+            source = file.read_text()
+            if old in source:
+                file.write_text(source.replace(old, new))
+                break
+        else:
+            return f"{name}: {description}: its piece is not in the source"
+        environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{test}"]
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    killed = run.returncode == 1 or run.returncode < 0  # a test failed, or a write out of bounds ended it
+    print(f"{'killed  ' if killed else 'SURVIVED'} {name}: {description}", flush=True)
+    return None if killed else f"{name}: {description}: pytest ended with {run.returncode}\n{run.stdout[-1500:]}"
 
 
 if __name__ == "__main__":
-    alive = [line for name in sys.argv[1:] or MUTANTS for line in survivors(name, MUTANTS[name])]
+    planted = [(name, *mutant) for name in sys.argv[1:] or MUTANTS for mutant in MUTANTS[name]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        alive = [line for line in pool.map(survivor, *zip(*planted)) if line]
     sys.exit("\n".join(alive) if alive else 0)

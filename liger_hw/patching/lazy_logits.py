@@ -623,6 +623,12 @@ def _cross_entropy(
         loss = fused_linear_cross_entropy(
             x, head, target, bias, weight, logit_scale=scale, softcap=softcap, group=group, **options
         )
+        if reduction == "mean":  # the op's mean of no row is 0, torch's is NaN
+            counts = target != ignore_index
+            if weight is not None:  # and so are loss and gradients of rows whose weights add up to 0
+                total = (counts * weight[target.clamp(0, len(weight) - 1)]).sum()
+                loss = loss * torch.where(counts.any(), total / total, 1)
+            loss = loss.masked_fill(~counts.any(), float("nan"))
         return loss.to(dtype)
 
     return fused, lambda real: torch.nn.functional.cross_entropy(real, target, weight, **options)

@@ -82,7 +82,7 @@ def causal_lm_loss(
             no effect, as in `ForCausalLMLoss`, except those that ask for another loss (`REFUSED`).
 
     Returns:
-        fp32 scalar; 0 where no label counts (Hugging Face's mean is NaN there).
+        fp32 scalar; NaN where no label counts or `num_items_in_batch` is 0, as the mean of transformers.
 
     Raises:
         ValueError: weights of tokens or another option that no op supports.
@@ -102,15 +102,13 @@ def causal_lm_loss(
         return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     options |= {"ignore_index": ignore_index}
     targets = targets.to(logits.device)
-    counted = num_items_in_batch is not None
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-    if counted and torch.is_tensor(divisor) and divisor.ndim:
-        options |= {"reduction": "sum"}
-    else:
-        options |= {"num_items": divisor}
-        divisor = None
-    loss = _cross_entropy(logits, targets, vocab_size, options, lazy)
-    return loss if divisor is None else loss / divisor
+    if torch.is_tensor(divisor) and divisor.ndim:
+        return _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, lazy) / divisor
+    loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, lazy)
+    if divisor is None or torch.is_tensor(divisor):  # the op's mean of no label is 0, transformers' is NaN
+        return loss.masked_fill((targets == ignore_index).all() if divisor is None else divisor == 0, float("nan"))
+    return loss if divisor else loss + float("nan")
 
 
 def _cross_entropy(logits, targets, vocab_size, options, lazy):

@@ -214,13 +214,18 @@ def test_heads_that_are_not_linear_keep_their_logits():
     tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
 
 
-def test_all_labels_ignored_is_no_loss():
-    _, patched = tiny.pair()
-    inputs = tiny.tokens()
+@pytest.mark.parametrize("flags", [{}, {"cross_entropy": True, "fused_linear_cross_entropy": False}], ids=str)
+@pytest.mark.parametrize("num_items", [None, 0, 4, torch.tensor(0), torch.tensor(4), torch.tensor([4, 8])], ids=str)
+def test_no_label_that_counts(num_items, flags):
+    plain, patched = tiny.pair(flags=flags)
+    inputs = tiny.tokens() | ({} if num_items is None else {"num_items_in_batch": num_items})
     inputs["labels"].fill_(-100)
-    loss = patched(**inputs).loss
-    loss.backward()
-    assert loss == 0 and not any(p.grad.any() for p in patched.parameters())
+    losses = [model(**inputs).loss for model in (plain, patched)]
+    assert torch.equal(*(loss.nan_to_num(7.0) for loss in losses)) and losses[0].dtype == losses[1].dtype
+    for loss in losses:
+        loss.sum().backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        assert torch.equal(q.grad.nan_to_num(7.0), p.grad.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("flags", [{}, {"cross_entropy": True, "fused_linear_cross_entropy": False}], ids=str)
