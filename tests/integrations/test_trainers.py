@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
+from ranks import device
 
 import liger_hw
 from liger_hw.bench import memory
@@ -149,7 +150,7 @@ def test_accelerate(tmp_path):
 
 def run_replica(rank, patched, checkpointed):
     """(the losses, the weights) of one of two processes that share every batch."""
-    model = make_model()
+    model = make_model().to(device())
     if patched:
         liger_hw.patch(model)
     if checkpointed:
@@ -158,23 +159,21 @@ def run_replica(rank, patched, checkpointed):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for row in make_rows(2 * STEPS, 24)[rank::2]:
-        loss = model(**{name: value[None] for name, value in row.items()}).loss
+        loss = model(**{name: value[None].to(device()) for name, value in row.items()}).loss
         optimizer.zero_grad(), loss.backward(), optimizer.step()
         losses.append(loss.item())
     return losses, model.module.state_dict()
 
 
-def replica(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+def replica(folder):
+    rank = torch.distributed.get_rank()
     found = {key: run_replica(rank, *key) for key in itertools.product((False, True), repeat=2)}
     torch.save(found, folder / str(rank))
-    torch.distributed.destroy_process_group()
 
 
-def test_two_processes_of_ddp(tmp_path):
-    torch.multiprocessing.spawn(replica, (tmp_path,), nprocs=2)
-    one, other = (torch.load(tmp_path / str(rank)) for rank in range(2))
+def test_two_processes_of_ddp(ranks, tmp_path):
+    ranks(2, replica, tmp_path)
+    one, other = (torch.load(tmp_path / str(rank), map_location="cpu") for rank in range(2))
     for checkpointed in (False, True):
         for found in (one, other):
             assert_same(found[True, checkpointed], found[False, checkpointed])

@@ -9,6 +9,7 @@ import threading
 import pytest
 import tiny
 import torch
+from ranks import device
 
 import liger_hw
 from liger_hw.patching import swapping
@@ -120,22 +121,19 @@ def test_what_is_no_model(model):
         liger_hw.patch(model)
 
 
-def _train(rank, store, results):
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    gradients = []
+def _train(folder):
+    rank, gradients = torch.distributed.get_rank(), []
     for model in tiny.pair():
-        parallel = torch.nn.parallel.DistributedDataParallel(model)
-        parallel(**tiny.tokens(seed=rank), use_cache=False).loss.backward()
+        parallel = torch.nn.parallel.DistributedDataParallel(model.to(device()))
+        inputs = {name: x.to(device()) for name, x in tiny.tokens(seed=rank).items()}
+        parallel(**inputs, use_cache=False).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
-    torch.save(gradients, results + str(rank))
-    dist.destroy_process_group()
+    torch.save(gradients, folder / str(rank))
 
 
-def test_two_processes_of_distributed_data_parallel(tmp_path):
-    torch.multiprocessing.spawn(_train, (str(tmp_path / "store"), str(tmp_path / "gradients")), nprocs=2)
-    first, second = (torch.load(tmp_path / f"gradients{rank}") for rank in (0, 1))
+def test_two_processes_of_distributed_data_parallel(ranks, tmp_path):
+    ranks(2, _train, tmp_path)
+    first, second = (torch.load(tmp_path / str(rank), map_location="cpu") for rank in (0, 1))
     for plain, patched, elsewhere in zip(*first, second[1]):
         torch.testing.assert_close(patched, plain, rtol=1e-3, atol=1e-5)
         assert torch.equal(patched, elsewhere), "both processes end with the same gradient"
