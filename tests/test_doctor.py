@@ -4,7 +4,9 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +76,7 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
     monkeypatch.setitem(backends._devices, GPU, device)
     backend = f"{device.vendor}:{device.arch}"
 
-    def each(ops, where):
+    def each(ops, where, binaries):
         for op in ops:
             cells = [[op, backend, "bf16", "executed", 5, 0, []]]
             built = [
@@ -146,7 +148,7 @@ def test_cards_of_one_architecture_have_their_own_rates(name, sheet, monkeypatch
 
 
 def test_interrupted_it_says_what_was_done(monkeypatch, tmp_path, capsys):
-    def each(ops, device):
+    def each(ops, device, binaries):
         yield ops[0], doctor._crashed(ops[0], device, "its process crashed")
         raise KeyboardInterrupt
 
@@ -190,7 +192,7 @@ def test_a_process_that_crashes_is_one_failure(monkeypatch):
     assert found["bad"]["cells"] == [["bad", "nvidia:sm90", "fp32", "executed", 0, 1, ["its process crashed"]]]
 
 
-def die_of_bad(op, device):
+def die_of_bad(op, device, binaries):
     if op == "bad":
         os._exit(1)
     return {"cells": []}
@@ -207,6 +209,24 @@ def test_a_context_that_a_kernel_broke_ends_its_process(monkeypatch):
     monkeypatch.setattr("os._exit", ended.append)
     doctor._examine("rope", GPU)
     assert ended == [1]
+
+
+def test_machine_code_for_other_machines(monkeypatch, tmp_path, capsys):
+    metadata = SimpleNamespace(name="rope_rotate", num_warps=4, shared=0)
+    asm = {"ttir": "module", "spv": b"\x03\x02", "ptx": ".version 8"}
+    built = SimpleNamespace(metadata=metadata, n_regs=40, n_spills=0, hash=64 * "a", asm=asm)
+    about = doctor._about("rope", built, tmp_path / "binaries")
+    assert about["file"] == "rope_rotate-aaaaaaaaaaaa"
+    files = {file.name: file.read_bytes() for file in (tmp_path / "binaries").iterdir()}
+    assert files == {f"{about['file']}.spv": b"\x03\x02", f"{about['file']}.ptx": b".version 8"}
+    a_gpu(monkeypatch, H200, 4e12, 0)
+    monkeypatch.setattr(common, "accelerators", lambda: [GPU])
+    cli.main(["doctor", "swiglu", "--binaries", "--report", str(tmp_path)])
+    assert len(zipfile.ZipFile(tmp_path / "binaries.zip").namelist()) == 2
+    capsys.readouterr()
+    assert cli.main(["doctor", "qwen3", "--binaries"]) == 2 and "allowed: ops" in capsys.readouterr().err
+    monkeypatch.setattr(common, "accelerators", lambda: [])
+    assert cli.main(["doctor", "swiglu", "--binaries"]) == 2 and "needs a GPU" in capsys.readouterr().err
 
 
 # tables that are handed on -------------------------------------------------------------------------------------------

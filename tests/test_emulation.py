@@ -195,7 +195,7 @@ def test_a_planted_miscompilation_fails_the_command(monkeypatch, tmp_path, capsy
     with executed_on(DEVICES["gfx1100"]) as executed:
         parity.run(OPS["swiglu"], *sample("swiglu"))
     key, real = executed[0].launch.key, launches.code_of
-    offset, exponential = next((at, i) for at, i in executed[0].visited.items() if i.name == "V_EXP_F32")
+    offset, exponential = next((at, i) for at, i in executed[0].run.visited.items() if i.name == "V_EXP_F32")
 
     def planted(launch):
         code = real(launch)

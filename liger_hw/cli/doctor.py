@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 from liger_hw import backends, console, dispatch
@@ -24,6 +25,8 @@ def add(commands) -> None:
     command.add_argument("ops", nargs="*", metavar="OP | MODEL", help="ops to check (all); or a model type or a folder "
                          "with a config.json: each kernel beside the class that it replaces")  # fmt: skip
     command.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from that folder")
+    command.add_argument("--binaries", action="store_true", help="also write the machine code of every kernel to "
+                         "binaries.zip in the report's folder, for machines without this GPU")  # fmt: skip
     common.add_report(command)
 
 
@@ -33,13 +36,20 @@ def run(args) -> int | None:
     Returns 1 if an op is wrong.
     """
     if len(args.ops) == 1 and args.ops[0] not in dispatch.OPS and _names_a_model(args.ops[0]):
+        if args.binaries:
+            raise ValueError("--binaries: got a model, allowed: ops")
         return _run_model(args)
     if common.accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
     if len(args.ops) == 1 and console.installed_version("transformers") and not nearest(args.ops[0], dispatch.OPS):
         if model := nearest(args.ops[0], _model_types(), alike=0.75):
             raise ValueError(f"unknown op or model {args.ops[0]!r}; did you mean the model {model!r}?")
-    examination = doctor.examine(doctor.ops_here(args.ops), common.here(), info.gather(), common.say(args))
+    if args.binaries and not common.accelerators():
+        raise ValueError("--binaries: needs a GPU; on a CPU kernels are interpreted")
+    binaries = args.report / "binaries" if args.binaries else None
+    examination = doctor.examine(doctor.ops_here(args.ops), common.here(), info.gather(), common.say(args), binaries)
+    if binaries and binaries.is_dir():
+        shutil.make_archive(binaries, "zip", binaries)
     header, *rows = doctor.rows(examination)
     checks = ["", table(header, rows)] if rows else []
     failures, file = doctor.failures(examination), doctor.write(examination, args.report)

@@ -30,9 +30,17 @@ COPY = 0.6  # least share of the data sheet's bandwidth; an H200 copies at 0.88 
 SHARE = 0.5  # least share of the copy rate, by bytes that must move; an H200's kernels reach 0.6 to 1.0 at most shapes
 LEAST = 2**28  # bytes; the doctor times shapes that move at least this many, so that memory decides their time
 PLAIN = "plain torch"
+CODE = {
+    "ptx",
+    "cubin",
+    "amdgcn",
+    "hsaco",
+    "spv",
+    "zebin",
+}  # outputs of Triton that a report may hold
 
 
-def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict:
+def examine(ops: list[str], device: torch.device, info: dict, say=print, binaries: Path | None = None) -> dict:
     """Run all checks and return the findings as plain data.
 
     Args:
@@ -40,6 +48,7 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict
         device: the accelerator, or a CPU.
         info: the output of `liger-hw info --json`, for the report.
         say: called with each line of progress.
+        binaries: a folder for the machine code of each kernel; None keeps none.
 
     Returns:
         "info"; "runs" and "cells", the evidence; "plain", the failures of plain torch on a CPU by op; "checks", each
@@ -51,7 +60,7 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print) -> dict
     found = {"info": info, "checks": [], "times": [], "kernels": [], "plain": {}, "advice": [], "interrupted": None}
     recorder, done = evidence.Recorder(), 0
     try:
-        for op, result in _each(ops, device):
+        for op, result in _each(ops, device, binaries):
             recorder.load(result["cells"])
             found["kernels"] += result["kernels"]
             found["plain"] |= {op: result["plain"]} if result["plain"] else {}
@@ -93,12 +102,12 @@ def write(found: dict, folder: Path) -> Path:
 # right or wrong -------------------------------------------------------------------------------------------------------
 
 
-def _each(ops, device):
+def _each(ops, device, binaries=None):
     """Yield (op, result of a worker process): a broken device context ends one process."""
     on_cpu = device.type == "cpu"
     workers = max(min((os.cpu_count() or 2) // (1 if on_cpu else 2), 8, len(ops)), 1)
     with _environment(TRITON_INTERPRET="1" if on_cpu else None), Workers(workers) as pool:
-        for op, future in [(op, pool.submit(_examine, op, device)) for op in ops]:
+        for op, future in [(op, pool.submit(_examine, op, device, binaries)) for op in ops]:
             try:
                 yield op, future.result()
             except Died as crash:
@@ -130,7 +139,7 @@ def _crashed(op, device, crash) -> dict:
     return {"cells": [cell], "plain": None, "kernels": []}
 
 
-def _examine(op: str, device: torch.device) -> dict:
+def _examine(op: str, device: torch.device, binaries: Path | None = None) -> dict:
     """Check one op here; a CPU runs plain torch and every vendor's kernels, fp32."""
     load_all()
     recorder, plain = evidence.Recorder(), None
@@ -148,7 +157,7 @@ def _examine(op: str, device: torch.device) -> dict:
             if interpreting():
                 for backend in [backends.forced()] if backends.forced() else backends.VENDORS:
                     _cases(op, torch.float32, device, backend)
-    return {"cells": recorder.dump(), "plain": plain, "kernels": [_about(op, kernel) for kernel in kernels]}
+    return {"cells": recorder.dump(), "plain": plain, "kernels": [_about(op, kernel, binaries) for kernel in kernels]}
 
 
 def _cases(op, dtype, device, backend) -> str | None:
@@ -188,10 +197,17 @@ def _facts(device):
         yield _check(fact, getattr(like, fact), getattr(here, fact), getattr(like, fact) == getattr(here, fact))
 
 
-def _about(op, built) -> dict:
-    """Return the resources that Triton reports for a compiled kernel."""
-    return {"op": op, "kernel": built.metadata.name, "num_warps": built.metadata.num_warps,
-            "shared": built.metadata.shared, "registers": built.n_regs, "spills": built.n_spills}  # fmt: skip
+def _about(op, built, binaries) -> dict:
+    """Return the resources that Triton reports for a compiled kernel, and write its code to the folder `binaries`."""
+    about = {"op": op, "kernel": built.metadata.name, "num_warps": built.metadata.num_warps,
+             "shared": built.metadata.shared, "registers": built.n_regs, "spills": built.n_spills}  # fmt: skip
+    if binaries:
+        about["file"] = f"{built.metadata.name}-{built.hash[:12]}"
+        binaries.mkdir(parents=True, exist_ok=True)
+        for stage in CODE & built.asm.keys():
+            code = built.asm[stage]
+            (binaries / f"{about['file']}.{stage}").write_bytes(code.encode() if isinstance(code, str) else code)
+    return about
 
 
 def _spills(kernels):

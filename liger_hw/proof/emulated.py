@@ -8,6 +8,7 @@ gradients. No hardware is involved: execution is in order, so nothing about wait
 """
 
 import collections
+import itertools
 import json
 import math
 import random
@@ -30,10 +31,11 @@ from liger_hw.proof.crosscompile import DEVICES
 from liger_hw.proof.workers import Died
 from liger_hw.spelling import check_known
 from liger_hw.testing import parity
-from liger_hw.testing.cases import small_cases, training_cases
+from liger_hw.testing.cases import small_cases, training_cases, wide_cases
 
 ARCHS = tuple(amd.ARCHS)
 NOP = 0xBF800000  # s_nop 0 on every architecture
+_WIDE_ELEMENTS = 2**17  # of the largest tensor: 16 rows of 8,192
 _REMOVED_LIMIT = 20_000  # instructions of a wave, after which a removal has made a loop endless
 
 
@@ -45,7 +47,8 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
         ops: names in `dispatch.OPS`; none means all.
         jobs: processes; None means one for each core.
         report: the folder to write to.
-        few: only the cases that reach a kernel, a loop or a tail that the op's earlier cases did not, in fp32 and bf16.
+        few: only the cases that reach a kernel, a loop or a tail that the op's earlier cases did not, in fp32 and bf16,
+            and the wide case.
         remove: also remove this many instructions of each op's kernels, one at a time.
 
     Returns:
@@ -82,7 +85,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
         interrupted = True
     run_id, facts = evidence.about(evidence.EMULATED)
     files = (
-        evidence.write(report / "emulated.json", {run_id: facts}, _cells(rows, run_id)),
+        evidence.write(report / "emulated.json", {run_id: facts}, _cells(rows, run_id), waves=_waves(rows)),
         run_file.replace(report / "emulated_kernels.json", _json({"kernels": _kernels(rows), "removals": controls})),
     )
     print(*files, sep=", ", end="\n\n")
@@ -104,7 +107,8 @@ def _result(future, op, arch, dtype) -> list[dict]:
     try:
         return future.result()
     except Died as crash:
-        row = {"case": "all cases", "error": str(crash), "launches": 0, "instructions": 0, "kernels": []}
+        row = {"case": "all cases", "error": str(crash), "launches": 0, "instructions": 0, "kernels": [],
+               "waves": []}  # fmt: skip
         return [{"op": op, "arch": arch, "dtype": dtype} | row]
 
 
@@ -129,7 +133,17 @@ def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
         if few and not _adds(op, inputs, options, arch, classes):
             continue
         rows.append({"op": op, "arch": arch, "dtype": dtype} | execute(op, inputs, options, arch))
+    for inputs, options in _wide_sample(op, few) if dtype == "bf16" else ():
+        rows.append({"op": op, "arch": arch, "dtype": dtype} | execute(op, inputs, options, arch, traced=True))
     return rows
+
+
+def _wide_sample(op, few):
+    """Yield a wide case, launched as a model's rows are, unless all are too large: 6 million elements take a minute."""
+    sizes = [_size(sample) for sample in wide_cases(op, torch.bfloat16)]
+    size = max((size for size in sizes if size <= _WIDE_ELEMENTS), default=min(sizes))
+    if size < (10 if few else 100) * _WIDE_ELEMENTS:
+        yield next(itertools.islice(wide_cases(op, torch.bfloat16, "cpu"), sizes.index(size), None))
 
 
 def _adds(op, inputs, options, arch, classes) -> bool:
@@ -152,13 +166,13 @@ def _tail(launch) -> bool:
     return None not in (cols, block) and bool(cols % block)
 
 
-def execute(op, inputs, options, arch) -> dict:
-    """Run one parity check on emulated waves; return what happened."""
-    from liger_hw.proof.emulation import executed_on
+def execute(op, inputs, options, arch, traced=False) -> dict:
+    """Run one parity check on emulated waves; return what happened, with `facts` if `traced`."""
+    from liger_hw.proof.emulation import executed_on, facts
 
     error, executed = "", []
     try:
-        with executed_on(DEVICES[arch]) as executed:
+        with executed_on(DEVICES[arch], traced=traced) as executed:
             parity.check(OPS[op], inputs, options, f"amd:{arch}")
     except Exception as raised:
         notes = " ".join(getattr(raised, "__notes__", ()))
@@ -167,16 +181,17 @@ def execute(op, inputs, options, arch) -> dict:
     return {
         "case": f"{shapes} { {k: v for k, v in options.items() if not torch.is_tensor(v)} }", "error": error,
         "launches": len(executed), "instructions": sum(one.instructions for one in executed),
-        "kernels": [_facts(one) for one in executed],
+        "kernels": [_counts(one) for one in executed],
+        "waves": [facts.facts_of(one) for one in executed if traced],
     }  # fmt: skip
 
 
-def _facts(executed) -> dict:
-    """Return what one executed launch shows for free."""
+def _counts(executed) -> dict:
+    """Return how often one executed launch executed each instruction."""
     return {
         "kernel": executed.launch.kernel, "key": executed.launch.key, "programs": math.prod(executed.grid),
         "warps": executed.launch.options["num_warps"], "instructions": executed.instructions,
-        "counts": executed.counts,
+        "counts": executed.run.counts,
     }  # fmt: skip
 
 
@@ -200,12 +215,12 @@ def removals(op: str, arch: str, count: int) -> dict:
     load_all()
     torch.manual_seed(0)
     samples, places = [], []
-    for inputs, options in sorted(training_cases(op, torch.bfloat16), key=lambda sample: -_size(sample))[:3]:
+    for inputs, options in sorted(training_cases(op, torch.bfloat16), key=_whole_vectors_first)[:3]:
         with executed_on(DEVICES[arch]) as executed:
             outputs = parity.run(OPS[op], inputs, options)
         samples.append((inputs, options, *parity.expected(OPS[op], inputs, options), outputs))
         for one in executed:
-            for offset, instruction in one.visited.items():
+            for offset, instruction in one.run.visited.items():
                 if not instruction.name.startswith(IGNORED) and instruction.kind in ("step", "branch"):
                     places.append((one.launch.key, offset, instruction.size, instruction.name))
     chosen = sorted(set(places))
@@ -222,10 +237,15 @@ def removals(op: str, arch: str, count: int) -> dict:
     return result | {"missed": dict(missed)}
 
 
-def _size(sample):
+def _whole_vectors_first(sample):
     inputs, _ = sample
     first = inputs[0]
-    return first.numel() * (1 if first.shape[-1] % 8 else 1.01)
+    return -first.numel() * (1 if first.shape[-1] % 8 else 1.01)
+
+
+def _size(sample):
+    inputs, _ = sample
+    return max(x.numel() for x in inputs if torch.is_tensor(x))
 
 
 def removed(code, offset: int, size: int):
@@ -272,6 +292,15 @@ def _cells(rows, run_id) -> list:
         for row in rows
     ])  # fmt: skip
     return recorder.cells(run_id)
+
+
+def _waves(rows) -> list[dict]:
+    """Return the facts of each op's launches in the wide case."""
+    return [
+        {"arch": row["arch"], "op": row["op"], "case": row["case"]} | facts
+        for row in sorted(rows, key=lambda row: (row["arch"], row["op"]))
+        for facts in row["waves"]
+    ]
 
 
 def _kernels(rows) -> list[dict]:

@@ -1,5 +1,7 @@
 """Execute a kernel's grid on emulated AMD waves, in order."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from liger_hw.proof.emulation.instructions import Decoder
@@ -13,6 +15,25 @@ class Endless(RuntimeError):
     """A wave executed more instructions than any of our kernels does."""
 
 
+@dataclass
+class Run:
+    """What happened.
+
+    Attributes:
+        counts: an instruction's name -> how often waves executed it.
+        visited: the offset of each executed instruction from the first one -> `Instruction`.
+        trace: the instructions of the first program's first wave, in order; empty unless `traced`.
+        bank_passes, bank_least: of the first program, see `machine.Lds`; 0 unless `traced`.
+    """
+
+    traced: bool
+    counts: dict = field(default_factory=dict)
+    visited: dict = field(default_factory=dict)
+    trace: list = field(default_factory=list)
+    bank_passes: int = 0
+    bank_least: int = 0
+
+
 class Machine:
     """An emulated GPU of one architecture.
 
@@ -24,7 +45,7 @@ class Machine:
         self.arena = Arena()
         self.decoder = Decoder(arch, self.arena)
 
-    def run(self, code, grid, arguments: bytes, num_warps, reverse=False, limit=LIMIT):
+    def run(self, code, grid, arguments: bytes, num_warps, reverse=False, limit=LIMIT, traced=False):
         """Execute `code`, a `CodeObject`, for every program of `grid`.
 
         Args:
@@ -33,16 +54,13 @@ class Machine:
             num_warps: waves of a program.
             reverse: run the waves of a program in descending order between barriers.
             limit: instructions of a wave between barriers, above which a loop counts as endless.
-
-        Returns:
-            counts: an instruction's name -> how often waves executed it.
-            visited: the offset of each executed instruction from the first one -> `Instruction`.
+            traced: also record `Run.trace` and the banks.
 
         Raises:
             Fault, Unknown, Endless: see there.
         """
         decoder, self.reverse, self.limit = self.decoder, reverse, limit
-        self.counts, self.visited = {}, {}
+        self.result = Run(traced)
         placed = self.arena.place(code.image, 4096, code.start % 4096) - code.start
         padded = np.frombuffer(arguments + bytes(-len(arguments) % 64 + 64), np.uint8)
         kernarg = self.arena.place(padded, 64)
@@ -55,11 +73,14 @@ class Machine:
         programs = np.stack(np.meshgrid(np.arange(z), np.arange(y), np.arange(x), indexing="ij"), -1).reshape(-1, 3)
         for begin in range(0, len(programs), _BATCH):
             batch = programs[begin : begin + _BATCH, ::-1]
-            decoder.lds = Lds(len(batch), max(code.lds, 1), 1)
-            self._batch(code, batch, user, num_warps)
-        return self.counts, self.visited
+            first = traced and not begin
+            decoder.lds = Lds(len(batch), max(code.lds, 1), 1, count_banks=first)
+            self._batch(code, batch, user, num_warps, first)
+            self.result.bank_passes += decoder.lds.passes
+            self.result.bank_least += decoder.lds.least
+        return self.result
 
-    def _batch(self, code, programs, user, num_warps):
+    def _batch(self, code, programs, user, num_warps, traced):
         decoder, lanes, count = self.decoder, self.decoder.lanes, len(programs)
         scratch = [Lds(count * lanes, max(code.scratch, 1), 2) for _ in range(num_warps)]
         junk = np.random.default_rng(7)
@@ -87,13 +108,14 @@ class Machine:
                 decoder.scratch = scratch[number]
                 reached = []
                 for waves in waiting[number]:
-                    self._until_barrier(waves, reached)
+                    trace = self.result.trace if traced and number == 0 and waves.programs[0] == 0 else None
+                    self._until_barrier(waves, reached, trace)
                 waiting[number] = reached
 
-    def _until_barrier(self, waves, reached):
-        """Run waves up to their end, or to a barrier, where they join `reached`."""
+    def _until_barrier(self, waves, reached, trace):
+        """Run waves up to their end, or to a barrier, where they join `reached`; list the first program's steps."""
         running = [waves]
-        decoded, counts = self.decoded, self.counts
+        decoded, counts = self.decoded, self.result.counts
         while running:
             waves = running.pop()
             programs, steps = len(waves.programs), 0
@@ -102,6 +124,8 @@ class Machine:
                 if instruction is None:
                     instruction = decoded[waves.pc] = self._decode(waves.pc)
                 counts[instruction.name] = counts.get(instruction.name, 0) + programs
+                if trace is not None and waves.programs[0] == 0:
+                    trace.append(instruction)
                 steps += 1
                 kind = instruction.kind
                 if kind == "step":
@@ -136,5 +160,5 @@ class Machine:
 
     def _decode(self, pc):
         instruction = self.decoder.decode(self.arena.read(pc, 20).tobytes())
-        self.visited[pc - self.first] = instruction
+        self.result.visited[pc - self.first] = instruction
         return instruction

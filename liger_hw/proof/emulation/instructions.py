@@ -38,6 +38,7 @@ class Instruction:
         kind: "step", "branch", "barrier" or "end".
         run: executes a step on `Waves`; for a branch: returns the programs that take it.
         target: bytes from the instruction's end to a branch's target.
+        wait: for a wait for vector memory: how many accesses may remain under way.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Instruction:
     kind: str = "step"
     run: Callable | None = None
     target: int = 0
+    wait: int | None = None
 
 
 class Decoder:
@@ -137,7 +139,7 @@ class Decoder:
         if name in ("S_BARRIER", "S_BARRIER_WAIT"):
             return Instruction(name, size, "barrier")
         if name.startswith(IGNORED):
-            return Instruction(name, size, run=_nothing)
+            return Instruction(name, size, run=_nothing, wait=self._waits_for(name, simm16))
         both = slice(0, self.lanes // 32)
         conditions = {
             "S_BRANCH": lambda w: np.ones(len(w.programs), bool),
@@ -191,6 +193,11 @@ class Decoder:
             kind = {16: np.float16, 32: np.float32, 64: np.float64}[bits if is_float else 32]
             return int(np.array(_FLOATS[number], kind).view(f"u{kind().itemsize}"))
         raise Unknown(f"source {number}")
+
+    def _waits_for(self, name, simm16):
+        if name == "S_WAITCNT":
+            return simm16 & 15 | (simm16 >> 14 & 3) << 4 if self.cdna else simm16 >> 10 & 63
+        return {"S_WAIT_LOADCNT": simm16 & 63, "S_WAIT_LOADCNT_DSCNT": simm16 >> 8 & 63}.get(name)
 
     def _operand(self, inst, kind, field, fields, index, extra):
         """Return a function for the bits of a vector instruction's source, modifiers applied."""
@@ -572,7 +579,7 @@ class Decoder:
     # --- memory -------------------------------------------------------------------------------------------------------
     def _mover(self, name, fields, register_field):
         """Return (size, load into registers, read from registers) of a plain access."""
-        store, size, signed, half = _access(name)
+        store, size, signed, half = access_of(name)
         register = fields[register_field] - 256
         if fields.get("acc"):
             register += 256
@@ -809,7 +816,7 @@ def dpp_lanes(control, lanes, cdna):
     raise Unknown(f"DPP control {control:#x}")
 
 
-def _access(name):
+def access_of(name):
     """Return (is a store, bytes, signed, half of a D16 access or None)."""
     parts = name.split("_")
     store = "STORE" in parts or "WRITE" in parts

@@ -14,7 +14,7 @@ from liger_hw.backends.device import Device
 from liger_hw.hooks import hooks
 from liger_hw.proof import crosscompile
 from liger_hw.proof.emulation import code_object
-from liger_hw.proof.emulation.execution import LIMIT, Machine
+from liger_hw.proof.emulation.execution import LIMIT, Machine, Run
 
 _SCALARS = {"fp32": "<f", "i32": "<i", "i64": "<q", "i1": "<?"}
 
@@ -26,23 +26,25 @@ class Executed:
     Attributes:
         launch: the `crosscompile.Launch`.
         grid: programs by axis.
-        counts: an instruction's name -> how often waves executed it.
-        visited: offset from the first instruction -> `Instruction`, of those that ran.
+        elements: of the launch's largest tensor.
+        run: the `execution.Run`.
     """
 
     launch: crosscompile.Launch
     grid: tuple
-    counts: dict
-    visited: dict
+    elements: int
+    run: Run
 
     @property
     def instructions(self) -> int:
         """Return the number of instructions that waves executed."""
-        return sum(self.counts.values())
+        return sum(self.run.counts.values())
 
 
 @contextmanager
-def executed_on(device: Device, reverse: bool = False, patch=None, limit: int | None = None):
+def executed_on(
+    device: Device, reverse: bool = False, patch=None, limit: int | None = None, traced: bool = False
+):  # fmt: skip
     """Execute launches on CPU tensors as `device` would; yield the list of `Executed`.
 
     Args:
@@ -50,6 +52,7 @@ def executed_on(device: Device, reverse: bool = False, patch=None, limit: int | 
         reverse: run the waves of a program in descending order between barriers.
         patch: a function of a launch and its `CodeObject`, which returns the one to execute.
         limit: instructions of a wave between barriers, above which a loop counts as endless; None: `execution.LIMIT`.
+        traced: also record what `facts` needs.
 
     Raises:
         Fault: a kernel left its tensors.
@@ -73,11 +76,12 @@ def executed_on(device: Device, reverse: bool = False, patch=None, limit: int | 
         machine.arena.clear()
         placed = _place(machine.arena, values)
         arguments = _arguments(code, values, placed, grid, launch.options["num_warps"] * device.warp_size)
-        counts, visited = machine.run(code, grid, arguments, launch.options["num_warps"], reverse, limit or LIMIT)
+        run = machine.run(code, grid, arguments, launch.options["num_warps"], reverse, limit or LIMIT, traced)
         for pointer, (address, size) in placed.items():
             data = np.ascontiguousarray(machine.arena.read(address, size))
             ctypes.memmove(pointer, data.ctypes.data, size)
-        executed.append(Executed(launch, tuple(grid), counts, visited))
+        elements = max((value.numel() for value in args if torch.is_tensor(value)), default=0)
+        executed.append(Executed(launch, tuple(grid), elements, run))
 
     with hooks.replace_launches(execute), backends.use_backend(f"{device.vendor}:{device.arch}"):
         yield executed
@@ -88,7 +92,7 @@ def _machine(arch):
     return Machine(arch)
 
 
-_codes = {}
+_codes, _resources = {}, {}  # by the launch's key
 
 
 def code_of(launch):
@@ -98,7 +102,13 @@ def code_of(launch):
         text, shared = crosscompile.built(launch, binary=True)
         found = code_object.read(text["hsaco"], text["amdgcn"], launch.arch)
         found = _codes[launch.key] = code_object.with_lds(found, shared)
+        _resources[launch.key] = crosscompile.read(text, shared)
     return found
+
+
+def resources_of(launch) -> crosscompile.Resources:
+    """Return the resources of a launch that ran."""
+    return _resources[launch.key]
 
 
 def _place(arena, values):

@@ -8,6 +8,7 @@ import numpy as np
 
 VCC, EXEC = 106, 126  # numbers of scalar registers; each has a second half in wave64
 SCALARS = 128
+BANKS = 32  # of LDS, 4 bytes wide
 _GUARD = 256  # bytes that no tensor owns, on both sides of each
 
 
@@ -73,16 +74,26 @@ class Arena:
 
 
 class Lds:
-    """The local memory of several programs, junk at first."""
+    """The local memory of several programs, junk at first.
 
-    def __init__(self, programs, size, seed):
-        self.size = size
+    Attributes:
+        passes: with `count_banks`: for each access of the first program, the words in its fullest bank.
+        least: the same if all banks were equally full.
+    """
+
+    def __init__(self, programs, size, seed, count_banks=False):
+        self.size, self.count_banks = size, count_banks
+        self.passes = self.least = 0
         self.bytes = np.random.default_rng(seed).integers(0, 256, programs * size, np.uint8)
 
     def places(self, programs, addresses, size):
         addresses = addresses.astype(np.int64)
         if len(addresses) and addresses.max() + size > self.size:
             raise Fault(f"access of {size} bytes at {addresses.max()} of {self.size} bytes of LDS")
+        if self.count_banks:
+            words = np.unique(addresses[programs == 0][:, None] // 4 + np.arange(-(-size // 4)))
+            self.passes += int(np.bincount(words % BANKS, minlength=BANKS).max())
+            self.least += -(-len(words) // BANKS)
         return programs * self.size + addresses
 
     def load(self, programs, addresses, size):
