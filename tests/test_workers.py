@@ -4,13 +4,13 @@ import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from types import SimpleNamespace
 
 import pytest
 
 from liger_hw import console
-from liger_hw.proof import compile_cache, emulated
+from liger_hw.proof import compile_cache, emulated, workers
 from liger_hw.proof.workers import Died, Workers
 
 
@@ -40,7 +40,16 @@ def blocked_signals():
     return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_processes_begin_without_interrupts():
+class Unblocking(ProcessPoolExecutor):
+    """As the first pool of a program, which starts multiprocessing's tracker."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def test_processes_begin_without_interrupts(monkeypatch):
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Unblocking)
     before = blocked_signals()
     with Workers(1) as pool:
         assert signal.SIGINT in pool.submit(blocked_signals).result()

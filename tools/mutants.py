@@ -212,7 +212,7 @@ def sources(name, package: Path) -> list[Path]:
 
 
 def survivor(name: str, description: str, old: str, new: str) -> str | None:
-    """Plant a mistake in a copy of the package; return what happened if its tests do not fail."""
+    """Plant a mistake in a copy of the package; return what survived."""
     test = PLACES.get(name, ("", f"kernels/test_{name}.py"))[1]
     with tempfile.TemporaryDirectory() as folder:
         for part in ("liger_hw", "tests"):

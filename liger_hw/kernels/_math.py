@@ -237,7 +237,7 @@ def programs_for(config, rows, cols):
 
 
 def programs_for_blocks(config, elements, rows, blocks):
-    """Return how many programs stride over `rows` in each of `blocks` blocks; few elements take one."""
+    """Return how many programs stride over `rows` in each block; few elements take one."""
     return 1 if elements <= ONE_PROGRAM else max(config.grid_for(blocks * -(-rows // config["ROWS"])) // blocks, 1)
 
 

@@ -198,7 +198,7 @@ def _facts(device):
 
 
 def _about(op, built, binaries) -> dict:
-    """Return the resources that Triton reports for a compiled kernel, and write its code to the folder `binaries`."""
+    """Return a compiled kernel's resources, and write its code to the folder `binaries`."""
     about = {"op": op, "kernel": built.metadata.name, "num_warps": built.metadata.num_warps,
              "shared": built.metadata.shared, "registers": built.n_regs, "spills": built.n_spills}  # fmt: skip
     if binaries:

@@ -139,7 +139,10 @@ def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
 
 
 def _wide_sample(op, few):
-    """Yield a wide case, launched as a model's rows are, unless all are too large: 6 million elements take a minute."""
+    """Yield a wide case, whose launches are those of a model's rows.
+
+    None if all are too large: 6 million elements take a minute.
+    """
     sizes = [_size(sample) for sample in wide_cases(op, torch.bfloat16)]
     size = max((size for size in sizes if size <= _WIDE_ELEMENTS), default=min(sizes))
     if size < (10 if few else 100) * _WIDE_ELEMENTS:

@@ -36,7 +36,7 @@ class Workers:
         self._pools = queue.SimpleQueue()
         for _ in range(count):
             self._pools.put(None)
-        self._threads = ThreadPoolExecutor(count, initializer=_block_interrupts)
+        self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self):
         return self
@@ -56,6 +56,9 @@ class Workers:
             with self._starting:
                 if pool is None:
                     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), self._begin)
+                # Here, as the first pool starts multiprocessing's tracker, which unblocks them. The process inherits
+                # what its thread blocks; the main thread still receives Ctrl-C.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 future = pool.submit(function, *args)
             return future.result()
         except BrokenProcessPool:
@@ -63,11 +66,3 @@ class Workers:
             raise Died("its process crashed") from None
         finally:
             self._pools.put(pool)
-
-
-def _block_interrupts() -> None:
-    """Block Ctrl-C in this thread and the processes that it starts.
-
-    The main thread still receives it.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

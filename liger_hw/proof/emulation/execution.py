@@ -113,7 +113,7 @@ class Machine:
                 waiting[number] = reached
 
     def _until_barrier(self, waves, reached, trace):
-        """Run waves up to their end, or to a barrier, where they join `reached`; list the first program's steps."""
+        """Run waves up to their end, or to a barrier, where they join `reached`."""
         running = [waves]
         decoded, counts = self.decoded, self.result.counts
         while running:
