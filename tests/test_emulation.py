@@ -17,9 +17,9 @@ from liger_hw.dispatch import OPS  # noqa: E402
 from liger_hw.kernels import load_all  # noqa: E402
 from liger_hw.proof import compile_cache, emulated, evidence  # noqa: E402
 from liger_hw.proof.crosscompile import DEVICES  # noqa: E402
-from liger_hw.proof.emulation import Fault, Unknown, arithmetic, executed_on, launches  # noqa: E402
-from liger_hw.proof.emulation.instructions import Decoder, dpp_lanes  # noqa: E402
-from liger_hw.proof.emulation.machine import Arena, Lds  # noqa: E402
+from liger_hw.proof.emulation import Fault, Unknown, arithmetic, executed_on, facts, launches  # noqa: E402
+from liger_hw.proof.emulation.instructions import Decoder, Instruction, dpp_lanes  # noqa: E402
+from liger_hw.proof.emulation.machine import EXEC, SCALARS, Arena, Lds, Waves  # noqa: E402
 from liger_hw.proof.emulation.pseudocode import translate  # noqa: E402
 from liger_hw.testing import parity  # noqa: E402
 from liger_hw.testing.cases import training_cases  # noqa: E402
@@ -107,6 +107,16 @@ def test_an_unknown_instruction_is_named():
         decoder.decode((0xD8000000).to_bytes(4, "little") + bytes(16))
 
 
+def test_what_was_in_exec_is_saved():
+    save = Decoder("gfx1100", Arena()).decode((0xBE802001).to_bytes(4, "little") + bytes(16))
+    scalars = np.zeros((SCALARS, 2), np.uint32)
+    scalars[1], scalars[EXEC] = 0xFF, 0xF0F0F0F0
+    waves = Waves(np.zeros((256, 2, 32), np.uint32), scalars, np.zeros(2, bool), np.arange(2), 0)
+    save.run(waves)
+    assert save.name == "S_AND_SAVEEXEC_B32" and waves.scc.all()
+    assert (waves.s[0] == 0xF0F0F0F0).all() and (waves.s[EXEC] == 0xF0).all()
+
+
 def test_lanes_of_dpp():
     lanes, found = dpp_lanes(0x111, 32, cdna=False)  # row_shr:1
     assert lanes[5] == 4 and found[5] and not found[16]
@@ -140,10 +150,8 @@ def sample(op, dtype=torch.bfloat16, number=0):
     return list(training_cases(op, dtype))[number]
 
 
-KERNELS = [  # elementwise, reductions, matrix instructions
-    (op, torch.bfloat16, arch)
-    for op in ("swiglu", "softmax", "grouped_mm")
-    for arch in ("gfx942", "gfx1100", "gfx1201")
+KERNELS = [  # elementwise, reductions, matrix instructions; `make emulate` runs all of gfx942
+    (op, torch.bfloat16, arch) for op in ("swiglu", "softmax", "grouped_mm") for arch in ("gfx1100", "gfx1201")
 ]
 KERNELS += [  # upper halves of registers; a constant of fp16 in fp32 arithmetic; scalar loads of 16 bits
     ("poly_norm", torch.bfloat16, "gfx1100"), ("poly_norm", torch.float16, "gfx942"),
@@ -208,7 +216,33 @@ def test_a_planted_miscompilation_fails_the_command(monkeypatch, tmp_path, capsy
 
 
 def test_removed_instructions_are_noticed():
-    control = emulated.removals("dyt", "gfx942", 6)
+    control = emulated.removals("swiglu", "gfx942", 6)
     assert control["removed"] == 6 and control["noticed"] >= 4
     assert not torch.are_deterministic_algorithms_enabled()
     assert control["removed"] == control["noticed"] + control["same bits"] + sum(control["missed"].values())
+
+
+def test_facts_of_a_launch():
+    ((inputs, options),) = emulated._wide_sample("rms_norm", few=True)
+    result = emulated.execute("rms_norm", inputs, options, "gfx942", traced=True)
+    forward = next(facts for facts in result["waves"] if facts["kernel"] == "rms_norm_forward")
+    assert not result["error"] and forward["elements"] == 16 * 8192
+    assert forward["widths"] == {16: 1.0} and 10 < forward["per element"] < 40 and forward["wait"] > 10
+    assert forward["banks"] == 1.0 and 0 < forward["lds"] < 1 and 0 < forward["occupancy"] <= 1
+
+
+def test_the_distance_of_a_wait():
+    load, store, add = (Instruction(name, 4) for name in ("GLOBAL_LOAD_DWORD", "GLOBAL_STORE_DWORD", "V_ADD_F32"))
+    trace = [load, add, load, add, add, Instruction("S_WAITCNT", 4, wait=1), add, store,
+             Instruction("S_WAITCNT", 4, wait=0)]  # fmt: skip
+    assert facts.wait_distances(trace, stores_count=True) == [5, 6]
+    assert facts.wait_distances(trace[:-1], stores_count=True) == [5]
+
+
+def test_conflicts_of_banks():
+    lds = Lds(2, 4096, 0, count_banks=True)
+    programs = np.repeat(np.arange(2), 32)
+    lds.load(programs, np.tile(np.arange(32) * 4, 2), 4)
+    assert (lds.passes, lds.least) == (1, 1)
+    lds.load(programs, np.tile(np.arange(32) * 64, 2), 4)  # every 16th word: two banks
+    assert (lds.passes, lds.least) == (17, 2)

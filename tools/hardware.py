@@ -1,10 +1,11 @@
 """Write the tables of evidence: `python tools/hardware.py [--check] [PATH ...]`.
 
 The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
-`liger-hw matrix --compile`. The text between markers in docs/hardware.md and README.md is replaced. With --check
-nothing is written, and the status is 1 if a table is stale.
+`liger-hw matrix` with --compile or --emulate. The text between markers in docs/hardware.md, docs/compiled.md and
+README.md is replaced. With --check nothing is written, and the status is 1 if a table is stale.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from liger_hw.backends import VENDORS
 from liger_hw.proof import evidence, page
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = "docs/hardware.md", "README.md"
+FILES = "docs/hardware.md", "docs/compiled.md", "README.md"
 MARKED = re.compile(r"(<!-- proven (\w+): begin, by tools/hardware.py -->\n).*?(<!-- proven: end -->)", re.S)
 
 
@@ -33,6 +34,25 @@ def tables(runs: dict, cells: list) -> dict[str, str]:
     return texts | {"summary": markdown(page.SUMMARY, page.summary(cells))}
 
 
+def waves(paths: list[Path]) -> str:
+    """Return a table for each architecture whose machine code was emulated."""
+    files = [file for path in paths for file in (sorted(path.rglob("emulated*.json")) if path.is_dir() else [path])]
+    entries = [entry for file in files for entry in json.loads(file.read_text()).get("waves", ())]
+    header = ["op", "kernel", "instructions an element", "accesses by bytes a lane", "LDS bytes an element", "banks",
+              "load to wait", "registers", "occupancy"]  # fmt: skip
+    texts = []
+    for arch in sorted({entry["arch"] for entry in entries}):
+        rows = [
+            [e["op"], f"{e['kernel']}, {e['warps']} waves", f"{e['per element']:,}",
+             ", ".join(f"{width}: {share:.0%}" for width, share in e["widths"].items() if share),
+             f"{e['lds']:,}" if e["lds"] else "-", f"{e['banks'] or '-'}", f"{e['wait'] or '-'}",
+             str(e["registers"]), f"{e['occupancy']:.0%}"]
+            for e in entries if e["arch"] == arch
+        ]  # fmt: skip
+        texts.append(f"### {arch}\n\n{markdown(header, [list(row) for row in dict.fromkeys(map(tuple, rows))])}")
+    return "\n\n".join(texts)
+
+
 def _runs(runs: dict) -> list[list[str]]:
     """Return one line for all runs that differ only in date, commit and tests."""
     dates_of = {}
@@ -45,7 +65,7 @@ def main(arguments) -> int:
     check = "--check" in arguments
     paths = [Path(word) for word in arguments if word != "--check"]
     runs, cells = evidence.read(paths or [ROOT / "benchmarks"])
-    texts = tables(runs, cells)
+    texts = tables(runs, cells) | {"waves": waves(paths or [ROOT / "benchmarks"])}
     stale = []
     for name in FILES:
         file = ROOT / name

@@ -72,14 +72,18 @@ def about(level: str, device: torch.device | None = None) -> tuple[str, dict]:
 
 
 def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:
-    """Replace an evidence file in one step, a line for each cell.
+    """Replace an evidence file in one step, a line for each entry of a list.
 
     Args:
         more: further keys of the file, which `read` ignores.
     """
-    rows = [json.dumps(vars(cell)) for cell in sorted(cells, key=lambda cell: (cell.key, cell.run))]
-    head = json.dumps({"evidence": FORMAT, "runs": runs} | more, indent=1).removesuffix("\n}")
-    return run_file.replace(file, head + ',\n "cells": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
+    lists = {name: value for name, value in more.items() if isinstance(value, list)}
+    lists["cells"] = [vars(cell) for cell in sorted(cells, key=lambda cell: (cell.key, cell.run))]
+    others = {name: value for name, value in more.items() if name not in lists}
+    text = json.dumps({"evidence": FORMAT, "runs": runs} | others, indent=1).removesuffix("\n}")
+    for name, entries in lists.items():
+        text += f',\n "{name}": [\n  ' + ",\n  ".join(map(json.dumps, entries)) + "\n ]"
+    return run_file.replace(file, text + "\n}\n")
 
 
 def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:

@@ -385,10 +385,13 @@ class Decoder:
             for output, type in outputs
         ]
         change = _output_modifier(name, fields, kind)
+        changes_exec = any(output == "EXEC" for output, _ in outputs)
 
         def run(w):
             with np.errstate(all="ignore"):
                 values = function(*(get(w) for get in getters))
+            if changes_exec:  # another output may be a view of EXEC before
+                values = [np.copy(value) for value in values]
             for setter, value in zip(setters, values):
                 setter(w, change(value) if change else value)
 
