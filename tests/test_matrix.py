@@ -151,14 +151,23 @@ def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     page_file, readme = tmp_path / "docs" / "hardware.md", tmp_path / "README.md"
     page_file.write_text((HERE.parent / "docs" / "hardware.md").read_text())
+    compiled_file = tmp_path / "docs" / "compiled.md"
+    compiled_file.write_text("<!-- proven waves: begin, by tools/hardware.py -->\n<!-- proven: end -->\n")
+    facts = {"arch": "gfx942", "op": "rope", "case": "c", "kernel": "rope_rotate", "warps": 2, "programs": 2,
+             "elements": 8192, "per element": 43.3, "widths": {"16": 0.75, "2": 0.25}, "lds": 0.0, "banks": None,
+             "wait": 113, "registers": 81, "occupancy": 0.62}  # fmt: skip
     readme.write_text(
         "before\n<!-- proven summary: begin, by tools/hardware.py -->\nold\n<!-- proven: end -->\nafter\n"
     )
     cell = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
-    file = evidence.write(tmp_path / "e.json", RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}, [GOOD, cell])
+    runs = RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}
+    file = evidence.write(tmp_path / "e.json", runs, [GOOD, cell], waves=[facts])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
     assert hardware.main(["--check", str(file)]) == 1
-    assert hardware.main([str(file)]) == 0 and "docs/hardware.md, README.md" in capsys.readouterr().out
+    assert hardware.main([str(file)]) == 0
+    assert "docs/hardware.md, docs/compiled.md, README.md" in capsys.readouterr().out
+    row = "| rope | rope_rotate, 2 waves | 43.3 | 16: 75%, 2: 25% | - | - | 113 | 81 | 62% |"
+    assert "### gfx942\n\n| op | kernel |" in compiled_file.read_text() and row in compiled_file.read_text()
     assert hardware.main([str(file), "--check"]) == 0
     amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of 2 ops, 3 cases, bf16 | - |"
     intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of 2 ops, 2 cases, fp32 | - |"
