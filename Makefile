@@ -1,7 +1,8 @@
 # make setup       set up the environment (below) and nothing else
 # make demo        train a small Llama here, plain and patched, and compare; ARGS="--model 1b" goes to liger-hw demo
 # make test        run the tests for this machine, a few of each matrix; ARGS="-k rope" goes to pytest
-# make models      compare every class of transformers' language models with its patched copy
+# make programs    run the examples, the tutorial op, the emulation and other tests of whole programs
+# make models      compare every class of transformers' language models with its patched copy, and run kernels in some
 # make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all 16
 # make emulate     execute AMD machine code of every op without an AMD GPU; ARGS="--few --archs gfx942": in minutes
 # make interpret   run the kernels' tests in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: for one GPU
@@ -45,29 +46,34 @@ READY = $(VENV)/.ready-$(ACCELERATOR)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test models compile emulate interpret fuzz converge mutants lint versions docs notebook package \
-	distributed trl clean
+.PHONY: setup demo test programs models compile emulate interpret fuzz converge mutants lint versions docs notebook \
+	package distributed trl clean
 
 setup: $(READY)
 
 demo: $(READY)
 	$(RUN) -m liger_hw.cli demo $(ARGS)
 
-INTERPRETED = tests/kernels tests/losses tests/test_dispatch.py tests/test_tracing.py \
-	tests/transformers/test_kernels_in_models.py
-INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(INTERPRETED)
+OPS = tests/kernels tests/losses tests/test_dispatch.py tests/test_tracing.py
+IN_MODELS = tests/transformers/test_kernels_in_models.py
+INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto
+PROGRAMS = tests/test_examples.py tests/test_new_op.py tests/test_distributed_bench.py tests/test_emulation.py
 COMPILED = tests/test_targets.py tests/losses/test_losses_on_targets.py
 
 # Two runs, because the import of Triton chooses its interpreter; the second has the tests that need it. Both always run.
 # A test of kernels takes one vendor or architecture, in turn.
 test: $(READY)
 	@failed=0; \
-	$(RUN) -m pytest -n auto --archs turns $(ARGS) || failed=1; \
-	$(INTERPRET) --archs turns $(ARGS) || failed=1; \
+	$(RUN) -m pytest -n auto --archs turns $(PROGRAMS:%=--ignore=%) $(ARGS) || failed=1; \
+	$(INTERPRET) $(OPS) --archs turns $(ARGS) || failed=1; \
 	exit $$failed
+
+programs: $(READY)
+	$(RUN) -m pytest -n auto --archs turns $(PROGRAMS) $(ARGS)
 
 models: $(READY)
 	$(RUN) -m pytest -n auto --models all tests/transformers/test_models.py tests/transformers/test_parts.py $(ARGS)
+	$(INTERPRET) $(IN_MODELS) --archs turns $(ARGS)
 
 compile: $(READY)
 	$(RUN) -m pytest -n auto $(COMPILED) $(ARGS)
@@ -76,7 +82,7 @@ emulate: $(READY)
 	$(RUN) -m liger_hw.cli matrix --emulate $(ARGS)
 
 interpret: $(READY)
-	$(INTERPRET) $(ARGS)
+	$(INTERPRET) $(OPS) $(IN_MODELS) $(ARGS)
 
 fuzz: $(READY)
 	$(RUN) tests/fuzz/run.py $(ARGS)
