@@ -174,6 +174,31 @@ def test_waves_in_another_order_compute_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(*outputs))
 
 
+@pytest.mark.parametrize("ascending", [True, False])
+def test_a_loop_to_lower_addresses_loses_stores_where_bounds_are_checked_without_wrapping(ascending, monkeypatch):
+    torch.manual_seed(0)
+    load_all()
+    device = DEVICES["gfx1201"]
+    assert device.ascending_only and not DEVICES["gfx1100"].ascending_only
+    if not ascending:
+        monkeypatch.setitem(vars(device), "ascending_only", False)
+    logits, target = torch.randn(2, 10000, requires_grad=True), torch.tensor([5, 9999])
+    result = emulated.execute("cross_entropy", (logits, target), {"in_place": True, "softcap": 3.0}, "gfx1201")
+    assert bool(result["error"]) != ascending
+
+
+@pytest.mark.parametrize("name, modifiers, expected", [("V_S_EXP_F32", 0, 4.0), ("V_S_EXP_F32", 1, 0.25)])
+def test_scalar_forms_of_vector_instructions_have_modifiers(name, modifiers, expected):
+    # v_s_exp_f32 s0, s1 in VOP3: opcode 0x280 in bits 16 to 25, the source in 32 to 40, its sign in 61
+    code = 0xD6800000 | 1 << 32 | modifiers << 61
+    instruction = Decoder("gfx1201", Arena()).decode(code.to_bytes(8, "little") + bytes(12))
+    scalars = np.zeros((SCALARS, 1), np.uint32)
+    scalars[1] = np.float32(2.0).view(np.uint32)
+    waves = Waves(np.zeros((256, 1, 32), np.uint32), scalars, np.zeros(1, bool), np.arange(1), 0)
+    instruction.run(waves)
+    assert instruction.name == name and waves.s[0].view(np.float32)[0] == expected
+
+
 class Inline:
     """A pool of this process."""
 

@@ -20,6 +20,7 @@ class Device:
         core_threads: most lanes resident on one core.
         l2: bytes of last-level cache.
         async_copy: whether loads of a pipelined loop bypass registers on the way to shared memory.
+        ascending_only: whether loops must run to higher addresses, see `backends.amd`.
         tf32: whether Triton multiplies fp32 matrices in TF32 on it, if torch's flag allows that.
         grouped_mm: whether torch's `grouped_mm` of bf16 is one kernel on it; elsewhere torch waits for the device and
             calls one product for each group.
@@ -41,6 +42,7 @@ class Device:
     l2: int = 0
     bandwidth: int = 0
     async_copy: bool = False
+    ascending_only: bool = False
     tf32: bool = False
     grouped_mm: bool = False
     launch_options: dict = field(default_factory=dict)

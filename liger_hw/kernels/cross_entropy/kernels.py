@@ -181,13 +181,17 @@ def _statistics(
 @triton.jit
 def _write_gradient(
     row, x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr,
-    cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row backwards, block by block, and write the gradient over it."""
+    """Walk a row block by block, and write the gradient over it."""
     lane = tl.arange(0, COLS)
     tl.debug_barrier()  # every lane has read the whole row and its target's logit
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
-        at = (row.body - 1) // COLS * COLS - start + lane
+        if BACKWARDS:  # L2 holds the last columns that `_statistics` read
+            at = (row.body - 1) // COLS * COLS - start + lane
+        else:
+            at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         x, col = tl.load(row.middle + at, mask, other=0.0), row.head + at
         dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
@@ -208,7 +212,8 @@ def _write_gradient(
 def cross_entropy_forward(
     LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, LOSS, Z_LOSS, PARTITION, PREDICTED, stride, misaligned,
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
-    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
@@ -256,7 +261,7 @@ def cross_entropy_forward(
             of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * logit_scale / total
             _write_gradient(
                 row, x_y, y, inside, peak, WEIGHT, of_power, of_each * logit_scale, of_target * logit_scale,
-                logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, COLS, STAGES,
+                logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, BACKWARDS, COLS, STAGES,
             )  # fmt: skip
 
 
@@ -348,11 +353,12 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, pred
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
     plain = formula.softcap is None and formula.label_smoothing == 0 and predicted is None
-    config = cross_entropy_forward_config(cols, logits.element_size(), plain, gradient, device_of(logits))
+    device = device_of(logits)
+    config = cross_entropy_forward_config(cols, logits.element_size(), plain, gradient, device)
     launch(
         cross_entropy_forward, (rows, 1, 1), config,
         logits, *terms, loss, z_loss, partition, predicted, logits.stride(0), misaligned, *_numbers(formula),
-        gradient, aligned, cols,
+        gradient, aligned, not device.ascending_only, cols,
     )  # fmt: skip
 
 

@@ -342,6 +342,8 @@ class Decoder:
                     bits = inst.op_bits.get(field, 32)
                     is_float = "_F" in name
                     getter = self.source(fields[field], 64 if bits == 64 else 32, is_float, extra, scalar=True)
+                    if not kind.startswith("SOP"):
+                        getter = _with_sign(getter, *_modifiers(fields, index, None))
                 else:
                     bits = inst.op_bits.get(field, inst.op_bits.get(field.removeprefix("v"), 32))
                     getter = self._operand(inst, kind, field, fields, index, extra)
@@ -836,6 +838,12 @@ def access_of(name):
         if part in ("USHORT", "SSHORT", "SHORT", "U16", "I16", "B16"):
             return store, 2, part in ("SSHORT", "I16"), half
     raise Unknown(name)
+
+
+def _with_sign(getter, negate, absolute):
+    """Return a function for the bits of an fp32 source, modifiers applied."""
+    keep, flip = np.uint32(0x7FFFFFFF if absolute else 0xFFFFFFFF), np.uint32(negate << 31)
+    return lambda w: getter(w) & keep ^ flip
 
 
 def _modifiers(fields, index, extra):

@@ -46,6 +46,8 @@ REPLACED = {
     "S_CLS_I32": "D0.i32 = equal_leading_bits(S0.u32)",
     "V_CLS_I32": "D0.i32 = equal_leading_bits(S0.u32)",
     "S_CLZ_I32_U32": "D0.i32 = leading_zeros(S0.u32)",
+    "S_BITSET0_B32": "D0.u32 = D0.u32 & ~(1U << (S0.u32 & 31U))",
+    "S_BITSET1_B32": "D0.u32 = D0.u32 | (1U << (S0.u32 & 31U))",
     "S_BCNT1_I32_B32": "D0.i32 = count_ones(S0.u32); SCC = D0.i32 != 0",
     "S_BCNT1_I32_B64": "D0.i32 = count_ones(S0.u64); SCC = D0.i32 != 0",
     "V_BFREV_B32": "D0.u32 = reversed_bits(S0.u32)",
@@ -97,11 +99,16 @@ endif""",
 }  # fmt: skip
 for _size in ("F32", "F16", "F64"):
     _type = _size.lower()
-    for _word, _function in (("MAX", "maximum"), ("MIN", "minimum")):
-        for _name in (f"V_{_word}_{_size}", f"V_{_word}_NUM_{_size}"):
-            REPLACED[_name] = f"D0.{_type} = {_function}(S0.{_type}, S1.{_type})"
-        for _name in (f"V_{_word}3_{_size}", f"V_{_word}3_NUM_{_size}"):
-            REPLACED[_name] = f"D0.{_type} = {_function}({_function}(S0.{_type}, S1.{_type}), S2.{_type})"
+    for _words, _function in (
+        (("MAX", "MAX_NUM"), "maximum"), (("MIN", "MIN_NUM"), "minimum"),
+        (("MAXIMUM",), "maximum_or_nan"), (("MINIMUM",), "minimum_or_nan"),
+    ):  # fmt: skip
+        for _word in _words:
+            for _name in (f"V_{_word}_{_size}", f"S_{_word}_{_size}"):
+                REPLACED[_name] = f"D0.{_type} = {_function}(S0.{_type}, S1.{_type})"
+            _three = re.sub("(MAX|MIN)(IMUM)?", r"\g<0>3", _word)  # MAX3_NUM, MAXIMUM3
+            _inner = f"{_function}(S0.{_type}, S1.{_type})"
+            REPLACED[f"V_{_three}_{_size}"] = f"D0.{_type} = {_function}({_inner}, S2.{_type})"
 
 _FLOATS = {"f16": 16, "f32": 32, "f64": 64, "bf16": 16}
 _NUMPY = {
@@ -121,6 +128,7 @@ _FUNCTIONS = {
     "equal_leading_bits": ("equal_leading_bits", "i32"), "count_ones":
     ("np.bitwise_count", "u8"), "permute_bytes": ("permute_bytes", "u32"), "classify": ("classify", "u1"),
     "is_denormal": ("is_denormal", "u1"), "maximum": ("maximum", None), "minimum": ("minimum", None),
+    "maximum_or_nan": ("np.maximum", None), "minimum_or_nan": ("np.minimum", None),
     "not_a_number": ("np.full_like", None), "f32_to_bf16": ("to_bf16", "bf16"), "sin": ("np.sin", None), "cos":
     ("np.cos", None),
 }  # fmt: skip
