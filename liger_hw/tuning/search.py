@@ -105,9 +105,9 @@ def bench(function) -> float:
 
 def configurations_of(function) -> list[tuple]:
     """List (tuned function, shape, device) of each look-up in `function()`, ordered by key."""
-    with choice.asked() as found:
+    with choice.recorded_lookups() as lookups:
         function()
-    return sorted(found, key=lambda item: item[0].key(*item[1]))
+    return sorted(lookups, key=lambda item: item[0].key(*item[1]))
 
 
 def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
@@ -220,10 +220,10 @@ def _call_and_tune(launches, args, repeatable: bool):
     """
     if not repeatable or args[0].device.type in ("cpu", "meta") or choice.being_measured():
         return launches(*args)
-    with choice.asked() as looked_up:
+    with choice.recorded_lookups() as lookups:
         result = launches(*args)
     here = backends.detected(args[0].device)
-    chosen = {config.key(*shape): config(*shape, device) for config, shape, device in looked_up if device is here}
+    chosen = {config.key(*shape): config(*shape, device) for config, shape, device in lookups if device is here}
     untuned = {key for key, config in chosen.items() if config.source != LOCAL} - _tried
     if untuned:
         _tried.update(untuned)
