@@ -7,7 +7,7 @@ between the lines
     <!-- proven NAME: begin, by tools/hardware.py -->
     <!-- proven: end -->
 
-where NAME is a vendor in `VENDORS` or another key of `tables`. With --check nothing is written, and the status is 1 if a
+where NAME is a vendor in `VENDORS`, "levels", "runs", "summary" or "waves". With --check nothing is written, and the status is 1 if a
 table is stale.
 """
 
