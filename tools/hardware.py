@@ -1,14 +1,14 @@
 """Write the tables of evidence: `python tools/hardware.py [--check] [PATH ...]`.
 
 The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
-`liger-hw matrix` with --compile or --emulate. In docs/hardware.md, docs/compiled.md and README.md this replaces the text
-between the lines
+`liger-hw matrix` with --compile or --emulate. In docs/hardware.md, docs/compiled.md and README.md this replaces the
+text between the lines
 
     <!-- proven NAME: begin, by tools/hardware.py -->
     <!-- proven: end -->
 
-where NAME is a vendor in `VENDORS`, "levels", "runs", "summary" or "waves". With --check nothing is written, and the status is 1 if a
-table is stale.
+where NAME is a vendor in `VENDORS`, "levels", "runs", "summary" or "waves". With --check nothing is written, and the
+status is 1 if a table is stale.
 """
 
 import json
