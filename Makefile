@@ -3,7 +3,7 @@
 # make test        run the tests for this machine, a few of each matrix; ARGS="-k rope" goes to pytest
 # make programs    run the examples, the tutorial op, the emulation and other tests of whole programs
 # make models      compare every class of transformers' language models with its patched copy, and run kernels in some
-# make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all 16
+# make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all
 # make emulate     execute AMD machine code of every op without an AMD GPU; ARGS="--few --archs gfx942": in minutes
 # make interpret   run the kernels' tests in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: for one GPU
 # make mutants     plant mistakes in kernels; their tests must fail

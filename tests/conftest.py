@@ -14,7 +14,7 @@ from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
 from liger_hw.proof import compiled, evidence
 
-# The other 9 architectures are these but for the last stages of compilation.
+# The other architectures of the compile matrix are these but for the last stages of compilation.
 ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
 ARCHS_OF_TESTS = ("backend", "compiled_arch")  # the fixtures that name one
 WORKERS_A_GPU = 8  # they share its memory, and compile on the host

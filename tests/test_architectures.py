@@ -74,7 +74,19 @@ def test_an_architecture_is_one_row(package):
     assert names.index("nvidia:sm130") == names.index("nvidia:sm121") + 1
 
 
-def test_a_vendor_is_one_file_and_its_name(package):
+def test_a_row_with_an_unknown_fact_is_refused(package):
+    """`_row` takes further keyword arguments as stages that share code."""
+    insert(
+        package / "backends/amd.py", '    _cdna("gfx90a"', '    _cdna("gfx999", "X", 1, 64, 1, 1, async_copy=True),\n'
+    )
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-c", "import liger_hw.backends"]
+    done = subprocess.run(command, cwd=package.parent, env=environment, capture_output=True, text=True)
+    assert "unknown compiler stage 'async_copy'" in done.stderr and done.returncode == 1
+
+
+def test_the_lists_have_a_vendor_of_one_file_and_its_name(package):
+    """The further places are in CONTRIBUTING.md."""
     text = (package / "backends/nvidia.py").read_text()
     text = text.replace('"nvidia"', '"maker"').replace("NVIDIA", "Maker").replace('"sm', '"mk')
     text = text.replace('device.type == "cuda"', 'device.type == "mk"').replace("in_matrix=True", "in_matrix=False")

@@ -198,6 +198,7 @@ NEWEST = max(nvidia.ARCHS, key=lambda arch: int(arch.removeprefix("sm")))
     [
         (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm999", NEWEST),
         (amd, "gfx908", "gfx90a"), (amd, "gfx940", "gfx942"), (amd, "gfx1103", "gfx1100"), (amd, "gfx1152", "gfx1150"),
+        (amd, "gfx1250", "gfx1200"),
         (intel, "ptl_h", "lnl"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from liger_hw import backends, cli
 from liger_hw.backends import amd, intel, nvidia
 
 ROOT = Path(__file__).parent.parent
-VENDORS = ("nvidia", "amd", "intel")
+VENDORS = tuple(backends.VENDORS)
 STEPS = ["device", "info", "tests", "ranks", "bench", "doctor", "tables", "matrix"]
 
 pytestmark = pytest.mark.skipif(

@@ -64,6 +64,8 @@ def test_an_access_whose_place_was_lost_is_the_narrowest_of_those(lost, missed):
 def test_too_many_warps_of_64_lanes_do_not_fit():
     assert "fits" in compiled.judge(launched("gfx942", num_warps=32), GOOD)
     assert "fits" not in compiled.judge(launched("gfx1100", num_warps=32), GOOD)
+    both = compiled.judge(launched("gfx942", num_warps=32), changed(shared=300_000))["fits"]
+    assert both == "32 warps, allowed 16; 300000 bytes of shared memory, allowed 65536"
 
 
 def test_what_is_allowed():
@@ -292,7 +294,7 @@ def test_records_are_plain_data_and_say_what_was_missed():
     good, bad, broken = json.loads(json.dumps(rows()))
     assert good["passed"] and not bad["passed"] and not broken["passed"]
     assert good["backend"] == "nvidia:sm90" and good["occupancy"]["programs"] == 4
-    assert "2 bytes, allowed 16" in bad["missed"]["widths"] and not bad["gates"]["widths"]
+    assert "2 bytes, needed: at least 16" in bad["missed"]["widths"] and not bad["gates"]["widths"]
     (cell,) = compiled.cells(rows(), "run")
     assert (cell.op, cell.backend, cell.passed, cell.failed) == ("cross_entropy", "nvidia:sm90", 1, 2)
 

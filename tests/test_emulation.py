@@ -240,6 +240,12 @@ def test_a_planted_miscompilation_fails_the_command(monkeypatch, tmp_path, capsy
     assert any(cell.failed for cell in evidence.read([tmp_path / "emulated.json"])[1])
 
 
+def test_an_architecture_without_a_decoder_is_refused(tmp_path, capsys):
+    assert cli.main(["matrix", "--emulate", "--archs", "gfx1250", "--report", str(tmp_path)]) == 2
+    assert "unknown architecture 'gfx1250'" in (message := capsys.readouterr().err)
+    assert "The emulation executes: gfx942, gfx90a" in message
+
+
 def test_removed_instructions_are_noticed():
     control = emulated.removals("swiglu", "gfx942", 6)
     assert control["removed"] == 6 and control["noticed"] >= 4

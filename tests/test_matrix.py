@@ -147,6 +147,12 @@ def test_the_documents_match_the_evidence(hardware):
     assert hardware.main(["--check"]) == 0, "python tools/hardware.py"
 
 
+def test_the_table_of_a_vendor_whose_name_has_two_words(hardware, monkeypatch):
+    monkeypatch.setattr(hardware.VENDORS["intel"], "NAME", "Two Words")
+    texts = hardware.tables({}, [Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")])
+    assert "| Two Words bmg |" in texts["intel"]
+
+
 def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     page_file, readme = tmp_path / "docs" / "hardware.md", tmp_path / "README.md"

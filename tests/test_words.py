@@ -91,6 +91,14 @@ def test_links_and_file_names(file):
         assert name in files, name
 
 
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_blocks_of_code_end_with_an_empty_line(file):
+    """Text that is wrapped anew joins the lines of a block to each other and to the text."""
+    text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    broken = re.findall(r"^\n    (?![-*] |\d+\. ).*\n(?:    .*\n)*(?=\S).*", text, re.MULTILINE)
+    assert not broken
+
+
 def test_the_check_sees_every_fault():
     source = '''
 def f():

@@ -1,8 +1,14 @@
 """Write the tables of evidence: `python tools/hardware.py [--check] [PATH ...]`.
 
 The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
-`liger-hw matrix` with --compile or --emulate. The text between markers in docs/hardware.md, docs/compiled.md and
-README.md is replaced. With --check nothing is written, and the status is 1 if a table is stale.
+`liger-hw matrix` with --compile or --emulate. In docs/hardware.md, docs/compiled.md and README.md this replaces the
+text between the lines
+
+    <!-- proven NAME: begin, by tools/hardware.py -->
+    <!-- proven: end -->
+
+where NAME is a vendor in `VENDORS`, "levels", "runs", "summary" or "waves". With --check nothing is written, and the
+status is 1 if a table is stale.
 """
 
 import json
@@ -27,7 +33,7 @@ def tables(runs: dict, cells: list) -> dict[str, str]:
     """Return the table of each marker: a vendor, "runs", "levels" or "summary"."""
     rows = page.rows(cells)
     names = {module.NAME: vendor for vendor, module in VENDORS.items()}
-    texts = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].split()[0]] == vendor])
+    texts = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].rpartition(" ")[0]] == vendor])
              for vendor in VENDORS}  # fmt: skip
     texts["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
     texts["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))

@@ -188,7 +188,7 @@ MUTANTS = {
         ("probabilities as logarithms", "log_p = tl.log2(tl.maximum(p, eps))", "log_p = tl.log2(p)"),
     ],
     "sequences": [
-        ("rows recomputed too early", "further -= stop - start", "further -= 1"),
+        ("rows recomputed too early", "rows_over -= stop - start", "rows_over -= 1"),
         ("gradient of no group", "row.copy_(grad)", "row.copy_(0 * grad)"),
     ],
 }

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from liger_hw.backends.core import Core
+from liger_hw.spelling import check_known
+
+STAGES = ("ttir", "ttgir", "llir", "ptx", "amdgcn")  # of Triton's compilers for NVIDIA and AMD
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: one value per torch device, hashed on every launch
@@ -88,6 +91,9 @@ class Architecture:
             stage writes the same text except for architecture names, and the compile matrix runs it once. Other stages
             run for this architecture alone, which is slower and always right.
         versions: (major, minor) numbers of it in the driver, if the driver gives numbers (Intel).
+
+    Raises:
+        ValueError: `same_code` names something else than a stage.
     """
 
     device: Device
@@ -95,3 +101,7 @@ class Architecture:
     in_matrix: bool = False
     same_code: dict = field(default_factory=dict)
     versions: tuple = ()
+
+    def __post_init__(self):
+        for stage in self.same_code:  # a row passes its further keyword arguments here
+            check_known("compiler stage", stage, STAGES)

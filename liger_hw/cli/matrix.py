@@ -21,7 +21,7 @@ def add(commands) -> None:
         "--emulate, execute AMD machine code on this CPU and compare with the definitions.",
         {"": "the evidence in benchmarks/evidence of a checkout",
          "--compile --archs sm90 gfx942 --ops rms_norm": "one op for two architectures"},
-        "a few seconds. --compile takes ten minutes on two cores for all 16 architectures, and seconds where the "
+        "a few seconds. --compile takes ten minutes on two cores for all architectures, and seconds where the "
         "kernels have not changed since; --search, --mend and --emulate take longer.",
     )  # fmt: skip
     command.add_argument(

@@ -333,8 +333,8 @@ def policy_loss(
             ref_x, ref_weight, ref_bias = prepare_reference(
                 ref_x, ref_weight, ref_bias, "tokens", batch.tokens, IGNORED, chunk_memory
             )
-            found = fused_linear_selective_log_softmax(ref_x, ref_weight, batch.tokens, ref_bias, **linear)
-        batch = batch._replace(ref_log_probs=found)
+            ref_log_probs = fused_linear_selective_log_softmax(ref_x, ref_weight, batch.tokens, ref_bias, **linear)
+        batch = batch._replace(ref_log_probs=ref_log_probs)
     weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
     with_entropy = return_entropy or options.entropy_coef != 0
     if options.importance_sampling_level == "sequence" or options.loss_type == "vespo":

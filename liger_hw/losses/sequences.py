@@ -7,8 +7,8 @@ logits of as many groups as fit `chunk_memory`. Autograd differentiates the form
 kernel overwrites the logits with their gradient. If a group is larger than the buffer, the buffer keeps a part of its
 logits, and the rest is computed twice.
 
-Operations: 2NVH for each of logits, dx and dW, and 2NVH (M - K) / M for groups of M tokens in memory for K < M. Memory
-beside the gradients: `chunk_memory`.
+Operations: 2NVH for each of logits, dx and dW, plus 2NVH (M - K) / M where a group has M tokens and the buffer holds
+K < M of them. Memory beside the gradients: `chunk_memory`.
 """
 
 import math
@@ -100,7 +100,7 @@ def sequence_loss(
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
     scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
     value, *by_token = _by_groups(
-        "sequence_loss", lambda *of_groups: (formula(*of_groups),), x.reshape(count * length, x.shape[-1]), weight,
+        "sequence_loss", lambda *arguments: (formula(*arguments),), x.reshape(count * length, x.shape[-1]), weight,
         bias, tokens.reshape(-1), (parts, count // parts, length), scaling, with_entropy, chunk_memory,
     )  # fmt: skip
     return value, *(row if row is None else row.reshape(tokens.shape) for row in by_token)
@@ -147,11 +147,12 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
         every = slice(0, groups)
         value, *others = formula(*of_groups((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
-    functions, of_logits = row_functions(plan), abs(scaling.logit_scale / scaling.temperature)
+    functions = row_functions(plan)
+    slope_bound = abs(scaling.logit_scale / scaling.temperature)  # of scaled logits by logits; a softcap's is at most 1
 
     def compute(needs_grad):
         head = ChunkedHead(x, weight, bias, plan, group=parts * length)
-        fills = _plan(parts, groups, length, head.rows)
+        fills = _fills(parts, groups, length, head.rows)
         slices = sum(len(fill.dropped) + len(fill.kept) for fill in fills)
         gradients = Gradients(head, needs_grad, slices, in_forward=True)
         log_probs, entropy, lse, partition = empty_rows(x, with_entropy, wide_dtype(x))
@@ -188,9 +189,8 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
             grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
             if gradients.scales:
                 # the entropy's gradient has p |log p + H| <= 1 + log V, as H <= log V
-                factor = gradients.factor(
-                    *(grad * size for grad, size in zip(grads, (of_logits, of_logits * (1 + math.log(len(weight))))))
-                )
+                bounds = slope_bound, slope_bound * (1 + math.log(len(weight)))
+                factor = gradients.factor(*(grad * bound for grad, bound in zip(grads, bounds)))
                 grads = [grad * factor for grad in grads]
             for row, grad in zip(of_groups(incoming, fill.groups), grads):
                 row.copy_(grad)
@@ -207,7 +207,7 @@ def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entrop
     return value, log_probs, *(logged if with_entropy else (None, *logged))
 
 
-def _plan(parts, groups, length, size) -> list[_Fill]:
+def _fills(parts, groups, length, size) -> list[_Fill]:
     """Plan fills of `size` rows: as many whole groups as fit, or part of one."""
     at_once = max(size // (parts * length), 1)
     fills = []
@@ -220,13 +220,13 @@ def _plan(parts, groups, length, size) -> list[_Fill]:
 
 def _split(rows, size):
     """Cut slices of rows: pieces of at most `size` rows, then the last `size`."""
-    dropped, kept, further = [], [], sum(part.stop - part.start for part in rows) - size
+    dropped, kept, rows_over = [], [], sum(part.stop - part.start for part in rows) - size
     for part in rows:
         start = part.start
-        while start < part.stop and further > 0:
-            stop = min(start + min(size, further), part.stop)
+        while start < part.stop and rows_over > 0:
+            stop = min(start + min(size, rows_over), part.stop)
             dropped.append(slice(start, stop))
-            further -= stop - start
+            rows_over -= stop - start
             start = stop
         if start < part.stop:
             kept.append(slice(start, part.stop))

@@ -570,8 +570,8 @@ class GradientCell:
 
     def gradients_of_operands(self):
         value, leaves, *_ = self.fused
-        asked = [leaf for leaf in leaves if leaf is not None]
-        grads = iter(torch.autograd.grad(value, asked, self.incoming, allow_unused=True))
+        present = [leaf for leaf in leaves if leaf is not None]
+        grads = iter(torch.autograd.grad(value, present, self.incoming, allow_unused=True))
         return tuple(None if leaf is None else next(grads) for leaf in leaves)
 
     def read(self):

@@ -92,11 +92,11 @@ def causal_lm_loss(
     if targets is None:
         targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = targets.reshape(-1)
-    lazy = _fits_fused_loss(logits)
+    fuses_head = _fits_fused_loss(logits)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
     options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if kwargs.get(name) is not None}
     fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # for other dtypes `original` takes fp32 logits
-    if not fits or targets.dtype != torch.int64 or not (lazy or fused_ce or options):
+    if not fits or targets.dtype != torch.int64 or not (fuses_head or fused_ce or options):
         if isinstance(logits, TracedLogits):
             logits = logits.compute()
         return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
@@ -104,14 +104,14 @@ def causal_lm_loss(
     targets = targets.to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
     if torch.is_tensor(divisor) and divisor.ndim:
-        return _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, lazy) / divisor
-    loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, lazy)
+        return _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head) / divisor
+    loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head)
     if divisor is None or torch.is_tensor(divisor):  # the op's mean of no label is 0, transformers' is NaN
         return loss.masked_fill((targets == ignore_index).all() if divisor is None else divisor == 0, float("nan"))
     return loss if divisor else loss + float("nan")
 
 
-def _cross_entropy(logits, targets, vocab_size, options, lazy):
+def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
     """Compute the loss of rows, and store its by-products with lazy logits."""
 
     def fused(x, weight, bias, scale, softcap, group=None):
@@ -125,7 +125,7 @@ def _cross_entropy(logits, targets, vocab_size, options, lazy):
         output = cross_entropy(real.reshape(-1, vocab_size), targets, **renamed)
         return output if torch.is_tensor(output) else tuple(output)
 
-    if not lazy:
+    if not fuses_head:
         output = ordinary(logits.compute() if isinstance(logits, TracedLogits) else logits)
     elif isinstance(logits, TracedLogits):
         output = logits.fuse(fused)
@@ -151,8 +151,8 @@ def _fits_fused_loss(logits):
     """Tell whether `logits` have no memory and only steps that the ops support."""
     if isinstance(logits, TracedLogits):
         return logits.fits
-    lazy = isinstance(logits, LazyLogits) and logits.cell.values is None
-    return lazy and scale_and_softcap(logits.cell.record.steps) is not None
+    uncomputed = isinstance(logits, LazyLogits) and logits.cell.values is None
+    return uncomputed and scale_and_softcap(logits.cell.record.steps) is not None
 
 
 def _first(output):
@@ -282,7 +282,8 @@ class CausalLMMatch(Match):
                 raise ValueError(
                     "skip_logits: got True without labels, allowed: True with labels or shift_labels, False, None"
                 )
-            lazily = linear and (self.training and labelled if skip_logits is None else skip_logits)
+            without_logits = self.training and labelled if skip_logits is None else skip_logits
+            lazily = linear and without_logits
             heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
             if lazily and any(hasattr(m, "_fsdp_wrapped_module") for m in head_of(self).modules()):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
@@ -297,7 +298,7 @@ class CausalLMMatch(Match):
             # nn.DataParallel gathers all outputs of its replicas, so they must contain no logits
             return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
 
-        original_loss_function = original.loss_function.fget  # looked up here, as Dynamo cannot trace the look-up below
+        original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
         def loss_function(self):
             chosen = original_loss_function(self)

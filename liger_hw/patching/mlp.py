@@ -130,9 +130,9 @@ def match_mlp(module):
         return None
     dropouts = [name for name, child in others.items() if "dropout" in type(child).__name__.lower()]
     floats = probing.float_attributes(module)
-    names = (*floats, *dropouts)
+    attributes = (*floats, *dropouts)
     # all different, as attributes of equal values could be confused
-    visible = {name: probing.VISIBLE + i / (2 * len(names)) for i, name in enumerate(names)}
+    visible = {name: probing.VISIBLE + i / (2 * len(attributes)) for i, name in enumerate(attributes)}
     probe_dropouts = {name: torch.nn.Dropout(visible.pop(name)) for name in dropouts}
     bypassed = tuple((name, own_class(child)) for name, child in others.items())
     for roles in _projection_roles(projections):
@@ -165,8 +165,9 @@ def _candidates(module, dropouts, floats, visible):
     The first candidates set attributes to `visible` values. The last keep the module's values, without any role.
     """
     plain = [(op, options) for op, options, attributes, _ in gates.candidates(module) if not attributes]
-    dropouts = [*dropouts, *(name for name in floats if "dropout" in name)]
-    yield visible, [(op, options, roles) for roles in _extra_roles(dropouts, floats) for op, options in plain]
+    dropouts_and_rates = [*dropouts, *(name for name in floats if "dropout" in name)]
+    roles_of_attributes = _extra_roles(dropouts_and_rates, floats)
+    yield visible, [(op, options, roles) for roles in roles_of_attributes for op, options in plain]
     for op, options, attributes, probe_numbers in gates.candidates(module):
         if attributes:
             values = visible | {attributes[role]: number for role, number in probe_numbers.items()}

@@ -113,8 +113,8 @@ class TracedLogits:
         return self._after(self.record.tanh())
 
     def logsumexp(self, dim, keepdim=False):
-        found = self._fused("logsumexp", dim, keepdim)
-        return self.compute().logsumexp(dim, keepdim) if found is None else found
+        fused = self._fused("logsumexp", dim, keepdim)
+        return self.compute().logsumexp(dim, keepdim) if fused is None else fused
 
     def __add__(self, other):
         later = self._after(self.record.add(other))
@@ -147,9 +147,9 @@ class TracedLogits:
         if func is torch.logsumexp and isinstance(args[0], TracedLogits):
             return args[0].logsumexp(*args[1:], **kwargs)
         if func is torch.nn.functional.cross_entropy and isinstance(args[0], TracedLogits):
-            found = args[0]._fused("cross_entropy", *args[1:], **kwargs)
-            if found is not None:
-                return found
+            loss = args[0]._fused("cross_entropy", *args[1:], **kwargs)
+            if loss is not None:
+                return loss
         args, kwargs = tree_map_only(TracedLogits, lambda logits: logits.compute(), (args, kwargs))
         return func(*args, **kwargs)
 

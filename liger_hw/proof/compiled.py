@@ -62,7 +62,7 @@ def uses(
 ) -> list[Use]:
     """Return the launches of the ops on `arch`, one for each class of shapes."""
     load_all()  # the recorder sees launches in loaded modules only
-    found, sampled = {}, set()
+    by_class, sampled = {}, set()
     with crosscompile.launches_on(DEVICES[arch]) as launches:
         for origin in origins:
             for dtype in dtypes:
@@ -74,14 +74,15 @@ def uses(
                     for i, launch in enumerate(launches):
                         key = op, i >= forward, *_class(launch)
                         coarse = op, i >= forward, *coarse_class(launch)
-                        if key not in found:
-                            if origin == SAMPLE and (coarse in sampled or (dtype == "fp32" and not walks(launch))):
+                        if key not in by_class:
+                            one_block_in_fp32 = dtype == "fp32" and not loops_over_row(launch)
+                            if origin == SAMPLE and (coarse in sampled or one_block_in_fp32):
                                 continue
-                            found[key] = Use(launch, op, dtype, i >= forward, origin)
+                            by_class[key] = Use(launch, op, dtype, i >= forward, origin)
                         sampled.add(coarse)
-                        if label not in found[key].shapes:
-                            found[key].shapes.append(label)
-    return list(found.values())
+                        if label not in by_class[key].shapes:
+                            by_class[key].shapes.append(label)
+    return list(by_class.values())
 
 
 def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
@@ -110,7 +111,7 @@ def _run(op, inputs, options, launches: list) -> int:
     return forward
 
 
-def walks(launch: Launch) -> bool:
+def loops_over_row(launch: Launch) -> bool:
     """Tell whether the kernel loops over several blocks of a row."""
     cols, block = launch.constants.get("cols"), launch.constants.get("COLS")
     return None not in (cols, block) and cols > block
@@ -129,7 +130,7 @@ def _class(launch: Launch) -> tuple:
 def coarse_class(launch: Launch) -> tuple:
     """Return an equal key for launches that differ in sizes alone."""
     flags = {name: value for name, value in launch.constants.items() if value is None or isinstance(value, (bool, str))}
-    return launch.what[:3], str(flags), launch.aligned, walks(launch)
+    return launch.what[:3], str(flags), launch.aligned, loops_over_row(launch)
 
 
 # How it is judged -----------------------------------------------------------------------------------------------------
@@ -137,35 +138,38 @@ def coarse_class(launch: Launch) -> tuple:
 GATES = ("builds", "fits", "spills", "widths", "atomics", "fp64", "calls")
 
 
-def judge(launch: Launch, found: Resources | str) -> dict[str, str]:
+def judge(launch: Launch, result: Resources | str) -> dict[str, str]:
     """Return the gates that a compiled launch misses, each with value and limit.
 
     Args:
-        found: the resources from `crosscompile.compiled`, or the message of its exception.
+        result: the resources from `crosscompile.compiled`, or the message of its exception.
     """
-    if isinstance(found, str):
-        return {"builds": found}
+    if isinstance(result, str):
+        return {"builds": result}
     device, warps, missed = DEVICES[launch.arch], launch.options["num_warps"], {}
+    too_large = []
     if warps > device.max_warps:
-        missed["fits"] = f"{warps} warps, allowed {device.max_warps}"
-    if found.shared > device.shared_memory:
-        missed["fits"] = f"{found.shared} bytes of shared memory, allowed {device.shared_memory}"
-    if found.scratch:  # no scratch: AMD's compiler spilled scalar registers to a vector register's lanes, not to memory
-        missed["spills"] = f"{found.spills} spilled, {found.scratch} bytes of scratch a lane, allowed 0"
-    narrow = [f"{access.kind} of {access.pointer} at {access.at}: {width} bytes, allowed {wanted}"
-              for access, width, wanted in widths(launch, found) if width < wanted]  # fmt: skip
+        too_large.append(f"{warps} warps, allowed {device.max_warps}")
+    if result.shared > device.shared_memory:
+        too_large.append(f"{result.shared} bytes of shared memory, allowed {device.shared_memory}")
+    if too_large:
+        missed["fits"] = "; ".join(too_large)
+    if result.scratch:  # 0 where AMD's compiler spills scalar registers to lanes of a vector register, not to memory
+        missed["spills"] = f"{result.spills} spilled, {result.scratch} bytes of scratch a lane, allowed 0"
+    narrow = [f"{access.kind} of {access.pointer} at {access.at}: {width} bytes, needed: at least {required}"
+              for access, width, required in widths(launch, result) if width < required]  # fmt: skip
     if narrow:
         missed["widths"] = "; ".join(narrow)
-    if found.atomics or found.loops:
-        missed["atomics"] = f"{found.atomics} atomics, {found.loops} compare-and-swap loops, allowed 0"
-    if found.doubles:
-        missed["fp64"] = f"{found.doubles} instructions, allowed 0"
-    if found.calls or found.library:
-        missed["calls"] = f"{found.calls} calls, {', '.join(found.library) or 'no'} library functions, allowed 0"
+    if result.atomics or result.loops:
+        missed["atomics"] = f"{result.atomics} atomics, {result.loops} compare-and-swap loops, allowed 0"
+    if result.doubles:
+        missed["fp64"] = f"{result.doubles} instructions, allowed 0"
+    if result.calls or result.library:
+        missed["calls"] = f"{result.calls} calls, {', '.join(result.library) or 'no'} library functions, allowed 0"
     return missed
 
 
-def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
+def widths(launch: Launch, resources: Resources) -> Iterator[tuple]:
     """Yield the accesses that must be wide: (access, bytes a lane, bytes a lane required).
 
     These are the accesses of the kernel's largest tiles. If no instruction has an access's source line, it gets the
@@ -180,14 +184,13 @@ def widths(launch: Launch, found: Resources) -> Iterator[tuple]:
     """
     if "ALIGNED" not in launch.constants and not _rows_known(launch):
         return
-    largest = max((access.elements for access in found.accesses), default=1)
-    for access in found.accesses:
+    largest = max((access.elements for access in resources.accesses), default=1)
+    for access in resources.accesses:
         if access.kind == "store" and "DEPTH" in launch.constants:
             continue
         if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
-            lost = [
-                int(width) for it in found.accesses if (it.at, it.kind) == ("?", access.kind) for width in it.widths
-            ]
+            lost = [int(width) for other in resources.accesses
+                    if (other.at, other.kind) == ("?", access.kind) for width in other.widths]  # fmt: skip
             yield access, access.widest or min(lost, default=0), width_wanted(access, DEVICES[launch.arch].warp_size)
 
 
@@ -196,13 +199,13 @@ def _rows_known(launch: Launch) -> bool:
     Strides and constant sizes show it, at every model's shapes. Memory without gaps is one row, with a stride of 0."""
     sizes = [launch.constants.get(name) or 0 for name in ("cols", "rotary_dim")]
     strides = [i for i, name in enumerate(launch.signature) if name.endswith("stride") and name not in launch.constants]
-    told = all(launch.attributes.get(i) for i in strides) if strides else launch.aligned
-    return told and not any(size % 16 for size in sizes)
+    strides_known = all(launch.attributes.get(i) for i in strides) if strides else launch.aligned
+    return strides_known and not any(size % 16 for size in sizes)
 
 
-def record(use: Use, found: Resources | str) -> dict:
+def record(use: Use, result: Resources | str) -> dict:
     """Return all facts of a compiled launch, for JSON."""
-    launch, missed = use.launch, judge(use.launch, found)
+    launch, missed = use.launch, judge(use.launch, result)
     device = DEVICES[launch.arch]
     row = {
         "op": use.op, "kernel": launch.kernel, "pass": "backward" if use.backward else "forward",
@@ -211,11 +214,11 @@ def record(use: Use, found: Resources | str) -> dict:
         "constants": {name: value for name, value in launch.constants.items() if value is not None},
         "gates": {gate: gate not in missed for gate in GATES}, "missed": missed, "passed": not missed,
     }  # fmt: skip
-    if isinstance(found, str):
+    if isinstance(result, str):
         return row
     warps = launch.options["num_warps"]
-    full = device.core.occupancy(found.registers, found.shared, warps) if warps <= device.max_warps else None
-    resources = found.to_json()
+    full = device.core.occupancy(result.registers, result.shared, warps) if warps <= device.max_warps else None
+    resources = result.to_json()
     accesses = [access | {"widths": {str(width): n for width, n in access["widths"].items()}}
                 for access in resources.pop("accesses")]  # fmt: skip
     return row | resources | {"occupancy": full and vars(full), "accesses": accesses}
@@ -241,18 +244,18 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
         check_known("architecture", arch, DEVICES)
     for op in ops:
         check_known("op", op, OPS)
-    cache, found = compile_cache.Cache(), []
+    cache, all_uses = compile_cache.Cache(), []
     with compile_cache.processes(jobs) as pool, console.progress() as progress:
         task = progress.add_task("what launches", total=len(archs), note="")
         for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
-            found += of_arch.result()
+            all_uses += of_arch.result()
             progress.update(task, advance=1)
-        came = compile_cache.compile_all((use.launch for use in found), pool, cache, progress)
+        results = compile_cache.compile_all((use.launch for use in all_uses), pool, cache, progress)
         if further:
-            came |= compile_cache.compile_all(further(found, came), pool, cache, progress)
+            results |= compile_cache.compile_all(further(all_uses, results), pool, cache, progress)
     if not ops and len(archs) == len(ARCHS):
-        cache.keep(set(came))
-    return found, came
+        cache.keep(set(results))
+    return all_uses, results
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
@@ -273,8 +276,8 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     """
     from liger_hw.proof import evidence, resources
 
-    found, came = gather(archs, ops, jobs)
-    rows = [record(use, came[use.launch.key]) for use in found]
+    all_uses, results = gather(archs, ops, jobs)
+    rows = [record(use, results[use.launch.key]) for use in all_uses]
     run_id, facts = evidence.about(evidence.COMPILED)
     files = (
         evidence.write(report / "compiled.json", {run_id: facts}, cells(rows, run_id)),
@@ -292,10 +295,10 @@ def cells(rows: list[dict], run_id: str) -> list:
 
     counts = {}
     for row in rows:
-        passed, failed, failures = counts.setdefault((row["op"], row["backend"], row["dtype"]), [0, 0, []])
-        key = (row["op"], row["backend"], row["dtype"])
+        key = row["op"], row["backend"], row["dtype"]
+        passed, failed, failures = counts.get(key, (0, 0, []))
         counts[key] = [passed + row["passed"], failed + (not row["passed"]), failures]
         for gate, message in row["missed"].items():
             if len(failures) < evidence.FAILURES:
                 failures.append(f"{row['kernel']} at {row['shapes'][0]}: {gate}: {message}"[:300])
-    return [evidence.Cell(*key[:2], key[2], evidence.COMPILED, *count, run_id) for key, count in counts.items()]
+    return [evidence.Cell(*key, evidence.COMPILED, *count, run_id) for key, count in counts.items()]

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from liger_hw import console
-from liger_hw.backends import amd
 from liger_hw.bench import run_file
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
@@ -33,7 +32,6 @@ from liger_hw.spelling import check_known
 from liger_hw.testing import parity
 from liger_hw.testing.cases import small_cases, training_cases, wide_cases
 
-ARCHS = tuple(amd.ARCHS)
 NOP = 0xBF800000  # s_nop 0 on every architecture
 _WIDE_ELEMENTS = 2**17  # of the largest tensor: 16 rows of 8,192
 _REMOVED_LIMIT = 20_000  # instructions of a wave, after which a removal has made a loop endless
@@ -43,7 +41,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
     """Run `liger-hw matrix --emulate`: execute, judge, print the table, write emulated.json and emulated_kernels.json.
 
     Args:
-        archs: names in ARCHS; none means all.
+        archs: names in `emulation.instructions.FAMILIES`; none means all.
         ops: names in `dispatch.OPS`; none means all.
         jobs: processes; None means one for each core.
         report: the folder to write to.
@@ -56,20 +54,22 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
         the files hold the cases so far.
 
     Raises:
-        ValueError: an architecture or an op is unknown, or a package is not installed.
+        ValueError: the emulation does not know an architecture, an op is unknown, or a package is not installed.
     """
     from liger_hw.proof import evidence
 
     console.require("rich", "triton", "tinygrad", "elftools", "yaml")
+    from liger_hw.proof.emulation.instructions import FAMILIES
+
     for arch in archs:
-        check_known("architecture", arch, ARCHS)
+        check_known("architecture", arch, FAMILIES, "The emulation executes")
     for op in ops:
         check_known("op", op, OPS)
     load_all()
     began, rows, controls, interrupted = time.monotonic(), [], [], False
     dtypes = [dtype for dtype in DTYPES if not few or dtype != "fp16"]
-    work = [(op, arch, dtype) for op in ops or OPS for arch in archs or ARCHS for dtype in dtypes]
-    kernels = [(op, arch) for op in ops or OPS for arch in archs or ARCHS if remove]
+    work = [(op, arch, dtype) for op in ops or OPS for arch in archs or FAMILIES for dtype in dtypes]
+    kernels = [(op, arch) for op in ops or OPS for arch in archs or FAMILIES if remove]
     try:
         with compile_cache.processes(jobs) as pool, console.progress() as progress:
             task = progress.add_task("executing", total=len(work), note="")

@@ -6,7 +6,7 @@ tables, for a class of widths: the compile matrix has samples, users have all wi
 
 The entry is the configuration fewest steps (`tuning.neighbours`) away from the heuristic that passes every gate at
 every launch of the class; among equally near ones the best by `ratings`. Compiled entries that the heuristic no longer
-needs are removed, and measured entries that this version of Triton refuses.
+needs are removed, and measured entries that miss a gate with this version of Triton.
 """
 
 from pathlib import Path
@@ -92,8 +92,9 @@ def _entry(uses: list[Use], compile_all) -> dict | None:
     known, ring = {str(defaults[first].to_json())}, [defaults[first]]
     for _ in range(STEPS):
         near = {str(c.to_json()): c for start in ring for c in tuning.neighbours(start)}
-        # programs change no code, num_stages of none of these kernels, and knobs are the tuner's to measure
-        ring = [c for name, c in near.items() if name not in known and _fixed(c) == _fixed(defaults[first])]
+        # Vary only meta and num_warps: `programs` changes no code. `num_stages` changes the code of none of these
+        # kernels. Only a measurement can choose knobs.
+        ring = [c for name, c in near.items() if name not in known and _unvaried(c) == _unvaried(defaults[first])]
         known |= near.keys()
         best = _best(ring, launches, compile_all)
         if best:
@@ -116,10 +117,11 @@ def _best(candidates: list[Config], launches: list[Launch], compile_all) -> Conf
     ]
     if not rated:
         return None
+    # a further read of a whole tile counts as much as the loss of a whole share
     return max(rated, key=lambda pair: sum(sum(rating.shares.values()) - rating.reads for rating in pair[0]))[1]
 
 
-def _fixed(config: Config) -> tuple:
+def _unvaried(config: Config) -> tuple:
     return config.programs, config.num_stages, config.knobs
 
 

@@ -86,32 +86,31 @@ def dominates(these: list[Rating], those: list[Rating]) -> bool:
     return all(this.as_good_as(that) for this, that in pairs) and any(this.beats(that) for this, that in pairs)
 
 
-def rate(launch: Launch, found: Resources | str) -> Rating:
+def rate(launch: Launch, result: Resources | str) -> Rating:
     """Rate a compiled launch."""
-    if compiled.judge(launch, found).keys() - {"widths"}:
+    if compiled.judge(launch, result).keys() - {"widths"}:
         return NOTHING
     device = DEVICES[launch.arch]
     core = device.core
-    full = core.occupancy(found.registers, found.shared, launch.options["num_warps"])
-    widths = [width / wanted for _, width, wanted in compiled.widths(launch, found)]
+    full = core.occupancy(result.registers, result.shared, launch.options["num_warps"])
+    widths = [width / required for _, width, required in compiled.widths(launch, result)]
     programs = full.programs
     if _strides(launch):  # a fixed number of programs strides over the rows
         programs = min(programs, launch.config["programs"] * core.compute_units)
     warps = programs * launch.options["num_warps"]
-    asked = programs * _loaded(found) * _ahead(launch, device)
+    requested = programs * _loaded(result) * _ahead(launch, device)
     needed = device.bytes_in_flight * core.compute_units
-    waves = warps / core.schedulers  # that one scheduler can choose from
-    tiles = _tiles(found)
+    under_way = min(1.0, requested / max(needed, 1))
+    waves = min(1.0, warps / core.schedulers / WAVES)
+    tiles = _tiles(result)
     ahead = device.async_copy and launch.config["meta"].get("STAGES", 1) >= AHEAD
     times = Counter()
     for tile in tiles:
         times[tile.pointer] += max(tile.loops, 1)
-    twice = compiled.walks(launch) and max(times.values()) > 1
-    plenty = _loaded(found) >= 2 * needed > 0
+    twice = compiled.loops_over_row(launch) and max(times.values()) > 1
+    plenty = _loaded(result) >= 2 * needed > 0
     overlap = 1.0 if ahead or twice or plenty else min(1.0, programs / 2)
-    return Rating(
-        1.0, min(1.0, *widths, 1.0), min(1.0, asked / max(needed, 1)), min(1.0, waves / WAVES), overlap, times.total()
-    )
+    return Rating(1.0, min(1.0, *widths, 1.0), under_way, waves, overlap, times.total())
 
 
 def _strides(launch: Launch) -> bool:
@@ -119,16 +118,16 @@ def _strides(launch: Launch) -> bool:
     return "num_programs" in inspect.getsource(kernel.fn)
 
 
-def _tiles(found: Resources) -> list:
+def _tiles(resources: Resources) -> list:
     """Return the loads of the kernel's largest tiles."""
-    largest = max(access.elements for access in found.accesses)
-    return [access for access in found.accesses if access.kind == "load" and access.elements == largest]
+    largest = max(access.elements for access in resources.accesses)
+    return [access for access in resources.accesses if access.kind == "load" and access.elements == largest]
 
 
-def _loaded(found: Resources) -> int:
+def _loaded(resources: Resources) -> int:
     """Sum the bytes that one pass over a tile loads."""
     tiles = {}
-    for access in _tiles(found):
+    for access in _tiles(resources):
         tiles[access.pointer] = max(tiles.get(access.pointer, 0), access.elements * access.itemsize)
     return sum(tiles.values())
 
@@ -142,12 +141,12 @@ def candidates(launch: Launch) -> dict[str, Launch]:
     """Return the launch with each neighbouring configuration that changes code or grid, by name."""
     names = ("meta", "num_warps", "num_stages", "programs")
     config = Config(**{name: launch.config[name] for name in names}, device=DEVICES[launch.arch])
-    found = {}
+    by_name = {}
     for near in tuning.neighbours(config):
         # a knob is an option of one compiler that only the tuner can measure; num_stages changes none of these kernels
         if not near.knobs and near.num_stages == config.num_stages and may_take(launch, near):
-            found[str((near.meta, near.num_warps, near.programs))] = launch_with(launch, near)
-    return found
+            by_name[str((near.meta, near.num_warps, near.programs))] = launch_with(launch, near)
+    return by_name
 
 
 def launch_with(launch: Launch, config: Config) -> Launch:
@@ -167,18 +166,18 @@ def may_take(launch: Launch, config: Config) -> bool:
     half of a block has columns of the row.
     """
     cols = launch.constants.get("cols", math.inf)
-    same_path = compiled.walks(launch_with(launch, config)) == compiled.walks(launch)
+    same_path = compiled.loops_over_row(launch_with(launch, config)) == compiled.loops_over_row(launch)
     return same_path and config.meta.get("COLS", 0) < 2 * cols
 
 
 def _choices(uses: Iterable[Use]) -> list[list[Use]]:
     """Group the uses by the heuristic's choice that they share."""
-    found = {}
+    by_key = {}
     for use in uses:
         config = use.launch.config
         if config["source"] == tuning.HEURISTIC:
-            found.setdefault((use.launch.arch, use.launch.kernel, config["key"]), []).append(use)
-    return list(found.values())
+            by_key.setdefault((use.launch.arch, use.launch.kernel, config["key"]), []).append(use)
+    return list(by_key.values())
 
 
 def dominated(uses: Iterable[Use], results: dict) -> list[dict]:

@@ -29,12 +29,12 @@ def show(rows: list[dict]) -> str:
 
 def failures(rows: list[dict]) -> list[str]:
     """List each missed gate of a kernel in one line, with all its architectures."""
-    found = {}
+    archs_of = {}
     for row in rows:
         for gate, message in row["missed"].items():
             what = f"{row['kernel']} ({row['op']}, {row['dtype']}, {row['shapes'][0]}): {gate}: {message}"
-            found.setdefault(what, []).append(row["arch"])
-    return [f"{', '.join(archs)}: {what}" for what, archs in found.items()]
+            archs_of.setdefault(what, []).append(row["arch"])
+    return [f"{', '.join(archs)}: {what}" for what, archs in archs_of.items()]
 
 
 def _names(rows, key) -> list[str]:

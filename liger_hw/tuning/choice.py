@@ -14,11 +14,17 @@ from liger_hw.tuning.config import LOCAL, SHIPPED, Config
 
 CONFIGS = {}  # name of the kernel -> tuned function, for the tools
 _overrides: dict[str, Config] = {}
-_asked: set | None = None  # (tuned function, shape, device) looked up while recording
+_recorded: set | None = None  # (tuned function, shape, device) of each look-up; None while nothing records
 
 
 def tuned(heuristic):
-    """Make a heuristic the default of a configuration that tables override. See the module's docstring."""
+    """Make a heuristic the default of a configuration that tables override.
+
+    `liger_hw/tuning/__init__.py` describes heuristics, tables, and the order of the choice.
+
+    Raises:
+        ValueError: two modules have a heuristic of this name.
+    """
     module, name = heuristic.__module__, heuristic.__name__.removesuffix("_config")
     if name in CONFIGS and CONFIGS[name].__module__ != module:
         raise ValueError(f"two kernels are called {name}: in {CONFIGS[name].__module__} and in {module}")
@@ -37,12 +43,13 @@ def tuned(heuristic):
     @functools.cache
     def look_up(*shape_and_device) -> Config:
         *shape, device = shape_and_device
-        default = replace(heuristic(*shape, device), device=device, key=key(*shape))
-        if key(*shape) in _overrides:
-            return replace(_overrides[key(*shape)], device=device)
+        exact = key(*shape)
+        default = replace(heuristic(*shape, device), device=device, key=exact)
+        if exact in _overrides:
+            return replace(_overrides[exact], device=device)
         if AVAILABLE:
             for file, source in ((entries.cache_file(device), LOCAL), (entries.shipped_file(device), SHIPPED)):
-                for name_in_table in (key(*shape), class_key(*shape)):
+                for name_in_table in (exact, class_key(*shape)):
                     entry = _table(file).get(name_in_table)
                     winner = None if entry is None else _valid(entry, default, source, entries.kernel_hash(kernel()))
                     if winner is not None:
@@ -51,8 +58,8 @@ def tuned(heuristic):
 
     @functools.wraps(heuristic)
     def config(*shape_and_device) -> Config:
-        if _asked is not None:
-            _asked.add((config, shape_and_device[:-1], shape_and_device[-1]))
+        if _recorded is not None:
+            _recorded.add((config, shape_and_device[:-1], shape_and_device[-1]))
         return look_up(*shape_and_device)
 
     config.heuristic = lambda *a: replace(heuristic(*a), device=a[-1])
@@ -74,24 +81,24 @@ def forget() -> None:
 
 
 @contextmanager
-def asked():
+def recorded_lookups():
     """Yield a set that collects each look-up in the block as (tuned function, shape, device)."""
-    global _asked
-    before, _asked = _asked, set()
+    global _recorded
+    before, _recorded = _recorded, set()
     try:
-        yield _asked
+        yield _recorded
     finally:
-        _asked = before
+        _recorded = before
 
 
 def being_measured() -> bool:
     """Return whether a block records or overrides configurations."""
-    return _asked is not None or bool(_overrides)
+    return _recorded is not None or bool(_overrides)
 
 
 @contextmanager
 def override(key: str, config: Config):
-    """Launch with `config` wherever the configuration called `key` is asked for."""
+    """Launch with `config` wherever a kernel looks up the configuration `key`."""
     _overrides[key] = config
     CONFIGS[key.partition("(")[0]].forget()
     try:
@@ -117,7 +124,7 @@ class Refused(Exception):
     """A table's configuration that cannot be launched: the caller asks again and gets another."""
 
 
-_refused: set[str] = set()  # such winners, each with its key and device
+_refused: set[str] = set()  # winners that a launch refused, each with its key and device
 
 
 def _name(config: Config) -> str:

@@ -65,8 +65,8 @@ def _current(key: str, entry: dict) -> bool:
 
 def _device(file: Path) -> Device | None:
     vendor, _, arch = file.stem.partition("-")
-    found = backends.VENDORS[vendor].ARCHS.get(arch) if vendor in backends.VENDORS else None
-    return found if file.suffix == ".json" else None
+    device = backends.VENDORS[vendor].ARCHS.get(arch) if vendor in backends.VENDORS else None
+    return device if file.suffix == ".json" else None
 
 
 def _wrong(key: str, entry, device: Device) -> list[str]:
@@ -78,35 +78,35 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
         shape = shape_of(key)
     except (SyntaxError, ValueError):
         return ["its numbers are none"]
-    wanted = list(inspect.signature(config).parameters)[:-1]
-    if len(shape) != len(wanted):
-        return [f"got {len(shape)} numbers, allowed: {', '.join(wanted)}"]
+    numbers = list(inspect.signature(config).parameters)[:-1]
+    if len(shape) != len(numbers):
+        return [f"got {len(shape)} numbers, allowed: {', '.join(numbers)}"]
     if not isinstance(entry, dict):
         return [f"got {type(entry).__name__}, allowed: an object"]
     origin = entry.get("origin")
     if origin not in MAY_HAVE:
         return [f"origin={origin!r}, allowed: {', '.join(MAY_HAVE)}"]
     needed = FIELDS | ({"device"} if origin == tuning.MEASURED else {"heuristic_missed"})
-    found = []
+    faults = []
     if missing := needed - entry.keys():
-        found.append(f"without {', '.join(sorted(missing))}")
+        faults.append(f"without {', '.join(sorted(missing))}")
     if unknown := entry.keys() - (allowed := FIELDS | MAY_HAVE[origin]):
-        found.append(f"got {', '.join(sorted(unknown))}, allowed: {', '.join(sorted(allowed))}")
+        faults.append(f"got {', '.join(sorted(unknown))}, allowed: {', '.join(sorted(allowed))}")
     if "<=" in key and origin == tuning.MEASURED:
-        found.append("measured for a class of widths, allowed: one width")
-    if found:
-        return found
+        faults.append("measured for a class of widths, allowed: one width")
+    if faults:
+        return faults
     try:
         tuning.launchable(entry, config.heuristic(*shape, device), tuning.SHIPPED)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        found.append(str(error))
+        faults.append(str(error))
     times = [entry[name] for name in ("ms", "heuristic_ms") if name in entry]
     if times and not (len(times) == 2 and all(type(n) in (int, float) for n in times) and 0 < times[0] < times[1]):
-        found.append(f"ms={times[0]} and heuristic_ms={times[-1]}, allowed: a winner that is faster")
+        faults.append(f"ms={times[0]} and heuristic_ms={times[-1]}, allowed: a winner that is faster")
     for name, pattern in PATTERNS.items():
         if name in entry and not re.fullmatch(pattern, str(entry[name])):
-            found.append(f"{name}={entry[name]!r}, allowed: {pattern}")
-    return found
+            faults.append(f"{name}={entry[name]!r}, allowed: {pattern}")
+    return faults
 
 
 def shape_of(key: str) -> tuple:

@@ -50,10 +50,10 @@ def _own_temporary_folder(folder: Path) -> Path:
     try:
         if not os.path.lexists(folder):
             folder.mkdir(mode=0o700)
-        found = folder.lstat()
+        facts = folder.lstat()
     except OSError:  # nothing to read, and writing says why
         return folder
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not found.st_mode & 0o077:
+    if stat.S_ISDIR(facts.st_mode) and facts.st_uid == _user() and not facts.st_mode & 0o077:
         return folder
     own = Path(tempfile.mkdtemp(prefix="liger_hw-"))
     warn_once(
@@ -70,13 +70,13 @@ def read_own(file: Path) -> str:
         OSError: it is absent or unreadable; no regular file, as reading a pipe may wait for ever; larger than
             `LARGEST_FILE`; or neither of this user, nor of root, nor of the user who installed this library.
     """
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+    facts = file.stat()
+    if not stat.S_ISREG(facts.st_mode):
         raise OSError("it is not a regular file")
-    if found.st_size > LARGEST_FILE:
-        raise OSError(f"it has {found.st_size} bytes, allowed: {LARGEST_FILE}")
-    if found.st_uid not in (_user(), 0, os.stat(__file__).st_uid):
-        raise OSError(f"it belongs to user {found.st_uid}, allowed: this user ({_user()}) or root")
+    if facts.st_size > LARGEST_FILE:
+        raise OSError(f"it has {facts.st_size} bytes, allowed: {LARGEST_FILE}")
+    if facts.st_uid not in (_user(), 0, os.stat(__file__).st_uid):
+        raise OSError(f"it belongs to user {facts.st_uid}, allowed: this user ({_user()}) or root")
     return file.read_text()
 
 

@@ -71,12 +71,12 @@ def neighbours(config: Config) -> list[Config]:
     A step halves or doubles one number, or one number and the warps together, moves by one stage, or takes another
     value of a compiler's option.
     """
-    found = []
+    near = []
 
     def add(meta, **changes):
         candidate = replace(config, meta=config.meta | meta, **changes)
         if min([candidate.num_warps, *candidate.meta.values()]) >= 1 and not candidate.refusal():
-            found.append(candidate)
+            near.append(candidate)
 
     for scale in (0.5, 2):
         num_warps = int(config.num_warps * scale)
@@ -95,7 +95,7 @@ def neighbours(config: Config) -> list[Config]:
         for value in values:
             if value != options.get(name):
                 add({}, knobs=config.knobs | {name: value})
-    return found
+    return near
 
 
 def bench(function) -> float:
@@ -105,9 +105,9 @@ def bench(function) -> float:
 
 def configurations_of(function) -> list[tuple]:
     """List (tuned function, shape, device) of each look-up in `function()`, ordered by key."""
-    with choice.asked() as found:
+    with choice.recorded_lookups() as lookups:
         function()
-    return sorted(found, key=lambda item: item[0].key(*item[1]))
+    return sorted(lookups, key=lambda item: item[0].key(*item[1]))
 
 
 def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
@@ -141,15 +141,15 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         default = config.heuristic(*shape, device)
         if seconds(default) == math.inf:  # the compiler refuses it here, and a table may have another
             default = config(*shape, device)
-        best, found = None, default
-        while found is not best:
-            best = found
+        best, fastest = None, default
+        while fastest is not best:
+            best = fastest
             near = [best, *neighbours(best)]
             _compile_ahead(function, key, [c for c in near if json.dumps(c.to_json()) not in times])
             for candidate in near:
-                if seconds(candidate) < seconds(found):
-                    found = candidate
-                progress(key, len(times), found)
+                if seconds(candidate) < seconds(fastest):
+                    fastest = candidate
+                progress(key, len(times), fastest)
         file = file or entries.cache_file(device)
         kept = None
         if seconds(best) < seconds(default) * (1 - margin):
@@ -220,10 +220,10 @@ def _call_and_tune(launches, args, repeatable: bool):
     """
     if not repeatable or args[0].device.type in ("cpu", "meta") or choice.being_measured():
         return launches(*args)
-    with choice.asked() as looked_up:
+    with choice.recorded_lookups() as lookups:
         result = launches(*args)
     here = backends.detected(args[0].device)
-    chosen = {config.key(*shape): config(*shape, device) for config, shape, device in looked_up if device is here}
+    chosen = {config.key(*shape): config(*shape, device) for config, shape, device in lookups if device is here}
     untuned = {key for key, config in chosen.items() if config.source != LOCAL} - _tried
     if untuned:
         _tried.update(untuned)

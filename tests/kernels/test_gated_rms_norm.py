@@ -4,6 +4,7 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.gated_rms_norm import gated_rms_norm, modulated_rms_norm
+from liger_hw.kernels.rms_norm import CASTING_MODES
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
@@ -38,7 +39,7 @@ def test_rounding_order_of_a_gate(form, dtype, backend, device):
     nearly_all_equal(found, gated_rms_norm.reference(x, gate, w, **form))
 
 
-@pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
+@pytest.mark.parametrize("casting_mode", CASTING_MODES)
 @pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)
 def test_rounding_order_of_a_modulation(casting_mode, dtype, backend, device):
     torch.manual_seed(0)

@@ -3,7 +3,7 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.l2_norm import l2_norm
+from liger_hw.kernels.l2_norm import L2_CASTING_MODES, l2_norm
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, run
@@ -18,7 +18,7 @@ def test_parity(dtype, backend, device):
         check(l2_norm, inputs, options, backend)
 
 
-@pytest.mark.parametrize("casting_mode", ["gemma", "none"])
+@pytest.mark.parametrize("casting_mode", L2_CASTING_MODES)
 @pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)  # it truncates to bf16
 def test_rounding_order(casting_mode, dtype, backend, device):
     torch.manual_seed(0)

@@ -51,9 +51,9 @@ def rms_norm(
         weight: (C,), any floating dtype, or None for no scale.
         eps: added to the mean square.
         offset: added to the weight; Gemma stores its weight minus one and passes 1.0.
-        casting_mode: "llama" rounds the normalised row to `x.dtype` before scaling (LlamaRMSNorm). "gemma" scales in
-            fp32 and rounds once (GemmaRMSNorm with offset 1, T5-style and Olmo2RMSNorm with 0). "none" rounds to
-            `x.dtype` after every operation.
+        casting_mode: "llama" rounds the normalised row to `x.dtype`, then scales it in fp32 by `weight + offset`,
+            itself in fp32, and rounds the product (LlamaRMSNorm). "gemma" rounds the product alone (GemmaRMSNorm with
+            offset 1, T5-style and Olmo2RMSNorm with 0). "none" rounds to `x.dtype` after every operation.
 
     Returns:
         (..., C) in `x.dtype`.

@@ -57,7 +57,7 @@ def read(binary: bytes, assembly: str, arch: str) -> CodeObject:
     Args:
         binary: the ELF file.
         assembly: its assembly, whose metadata name the arguments.
-        arch: such as "gfx942".
+        arch: one of `instructions.FAMILIES`.
     """
     import yaml
     from elftools.elf.elffile import ELFFile

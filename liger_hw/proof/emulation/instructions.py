@@ -17,6 +17,13 @@ from liger_hw.proof.emulation.machine import EXEC, SCALARS, VCC, Fault
 from liger_hw.proof.emulation.matrices import multiply
 from liger_hw.proof.emulation.pseudocode import REPLACED, Unknown, translate
 
+# Architectures that the emulation can execute -> family of their instructions in tinygrad. Another architecture needs a
+# decoder of its own: gfx1250 has waves of 32 lanes, as RDNA, but other instructions.
+FAMILIES = {
+    **dict.fromkeys(("gfx942", "gfx90a", "gfx950"), "cdna"),
+    **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151"), "rdna3"),
+    **dict.fromkeys(("gfx1200", "gfx1201"), "rdna4"),
+}
 _LITERAL, _DPP, _SDWA = 255, 250, 249  # numbers of a first source that say what the next 4 bytes are
 _FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
 IGNORED = (
@@ -53,13 +60,13 @@ class Decoder:
     """Decode instructions of one architecture.
 
     Args:
-        arch: such as "gfx942".
+        arch: one of FAMILIES.
         arena: the memory of loads and stores.
     """
 
     def __init__(self, arch, arena):
         self.arch, self.arena = arch, arena
-        self.family = {"gfx9": "cdna", "gfx11": "rdna3", "gfx12": "rdna4"}[re.sub(r"..$", "", arch)]
+        self.family = FAMILIES[arch]
         self.cdna = self.family == "cdna"
         self.lanes = 64 if self.cdna else 32
         self.pseudocode = _pseudocode(self.family)
