@@ -159,6 +159,15 @@ def test_the_python_of_post_training_runs_and_shifts_the_labels():
     torch.testing.assert_close(output.loss.detach(), torch.tensor(2.0).log())  # the policy is the reference model
 
 
+def test_the_printed_summary_is_real(capsys):
+    pytest.importorskip("transformers")
+    from liger_hw import cli
+
+    (sample,) = re.findall(r"```text\n(module .*?)```", (ROOT / "docs/guides/patch.md").read_text(), re.DOTALL)
+    cli.main(["patch-report", "qwen3"])
+    assert sample in capsys.readouterr().out
+
+
 def test_the_commands_of_the_readme_exist():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
