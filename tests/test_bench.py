@@ -409,7 +409,7 @@ def test_the_page_of_ops_is_written_from_results(monkeypatch, tmp_path):
     readme.main([page, tmp_path / "gpu.json"])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith(f"{readme.END}\nafter\n") and "stale" not in text
-    row = "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x | 0 MiB | 0 MiB | 0.4000 ms, 0 MiB |"
+    row = "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x | 1 MiB | 1 MiB | 0.4000 ms, 1 MiB |"
     assert row in text
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
     assert len(pictures) == 3
