@@ -12,6 +12,7 @@
 
 import functools
 import inspect
+import logging
 from collections import namedtuple
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from liger_hw.hooks import hooks
 from liger_hw.sharding import by_shards
 from liger_hw.tuning import Refused
 
+logger = logging.getLogger(__name__)
 OPS = {}  # name -> op, for the parity matrix and the docs
 
 
@@ -62,23 +64,30 @@ def op(reference):
     def choose(device, dtype=torch.float32):
         """Return the first backend of the chain of `device` that has an implementation.
 
-        Plain torch serves a `dtype` that kernels would round.
+        Plain torch serves a `dtype` that kernels would round. Level DEBUG logs the choice and its reason; an op
+        remembers its choices, so each device and dtype is logged once.
 
         Raises:
             ValueError: kernels are forced and would round that `dtype`.
             NotImplementedError: the backend that is forced has no implementation.
         """
-        if dtype not in KERNEL_DTYPES and backends.forced() is None:
-            names = backends.CPU.backends
+        forced, reason = backends.forced(), "the most specific one for this device"
+        if forced is not None:
+            reason = f"{forced!r} is forced"
+        elif not AVAILABLE:
+            reason = "the package triton is not installed"
+        if dtype not in KERNEL_DTYPES and forced is None:
+            names, reason = backends.CPU.backends, "kernels would round this dtype"
         else:
             names = backends.backends_for(device)
             if dtype not in KERNEL_DTYPES and "reference" not in names:
                 refuse_dtype(first, dtype)
         for candidate in names:
             if candidate in implementations:
+                logger.debug("%s of %s on %s: implementation %r, %s", name, dtype, device, candidate, reason)
                 return candidate
         raise NotImplementedError(
-            f"{name} has no implementation for backend {backends.forced()!r}, which is forced here "
+            f"{name} has no implementation for backend {forced!r}, which is forced here "
             f"(tried {', '.join(names)}); it has {', '.join(sorted(implementations))}. "
             f"Set LIGER_HW_BACKEND to one of them or unset it"
         )

@@ -169,6 +169,7 @@ def test_unknown_names_suggest_the_nearest():
     target = torch.zeros(3, dtype=torch.int64)
     for call, words in (
         (lambda: liger_hw.patch(torch.nn.Linear(2, 2), rms_nrom=True), "flag 'rms_nrom'; did you mean 'rms_norm'? Fl"),
+        (lambda: use_backend("nvidia:sm42").__enter__(), "backend 'nvidia:sm42'. LIGER_HW_BACKEND and use_backend ta"),
         (lambda: use_backend("gfx1100").__enter__(), "backend 'gfx1100'; did you mean 'amd:gfx1100'? LIGER_HW_BACKEND"),
         (lambda: liger_hw.cross_entropy(x[0], target, reduction="maen"), "reduction 'maen'; did you mean 'mean'? Re"),
         (lambda: liger_hw.geglu(x, x, approximate="tan"), "approximate 'tan'; did you mean 'tanh'? Approximations: "),

@@ -409,7 +409,8 @@ def test_the_page_of_ops_is_written_from_results(monkeypatch, tmp_path):
     readme.main([page, tmp_path / "gpu.json"])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith(f"{readme.END}\nafter\n") and "stale" not in text
-    assert "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x |" in text
+    row = "| `rms_norm` | 16384x4096 | 0.2000 ms | 50% | quack, 0.3000 ms | 1.50x | 1 MiB | 1 MiB | 0.4000 ms, 1 MiB |"
+    assert row in text
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
     assert len(pictures) == 3
     for picture in pictures:
@@ -426,15 +427,17 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
              for name, speed, memory in (("eager", 1000, 20), ("liger", 1200, 12), ("liger_hw", 1500, 10))]  # fmt: skip
     longest = [asked | {"seq": None, "provider": name, "longest": tokens}
                for name, tokens in (("eager", 1024), ("liger", 2048), ("liger_hw", 3072))]  # fmt: skip
-    for name, records in (("steps", steps), ("longest", longest)):
+    compiled = [*steps, steps[0] | {"provider": "compile", "tokens_per_second": 1250}]
+    for name, records in (("steps", steps), ("longest", longest), ("compiled", compiled)):
         (tmp_path / f"{name}.json").write_text(json.dumps(environment(torch.device("cpu")) | results(*records) | about))
     page = tmp_path / "README.md"
     page.write_text(f"before\n{readme.BEGIN.format(readme.TOOL)}\n{readme.END}\nafter\n")
-    readme.main([page, tmp_path / "steps.json", tmp_path / "longest.json"])
+    readme.main([page, *(tmp_path / f"{name}.json" for name in ("steps", "longest", "compiled"))])
     text = page.read_text()
     assert (
         "1.50x the tokens/s of plain with 0.50x its memory, and 1.25x the tokens/s of liger-kernel with 0.83x" in text
     )
+    assert "1.20x the tokens/s of plain under torch.compile with 0.50x" in text
     (picture,) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG") and text.endswith("after\n")
 

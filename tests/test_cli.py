@@ -50,6 +50,7 @@ def test_info_on_a_cpu(on_a_cpu, capsys):
     text = info(capsys)
     for word in ("forced: nothing", torch.__version__, "rms_norm", "reference", "LIGER_HW_BACKEND"):
         assert word in text
+    assert ("TRITON_INTERPRET=1 alone runs no kernel" in text) == interpreting()
 
 
 @needs_triton

@@ -113,6 +113,22 @@ def test_forced_means_forced(double, on_gpu):
         assert word in str(error.value)
 
 
+def test_each_choice_is_logged_once_with_its_reason(double, on_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "AVAILABLE", True)
+    register(double, "triton")
+    double(torch.ones(2))  # before the level is set
+    caplog.set_level("DEBUG", "liger_hw")
+    for x in (torch.ones(2), torch.ones(3), torch.ones(2).half(), torch.ones(2).half(), torch.ones(2).double()):
+        double(x)
+    with use_backend("reference"):
+        double(torch.ones(2))
+    assert [record.getMessage().partition(" of torch.")[2] for record in caplog.records] == [
+        "float16 on cpu: implementation 'triton', the most specific one for this device",
+        "float64 on cpu: implementation 'reference', kernels would round this dtype",
+        "float32 on cpu: implementation 'reference', 'reference' is forced",
+    ]
+
+
 def test_a_vendor_whose_device_is_absent(double, on_gpu):
     """Its own implementation, or the portable one; never that of the device that is present."""
     register(double, "triton", "nvidia", "amd:gfx942")

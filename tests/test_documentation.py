@@ -145,6 +145,29 @@ def test_the_python_of_the_first_pages_runs(file, monkeypatch, tmp_path, capsys)
         torch.testing.assert_close(names["loss"], names["expected"])
 
 
+def test_the_python_of_post_training_runs_and_shifts_the_labels():
+    pytest.importorskip("transformers")
+    text, names = (ROOT / "docs/guides/post_training.md").read_text(), {}
+    dpo, *others = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(dpo, names)
+    output, ids = names["output"], names["ids"]
+    for code in others:
+        exec(code, names)
+    log_probs = names["ref_model"](input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    expected = torch.where(torch.arange(1, 12) >= 5, log_probs, 0).sum(1).detach()
+    torch.testing.assert_close(torch.cat([output.chosen_log_probs, output.rejected_log_probs]), expected)
+    torch.testing.assert_close(output.loss.detach(), torch.tensor(2.0).log())  # the policy is the reference model
+
+
+def test_the_printed_summary_is_real(capsys):
+    pytest.importorskip("transformers")
+    from liger_hw import cli
+
+    (sample,) = re.findall(r"```text\n(module .*?)```", (ROOT / "docs/guides/patch.md").read_text(), re.DOTALL)
+    cli.main(["patch-report", "qwen3"])
+    assert sample in capsys.readouterr().out
+
+
 def test_the_commands_of_the_readme_exist():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120

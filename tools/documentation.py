@@ -51,6 +51,7 @@ PAIR = re.compile(  # "a, b: text" in a list of attributes, of which griffe take
 )
 MODES = {"fwd": "forward", "full": "forward and backward"}
 LIMIT = (
+    f"{formatting.AXES} "
     "Times are those of the kernels alone. The limit is the machine's own copy rate ({copy}) or matrix product rate "
     "({matrix product}). Memory is the peak of a call beyond its inputs. "
     "[How numbers are made](../../guides/evidence.md#how-numbers-are-made)."

@@ -1,6 +1,7 @@
 """Write the tables and pictures of a page from benchmark results.
 
-    python tools/readme.py README.md benchmarks/{llama-1b,longest}-h200.json     of `liger-hw bench train`
+    python tools/readme.py README.md benchmarks/{llama-1b,longest,train}-h200.json
+                                                                                 of `liger-hw bench train`
     python tools/readme.py docs/speed.md benchmarks/h200.json                    ops, of `liger-hw bench`
     python tools/readme.py docs/models_speed.md benchmarks/{models,llama,train,longest}-*h200*.json
                                                                                  models, of `liger-hw bench train`
@@ -21,7 +22,7 @@ from liger_hw.bench.peers import OURS
 BEGIN, END = "<!-- measured: begin, by {} -->", "<!-- measured: end -->"
 TOOL = "tools/readme.py"
 TRAINED = ("eager", "liger", OURS)  # the providers in the table of whole models
-NAMES = {"eager": "plain", "liger": "liger-kernel", OURS: OURS}
+NAMES = {"eager": "plain", "compile": "plain under torch.compile", "liger": "liger-kernel", OURS: OURS}
 SHAPES = {  # the shapes of each op on the page; the JSON has all
     "rms_norm": ("32768x1024", "16384x4096", "16384x8192"),
     "fused_add_rms_norm": ("16384x4096", "16384x8192"),
@@ -53,11 +54,10 @@ def headline(page: Path, benchmarks: dict) -> str:
 
     Args:
         benchmarks: the path of each file without its suffix -> a run of one model at several settings, and its longest
-            contexts.
+            contexts; and a run of the same setting with torch.compile.
     """
-    (stem, steps), (_, contexts) = benchmarks.items()
-    timed = next(iter(formatting.by_setting(steps).values()))
-    longest = next(iter(formatting.by_setting(contexts).values()))
+    (stem, steps), *_ = benchmarks.items()
+    timed, longest, compiled = (next(iter(formatting.by_setting(run).values())) for run in benchmarks.values())
     panels = {
         "Tokens per second": (timed, "tokens_per_second", lambda speed: f"{speed:,.0f}"),
         "Peak memory of a step": (timed, "peak_bytes", formatting.size),
@@ -66,18 +66,19 @@ def headline(page: Path, benchmarks: dict) -> str:
     figure = charts.columns(
         {title: {NAMES[name]: (records[name][key], show(records[name][key])) for name in TRAINED}
          for title, (records, key, show) in panels.items()},
-        {name: charts.COLOURS[provider] for provider, name in NAMES.items()}, width=7.5,
+        {NAMES[provider]: charts.COLOURS[provider] for provider in TRAINED}, width=7.5,
     )  # fmt: skip
-    ours, facts = timed[OURS], formatting.facts(steps)
+    ours, versions = timed[OURS], steps["versions"]
 
-    def gain(name):
-        speed = ours["tokens_per_second"] / timed[name]["tokens_per_second"]
-        return f"{speed:.2f}x the tokens/s of {NAMES[name]} with {ours['peak_bytes'] / timed[name]['peak_bytes']:.2f}x"
+    def gain(records, name):
+        speed, memory = (records[OURS][key] / records[name][key] for key in ("tokens_per_second", "peak_bytes"))
+        return f"{speed:.2f}x the tokens/s of {NAMES[name]} with {memory:.2f}x"
 
     lead = (
         f"{ours['model']} ({ours['batch']} x {ours['seq']:,} tokens, {ours['dtype']}, fused AdamW) on one "
-        f"{steps['device']['name']}: {gain('eager')} its memory, and {gain('liger')}. Steps: {steps['date']}; longest "
-        f"context of one sequence: {contexts['date']}. {facts['versions']}."
+        f"{steps['device']['name']}: {gain(timed, 'eager')} its memory, and {gain(timed, 'liger')}. In a second run it "
+        f"has {gain(compiled, 'compile')}. {steps['date'].split()[0]}, torch {versions['torch']}, liger-kernel "
+        f"{versions['liger-kernel']}; the longest context is of one sequence."
     )
     return f"{_save(page, figure, stem, 'speed and memory')}\n\n{lead}"
 
@@ -99,7 +100,8 @@ def operations(page: Path, benchmark: dict, stem: Path) -> str:
     facts = formatting.facts(benchmark)
     lead = (
         f"Forward and backward, {benchmark['dtype']}, {facts['device']}, {benchmark['date']}: medians of one run with "
-        f"the peers, interleaved, with a cold L2, of the kernels alone where a graph can capture a call. The limit is "
+        f"the peers, interleaved, with a cold L2, of the kernels alone where a graph can capture a call. "
+        f"{formatting.AXES} The limit is "
         f"this machine's own copy rate ({facts['copy']}) or matrix product rate ({facts['matrix product']}). "
         f"{facts['versions']}."
     )

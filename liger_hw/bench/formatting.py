@@ -55,7 +55,11 @@ def memory(record: dict | None) -> str:
     return size(record["peak_bytes"]) if record and "peak_bytes" in record else ""
 
 
-KERNELS = ["liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's"]
+KERNELS = ["liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's", "liger-kernel"]
+AXES = (
+    "A shape is rows x columns; for `rope` batch x tokens x heads of queries/heads of keys x their size; for losses "
+    "rows x vocabulary, and for products rows x input features x output features (of a head: the vocabulary)."
+)
 
 
 def kernels_row(records: dict) -> list[str]:
@@ -64,11 +68,12 @@ def kernels_row(records: dict) -> list[str]:
     Args:
         records: provider -> record, ours among them.
     """
-    ours = records[OURS]
+    ours, liger = records[OURS], records.get("liger")
     peer = min((record for name, record in records.items() if name not in (OURS, FLOOR)), key=kernels, default=None)
     return [
         kernels_time(ours), percent(kernels_share(ours)), f"{peer['provider']}, {kernels_time(peer)}" if peer else "",
         f"{kernels(peer) / kernels(ours):.2f}x" if peer else "", memory(ours), memory(peer),
+        f"{kernels_time(liger)}, {memory(liger)}" if liger else "",
     ]  # fmt: skip
 
 

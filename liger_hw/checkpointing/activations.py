@@ -14,10 +14,11 @@ HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, b
 def activations(model, budget="auto", host_budget=None):
     """Decide which results of `model`'s decoder layers to keep, recompute, or offload to the host.
 
-    Losses and gradients stay bitwise equal to those without it. The first three training passes (a forward with its
-    backward) recompute every layer, as `gradient_checkpointing_enable` does, and measure: the time of each operation of
-    a layer, the bytes of its results, and the memory over the pass. The fourth pass follows the plan and proves it, by
-    recomputing what it keeps, too. A batch with more tokens than before is measured anew.
+    Where torch's operations are deterministic, losses and gradients stay bitwise equal to those without it. The first
+    three training passes (a forward with its backward) recompute every layer, as `gradient_checkpointing_enable` does,
+    and measure: the time of each operation of a layer, the bytes of its results, and the memory over the pass. The
+    fourth pass follows the plan and proves it, by recomputing what it keeps, too. A batch with more tokens than before
+    is measured anew.
 
     Args:
         model: a `PreTrainedModel`, or a module around one such as a PEFT model, on its device.

@@ -319,7 +319,7 @@ class Activations:
                 arriving = layers[part - 1].choice.offloaded
             peak = max(peak, *(base + above[part] + held + arriving for base, above in self.timelines.values()))
         saved = sum(choice.seconds for choice in chosen)
-        plan = Plan(layers, budget, peak if self._counts else 0, self.seconds - saved)
+        plan = Plan(layers, budget, *((peak, self.seconds - saved) if self._counts else (0, None)))
         self.refused_now, self.passes = False, 0
         if not plan.same_as(self.plan):
             self.plan, self.ahead = plan, deque((PROVE, CHECK))

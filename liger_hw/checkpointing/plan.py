@@ -45,14 +45,15 @@ class Plan:
         layers: a `PlannedLayer` for each call of a layer.
         budget: bytes.
         peak_bytes: predicted peak of the device memory that tensors take in a forward and a backward; 0 on a CPU.
-        seconds: predicted time of a forward and a backward, without the optimizer.
+        seconds: predicted time of a forward and a backward, without the optimizer; None on a CPU, whose other programs
+            disturb the few measured passes.
         measured_peak_bytes, measured_seconds: of a pass under the plan, or None before one.
     """
 
     layers: list
     budget: float
     peak_bytes: int
-    seconds: float
+    seconds: float | None
     measured_peak_bytes: int | None = None
     measured_seconds: float | None = None
 
@@ -93,7 +94,8 @@ class Plan:
             f"together {self.held_bytes / GIB:.2f} GiB, {self.offloaded_bytes / GIB:.2f} GiB on the host; "
             f"{self.saved_seconds * 1e3:.1f} ms of recomputation saved"
         )
-        lines.append(_line("predicted", self.peak_bytes, self.seconds, self.budget))
+        if self.seconds is not None:
+            lines.append(_line("predicted", self.peak_bytes, self.seconds, self.budget))
         if self.measured_seconds is not None:
             lines.append(_line("measured", self.measured_peak_bytes, self.measured_seconds, self.budget))
         return "\n".join(lines)

@@ -114,6 +114,8 @@ def _show(facts: dict) -> str:
     for about in facts["devices"]:
         if about["configured_as"]["vendor"] == "cpu":
             lines.append(f"{about['device']}: no accelerator")
+            if facts["interpreter"] and not facts["forced"]:
+                lines.append("TRITON_INTERPRET=1 alone runs no kernel on a CPU: set LIGER_HW_BACKEND=triton, too")
             continue
         rows.append([about["device"], *_facts(about["detected"])])
         if about["configured_as"] != about["detected"]:

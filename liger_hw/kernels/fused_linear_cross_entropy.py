@@ -53,8 +53,9 @@ def fused_linear_cross_entropy(
     Args:
         x: (N, H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
-        target: (N,) int64 or int32, as in `cross_entropy`: a value outside [0, V) is an error on a CPU, and elsewhere
-            makes the loss NaN, and with it every gradient that its row reaches.
+        target: (N,) int64 or int32, as in `cross_entropy`, the token that each row predicts (already shifted). A value
+            outside [0, V) is an error on a CPU, and elsewhere makes the loss NaN, and with it every gradient that its
+            row reaches.
         bias: (V,) in the dtype of `x`, or None.
         ce_weight: (V,) class weights, or None.
         ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in

@@ -45,7 +45,7 @@ def fused_linear_selective_log_softmax(
     Args:
         x: (..., H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
         weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
-        tokens: (...) int64 or int32, as in `selective_log_softmax`.
+        tokens: (...) int64 or int32, as in `selective_log_softmax`, the token that each row predicts (already shifted).
         bias: (V,) in the dtype of `x`, or None.
         temperature, softcap, logit_scale, ignore_index, return_entropy, return_lse: as in `selective_log_softmax`.
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.

@@ -51,8 +51,8 @@ def distillation_loss(
         x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
         teacher_x: (N, H'). teacher_weight: (V', H'). teacher_bias: (V',) or None. Constants. If the vocabularies
             differ in size, the soft loss pads the shorter logits with 0.
-        labels: (N,) int64 or int32; both losses skip a row labelled `ignore_index`. None: all rows count, and there is
-            no hard loss.
+        labels: (N,) int64 or int32, the token that each row predicts (already shifted); both losses skip a row labelled
+            `ignore_index`. None: all rows count, and there is no hard loss.
         soft_loss: "jsd" (arXiv:2306.13649 eq. 1, by `beta`), "kl" (of the student from the teacher, Hinton's
             arXiv:1503.02531 without its factor T^2), "reverse_kl" (arXiv:2306.08543), "tvd" (arXiv:2307.15190), or
             "cosine" (1 - the cosine of the logits).

@@ -46,8 +46,8 @@ def offline_distillation_loss(
             in their order.
         teacher_lse: (N,), beside `teacher_tokens`. `teacher` then holds logits, and this the log-sum-exp of all logits
             of the row divided by `temperature`: log p = teacher / temperature - teacher_lse.
-        labels: (N,) int64 or int32; a row labelled `ignore_index` does not count, and its other values may be any. The
-            labels have no other effect. None: all rows count.
+        labels: (N,) int64 or int32, of the rows of `x` (already shifted); a row labelled `ignore_index` does not count,
+            and its other values may be any. The labels have no other effect. None: all rows count.
         rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out.
         temperature: divides the student's logits.
         chunk_memory, accum_dtype: as in `logits_loss`.

@@ -293,8 +293,8 @@ def policy_loss(
     """Compute the policy loss of a batch of completions from hidden states.
 
     Args:
-        x: (B, T, H) hidden states. weight: (V, H). bias: (V,) or None.
-        tokens: (B, T) int64 or int32, the token sampled at each position.
+        x: (B, T, H) hidden states, each of the position before its token. weight: (V, H). bias: (V,) or None.
+        tokens: (B, T) int64 or int32, the token sampled from each row of `x` (already shifted).
         advantages: (B,), or by token (B, T).
         mask: (B, T), not 0 where a token counts; None for all.
         old_log_probs: (B, T) by the policy that sampled; None for the current policy.

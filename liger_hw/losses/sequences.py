@@ -37,7 +37,8 @@ def token_loss(
             (values (M,) to be summed, *others (M,) to be kept without a gradient). A torch function; a row's outputs
             must not depend on other rows.
         x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
-        tokens: (N,) int64 or int32. At `ignore_index` log-probability and entropy are 0 and have no gradient.
+        tokens: (N,) int64 or int32, of each row of `x` (already shifted). At `ignore_index` log-probability and entropy
+            are 0 and have no gradient.
         rows: constants: tensors of N rows, or None.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.
@@ -80,7 +81,8 @@ def sequence_loss(
             the sum of their losses, a scalar. A torch function; a group's loss must not depend on other groups.
         x: (parts G, T, H), any floating dtype: the first sequences of all groups, then the second ones, and so on.
         weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
-        tokens: (parts G, T) int64 or int32. At `ignore_index` log-probability and entropy are 0 and have no gradient.
+        tokens: (parts G, T) int64 or int32, of each row of `x` (already shifted). At `ignore_index` log-probability and
+            entropy are 0 and have no gradient.
         parts: number of sequences in a group.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.

@@ -34,6 +34,8 @@ def check(op, inputs, options, backend, compiled=None):
     """Compare `op` on `backend` with its reference: outputs, and gradients of inputs that require one.
 
     Args:
+        op: an op. inputs: its positional arguments. options: its keyword arguments.
+        backend: the name to force by `use_backend`, or None for the automatic choice.
         compiled: a compiled form of `op` to run instead of it.
 
     Raises:

@@ -42,9 +42,9 @@ def selective_log_softmax(
     Args:
         logits: (..., V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
             between rows of a (N, V) view costs no copy.
-        tokens: (...) int64 or int32. A value outside [0, V) other than `ignore_index` is an error on a CPU. Elsewhere,
-            and in a compiled graph, it makes that row's log-probability and gradient NaN: nothing is read out of
-            bounds, and the host waits for no check.
+        tokens: (...) int64 or int32, of each row (already shifted). A value outside [0, V) other than `ignore_index` is
+            an error on a CPU. Elsewhere, and in a compiled graph, it makes that row's log-probability and gradient NaN:
+            nothing is read out of bounds, and the host waits for no check.
         temperature: the logits are divided by it, last.
         softcap: logits become `softcap * tanh(logits / softcap)` first (Gemma2ForCausalLM), after `logit_scale`.
         logit_scale: logits are multiplied by it first, in fp32 (CohereForCausalLM).
