@@ -1,8 +1,9 @@
 # make setup       set up the environment (below) and nothing else
 # make demo        train a small Llama here, plain and patched, and compare; ARGS="--model 1b" goes to liger-hw demo
 # make test        run the tests for this machine, a few of each matrix; ARGS="-k rope" goes to pytest
-# make programs    run the examples, the tutorial op, the emulation and other tests of whole programs
-# make models      compare every class of transformers' language models with its patched copy, and run kernels in some
+# make programs    run the examples, the tutorial op, engines, the benchmark, the emulation: tests of whole programs
+# make models      compare every class of transformers' language models with its patched copy; run kernels in models
+#                  and losses
 # make compile     compile every kernel for one architecture of each kind; ARGS="--archs all": for all
 # make emulate     execute AMD machine code of every op without an AMD GPU; ARGS="--few --archs gfx942": in minutes
 # make interpret   run the kernels' tests in Triton's interpreter for every vendor; LIGER_HW_BACKEND=amd:gfx942: for one GPU
@@ -54,10 +55,11 @@ setup: $(READY)
 demo: $(READY)
 	$(RUN) -m liger_hw.cli demo $(ARGS)
 
-OPS = tests/kernels tests/losses tests/test_dispatch.py tests/test_tracing.py
-IN_MODELS = tests/transformers/test_kernels_in_models.py
+OPS = tests/kernels tests/test_dispatch.py tests/test_tracing.py
+USERS_OF_OPS = tests/losses tests/transformers/test_kernels_in_models.py
 INTERPRET = TRITON_INTERPRET=1 $(RUN) -m pytest -n auto
-PROGRAMS = tests/test_examples.py tests/test_new_op.py tests/test_distributed_bench.py tests/test_emulation.py
+PROGRAMS = tests/test_examples.py tests/test_new_op.py tests/test_bench.py tests/test_distributed_bench.py \
+	tests/test_emulation.py tests/transformers/test_activations.py tests/transformers/test_engines.py
 COMPILED = tests/test_targets.py tests/losses/test_losses_on_targets.py
 
 # Two runs, because the import of Triton chooses its interpreter; the second has the tests that need it. Both always run.
@@ -73,7 +75,7 @@ programs: $(READY)
 
 models: $(READY)
 	$(RUN) -m pytest -n auto --models all tests/transformers/test_models.py tests/transformers/test_parts.py $(ARGS)
-	$(INTERPRET) $(IN_MODELS) --archs turns $(ARGS)
+	$(INTERPRET) $(USERS_OF_OPS) --archs turns $(ARGS)
 
 compile: $(READY)
 	$(RUN) -m pytest -n auto $(COMPILED) $(ARGS)
@@ -82,7 +84,7 @@ emulate: $(READY)
 	$(RUN) -m liger_hw.cli matrix --emulate $(ARGS)
 
 interpret: $(READY)
-	$(INTERPRET) $(OPS) $(IN_MODELS) $(ARGS)
+	$(INTERPRET) $(OPS) $(USERS_OF_OPS) $(ARGS)
 
 fuzz: $(READY)
 	$(RUN) tests/fuzz/run.py $(ARGS)
