@@ -247,8 +247,9 @@ def test_an_architecture_without_a_decoder_is_refused(tmp_path, capsys):
 
 
 def test_removed_instructions_are_noticed():
-    control = emulated.removals("swiglu", "gfx942", 6)
-    assert control["removed"] == 6 and control["noticed"] >= 4
+    control = emulated.removals("swiglu", "gfx942", 8)
+    changed = control["removed"] - control["same bits"]
+    assert control["removed"] == 8 and changed and control["noticed"] >= changed / 2
     assert not torch.are_deterministic_algorithms_enabled()
     assert control["removed"] == control["noticed"] + control["same bits"] + sum(control["missed"].values())
 
