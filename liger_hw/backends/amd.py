@@ -55,7 +55,8 @@ _cdna = partial(_waves_of_64, ttgir="cdna")
 _rdna3 = partial(_waves_of_32, ttgir="rdna", llir="rdna3")
 # LLVM generates the same code for both. Its accesses of a loop to lower addresses have a negative offset in a register
 # and a large one in the instruction (Triton 3.9), whose sum the hardware's check of bounds does not wrap: it would skip
-# stores. The emulation found it in cross entropy's gradient, of 40,000 classes.
+# stores. The emulation found it in cross entropy's gradient, of 40,000 classes. The divergences run down as well: at
+# the compile matrix's launches LLVM leaves their offsets positive.
 _rdna4 = partial(_waves_of_32, ascending_only=True, ttgir="rdna", amdgcn="rdna4")
 
 # From ROCm's table of GPU specifications; registers from LLVM's occupancy model; cards from AMD's product pages, as

@@ -30,14 +30,7 @@ COPY = 0.6  # least share of the data sheet's bandwidth; an H200 copies at 0.88 
 SHARE = 0.5  # least share of the copy rate, by bytes that must move; an H200's kernels reach 0.6 to 1.0 at most shapes
 LEAST = 2**28  # bytes; the doctor times shapes that move at least this many, so that memory decides their time
 PLAIN = "plain torch"
-CODE = {
-    "ptx",
-    "cubin",
-    "amdgcn",
-    "hsaco",
-    "spv",
-    "zebin",
-}  # outputs of Triton that a report may hold
+CODE = set("ptx cubin amdgcn hsaco spv zebin".split())  # outputs of Triton that a report may hold
 
 
 def examine(ops: list[str], device: torch.device, info: dict, say=print, binaries: Path | None = None) -> dict:
