@@ -9,16 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_hw.kernels.gated_rms_norm import gated_rms_norm
+from liger_hw.kernels.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTING_MODES, gated_rms_norm
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
 from liger_hw.patching.norms import PROBE_EPS, PROBE_ROWS, PROBE_WIDTH
 
-FORMS = (
-    {},  # Qwen3NextRMSNormGated
-    {"activation": "sigmoid", "casting_mode": "gemma"},  # KimiLinearRMSNormGated
-    {"gate_first": True},  # MambaRMSNormGated
-)
+OPTIONS = {  # option of the op -> its values, the default first
+    "gate_first": (False, True),
+    "activation": tuple(GATE_ACTIVATIONS),
+    "casting_mode": GATED_CASTING_MODES,
+}
+FORMS = [
+    {name: value for name, value in zip(OPTIONS, values) if value != OPTIONS[name][0]}
+    for values in itertools.product(*OPTIONS.values())
+]
 
 
 @dataclass(frozen=True)

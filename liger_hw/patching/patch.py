@@ -105,7 +105,10 @@ def _check_model(model):
 
 
 def _matches_of(module, flags):
-    """Return ([(module to swap, match)], reason for leaving `module` or a part, or None)."""
+    """Return ([(module to swap, match)], reason).
+
+    The reason says why `module`, or a part of it beside the matches, is left; None if nothing is.
+    """
     if is_changed_since(module):
         return [], CHANGED_SINCE
     if type(module).__module__.startswith("liger_hw."):

@@ -4,7 +4,13 @@ The module's forward on a probe (see `probing`) and an op's reference run on the
 They match if their results are bitwise equal, dtype included (LayerNorm allows another order of fp32 sums).
 """
 
+import enum
+import functools
+import numbers
+import types
 from typing import NamedTuple
+
+import torch
 
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
@@ -21,6 +27,17 @@ NO_OP = "no op computes the same bits"
 OWN_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
 NO_ACTIVATION = "no supported activation between its two linear layers"
 
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
+PLAIN = (
+    numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, types.FunctionType,
+    types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+
+
+class _Unknown(Exception):
+    """Report a value that cannot be compared: a probe of its module is not remembered."""
+
+
 remembered = {}  # all facts that determine a probe's result -> the result
 
 
@@ -33,7 +50,10 @@ class Recognition(NamedTuple):
 
 def recognise(module):
     """Return the `Recognition` of a module; a process probes equal modules once."""
-    match = _remember(("module", *_facts(module)), lambda: _first_match(module))
+    try:
+        match = _remember(("module", *_facts(module)), lambda: _first_match(module))
+    except _Unknown:
+        match = _first_match(module)
     if match is not None:
         if match.kind == "experts" and not calls_gate(module):
             implementation = module.config._experts_implementation
@@ -57,18 +77,50 @@ def _remember(key, find):
 
 
 def _facts(module):
-    """Return class, parameter shapes, child classes and plain attributes, which determine a probe's result."""
+    """Return class, parameter shapes, children and attributes, which determine a probe's result.
+
+    Raises:
+        _Unknown: it holds a buffer or another value that cannot be compared.
+    """
+    if any(buffer is not None for buffer in module._buffers.values()):
+        raise _Unknown
     shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
-    children = tuple(
-        (name, type(c), getattr(c, "bias", None) is None, str(c) if next(c.parameters(), None) is None else None)
-        for name, c in module.named_children()
-    )
-    attributes = tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if type(value) in (int, bool, str, float, tuple, type(None)) and name != "training"
-    )
+    children = tuple((name, _facts(child)) for name, child in module.named_children())
+    attributes = tuple((name, _fact(value)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
     return type(module), shapes, children, attributes
+
+
+def _fact(value, within=()):
+    """Return what tells a value from others.
+
+    That is a plain value itself, and the contents of an object or a container.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if id(value) in within:
+        return type(value)
+    within = *within, id(value)
+    if isinstance(value, functools.partial):
+        held = value.func, value.args, value.keywords
+    elif isinstance(value, types.MethodType):
+        held = value.__func__, value.__self__
+    elif isinstance(value, dict):
+        held = tuple(value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held = tuple(value)
+    elif isinstance(value, (torch.Tensor, torch.nn.Module)) or not _is_all_in_vars(value):
+        raise _Unknown
+    else:
+        held = tuple(vars(value).items())
+    return type(value), tuple(_fact(item, within) for item in held)
+
+
+def _is_all_in_vars(value):
+    """Return whether an object holds nothing outside its `__dict__`.
+
+    Attributes are not read by name: a configuration with layers of different widths refuses that.
+    """
+    return hasattr(value, "__dict__") and not any(vars(cls).get("__slots__") for cls in type(value).__mro__)
 
 
 def reason_for_leaving(module):

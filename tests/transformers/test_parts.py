@@ -1,14 +1,19 @@
 """Check which rotary functions, experts and gated norms `patch` recognises."""
 
 import copy
+import dataclasses
+import enum
+import functools
 import itertools
+import types
 
 import pytest
 import tiny
 import torch
 
 import liger_hw
-from liger_hw.patching import probing, rotation, swapping
+from liger_hw.kernels.gated_rms_norm import gated_rms_norm
+from liger_hw.patching import gated_norms, probing, rotation, swapping
 from liger_hw.patching.rebinding import innermost
 from liger_hw.patching.rotary import match_rotation
 
@@ -296,3 +301,138 @@ def test_limits_are_read_where_the_model_keeps_them():
         for layer in model.model.layers:
             layer.mlp.experts.limit = 0.3
     tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+class GatedNorm(torch.nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.randn(64)), 1e-6
+        self.options = tuple(form.items())
+
+    def forward(self, hidden_states, gate=None):
+        return gated_rms_norm.reference(hidden_states, gate, self.weight, self.variance_epsilon, **dict(self.options))
+
+
+@pytest.mark.parametrize("form", gated_norms.FORMS, ids=str)
+def test_gated_norms_of_every_form(form):
+    """Each combination of the op's options is recognised as itself."""
+    patched = GatedNorm(form)
+    plain = copy.deepcopy(patched)
+    assert dict(gated_norms.match_gated_norm(patched).options) == form
+    assert patches(patched) == [patched]
+    x, gate = torch.randn(2, 3, 64).bfloat16()
+    assert torch.equal(patched.bfloat16()(x, gate), plain.bfloat16()(x, gate))
+
+
+class GatedBy(torch.nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.activation = activation
+
+    def forward(self, x):
+        functions = self.activation["own"] if isinstance(self.activation, dict) else self.activation
+        return self.down_proj(functions(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("kind", [lambda function: function, lambda function: {"own": function}], ids=["it", "in dict"])
+def test_functions_that_a_module_keeps_are_facts_about_it(kind):
+    """Modules of one class are recognised apart if they differ in a function only."""
+    x = torch.randn(3, 64)
+    for activation in (torch.nn.functional.silu, torch.nn.functional.gelu, torch.sin):
+        patched = GatedBy(kind(activation))
+        plain = copy.deepcopy(patched)
+        liger_hw.patch(patched)
+        assert torch.equal(patched(x), plain(x))
+        served = activation in (torch.nn.functional.silu, torch.nn.functional.gelu)
+        assert swapping.is_swapped(patched) == served
+
+
+@dataclasses.dataclass
+class Settings:
+    centred: bool
+
+    def read(self):
+        return self.centred
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    centred: bool
+
+
+class Held:
+    def __init__(self, centred):
+        self.centred = centred
+
+
+@dataclasses.dataclass
+class PerLayer(Settings):
+    """Configuration whose layers differ: an attribute read by name is refused, as `Gemma4TextConfig` does."""
+
+    def __getattribute__(self, name):
+        if name == "centred":
+            raise ValueError("centred may vary across layers")
+        return super().__getattribute__(name)
+
+
+class Centre(enum.Enum):
+    ROWS = True
+    NOTHING = False
+
+
+HOLDERS = {  # an attribute that holds a fact, and how a forward reads the fact
+    "dataclass": (Settings, lambda held: held.centred),
+    "per layer": (PerLayer, lambda held: vars(held)["centred"]),
+    "slots": (Slots, lambda held: held.centred),
+    "object": (Held, lambda held: held.centred),
+    "namespace": (lambda centred: types.SimpleNamespace(centred=centred), lambda held: held.centred),
+    "dict": (lambda centred: {"norm": [Held(centred)]}, lambda held: held["norm"][0].centred),
+    "partial": (lambda centred: functools.partial(bool, centred), lambda held: held()),
+    "method": (lambda centred: Settings(centred).read, lambda held: held()),
+    "enum": (Centre, lambda held: held.value),
+    "tensor": (torch.tensor, bool),
+}
+
+
+class Configured(torch.nn.Module):
+    """RMSNorm, or a norm that no op computes, as an attribute says."""
+
+    def __init__(self, held, read):
+        super().__init__()
+        self.held, self.read, self.weight = held, read, torch.nn.Parameter(torch.rand(64))
+
+    def forward(self, x):
+        wide = x.float()
+        rows = wide - wide.median() if self.read(self.held) else wide
+        return self.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_a_module_holds_tells_it_apart(holder):
+    x = torch.randn(3, 64)
+    hold, read = HOLDERS[holder]
+    for centred in (False, True, False):
+        patched = Configured(hold(centred), read)
+        plain = copy.deepcopy(patched)
+        liger_hw.patch(patched)
+        assert torch.equal(patched(x), plain(x))
+        assert swapping.is_swapped(patched) == (not centred)
+
+
+def test_what_a_child_holds_tells_a_module_apart():
+    class Scaled(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            return torch.nn.functional.silu(x) * self.scale
+
+    x = torch.randn(3, 64)
+    for scale in (1.0, 2.0):
+        patched = GatedBy(torch.nn.functional.silu)
+        patched.activation = Scaled(scale)
+        plain = copy.deepcopy(patched)
+        liger_hw.patch(patched)
+        assert torch.equal(patched(x), plain(x))
