@@ -8,7 +8,7 @@ import sys
 import torch
 
 from liger_hw import __version__
-from liger_hw.cli import bench, demo, doctor, info, matrix, patch_report, tune
+from liger_hw.cli import bench, demo, doctor, info, matrix, patch_report, plan, tune
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
 
@@ -71,6 +71,6 @@ def make_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"liger_hw {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (info, demo, doctor, tune, bench, matrix, patch_report):
+    for command in (info, demo, doctor, tune, bench, matrix, patch_report, plan):
         command.add(commands)
     return parser, list(commands.choices)

@@ -1,0 +1,261 @@
+"""`liger-hw plan`: predictions beside measurements, the parts of a total, launchers, and bad input."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_hw import cli
+from liger_hw.bench import plan
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+MEASURED = [
+    (file, record)
+    for file in ("distributed-4xh200", "llama-8b-h200-b", "llama-1b-h200", "train-h200", "models-h200", "models-h200-b")
+    for record in plan.against(json.loads((ROOT / "benchmarks" / f"{file}.json").read_text())["results"])
+]
+
+
+def run(model="llama-8b", gpus=8, per_node=8, parallel="fsdp2", provider="liger_hw", batch=1, seq=4096,
+        checkpointing=True, dtype=None):  # fmt: skip
+    return plan.make_run(model, gpus, per_node, parallel, provider, batch, seq, checkpointing, dtype)
+
+
+def total(run):
+    return sum(plan.peak(run)[1].values())
+
+
+def printed(capsys, *arguments):
+    assert cli.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "file, record", MEASURED, ids=lambda value: value if isinstance(value, str) else f"{value['model']}-{value['seq']}"
+)
+def test_predicted_peaks_are_the_measured_ones(file, record):
+    """Within 0.25%; 0.5% for Mistral, of older code; 5% for liger_hw under FSDP2, which is up to 3.8% low."""
+    sharded = "engine" in record and record["provider"] == "liger_hw"
+    allowed = 0.05 if sharded else 0.005 if record["model"] == "mistral-7b" else 0.0025
+    assert record["predicted_bytes"] == pytest.approx(record["peak_bytes"], rel=allowed)
+
+
+def test_every_measured_setting_is_compared():
+    cells = {(r["provider"], r["seq"]) for file, r in MEASURED if file == "distributed-4xh200"}
+    assert cells == {("eager", seq) for seq in (2048, 4096, 8192)} | {
+        ("liger_hw", seq) for seq in (2048, 4096, 8192, 16384, 32768)
+    }
+    assert {r["model"] for _, r in MEASURED} == {"llama-1b", "llama-8b", "qwen2.5-0.5b", "qwen3-4b", "mistral-7b"}
+
+
+def test_what_ran_out_of_memory_is_predicted_not_to_fit():
+    h200 = 139.8 * GIB
+    assert not plan.report(run(gpus=4, provider="eager", batch=8, seq=16384), h200, 450, 50, 783)["fits"]
+    assert plan.report(run(gpus=4, batch=8, seq=32768), h200, 450, 50, 783)["fits"]
+
+
+@pytest.mark.parametrize("provider", plan.PROVIDERS)
+def test_the_longest_context_is_the_measured_one(provider):
+    """The search of `bench train --longest` ends within a sixteenth below the true length."""
+    results = json.loads((ROOT / "benchmarks/longest-h200.json").read_text())["results"]
+    (measured,) = [record["longest"] for record in results if record["provider"] == provider]
+    predicted = plan.longest(run("llama-1b", 1, parallel="ddp", provider=provider, checkpointing=False), 139.8 * GIB)
+    assert measured <= predicted <= measured * 17 / 16
+
+
+@pytest.mark.parametrize("name, billions", [
+    ("llama-1b", 1.236), ("llama-3b", 3.213), ("llama-8b", 8.030), ("llama-70b", 70.554), ("llama-405b", 405.853),
+    ("qwen2.5-0.5b", 0.494), ("qwen3-4b", 4.022), ("mistral-7b", 7.248),
+])  # fmt: skip
+def test_published_sizes(name, billions):
+    assert plan.read_model(name).parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-1b", "llama-8b", "qwen2.5-0.5b", "qwen3-4b", "mistral-7b"])
+def test_parameters_are_those_of_transformers(name):
+    """Of one layer, as all layers are equal, and a small vocabulary, which takes less time."""
+    transformers = pytest.importorskip("transformers")
+    family, sizes = plan.MODELS[name]
+    config = transformers.AutoConfig.for_model(family, **sizes | {"num_hidden_layers": 1, "vocab_size": 64})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = dataclasses.replace(plan.read_model(name), layers=1, vocabulary=64).parameters()
+    assert expected == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "zero2", "zero3", "ddp", "tp:2", "tp:8"])
+@pytest.mark.parametrize("provider", plan.PROVIDERS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_longest_sequence_is_the_last_that_fits(parallel, provider, checkpointing):
+    planned = run(parallel=parallel, provider=provider, checkpointing=checkpointing)
+    seq = plan.longest(planned, 139.8 * GIB)
+    assert seq % plan.STEP == 0 and seq > 0
+    at, beyond = (total(dataclasses.replace(planned, seq=s)) + plan.RESERVE for s in (seq, seq + plan.STEP))
+    assert at <= 139.8 * GIB < beyond
+    assert plan.longest(planned, 1 * GIB) == 0
+
+
+def test_states_are_divided():
+    """As figure 1 of arXiv:1910.02054 divides them on 64 GPUs."""
+    every = plan.read_model("llama-8b").parameters()
+
+    def states(parallel, **more):
+        parts = plan.moments(run(gpus=64, parallel=parallel, **more))["optimizer"]
+        return sum(parts[name] for name in ("parameters", "gradients", "optimizer")) / every
+
+    assert states("zero2") == pytest.approx(2 + 14 / 64) and states("zero3") == pytest.approx(16 / 64)
+    assert states("fsdp2") == pytest.approx(16 / 64) and states("fsdp2", dtype="bf16") == pytest.approx(8 / 64)
+    assert states("ddp") == 8
+
+
+def test_tensor_parallelism_splits_matrices_and_the_vocabulary():
+    sizes, one, two = plan.read_model("llama-8b"), run(), run(parallel="tp:2")
+    vectors = sizes.hidden * (2 * sizes.layers + 1) + sizes.vocabulary * sizes.hidden
+    assert sizes.parameters(2) == (sizes.parameters() - vectors) // 2 + vectors
+    assert plan.loss_layer(two) < plan.loss_layer(one) and plan.kept_of_layer(two) < plan.kept_of_layer(one)
+    eager = [plan.loss_layer(run(parallel=parallel, provider="eager")) for parallel in ("fsdp2", "tp:2")]
+    assert eager[0] == eager[1]  # gathered logits
+
+
+def test_communication():
+    rates = {"nvlink": 450, "network": 50, "tflops": 783}
+    every = plan.read_model("llama-8b").parameters()
+    assert plan.traffic(run(parallel="ddp")) == {"shards": 4 * every * 7 / 8, "tensor parallel": 0}
+    assert plan.traffic(run(gpus=1, per_node=1))["shards"] == 0
+    node, nodes = (plan.seconds(run(gpus=gpus, parallel="ddp"), **rates)["shards"] for gpus in (8, 16))
+    assert node == pytest.approx(3.5 * every / 450e9) and nodes == pytest.approx(3.75 * every / 400e9)
+    within, across = (
+        plan.seconds(run(gpus=16, per_node=per_node, parallel="tp:8"), **rates)["tensor parallel"]
+        for per_node in (8, 4)
+    )
+    assert across / within == pytest.approx(450 / 200)
+    hidden = 2 * 4096 * 4096
+    assert plan.traffic(run(parallel="tp:8"))["tensor parallel"] == 2 * hidden * (32 * 5 + 1) * 7 / 8
+    assert plan.seconds(run(), **rates)["loss"] == pytest.approx(6 * 4096 * 128256 * 4096 / 783e12)
+
+
+def test_more_memory_with_more_of_everything():
+    base = run(batch=8)  # of fewer tokens the reduce-scatter of the head is the peak, for every provider
+    for change in ({"batch": 9}, {"seq": 8192}, {"checkpointing": False}, {"gpus": 4, "gpus_per_node": 4}):
+        assert total(dataclasses.replace(base, **change)) > total(base)
+    assert total(dataclasses.replace(base, mixed=False)) < total(base)
+    assert total(dataclasses.replace(base, provider="eager")) > total(base)
+
+
+def test_the_parts_make_the_total(capsys):
+    arguments = ["--model", "llama-8b", "--gpus", "4", "--gpu-memory", "80", "--checkpointing"]
+    found = json.loads(printed(capsys, *arguments, "--json"))
+    assert sum(found["bytes"].values()) == pytest.approx(found["total_bytes"]) and found["fits"]
+    assert found["bytes"]["reserve"] == plan.RESERVE and found["gpu_bytes"] == 80 * GIB
+    text = printed(capsys, *arguments)
+    assert f"total                  {found['total_bytes'] / GIB:.2f} of 80.0" in text
+    shown = [float(amount) for amount in re.findall(r"^[a-z][a-z ]+  +([\d.]+)$", text, re.MULTILINE)]
+    assert sum(shown) == pytest.approx(found["total_bytes"] / GIB, abs=0.05)
+    assert "does not fit" in printed(capsys, *arguments, "--gpu-memory", "20")
+
+
+def test_a_config_of_transformers(tmp_path, capsys):
+    family, sizes = plan.MODELS["llama-8b"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+    assert (
+        plan.read_model(str(tmp_path)) == plan.read_model(str(tmp_path / "config.json")) == plan.read_model("llama-8b")
+    )
+
+
+def test_launchers(capsys):
+    yaml = pytest.importorskip("yaml")
+    text = printed(capsys, "--model", "llama-8b", "--gpus", "16", "--checkpointing", "--print", "accelerate")
+    config = yaml.safe_load(text)
+    assert config["distributed_type"] == "FSDP" and config["fsdp_config"]["fsdp_version"] == 2
+    assert config["fsdp_config"]["fsdp_activation_checkpointing"] and config["mixed_precision"] == "bf16"
+    assert (config["num_machines"], config["num_processes"]) == (2, 16)
+    zero = yaml.safe_load(plan.launch(run(parallel="zero3"), "accelerate"))
+    assert zero["distributed_type"] == "DEEPSPEED" and zero["deepspeed_config"]["zero_stage"] == 3
+    ddp = yaml.safe_load(plan.launch(run(parallel="ddp"), "accelerate"))
+    assert ddp["distributed_type"] == "MULTI_GPU" and ddp["mixed_precision"] == "no"
+    assert yaml.safe_load(plan.launch(run(gpus=1, parallel="ddp"), "accelerate"))["distributed_type"] == "NO"
+    assert plan.launch(run(parallel="tp:8"), "torchrun") == "torchrun --nproc-per-node 8 train.py"
+    assert "--nnodes 2 --rdzv-backend c10d" in plan.launch(run(gpus=16), "torchrun")
+    deepspeed = json.loads(printed(capsys, "--model", "llama-8b", "--parallel", "zero2", "--batch", "3",
+                                   "--print", "deepspeed"))  # fmt: skip
+    assert deepspeed["zero_optimization"]["stage"] == 2 and deepspeed["train_micro_batch_size_per_gpu"] == 3
+
+
+def test_the_printed_configuration_loads_in_accelerate(tmp_path):
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    for parallel in plan.ENGINES:
+        (tmp_path / "config.yaml").write_text(plan.launch(run(parallel=parallel), "accelerate"))
+        assert config_args.load_config_from_file(str(tmp_path / "config.yaml")).num_processes == 8
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--model lama-8b", "unknown model 'lama-8b'; did you mean 'llama-8b'?"),
+        ("--gpus 8", "--model: got none, allowed: llama-1b"),
+        ("--model llama-8b --parallel fdsp2", "unknown plan 'fdsp2'; did you mean 'fsdp2'?"),
+        ("--model llama-8b --parallel tp:1", "--parallel: got tp:1, allowed: tp:N with N of at least 2"),
+        ("--model llama-8b --parallel tp:x", "--parallel: got tp:x, allowed: tp:N"),
+        ("--model llama-8b --parallel fsdp2:2", "unknown plan 'fsdp2:2'; did you mean 'fsdp2'?"),
+        ("--model llama-8b --gpus 6 --parallel tp:4", "--gpus: got 6, allowed: a multiple of 4"),
+        ("--model llama-8b --gpus 12", "--gpus: got 12, allowed: a multiple of 8"),
+        ("--model llama-8b --gpus 4104", "--gpus: got 4104, allowed: 1 to 4096"),
+        ("--model llama-8b --gpus 12 --gpus-per-node 6 --parallel tp:4", "groups that fill nodes of 6 GPUs"),
+        ("--model llama-8b --gpus 16 --parallel tp:16", "a divisor of the model's key heads, 8"),
+        ("--model qwen2.5-0.5b --gpus 4 --parallel tp:4", "a divisor of the model's heads, 14"),
+        ("--model llama-8b --dtype fp16", "unknown dtype 'fp16'"),
+        ("--model llama-8b --dtype mixed --parallel ddp", "--dtype: got mixed with ddp, allowed: bf16"),
+        ("--model llama-8b --dtype bf16 --parallel zero3", "--dtype: got bf16 with zero3, allowed: mixed"),
+        ("--model llama-8b --provider liger", "unknown provider 'liger'; did you mean 'liger_hw'?"),
+        ("--model llama-8b --gpu-memory 0", "--gpu-memory: got 0.0, allowed: a positive number"),
+        ("--model llama-8b --gpu-memory 80 --tflops -1", "--tflops: got -1.0, allowed: a positive number"),
+        ("--model llama-8b", "--gpu-memory: got none, and torch finds no GPU here"),
+        ("--model llama-8b --print slurm", "unknown launcher 'slurm'"),
+        ("--model llama-8b --print deepspeed", "--print: got deepspeed with fsdp2, allowed: deepspeed with"),
+        ("--model llama-8b --gpus 8 --parallel tp:8 --print accelerate", "--print: got accelerate with tp:8"),
+        ("--against pyproject.toml", "--against: got pyproject.toml, allowed: results of `bench train`"),
+    ],
+)
+def test_bad_input(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["plan", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--seq", "--gpus", "--gpus-per-node"])
+def test_zero_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model", "llama-8b", option, "0"])
+    assert f"{option}: got 0, allowed: a positive integer" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--batch: got 0, allowed: a positive integer"):
+        run(batch=0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "allowed: a config.json of transformers"),
+        ("[]", "model_type None, allowed: model_type llama"),
+        ('{"model_type": "gemma2"}', "of model_type gemma2, allowed: model_type llama, mistral, qwen2, qwen3"),
+        ('{"model_type": "llama"}', "with hidden_size None, allowed: a positive hidden_size"),
+        ('{"model_type": "llama", "hidden_size": 0}', "with hidden_size 0, allowed: a positive hidden_size"),
+    ],
+)
+def test_a_config_that_does_not_fit(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.read_model(str(tmp_path))
+
+
+def test_the_page_shows_real_outputs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/distributed.md").read_text()
+    commands = re.findall(r"^    liger-hw plan (.*)\n\n```text\n", page[: page.index("## Engines")], re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert printed(capsys, *command.split()) in page, f"run `liger-hw plan {command}` and put its output there"
