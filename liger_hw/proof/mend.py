@@ -65,7 +65,7 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
             if not compiled.judge(use.launch, results[use.launch.key]):
                 continue
             changes[key] = None
-        classes.setdefault(config.class_key(*contribution.shape_of(key)), []).append(use)
+        classes.setdefault(config.class_key(*contribution.numbers_of(key)), []).append(use)
     for class_key, of_class in classes.items():
         missed = any(compiled.judge(use.launch, results[use.launch.key]) for use in of_class)
         mended_before = table.get(class_key, {}).get("origin") == tuning.COMPILED
@@ -126,8 +126,8 @@ def _unvaried(config: Config) -> tuple:
 
 
 def _heuristic(launch: Launch) -> Config:
-    shape = contribution.shape_of(launch.config["key"])
-    return tuning.CONFIGS[launch.kernel].heuristic(*shape, DEVICES[launch.arch])
+    numbers = contribution.numbers_of(launch.config["key"])
+    return tuning.CONFIGS[launch.kernel].heuristic(*numbers, DEVICES[launch.arch])
 
 
 def _write(arch: str, changes: dict) -> None:

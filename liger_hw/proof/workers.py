@@ -43,6 +43,10 @@ class Workers:
 
     def __exit__(self, error, *_):
         self._threads.shutdown(wait=not error, cancel_futures=bool(error))
+        if not error:
+            while not self._pools.empty():
+                if pool := self._pools.get():
+                    pool.shutdown()  # a pool whose process is terminated may print an error when Python exits
         for process in set(multiprocessing.active_children()) - self._others:
             process.terminate()
 

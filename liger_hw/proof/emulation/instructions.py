@@ -87,6 +87,8 @@ class Decoder:
         from tinygrad.renderer.amd import decode_inst
 
         _register_formats()
+        if self.arch == "gfx90a":
+            code = _renumbered(code)
         try:
             inst = decode_inst(code, self.family)
         except ValueError as error:
@@ -330,6 +332,10 @@ class Decoder:
             raise Unknown("no pseudo-code")
         inputs, getters = [], []
         constants = {}
+        if "BITOP3" in name:  # the fields of signs hold its truth table, which the first statement puts together
+            constants["TTBL"] = fields["omod"] << 6 | fields["abs"] << 3 | fields["neg"]
+            fields = fields | {"omod": 0, "abs": 0, "neg": 0}
+            text = re.sub(r"\bD\.", "D0.", text.partition(";")[2])
         if "simm16" in fields:
             constants["SIMM16"] = fields["simm16"]
             if "CMPK" in name:  # the register to compare is the target's field
@@ -575,16 +581,16 @@ class Decoder:
     def _swap_rows(self, name, fields):
         """Swap odd rows of the target with even rows of the source (gfx950)."""
         one, other = fields["vdst"] - 256, fields["src0"] - 256
-        rows = 32 if "32" in name else 16
+        rows = 32 if "LANE32" in name else 16
         lane = np.arange(self.lanes)
         odd, even = lane[(lane // rows) % 2 == 1], lane[(lane // rows) % 2 == 0]
 
         def run(w):
-            if not (w.active is not None and w.all_active):
-                raise Unknown(f"{name} with inactive lanes")
-            kept = w.v[one][:, odd].copy()
-            w.v[one][:, odd] = w.v[other][:, even]
-            w.v[other][:, even] = kept
+            active = w.active[:, odd]
+            if (active != w.active[:, even]).any():  # AMD's pseudo-code says nothing of it
+                raise Unknown(f"{name} of an active and an inactive lane")
+            kept, arriving = w.v[one][:, odd], w.v[other][:, even]
+            w.v[one][:, odd], w.v[other][:, even] = np.where(active, (arriving, kept), (kept, arriving))
 
         return run
 
@@ -899,6 +905,18 @@ def _pseudocode(family):
     module = importlib.import_module(f"tinygrad.runtime.autogen.amd.{family}.str_pcode")
     comments = re.compile(r"//[^\n]*")
     return {re.sub(r"_E(32|64)$", "", op.name): comments.sub("", text) for op, text in reversed(module.PCODE.items())}
+
+
+def _renumbered(code: bytes) -> bytes:
+    """Return an instruction of gfx90a with gfx942's number, which the decoder knows.
+
+    The five bf16 products have the numbers 0x63 to 0x67 on gfx90a and 0x5d to 0x61 since gfx942, where 0x62 to 0x68 are
+    sparse products (LLVM, VOP3PInstructions.td).
+    """
+    word = int.from_bytes(code[:4], "little")
+    if word >> 23 != 0x1A7 or not 0x63 <= word >> 16 & 0x7F <= 0x67:
+        return code
+    return (word - (6 << 16)).to_bytes(4, "little") + code[4:]
 
 
 @functools.cache

@@ -369,8 +369,13 @@ class Translator:
         if value.type == "bf16":
             value = self.emit(f"({value.code}.view(np.uint32) >> np.uint32(16)).astype(np.uint16)", "u16")
             return self.reinterpret(value, type)
-        if type not in _FLOATS and type not in _NUMPY:  # u3, u24
+        if type not in _FLOATS and type not in _NUMPY:  # u3, i24
             wide = self.reinterpret(value, _container(_bits(type)))
+            if type[0] == "i":
+                wide = self.convert(wide, _container(max(_bits(type), 32)))
+                spare = Value(_bits(wide.type) - _bits(type), "weak")
+                upper = self.binary("<<", wide, spare)
+                return self.binary(">>", self.reinterpret(upper, f"i{_bits(wide.type)}"), spare)
             return self.binary("&", wide, Value((1 << _bits(type)) - 1, wide.type))
         if value.type in _FLOATS:
             bits = _bits(value.type)
