@@ -7,16 +7,17 @@
 A heuristic is what follows from the facts of a device. What measurement found beyond that, and what a compiler refuses,
 are entries of tables: those of this machine, those shipped in `tables/`, one file for each architecture.
 
-Order: this machine's entry of the shape, the shipped entry of the shape, the shipped entry of its class of widths, the
-heuristic. `X_config` is the configuration of the kernel `X` in the same file, "X(4096, 2)" the key of its entry for one
-shape. An entry is valid for the hash of that kernel's code. Where Triton is another version, the first
-launch checks that the kernel still fits and spills nothing, and falls back to the heuristic with one warning.
+Order: this machine's table, then the shipped one, in each the entry of the heuristic's numbers before that of their
+class of widths; last the heuristic. `X_config` is the configuration of the kernel `X` in the same file, "X(4096, 2)"
+the key of its entry for the numbers 4096 and 2. An entry is valid for the hash of that kernel's code. Where Triton is
+another version, the first launch checks that the kernel still fits and spills nothing, and falls back to the heuristic
+with one warning.
 
 `config.py` says what a configuration is, `entries.py` reads tables, `choice.py` makes the choice, `search.py` measures
 and writes, and `contribution.py` checks tables before they are shipped.
 """
 
-from liger_hw.tuning.choice import CONFIGS, Refused, forget, override, refuse, tuned
+from liger_hw.tuning.choice import CONFIGS, Refused, forget, override, tuned, withdraw
 from liger_hw.tuning.config import COMPILED, HEURISTIC, LOCAL, MEASURED, SHIPPED, Config, power_of_2, row_warps
 from liger_hw.tuning.entries import (
     SHIPPED_TABLES,
@@ -46,5 +47,5 @@ __all__ = [
     "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "Refused",
     "autotuning", "bench", "cache_file", "cache_folder", "calls_within", "configurations_of", "entry_for", "forget",
     "kernel_hash", "launchable", "measured_entry", "neighbours", "override", "power_of_2", "read_own", "read_table",
-    "record", "refuse", "row_warps", "shipped_file", "tune", "tuned", "warn_once", "write_table",
+    "record", "row_warps", "shipped_file", "tune", "tuned", "warn_once", "withdraw", "write_table",
 ]  # fmt: skip

@@ -14,13 +14,14 @@ from liger_hw.tuning.config import LOCAL, SHIPPED, Config
 
 CONFIGS = {}  # name of the kernel -> tuned function, for the tools
 _overrides: dict[str, Config] = {}
-_recorded: set | None = None  # (tuned function, shape, device) of each look-up; None while nothing records
+_recorded: set | None = None  # (tuned function, numbers, device) of each look-up; None while nothing records
 
 
 def tuned(heuristic):
     """Make a heuristic the default of a configuration that tables override.
 
-    `liger_hw/tuning/__init__.py` describes heuristics, tables, and the order of the choice.
+    `liger_hw/tuning/__init__.py` describes heuristics, tables, and the order of the choice. The heuristic's arguments
+    are numbers, such as a width and an item size, and the device.
 
     Raises:
         ValueError: two modules have a heuristic of this name.
@@ -31,25 +32,25 @@ def tuned(heuristic):
 
     parameters = list(inspect.signature(heuristic).parameters)[:-1]  # the last is the device
 
-    def key(*shape) -> str:
-        return entries.key_of(name, shape)
+    def key(*numbers) -> str:
+        return entries.key_of(name, numbers)
 
-    def class_key(*shape) -> str:
-        return entries.class_key_of(name, dict(zip(parameters, shape)))
+    def class_key(*numbers) -> str:
+        return entries.class_key_of(name, dict(zip(parameters, numbers)))
 
     def kernel():
         return getattr(sys.modules[module], name)
 
     @functools.cache
-    def look_up(*shape_and_device) -> Config:
-        *shape, device = shape_and_device
-        exact = key(*shape)
-        default = replace(heuristic(*shape, device), device=device, key=exact)
+    def look_up(*numbers_and_device) -> Config:
+        *numbers, device = numbers_and_device
+        exact = key(*numbers)
+        default = replace(heuristic(*numbers, device), device=device, key=exact)
         if exact in _overrides:
             return replace(_overrides[exact], device=device)
         if AVAILABLE:
             for file, source in ((entries.cache_file(device), LOCAL), (entries.shipped_file(device), SHIPPED)):
-                for name_in_table in (exact, class_key(*shape)):
+                for name_in_table in (exact, class_key(*numbers)):
                     entry = _table(file).get(name_in_table)
                     winner = None if entry is None else _valid(entry, default, source, entries.kernel_hash(kernel()))
                     if winner is not None:
@@ -57,12 +58,12 @@ def tuned(heuristic):
         return default
 
     @functools.wraps(heuristic)
-    def config(*shape_and_device) -> Config:
+    def config(*numbers_and_device) -> Config:
         if _recorded is not None:
-            _recorded.add((config, shape_and_device[:-1], shape_and_device[-1]))
-        return look_up(*shape_and_device)
+            _recorded.add((config, numbers_and_device[:-1], numbers_and_device[-1]))
+        return look_up(*numbers_and_device)
 
-    config.heuristic = lambda *a: replace(heuristic(*a), device=a[-1])
+    config.heuristic = lambda *a: replace(heuristic(*a), device=a[-1])  # without a key: no launch uses it
     config.key, config.class_key, config.kernel, config.forget = key, class_key, kernel, look_up.cache_clear
     CONFIGS[name] = config
     return config
@@ -82,7 +83,7 @@ def forget() -> None:
 
 @contextmanager
 def recorded_lookups():
-    """Yield a set that collects each look-up in the block as (tuned function, shape, device)."""
+    """Yield a set that collects each look-up in the block as (tuned function, numbers, device)."""
     global _recorded
     before, _recorded = _recorded, set()
     try:
@@ -98,7 +99,10 @@ def being_measured() -> bool:
 
 @contextmanager
 def override(key: str, config: Config):
-    """Launch with `config` wherever a kernel looks up the configuration `key`."""
+    """Launch with `config` wherever a kernel looks up the configuration `key`.
+
+    Blocks of one key do not nest.
+    """
     _overrides[key] = config
     CONFIGS[key.partition("(")[0]].forget()
     try:
@@ -108,13 +112,13 @@ def override(key: str, config: Config):
         CONFIGS[key.partition("(")[0]].forget()
 
 
-def _valid(entry, like: Config, source: str, kernel: str) -> Config | None:
+def _valid(entry, like: Config, source: str, code_hash: str) -> Config | None:
     """Return an entry's Config; None if its code differs or a launch refused it."""
     try:
-        if entry["kernel"] != kernel:
+        if entry["kernel"] != code_hash:
             return None
         config = entries.launchable(entry, like, source)
-        return None if _name(config) in _refused else config
+        return None if _identity(config) in _withdrawn else config
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         entries.warn_once(f"ignoring a malformed {source} winner of the tuning table: {error!r}")
         return None
@@ -124,18 +128,18 @@ class Refused(Exception):
     """A table's configuration that cannot be launched: the caller asks again and gets another."""
 
 
-_refused: set[str] = set()  # winners that a launch refused, each with its key and device
+_withdrawn: set[str] = set()  # winners that a launch refused, each with its key and device
 
 
-def _name(config: Config) -> str:
+def _identity(config: Config) -> str:
     return f"{config.device.vendor}-{config.device.arch} {config.key} {json.dumps(config.to_json())}"
 
 
-def refuse(config: Config, error: Exception) -> Refused:
+def withdraw(config: Config, error: Exception) -> Refused:
     """Take a table's configuration out of use in this process; return the error to raise."""
-    _refused.add(_name(config))
+    _withdrawn.add(_identity(config))
     entries.warn_once(
-        f"ignoring the {config.source} winner {_name(config)}, which cannot be launched here: {error!r}"[:500]
+        f"ignoring the {config.source} winner {_identity(config)}, which cannot be launched here: {error!r}"[:500]
     )
     CONFIGS[config.key.partition("(")[0]].forget()
-    return Refused(_name(config))
+    return Refused(_identity(config))

@@ -75,12 +75,12 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
     if config is None:
         return ["no configuration is called so"]
     try:
-        shape = shape_of(key)
+        numbers = numbers_of(key)
     except (SyntaxError, ValueError):
         return ["its numbers are none"]
-    numbers = list(inspect.signature(config).parameters)[:-1]
-    if len(shape) != len(numbers):
-        return [f"got {len(shape)} numbers, allowed: {', '.join(numbers)}"]
+    names = list(inspect.signature(config).parameters)[:-1]
+    if len(numbers) != len(names):
+        return [f"got {len(numbers)} numbers, allowed: {', '.join(names)}"]
     if not isinstance(entry, dict):
         return [f"got {type(entry).__name__}, allowed: an object"]
     origin = entry.get("origin")
@@ -97,7 +97,7 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
     if faults:
         return faults
     try:
-        tuning.launchable(entry, config.heuristic(*shape, device), tuning.SHIPPED)
+        tuning.launchable(entry, config.heuristic(*numbers, device), tuning.SHIPPED)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         faults.append(str(error))
     times = [entry[name] for name in ("ms", "heuristic_ms") if name in entry]
@@ -109,7 +109,7 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
     return faults
 
 
-def shape_of(key: str) -> tuple:
+def numbers_of(key: str) -> tuple:
     """Return the numbers in a key; for a class of widths its power of two.
 
     Raises:

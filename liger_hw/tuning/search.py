@@ -104,7 +104,7 @@ def bench(function) -> float:
 
 
 def configurations_of(function) -> list[tuple]:
-    """List (tuned function, shape, device) of each look-up in `function()`, ordered by key."""
+    """List (tuned function, numbers, device) of each look-up in `function()`, ordered by key."""
     with choice.recorded_lookups() as lookups:
         function()
     return sorted(lookups, key=lambda item: item[0].key(*item[1]))
@@ -126,8 +126,8 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         key -> {"ms", "heuristic_ms", "candidates"}, and the whole entry of the table where a winner was kept.
     """
     report = {}
-    for config, shape, device in configurations_of(function):
-        key = config.key(*shape)
+    for config, numbers, device in configurations_of(function):
+        key = config.key(*numbers)
         if only is not None and key not in only:
             continue
         times = {}  # candidate as text -> seconds
@@ -138,9 +138,9 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 times[name] = _seconds(function, key, candidate)
             return times[name]
 
-        default = config.heuristic(*shape, device)
+        default = config.heuristic(*numbers, device)
         if seconds(default) == math.inf:  # the compiler refuses it here, and a table may have another
-            default = config(*shape, device)
+            default = config(*numbers, device)
         best, fastest = None, default
         while fastest is not best:
             best = fastest
@@ -223,7 +223,7 @@ def _call_and_tune(launches, args, repeatable: bool):
     with choice.recorded_lookups() as lookups:
         result = launches(*args)
     here = backends.detected(args[0].device)
-    chosen = {config.key(*shape): config(*shape, device) for config, shape, device in lookups if device is here}
+    chosen = {config.key(*numbers): config(*numbers, device) for config, numbers, device in lookups if device is here}
     untuned = {key for key, config in chosen.items() if config.source != LOCAL} - _tried
     if untuned:
         _tried.update(untuned)
