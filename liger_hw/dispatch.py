@@ -77,7 +77,7 @@ def op(reference):
         elif not AVAILABLE:
             reason = "the package triton is not installed"
         if dtype not in KERNEL_DTYPES and forced is None:
-            names, reason = backends.CPU.backends, "kernels would round this dtype"
+            names, reason = backends.CPU.backends, "kernels would round this dtype"  # plain torch, on any device
         else:
             names = backends.backends_for(device)
             if dtype not in KERNEL_DTYPES and "reference" not in names:
@@ -101,6 +101,7 @@ def op(reference):
         try:
             x = args[0] if args else kwargs[first]
             kind, device, dtype = type(x), x.device, x.dtype
+            # `_forced` itself, because a call of `forced()` would cost more than the look-up
             implementation = chosen.get((kind, device, dtype, backends._forced))
             if implementation is None:
                 implementation = implementations[choose(device, dtype)]
@@ -197,7 +198,7 @@ class Function(torch.autograd.Function):
                 return backward(ctx, *grads)
 
             cls.backward = staticmethod(first_order)
-        cls._node = super(torch.autograd.Function, cls).apply  # torch's in C, without that search
+        cls._node = super(torch.autograd.Function, cls).apply  # torch's in C, which searches for no wrappers
 
     @classmethod
     def apply(cls, *args):
@@ -248,7 +249,7 @@ def raw(fake=None, mutates=()):
         _library.define(name + torch.library.infer_schema(prototype, mutates_args=mutates))
 
         @functools.wraps(function)
-        def launches(*args):
+        def run_until_accepted(*args):
             while True:
                 try:
                     return function(*args)
@@ -256,14 +257,14 @@ def raw(fake=None, mutates=()):
                     pass
 
         @functools.wraps(function)
-        def run(*args):
+        def run_observed(*args):
             if hooks.observer is not None:
-                return hooks.observer(launches, args, not mutates)
-            return launches(*args)
+                return hooks.observer(run_until_accepted, args, not mutates)
+            return run_until_accepted(*args)
 
-        _library.impl(name, lambda *flat: run(*rebuild(flat)), "CompositeExplicitAutograd")
-        shapes = fake or _fakes_nothing
-        torch.library.register_fake(f"liger_hw::{name}", lambda *flat: shapes(*rebuild(flat)), lib=_library)
+        _library.impl(name, lambda *flat: run_observed(*rebuild(flat)), "CompositeExplicitAutograd")
+        empty_outputs = fake or _fakes_nothing
+        torch.library.register_fake(f"liger_hw::{name}", lambda *flat: empty_outputs(*rebuild(flat)), lib=_library)
         opaque = getattr(torch.ops.liger_hw, name).default
 
         @functools.wraps(function)
@@ -271,11 +272,11 @@ def raw(fake=None, mutates=()):
             if is_compiling() or dispatch_modes() or not is_plain(x):
                 return opaque(x, *flatten(args))
             if hooks.observer is not None:
-                return run(x, *args)
-            try:
+                return run_observed(x, *args)
+            try:  # not `run_until_accepted` at once: one call fewer
                 return function(x, *args)
             except Refused:
-                return launches(x, *args)
+                return run_until_accepted(x, *args)
             except UnreadableTensor:  # such as a gradient that torch still receives from other ranks
                 return opaque(x, *flatten(args))
 

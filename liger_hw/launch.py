@@ -31,7 +31,7 @@ def launch(kernel, grid, config, *args):
     if hooks.launch is not None:
         hooks.launch(kernel, grid, config, *args)
         return
-    known = _kernels.get(id(kernel))  # not the kernel: its hash is computed from its source
+    known = _kernels.get(id(kernel))  # a kernel's own hash is computed from its source; kernels are never freed
     if known is None:
         known = _kernels[id(kernel)] = _key_reader(kernel, len(args)), {}
     read_key, launchers = known
@@ -44,7 +44,7 @@ def launch(kernel, grid, config, *args):
     direct, by_triton = launcher
     try:
         hooked = _runtime.knobs.launch_enter_hook.calls or _runtime.knobs.launch_exit_hook.calls
-    except AttributeError:  # None, or a function in the place of Triton's chain of hooks
+    except AttributeError:  # a program has put None or a function in the place of Triton's chain of hooks
         hooked = True
     if _runtime.several_devices and index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
@@ -80,10 +80,10 @@ def _key_reader(kernel, count):
             known = f"type({name}), {name}.dtype, ({name}_ := {name}.data_ptr()) & 15{size.format(name)}"
             fact, name = f"({name}_ := None) if {name} is None else ({known})", f"{name}_"
         else:
-            # most integers fall between: telling one number of them costs half of what telling three does
+            # one fact, n & 15, for most integers, those from 2 to 2^31: three facts cost twice as much
             special = f"({name} & 15 if 1 < {name} < {2**31} else ({name} == 1, {name} & 15, {name} >> 31))"
             integer = f"{name} >> 31" if p.do_not_specialize else special
-            fact = f"{integer} if type({name}) is int else type({name})"  # None: the kernel does without
+            fact = f"{integer} if type({name}) is int else type({name})"  # of a float, or of None for an absent number
         facts.append(fact)
         values.append(name)
     names = ", ".join(p.name for p in params)
@@ -118,7 +118,7 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
         except Exception as error:  # each compiler and driver has its own; a heuristic's is a mistake of ours
             if config.source == tuning.HEURISTIC:
                 raise
-            raise tuning.refuse(config, error) from error
+            raise tuning.withdraw(config, error) from error
     if id(compiled) not in _compiled:
         _compiled[id(compiled)] = compiled
         hooks.add_kernel(compiled)

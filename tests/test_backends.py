@@ -196,10 +196,11 @@ NEWEST = max(nvidia.ARCHS, key=lambda arch: int(arch.removeprefix("sm")))
 @pytest.mark.parametrize(
     "vendor, unknown, like",
     [
-        (nvidia, "sm75", "sm80"), (nvidia, "sm87", "sm86"), (nvidia, "sm110", "sm103"), (nvidia, "sm999", NEWEST),
-        (amd, "gfx908", "gfx90a"), (amd, "gfx940", "gfx942"), (amd, "gfx1103", "gfx1100"), (amd, "gfx1152", "gfx1150"),
-        (amd, "gfx1250", "gfx1200"),
-        (intel, "ptl_h", "lnl"), (intel, "mtl", "dg2"), (intel, "unknown", "bmg"),
+        # names that no GPU has, so that a new row changes none of these
+        (nvidia, "sm10", "sm80"), (nvidia, "sm85", "sm80"), (nvidia, "sm999", NEWEST),
+        (amd, "gfx90f", "gfx90a"), (amd, "gfx94f", "gfx942"), (amd, "gfx110f", "gfx1100"), (amd, "gfx115f", "gfx1150"),
+        (amd, "gfx12ff", "gfx1200"),
+        *((intel, arch, like) for arch, (like, _) in intel.RELATIVES.items()), (intel, "unknown", "bmg"),
     ],
 )  # fmt: skip
 def test_the_nearest_of_unknown_architectures(vendor, unknown, like):
@@ -209,9 +210,9 @@ def test_the_nearest_of_unknown_architectures(vendor, unknown, like):
 @pytest.mark.parametrize(
     "make, device, arch, like",
     [
-        (lambda patch: an_nvidia(patch, 11, 0, name="Thor"), GPU, "sm110", "sm103"),
-        (lambda patch: an_amd(patch, "gfx1152:xnack-", 32, 8), GPU, "gfx1152", "gfx1150"),
-        (lambda patch: an_intel(patch, "ptl_h"), torch.device("xpu", 0), "ptl_h", "lnl"),
+        (lambda patch: an_nvidia(patch, 8, 5, name="none"), GPU, "sm85", "sm80"),
+        (lambda patch: an_amd(patch, "gfx115f:xnack-", 32, 8), GPU, "gfx115f", "gfx1150"),
+        (lambda patch: an_intel(patch, "unknown"), XPU, "unknown", "bmg"),
     ],
     ids=["nvidia", "amd", "intel"],
 )

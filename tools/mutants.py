@@ -117,6 +117,12 @@ MUTANTS = {
         ),
         ("gradient of a first gate not multiplied by x", "du * x * slope", "du * slope"),
         (
+            "weight gradient of values that are not rounded",
+            '(normed if CASTING == "gemma" else rounded(normed, dtype))',
+            "normed",
+        ),
+        ("a gate's gradient of values that are not rounded", "dgate = dy * _weighted(", "dgate = dy * before_weight("),
+        (
             "not rounded before a modulation",
             'if CASTING != "gemma" or ACTIVATION == "modulation"',
             'if CASTING != "gemma"',
@@ -135,6 +141,12 @@ MUTANTS = {
     "dyt": [
         ("slope of tanh", "4.0 * e * q * q", "4.0 * e * q"),
         ("cancels near zero", "tl.where(square < 0.09, series,", "tl.where(square < 0.0, series,"),
+    ],
+    "causal_conv1d": [
+        ("a sequence sees the one before", "if (row == boundary) | (number != previous):\n", "if row == boundary:\n"),
+        ("a gradient ends with its program", "tl.where(first < end, end + SIZE - 1, first)", "end"),
+        ("a token counted twice", "own = tl.where(row < end, ds, 0.0)", "own = ds"),
+        ("a final state without a gradient", "if DFINAL is not None:", "if DFINAL is not None and SIZE < 0:"),
     ],
     "poly_norm": [
         ("slope of the third power", "3.0 * square * (dy", "2.0 * square * (dy"),

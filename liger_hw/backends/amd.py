@@ -91,7 +91,7 @@ def owns(device: torch.device) -> bool:
 def nearest(arch: str) -> Device:
     """Return the architecture with a name as long as `arch` and the longest common beginning.
 
-    So gfx1250, whose waves have 32 lanes, gets the facts of gfx1200, a Radeon.
+    So an unknown GPU of gfx12, whose waves have 32 lanes, gets the facts of gfx1200, a Radeon.
     """
 
     def common_letters(known: str) -> int:

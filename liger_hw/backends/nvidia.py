@@ -13,7 +13,10 @@ LAUNCHER_SHORTCUT = True
 KiB, MiB = 1024, 1024 * 1024
 
 
-def _row(arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, bandwidth, in_matrix=True, **same_code):
+def _row(
+    arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, bandwidth, in_matrix=True, grouped_mm=False,
+    **same_code,
+):  # fmt: skip
     core = Core(
         # 65,536 registers a core: 16,384 a scheduler, 512 a lane; allocated in steps of 256 a warp, 8 a lane
         schedulers=4, registers=512, granule=8, warps=core_threads // 32 // 4, programs=programs,
@@ -23,25 +26,26 @@ def _row(arch, cards, num_cores, shared_kib, core_threads, programs, l2_mib, ban
     device = Device(
         "nvidia", arch, 32, num_cores, shared_kib * KiB, registers=64, max_threads=1024, core_threads=core_threads,
         l2=l2_mib * MiB, bandwidth=bandwidth, async_copy=True, tf32=True,
-        grouped_mm=arch in ("sm90", "sm100", "sm103"), core=core,  # `_scaled_mm_allowed_device` of torch's GroupedBlas
+        grouped_mm=grouped_mm, core=core,
     )  # fmt: skip
     return Architecture(device, cards, in_matrix, {"ttir": "nvidia"} | same_code)
 
 
 # Limits from CUDA's arch_traits.h and occupancy calculator, cards from NVIDIA's product pages; cores, L2 and bandwidth
-# of the part in the comment. The first row serves the bare name "nvidia" where no NVIDIA GPU is present.
+# of the part in the comment; grouped_mm from `_scaled_mm_allowed_device` of torch's GroupedBlas. The first row serves
+# the bare name "nvidia" where no NVIDIA GPU is present.
 # fmt: off
 ROWS = (
-    #    arch    cards                   cores shared threads programs   L2  GB/s  same code as, by stage
-    #                                             KiB  a core   a core  MiB
-    _row("sm90", "H200, H100, GH200",      132,  227,   2048,      32,  50, 4800, ttgir="sm80"),  # H200 (H100: 3350)
-    _row("sm80", "A100, A30",              108,  163,   2048,      32,  40, 2039, ttgir="sm80"),  # A100 80 GB
-    _row("sm86", "RTX 30, A6000, A40, A10", 84,   99,   1536,      16,   6,  768, ttgir="sm80", ptx="sm86"),  # A6000
-    _row("sm89", "RTX 40, L40S, L4",       128,   99,   1536,      24,  72, 1008, ttgir="sm80", ptx="sm86"),  # RTX 4090
-    _row("sm100", "B200, GB200",           148,  227,   2048,      32, 126, 8000, ttgir="sm100"),  # B200
-    _row("sm103", "B300, GB300",           148,  227,   2048,      32, 126, 8000, in_matrix=False),  # B300
-    _row("sm120", "RTX 50, RTX PRO 6000",  170,   99,   1536,      24,  96, 1792, ttgir="sm100"),  # RTX 5090
-    _row("sm121", "GB10 (DGX Spark)",       48,   99,   1536,      24,  24,  273, in_matrix=False),  # GB10
+    #    arch    cards                   cores shared  threads,   L2  GB/s  same code as, by stage
+    #                                             KiB  programs  MiB
+    _row("sm90", "H200, H100, GH200",      132,  227,   2048,  32,  50, 4800, grouped_mm=True, ttgir="sm80"),  # H200
+    _row("sm80", "A100, A30",              108,  163,   2048,  32,  40, 2039, ttgir="sm80"),  # A100 80 GB
+    _row("sm86", "RTX 30, A6000, A40, A10", 84,   99,   1536,  16,   6,  768, ttgir="sm80", ptx="sm86"),  # A6000
+    _row("sm89", "RTX 40, L40S, L4",       128,   99,   1536,  24,  72, 1008, ttgir="sm80", ptx="sm86"),  # RTX 4090
+    _row("sm100", "B200, GB200",           148,  227,   2048,  32, 126, 8000, grouped_mm=True, ttgir="sm100"),  # B200
+    _row("sm103", "B300, GB300",           148,  227,   2048,  32, 126, 8000, grouped_mm=True, in_matrix=False),  # B300
+    _row("sm120", "RTX 50, RTX PRO 6000",  170,   99,   1536,  24,  96, 1792, ttgir="sm100"),  # RTX 5090
+    _row("sm121", "GB10 (DGX Spark)",       48,   99,   1536,  24,  24,  273, in_matrix=False),  # GB10
 )
 # fmt: on
 ARCHS = {row.device.arch: row.device for row in ROWS}

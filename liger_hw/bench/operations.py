@@ -173,7 +173,7 @@ class Subject:
 
     def __init__(self, function, inputs):
         self.function, self.inputs = function, inputs
-        self.leaves = [x for x in inputs if x.requires_grad]
+        self.leaves = [x for x in inputs if x is not None and x.requires_grad]
         self.grads = None
         self.retained = None
 

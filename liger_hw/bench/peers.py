@@ -59,6 +59,16 @@ def _compile(case):
     return torch.compile(_eager(case), dynamic=False)
 
 
+def _conv1d(x, weight, bias=None, input_gate=None, output_gate=None, activation=None):
+    """Convolve as transformers' models do without the package causal_conv1d."""
+    u = x if input_gate is None else input_gate * x
+    taps = weight.shape[1]
+    y = F.conv1d(u.transpose(1, 2), weight[:, None], bias, padding=taps - 1, groups=len(weight))
+    y = y[..., : x.shape[1]].transpose(1, 2)
+    y = y if activation is None else F.silu(y)
+    return y if output_gate is None else output_gate * y
+
+
 def _torch(case):
     def columns(x):
         return x.shape[-1:]
@@ -67,6 +77,7 @@ def _torch(case):
         "rms_norm": lambda x, w: F.rms_norm(x, columns(x), w, 1e-6),
         "layer_norm": lambda x, w, b: F.layer_norm(x, columns(x), w, b, 1e-6),
         "group_norm": lambda x, w, b: F.group_norm(x, case.options["num_groups"], w, b),
+        "causal_conv1d": partial(_conv1d, **case.options),
         "softmax": lambda x: F.softmax(x, -1),
         "cross_entropy": F.cross_entropy,
         "fused_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),

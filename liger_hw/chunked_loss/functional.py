@@ -20,9 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_pair")  # whose label_smoothing liger_fused_linear_dpo reads
-
-
 def _with_metrics(output):
     """Split a preference loss's output into (loss, tuple of the metrics)."""
     loss, *metrics = output
@@ -65,7 +62,8 @@ def liger_fused_linear_dpo(
     check_dpo_options(loss_type, label_smoothing)
     ref = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     options = {"discopop": {"tau": discopop_tau}, "bco_pair": {"delta": 0.0}}.get(loss_type, {})
-    label_smoothing = label_smoothing if loss_type in SMOOTHED else 0.0
+    smooths = PAIR_LOSSES[loss_type].smooths and loss_type != "sigmoid"  # liger_kernel's ignores it there
+    label_smoothing = label_smoothing if smooths else 0.0
     return _with_metrics(
         preference_loss(
             _input, weight, target, bias, loss_type, beta, label_smoothing, alpha if compute_nll_loss else 0.0,

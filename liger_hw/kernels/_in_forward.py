@@ -18,13 +18,19 @@ def scale_gradients_config(device):
 
 @triton.jit
 def _scale(X, size, dloss, BLOCK: tl.constexpr):
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
+    # whole blocks without a mask: under a mask of any size the accesses of bf16 have 2 bytes instead of 16
+    whole = size // BLOCK * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, whole, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
+        tl.store(X + at, tl.load(X + at).to(tl.float32) * dloss)
+    TAIL: tl.constexpr = BLOCK // 8
+    for start in range(whole + tl.program_id(0) * TAIL, size, tl.num_programs(0) * TAIL):
+        at = start + tl.arange(0, TAIL)
         x = tl.load(X + at, at < size, other=0.0).to(tl.float32)
         tl.store(X + at, x * dloss, at < size)
 
 
-@triton.jit(do_not_specialize=["x_size"])
+@triton.jit(do_not_specialize=["x_size", "w_size", "b_size"])
 def scale_gradients(DLOSS, DX, DW, DB, x_size, w_size, b_size, BLOCK: tl.constexpr):
     dloss = tl.load(DLOSS).to(tl.float32)
     if dloss != 1.0:

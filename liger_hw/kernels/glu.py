@@ -251,6 +251,7 @@ def glu_backward(
 def _launch(kernel, find_config, activation, *tensors):
     """Launch `kernel` over tensors of one shape; the first exists, the others may be None."""
     first = tensors[0]
+    # A width of 4,096 fills any tile (at most 4,096 bytes a tensor), so all larger widths share a configuration.
     if all(x is None or x.is_contiguous() for x in tensors):
         rows, cols, strides, width = 1, first.numel(), [0] * len(tensors), 4096
     else:

@@ -72,9 +72,8 @@ def _(x, weight, bias, *options, **named):
 
 @tuned
 def poly_norm_forward_config(cols, itemsize, device):
-    return norm_forward_config(
-        cols, device, rows_live=2
-    )  # x and its powers: with 1, 24,576 columns spill (compiled for sm90)
+    # two rows: x and its powers; with one, 24,576 columns spill (compiled for sm90)
+    return norm_forward_config(cols, device, rows_live=2)
 
 
 @tuned

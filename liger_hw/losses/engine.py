@@ -36,6 +36,7 @@ def plan_of(chunk_memory, x, *tensors, accum_dtype=None):
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     if traced(x, *tensors) or x.numel() == 0:
         return None
+    # of any loss of a head: all have the same backends
     backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
     return None if backend == "reference" else Plan(chunk_memory, backend != "cpu", accum_dtype is not None)
 

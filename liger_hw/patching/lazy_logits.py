@@ -39,7 +39,6 @@ class Source:
         recording: whether the model's forward still runs. Later steps compute at once: a program that divides the
             logits and reads the quotient after the optimizer's step gets the logits of this forward.
         by_products: the other results of the loss, by name.
-        access: the `Access` by which nodes of the graph reach this Source.
     """
 
     def __init__(self, hidden, weight, bias, learns):
@@ -48,8 +47,19 @@ class Source:
         self.autocast_dtype = autocast_dtype(hidden.device.type)
         self.recording = True
         self.by_products = {}
-        self.access = Access(self)
+        self._access = lambda: None
         self._seen = [_fingerprint(t) for t in self.tensors]
+
+    @property
+    def access(self):
+        """Return the `Access` by which nodes of the graph reach this Source.
+
+        They alone own it: an `Access` that keeps its Source would make a circle. Its hidden states and gathered weight
+        would stay until Python's collector runs: under FSDP2, whose hooks ask for the logits' gradient, for steps.
+        """
+        access = self._access() or Access(self)
+        self._access = weakref.ref(access)
+        return access
 
     def check_unchanged(self):
         """Raise a RuntimeError if the head's tensors have changed since the forward.

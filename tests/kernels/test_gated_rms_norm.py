@@ -1,9 +1,11 @@
+import itertools
+
 import pytest
 import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.gated_rms_norm import gated_rms_norm, modulated_rms_norm
+from liger_hw.kernels.gated_rms_norm import GATED_CASTING_MODES, gated_rms_norm, modulated_rms_norm
 from liger_hw.kernels.rms_norm import CASTING_MODES
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
@@ -11,8 +13,11 @@ from liger_hw.testing.parity import check, compare, run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [gated_rms_norm, modulated_rms_norm]
-FORMS = [
-    {}, {"gate_first": True, "group_size": 64}, {"activation": "sigmoid", "casting_mode": "gemma"}
+ROUNDED = [torch.float16] if interpreting() else DTYPES[1:]  # the interpreter truncates to bf16
+FORMS = [  # both activations and both widths of a group among them
+    {"casting_mode": mode, "gate_first": first, "activation": "sigmoid" if mode == "gemma" else "silu",
+     "group_size": 64 if first else None}
+    for mode, first in itertools.product(GATED_CASTING_MODES, (False, True))
 ]  # fmt: skip
 
 
@@ -30,7 +35,7 @@ def nearly_all_equal(found, expected):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)  # it truncates to bf16
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_rounding_order_of_a_gate(form, dtype, backend, device):
     torch.manual_seed(0)
     x, gate, w = (torch.randn(*shape, dtype=dtype, device=device) for shape in ((64, 256), (64, 256), (256,)))
@@ -39,8 +44,28 @@ def test_rounding_order_of_a_gate(form, dtype, backend, device):
     nearly_all_equal(found, gated_rms_norm.reference(x, gate, w, **form))
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form["casting_mode"] != "gemma"], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_rounding_order_of_the_gradients(form, dtype, backend, device):
+    """One row, whose gradients of an fp32 weight and, after the norm, of an fp32 gate are products without a sum."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4096, dtype=dtype, device=device)
+    w = torch.ones(4096, device=device, requires_grad=True)
+    if form["gate_first"]:
+        gate, learning = torch.randn(1, 4096, device=device), [w]
+    else:  # silu(32) is 32 and its slope 1 in fp32, so that only the row is rounded
+        gate = torch.full((1, 4096), 32.0, device=device, requires_grad=True)
+        learning = [w, gate]
+    grads = []
+    for op in (gated_rms_norm, gated_rms_norm.reference):
+        with use_backend(backend if op is gated_rms_norm else None):
+            grads.append(torch.autograd.grad(op(x, gate, w, **form).sum(), learning))
+    for found, expected in zip(*grads, strict=True):
+        nearly_all_equal(found, expected)
+
+
 @pytest.mark.parametrize("casting_mode", CASTING_MODES)
-@pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_rounding_order_of_a_modulation(casting_mode, dtype, backend, device):
     torch.manual_seed(0)
     x, w, scale, shift = (

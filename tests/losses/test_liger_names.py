@@ -16,6 +16,7 @@ from liger_hw.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_hw.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
 from liger_hw.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_hw.losses.policy import OBJECTIVES
+from liger_hw.losses.preference_formulas import PAIR_LOSSES
 from liger_hw.testing.inputs import log_probs, randn
 from liger_hw.transformers import LigerFusedLinearJSD, LigerJSD, LigerKLDIVLoss, LigerTVDLoss, triton_grpo_loss
 
@@ -77,6 +78,15 @@ def equal(found, expected):
     assert isinstance(beside, (tuple, list)) and len(beside) == len(expected) - 1
     for a, b in zip((loss, *beside), expected):
         torch.testing.assert_close(a.float(), b.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", [name for name, formula in PAIR_LOSSES.items() if formula.smooths])
+def test_the_smoothing_of_dpo(loss_type, device):
+    """Each loss with a smoothing takes it, except that liger_kernel's "sigmoid" ignores it."""
+    (x, w, b), ref, labels = answers_case(device=device)
+    dpo = modules.LigerFusedLinearDPOLoss(beta=0.3, loss_type=loss_type, label_smoothing=0.1, use_ref_model=False)
+    expected = whole(loss_type, labels, False, 0.0, 0.3, 0.0 if loss_type == "sigmoid" else 0.1)(x, w, b)
+    equal(dpo(w, x, labels, b), expected)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5])

@@ -13,7 +13,7 @@ from liger_hw import (
 )
 from liger_hw.losses.distillation import SOFT_LOSSES
 from liger_hw.losses.policy import OBJECTIVES
-from liger_hw.losses.preference import preference_loss
+from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES
 
 MODULES = {
@@ -57,3 +57,16 @@ def test_the_page_lists_every_loss():
     for name in SOFT_LOSSES[:-1]:
         (paper,) = re.findall(r"arXiv:[0-9.]+[0-9](?: eq. [0-9.]*[0-9])?", lines[name])
         assert paper.split()[0].removeprefix("arXiv:") in losses.distillation.distillation_loss.__doc__
+
+
+@pytest.mark.parametrize(
+    "function, formulas", [(preference_loss, PAIR_LOSSES), (unpaired_preference_loss, UNPAIRED_LOSSES)]
+)
+def test_the_docstring_names_what_a_loss_type_takes(function, formulas):
+    """The docstring names each loss type with a smoothing, an option, or a loss of the whole batch."""
+    documentation = " ".join(function.__doc__.split())
+    for name, formula in formulas.items():
+        if formula.smooths or formula.whole_batch:
+            assert f'"{name}"' in documentation
+        for option in formula.options:
+            assert f'`{option}` of "{name}"' in documentation

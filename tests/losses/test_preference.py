@@ -139,14 +139,20 @@ def test_chunks_change_nothing(loss_type, memory, dtype, engine, device):
     hold(whole(loss_type, labels, average, 1.0), fused(loss_type, labels, average, 1.0, memory), inputs, dtype)
 
 
+# Each published loss of one answer, from its log-ratio a, sign y, beta and the reference point p.
+PUBLISHED_UNPAIRED = {
+    "kto": lambda a, y, b, p: 1 - torch.sigmoid(b * (a - p) * y),
+    "bco": lambda a, y, b, p: -log_sigmoid((b * a - p) * y),
+}
+POINT_OPTIONS = {"kto": "kl", "bco": "delta"}  # name of the option that gives the reference point
+
+
 def whole_unpaired(loss_type, labels, preferred, beta=0.3, point=0.2):
     def function(x, w, b, *ref):
         policy = answers_of(x, w, labels, b, False)
         ratio = policy - (answers_of(ref[0], ref[1], labels, ref[2], False) if ref else 0)
-        if loss_type == "kto":
-            losses = [1 - torch.sigmoid(beta * (l - point) * (1 if p else -1)) for l, p in zip(ratio, preferred)]  # noqa: E741
-        else:
-            losses = [-log_sigmoid((beta * l - point) * (1 if p else -1)) for l, p in zip(ratio, preferred)]  # noqa: E741
+        signs = [1 if p else -1 for p in preferred]
+        losses = [PUBLISHED_UNPAIRED[loss_type](a, y, beta, point) for a, y in zip(ratio, signs)]
         logits = F.linear(x.double(), w.double(), b.double()).sum((1, 2))
         sums = [(v * g).sum() for v in (policy, logits, beta * ratio) for g in (preferred, ~preferred)]
         return torch.stack(losses).mean(), *sums
@@ -161,7 +167,7 @@ def test_unpaired(loss_type, memory, dtype, engine, device):
     supported(dtype, engine)
     (x, w, b), ref, labels = case(5, 5, device=device)  # as many answers as positions
     preferred = torch.tensor([True, False, True, True, False], device=device)
-    point = {"kto": {"kl": 0.2}, "bco": {"delta": 0.2}}[loss_type]
+    point = {POINT_OPTIONS[loss_type]: 0.2} if loss_type in POINT_OPTIONS else {}
 
     def function(x, w, b, *ref):
         ref = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
@@ -249,10 +255,9 @@ def test_extreme_logits_of_single_answers(loss_type, engine, device):
         preferred = torch.tensor([True, False], device=device)
         loss = unpaired_preference_loss(x, w, labels, preferred, None, loss_type, 1e-3).loss
         loss.backward()
-        reward = -20 * labels[:, 0].double() * torch.tensor([1, -1], device=device)
-        point = -10 if loss_type == "bco" else 0
-        shifted = reward - point * torch.tensor([1, -1], device=device)
-        expected = 1 - torch.sigmoid(shifted) if loss_type == "kto" else -log_sigmoid(shifted)
+        point = -10 if loss_type == "bco" else 0  # bco's default is the mean reward
+        log_ratio, signs = -2e4 * labels[:, 0].double(), torch.tensor([1, -1], device=device)
+        expected = PUBLISHED_UNPAIRED[loss_type](log_ratio, signs, 1e-3, point)
         torch.testing.assert_close(loss.double(), expected.mean(), rtol=1e-5, atol=0)
         assert x.grad.isfinite().all() and w.grad.isfinite().all()
 

@@ -532,6 +532,24 @@ def test_a_loss_alone_keeps_no_hidden_states():
     assert hidden.grad is not None
 
 
+@pytest.mark.parametrize("hook", [False, True])
+def test_nothing_waits_for_the_collector(hook):
+    """Hidden states and the head's weight go with the graph, also after something asked for the logits' gradient."""
+    head = torch.nn.Linear(8, 12)
+    logits = HeadFunction.apply(torch.randn(10, 8, requires_grad=True) * 2, head.weight, head.bias)
+    source = weakref.ref(logits.cell.source)
+    if hook:  # as FSDP2 does
+        logits.register_hook(lambda grad: None)
+    gc.disable()
+    try:
+        loss = torch.nn.functional.cross_entropy(logits, torch.arange(10))
+        loss.backward()
+        del logits, loss
+        assert source() is None
+    finally:
+        gc.enable()
+
+
 def test_saving(tmp_path):
     plain, patched, inputs = _models()
     outs = [tiny.call(model, **inputs) for model in (plain, patched)]

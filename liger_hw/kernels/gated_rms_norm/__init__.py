@@ -30,7 +30,7 @@ from liger_hw.spelling import check_known
 
 __all__ = ["gated_rms_norm", "modulated_rms_norm"]
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+GATE_ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 GATED_CASTING_MODES = ("llama", "gemma")
 
 
@@ -45,7 +45,7 @@ def _validate_gated(x, gate, weight, activation, casting_mode, group_size):
     _validate(x, weight)
     like = gate.shape == x.shape and gate.is_floating_point() and gate.device == x.device
     check(like, "gate", gate, f"floating point of shape {tuple(x.shape)} on {x.device}")
-    check_known("activation", activation, ACTIVATIONS)
+    check_known("activation", activation, GATE_ACTIVATIONS)
     check_known("casting_mode", casting_mode, GATED_CASTING_MODES)
     divides = group_size is None or group_size > 0 and x.shape[-1] % group_size == 0
     check(divides, "group_size", group_size, f"a divisor of the {x.shape[-1]} columns of x, or None")
@@ -90,18 +90,18 @@ def gated_rms_norm(
         ValueError: `gate` or `weight` does not fit `x`, `group_size` does not divide C, or an option is unknown.
     """
     _validate_gated(x, gate, weight, activation, casting_mode, group_size)
-    factor = ACTIVATIONS[activation](widen(gate))
+    factor = GATE_ACTIVATIONS[activation](widen(gate))
     y = widen(x) * factor if gate_first else widen(x)
     if group_size is not None:
         y = y.unflatten(-1, (-1, group_size))
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     y = y if group_size is None else y.flatten(-2)
-    if casting_mode == "llama":
+    if casting_mode != "gemma":
         y = widen(y.to(x.dtype))
     y = y if weight is None else widen(weight) * y
     if gate_first:
         return y.to(x.dtype)
-    if casting_mode == "llama":
+    if casting_mode != "gemma":
         y = widen(y.to(x.dtype))
     return (y * factor).to(x.dtype)
 

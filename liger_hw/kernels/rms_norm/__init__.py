@@ -68,7 +68,7 @@ def rms_norm(
     wide = widen(x)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = widen(y.to(x.dtype)) if casting_mode == "llama" else y
+        y = y if casting_mode == "gemma" else widen(y.to(x.dtype))
         y = y * (widen(weight) + offset)
     return y.to(x.dtype)
 

@@ -1,0 +1,555 @@
+r"""Compute a short causal convolution of each channel, as LFM2, Mamba-2 and Qwen3-Next do.
+
+    u_t = b_t x_t                                       b and c: the gates of LFM2, 1 without them
+    s_t = sum over k < K of w_(K-1-k) u_(t-k) + bias    u of the initial states where t < k, 0 in another sequence
+    y_t = c_t f(s_t)                                    f: silu, or nothing; rounded once
+
+    ds_t = dy_t c_t f'(s_t),    du_t = sum over k < K of w_(K-1-k) ds_(t+k) + gradient of the final state u_t
+    dx_t = du_t b_t,  db_t = du_t x_t,  dc_t = dy_t f(s_t)
+    dw_(K-1-k) = sum over t of ds_t u_(t-k),  dbias = sum over t of ds_t
+
+Letters: N values of x, K taps, G gates. Traffic: forward reads x and the gates and writes y ((2 + G) N); backward reads
+x, the gates and dy and writes the gradients of x and the gates ((3 + 2 G) N), plus fp32 partial sums of a fixed number
+of programs. Both are bound by memory. A program has a block of channels and consecutive tokens: it reads each once, and
+keeps the last K - 1 tokens and their unfinished gradients in registers. It reads K - 1 tokens of each neighbour, too.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._math import (
+    activated,
+    activated_with_slope,
+    empty_partials,
+    empty_rows,
+    in_order,
+    in_row,
+    load_parameter,
+    programs_for_blocks,
+    reduce_partials,
+    rows_and_cols,
+    rows_of,
+)
+from liger_hw.launch import launch
+from liger_hw.spelling import check_known
+from liger_hw.tuning import Config, power_of_2, tuned
+
+ACTIVATIONS = ("silu",)
+
+
+def _validate(x, weight, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states):
+    check(x.ndim == 3 and x.is_floating_point(), "x", x, "floating point (batch, tokens, channels)")
+    batch, tokens, channels = x.shape
+    fits = weight.ndim == 2 and weight.shape[0] == channels and 2 <= weight.shape[1] <= 4 and weight.device == x.device
+    check(
+        fits, "weight", weight, f"2 to 4 taps for each channel of x, ({channels}, 2) to ({channels}, 4), on its device"
+    )
+    if bias is not None:
+        fits = bias.shape == (channels,) and bias.device == x.device
+        check(fits, "bias", bias, "one value for each channel of x, on its device")
+    for name, gate in (("input_gate", input_gate), ("output_gate", output_gate)):
+        if gate is not None:
+            check((gate.shape, gate.dtype, gate.device) == (x.shape, x.dtype, x.device), name, gate, x)
+    if initial_states is not None:
+        states = batch, channels, weight.shape[1] - 1
+        fits = (tuple(initial_states.shape), initial_states.dtype, initial_states.device) == (states, x.dtype, x.device)
+        check(fits, "initial_states", initial_states, f"{x.dtype} of shape {states} on {x.device}")
+    if seq_idx is not None:
+        fits = seq_idx.shape == (batch, tokens) and seq_idx.device == x.device
+        fits = fits and seq_idx.dtype in (torch.int32, torch.int64)
+        check(fits, "seq_idx", seq_idx, f"int32 or int64 of shape {(batch, tokens)} on {x.device}")
+        alone = initial_states is None and not return_final_states
+        check(
+            alone, "seq_idx", seq_idx, "None with initial_states or return_final_states, which hold one sequence a row"
+        )
+    if activation is not None:
+        check_known("activation", activation, ACTIVATIONS)
+
+
+@op
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, input_gate: torch.Tensor | None = None,
+    output_gate: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None, activation: str | None = None, return_final_states: bool = False,
+):  # fmt: skip
+    """Convolve each channel with its own taps over the last tokens of its sequence.
+
+    y = output_gate * activation(conv(input_gate * x) + bias), in fp32, rounded once; LFM2's unfused module also rounds
+    each product and sum. The argument names are those of the package causal_conv1d, which has no gates.
+
+    Args:
+        x: (batch, tokens, channels), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16
+            and bf16. Pass `x.transpose(1, 2)` of a tensor (batch, channels, tokens): it is read in place if its
+            channels are adjacent in memory, as in transformers' models; others are copied.
+        weight: (channels, taps) with 2 to 4 taps, any floating dtype; the last tap multiplies the token itself.
+        bias: (channels,), any floating dtype, or None.
+        input_gate: like `x`, or None; multiplies it before the convolution.
+        output_gate: like `x`, or None; multiplies the result.
+        initial_states: (batch, channels, taps - 1) in `x.dtype`, the gated inputs of the tokens before the first, or
+            None for zeros.
+        seq_idx: (batch, tokens), int32 or int64: the sequence of each token in a packed row. A sequence begins where
+            the number changes, and nothing before it counts. A token with a negative number is padding: its result and
+            gradient are 0. None: one sequence a row.
+        activation: "silu" or None.
+        return_final_states: also return the gated inputs of the last tokens, rounded to `x.dtype`: the initial states
+            of the tokens that follow.
+
+    Returns:
+        Like `x`, contiguous; or that and (batch, channels, taps - 1) in `x.dtype`.
+
+    Raises:
+        ValueError: an argument does not fit `x`, `weight` has another number of taps, `activation` is unknown, or
+            states are given or asked for beside `seq_idx`.
+    """
+    _validate(x, weight, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states)
+    tokens, before = x.shape[1], weight.shape[1] - 1
+    u = widen(x) if input_gate is None else widen(x) * widen(input_gate)
+    if initial_states is None:
+        u = F.pad(u, (0, 0, before, 0))
+    else:
+        u = torch.cat([widen(initial_states).transpose(1, 2), u], 1)
+    s = 0.0 if bias is None else widen(bias)
+    if seq_idx is not None:
+        first = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (min(tokens, 1), 0))
+        sequence = F.pad(first.cumsum(1), (before, 0), value=-1)
+    for tap in range(before + 1):
+        term = u[:, tap : tap + tokens]
+        if seq_idx is not None:
+            same = sequence[:, tap : tap + tokens] == sequence[:, before:]
+            term = torch.where(same[..., None], term, 0.0)
+        s = s + widen(weight[:, tap]) * term
+    y = s if activation is None else F.silu(s)
+    y = y if output_gate is None else y * widen(output_gate)
+    y = y if seq_idx is None else torch.where(seq_idx[..., None] < 0, 0.0, y)
+    y = y.to(x.dtype)
+    if not return_final_states:
+        return y
+    states = None if initial_states is None else initial_states.transpose(1, 2)
+    return y, _final_states(x, input_gate, states, before).transpose(1, 2)
+
+
+def _final_states(x, input_gate, initial_states, size):
+    """Return the last `size` gated inputs (batch, size, channels); so are the initial states."""
+    start = max(x.shape[1] - size, 0)
+    state = x[:, start:]
+    if input_gate is not None:
+        state = (widen(state) * widen(input_gate[:, start:])).to(x.dtype)
+    earlier = x.new_zeros(len(x), size, x.shape[2]) if initial_states is None else initial_states
+    return torch.cat([earlier[:, state.shape[1] :], state], 1)
+
+
+causal_conv1d.shards(
+    x="b T c", weight="c K", bias="c", input_gate="b T c", output_gate="b T c", initial_states="b c S", seq_idx="b T",
+    returns=("x", "b c S"),
+)  # fmt: skip
+
+
+@causal_conv1d.cost
+def _(x, weight, bias=None, input_gate=None, output_gate=None, initial_states=None, *options, **named):
+    once = sum(p.nbytes for p in (weight, bias, initial_states) if p is not None)
+    gates, taps = sum(gate is not None for gate in (input_gate, output_gate)), weight.shape[1]
+    flops = 2 * taps + gates + 5, 6 * taps + 3 * gates + 10
+    return Cost(
+        (2 + gates) * x.nbytes + once, (3 + 2 * gates) * x.nbytes + 2 * once, *(count * x.numel() for count in flops)
+    )  # fmt: skip
+
+
+@tuned
+def causal_conv1d_forward_config(cols, itemsize, tensors, device):
+    return _part(cols, itemsize, tensors, 10, device)
+
+
+@tuned
+def causal_conv1d_backward_config(cols, itemsize, tensors, device):
+    return _part(cols, itemsize, tensors, 20, device)
+
+
+def _part(cols, itemsize, tensors, each, device):
+    """Return the configuration of one warp: a block of channels, and tokens to load ahead.
+
+    A lane reads 16 bytes, and needs 60 registers and `each` for a channel; all programs run at once. Twice the bytes
+    that the bandwidth needs are in flight, but at most 128 a lane.
+    """
+    # single values of 16 bits take a register each: at odd widths 8 channels with gates spill (compiled for sm90)
+    lane = 4 if cols % 8 else 16 // itemsize
+    if device.core is None:  # a lane has no more registers where fewer run
+        lane = min(lane, device.registers // 32)
+    programs = device.registers * device.max_threads // ((60 + each * lane) * device.warp_size)
+    block = min(power_of_2(cols), lane * device.warp_size)
+    step = programs * device.warp_size * lane * itemsize * tensors
+    ahead = min(power_of_2(-(-2 * device.bytes_in_flight // step)), power_of_2(8 // tensors + 1) // 2)
+    return Config({"ROWS": ahead, "COLS": block}, num_warps=1, programs=programs)
+
+
+@triton.jit
+def _own_part(rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return this program's number, columns, their mask, first and end row.
+
+    Programs of the same columns are numbered from 0.
+    """
+    BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
+    col = tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :]
+    program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
+    part = ((rows + ROWS - 1) // ROWS + programs - 1) // programs * ROWS
+    return program, col, in_row(col, cols, COLS), program * part, tl.minimum(program * part + part, rows)
+
+
+@triton.jit
+def _next_start(row, length):
+    """Return the first row of a batch entry, from `row` on.
+
+    Loops compare rows with it. A count of tokens that returns to 0 fails on AMD: Triton 3.6 folds its comparison with
+    0 into true (seen in the code for gfx942).
+    """
+    return (row + length - 1) // length * length
+
+
+@triton.jit
+def _within(there, row, first, end):
+    """Return the mask `there` for a row from `first` to `end`, else an empty one."""
+    row = tl.full((1, 1), row, tl.int32)  # Triton's interpreter makes integers of a scalar condition
+    return there & (row >= first) & (row < end)
+
+
+@triton.jit
+def _load_row(P, row, stride, col, mask):
+    """Load the columns of a row; return 1 without P."""
+    if P is not None:
+        return tl.load(P + tl.cast(row, tl.int64) * stride + col, mask, other=0.0)
+    else:
+        return tl.full((1, 1), 1.0, tl.float32)
+
+
+@triton.jit
+def _load_taps(W, col, there, cols: tl.constexpr, SIZE: tl.constexpr):
+    taps = ()
+    for k in tl.static_range(SIZE):
+        taps = taps + (tl.load(W + k * cols + col, there, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, COLS: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros = zeros + (tl.zeros((1, COLS), tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _pushed(window, value, SIZE: tl.constexpr):
+    """Return `window`, values of the SIZE - 1 rows before, for the next row."""
+    pushed = (value,)
+    for k in tl.static_range(SIZE - 2):
+        pushed = pushed + (window[k],)
+    return pushed
+
+
+@triton.jit
+def _state(sequence, token, cols: tl.constexpr, SIZE: tl.constexpr):
+    """Return the place of a state of (sequences, SIZE - 1, cols)."""
+    return (tl.cast(sequence, tl.int64) * (SIZE - 1) + token) * cols
+
+
+@triton.jit
+def _at_start(INITIAL, sequence, col, there, cols: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr):
+    """Return the gated inputs before the first token of a sequence, the latest first."""
+    if INITIAL is not None:
+        window = ()
+        for k in tl.static_range(1, SIZE):
+            at = _state(sequence, SIZE - 1 - k, cols, SIZE) + col
+            window = window + (tl.load(INITIAL + at, there, other=0.0).to(tl.float32),)
+        return window
+    else:
+        return _zeros(SIZE - 1, COLS)
+
+
+@triton.jit
+def _number(SEQ_IDX, row, rows):
+    """Load a row's sequence number, or that of the nearest row; return 0 without numbers.
+
+    A mask would split AMD's code into branches: a forward with 238 registers instead of 91 (compiled for gfx942).
+    """
+    if SEQ_IDX is not None:
+        return tl.load(SEQ_IDX + tl.minimum(tl.maximum(row, 0), rows - 1))
+    else:
+        return 0
+
+
+@triton.jit
+def _before(
+    X, INPUT_GATE, INITIAL, SEQ_IDX, row, rows, length, x_stride, input_stride, col, there, cols: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return inputs, gates and gated inputs of the rows before `row`, the latest first.
+
+    They are 0 where the row is of another sequence.
+    """
+    xs, gates, window = (), (), ()
+    token = row % length
+    opened = tl.where(row < rows, row - token, row)
+    for k in tl.static_range(1, SIZE):
+        if SEQ_IDX is not None:
+            if (row - k >= opened) & (_number(SEQ_IDX, row - k, rows) != _number(SEQ_IDX, row - k + 1, rows)):
+                opened = row - k + 1
+        mask = _within(there, row - k, opened, rows)
+        x = _load_row(X, row - k, x_stride, col, mask)
+        gate = _load_row(INPUT_GATE, row - k, input_stride, col, mask)
+        u = x.to(tl.float32) * gate.to(tl.float32)
+        if INITIAL is not None:
+            at = _state(row // length, SIZE - 1 + token - k, cols, SIZE) + col
+            u += tl.load(INITIAL + at, _within(there, row, 0, rows) & _within(there, token, 0, k), other=0.0).to(
+                tl.float32
+            )
+        xs, gates, window = xs + (x,), gates + (gate,), window + (u,)
+    return xs, gates, window
+
+
+@triton.jit
+def _convolved(u, window, taps, bias, SIZE: tl.constexpr):
+    s = taps[SIZE - 1] * u + bias
+    for k in tl.static_range(1, SIZE):
+        s += taps[SIZE - 1 - k] * window[k - 1]
+    return s
+
+
+@triton.jit(do_not_specialize=["rows", "length"])
+def causal_conv1d_forward(
+    X, W, B, INPUT_GATE, OUTPUT_GATE, INITIAL, SEQ_IDX, Y, rows, length, x_stride, input_stride, output_stride,
+    cols: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    _, col, there, first, end = _own_part(rows, cols, ROWS, COLS)
+    taps, bias = _load_taps(W, col, there, cols, SIZE), load_parameter(B, col, 0.0, cols, COLS).to(tl.float32)
+    _, _, window = _before(
+        X, INPUT_GATE, INITIAL, SEQ_IDX, first, rows, length, x_stride, input_stride, col, there, cols, SIZE
+    )  # fmt: skip
+    boundary, previous = _next_start(first, length), _number(SEQ_IDX, first - 1, rows)
+    for start in range(first, end, ROWS):
+        xs, inputs, outputs, numbers = (), (), (), ()  # all loads first, as none may pass a store
+        for i in tl.static_range(ROWS):
+            mask = _within(there, start + i, first, end)
+            xs = xs + (_load_row(X, start + i, x_stride, col, mask),)
+            inputs = inputs + (_load_row(INPUT_GATE, start + i, input_stride, col, mask),)
+            outputs = outputs + (_load_row(OUTPUT_GATE, start + i, output_stride, col, mask),)
+            numbers = numbers + (_number(SEQ_IDX, start + i, rows),)
+        for i in tl.static_range(ROWS):
+            row, number = start + i, numbers[i]
+            if (row == boundary) | (number != previous):
+                window = _at_start(INITIAL, row // length, col, _within(there, row, first, end), cols, SIZE, COLS)
+            u = xs[i].to(tl.float32) * inputs[i].to(tl.float32)
+            y = _convolved(u, window, taps, bias, SIZE)
+            if ACTIVATION is not None:
+                y = activated(y, tl.float32, ACTIVATION)
+            y *= outputs[i].to(tl.float32)
+            if SEQ_IDX is not None:
+                y = tl.where(number < 0, 0.0, y)
+            tl.store(Y + tl.cast(row, tl.int64) * cols + col, y, _within(there, row, first, end))
+            window, previous = _pushed(window, u, SIZE), number
+            boundary = tl.where(row == boundary, boundary + length, boundary)
+
+
+@triton.jit
+def _store_gradients(
+    DX, DINPUT, DINITIAL, du, x, gate, row, opened, first, end, length, col, there, cols: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of a row from that of its gated input `du`.
+
+    A row before `opened`, the first of its sequence, is an initial state. The program whose rows are `first` to `end`
+    stores those of its rows, and the states before them.
+    """
+    mask = _within(there, row, tl.maximum(opened, first), end)
+    at = tl.cast(row, tl.int64) * cols + col
+    if DX is not None:
+        tl.store(DX + at, du * gate.to(tl.float32), mask)
+    if DINPUT is not None:
+        tl.store(DINPUT + at, du * x.to(tl.float32), mask)
+    if DINITIAL is not None:
+        at = _state(opened // length, SIZE - 1 + row - opened, cols, SIZE) + col
+        tl.store(DINITIAL + at, du, _within(there, opened, tl.maximum(first, row + 1), end))
+
+
+@triton.jit(do_not_specialize=["rows", "length"])
+def causal_conv1d_backward(
+    X, W, B, INPUT_GATE, OUTPUT_GATE, INITIAL, SEQ_IDX, DY, DFINAL, DX, DINPUT, DOUTPUT, DINITIAL, SUMS, rows, length,
+    x_stride, input_stride, output_stride, dy_stride, cols: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # a fixed number of programs; each sums its own gradients of weight and bias
+    program, col, there, first, end = _own_part(rows, cols, ROWS, COLS)
+    taps, bias = _load_taps(W, col, there, cols, SIZE), load_parameter(B, col, 0.0, cols, COLS).to(tl.float32)
+    xs_before, gates_before, window = _before(
+        X, INPUT_GATE, INITIAL, SEQ_IDX, first, rows, length, x_stride, input_stride, col, there, cols, SIZE
+    )  # fmt: skip
+    boundary, previous = _next_start(first, length), _number(SEQ_IDX, first - 1, rows)
+    opened = boundary - length
+    pending, dtaps, dbias = _zeros(SIZE - 1, COLS), _zeros(SIZE, COLS), tl.zeros((1, COLS), tl.float32)
+    for start in range(first, tl.where(first < end, end + SIZE - 1, first), ROWS):
+        xs, inputs, outputs, dys, numbers = (), (), (), (), ()  # all loads first, as none may pass a store
+        for i in tl.static_range(ROWS):
+            mask = _within(there, start + i, first, rows)
+            xs = xs + (_load_row(X, start + i, x_stride, col, mask),)
+            inputs = inputs + (_load_row(INPUT_GATE, start + i, input_stride, col, mask),)
+            outputs = outputs + (_load_row(OUTPUT_GATE, start + i, output_stride, col, mask),)
+            dys = dys + (_load_row(DY, start + i, dy_stride, col, mask),)
+            numbers = numbers + (_number(SEQ_IDX, start + i, rows),)
+        for i in tl.static_range(ROWS):
+            row, number = start + i, numbers[i]
+            if (row == boundary) | (number != previous):  # the rows before get no more gradients
+                for k in tl.static_range(1, SIZE):
+                    du = pending[k - 1]
+                    if DFINAL is not None:
+                        at = _state(opened // length, SIZE - 1 - k, cols, SIZE) + col
+                        du += tl.load(DFINAL + at, _within(there, opened, 0, rows), other=0.0).to(tl.float32)
+                    _store_gradients(
+                        DX, DINPUT, DINITIAL, du, xs_before[k - 1], gates_before[k - 1], row - k, opened, first, end,
+                        length, col, there, cols, SIZE,
+                    )  # fmt: skip
+                window = _at_start(INITIAL, row // length, col, _within(there, row, first, rows), cols, SIZE, COLS)
+                pending, opened = _zeros(SIZE - 1, COLS), row
+            u, dy = xs[i].to(tl.float32) * inputs[i].to(tl.float32), dys[i].to(tl.float32)
+            y = _convolved(u, window, taps, bias, SIZE)
+            ds = dy * outputs[i].to(tl.float32)
+            if ACTIVATION is not None:
+                y, slope = activated_with_slope(y, ACTIVATION)
+                ds *= slope
+            dgate = dy * y
+            if SEQ_IDX is not None:
+                ds, dgate = tl.where(number < 0, 0.0, ds), tl.where(number < 0, 0.0, dgate)
+            if DOUTPUT is not None:
+                tl.store(DOUTPUT + tl.cast(row, tl.int64) * cols + col, dgate, _within(there, row, first, end))
+            _store_gradients(
+                DX, DINPUT, DINITIAL, pending[SIZE - 2] + taps[0] * ds, xs_before[SIZE - 2], gates_before[SIZE - 2],
+                row - (SIZE - 1), opened, first, end, length, col, there, cols, SIZE,
+            )  # fmt: skip
+            own = tl.where(row < end, ds, 0.0)
+            sums, unfinished = (), (taps[SIZE - 1] * ds,)
+            for k in tl.static_range(1, SIZE):
+                sums = sums + (dtaps[k - 1] + own * window[SIZE - 1 - k],)
+                if k < SIZE - 1:
+                    unfinished = unfinished + (pending[k - 1] + taps[SIZE - 1 - k] * ds,)
+            dtaps, dbias, pending = sums + (dtaps[SIZE - 1] + own * u,), dbias + own, unfinished
+            window, previous = _pushed(window, u, SIZE), number
+            xs_before, gates_before = _pushed(xs_before, xs[i], SIZE), _pushed(gates_before, inputs[i], SIZE)
+            boundary = tl.where(row == boundary, boundary + length, boundary)
+    if SUMS is not None:
+        COUNT: tl.constexpr = SIZE if B is None else SIZE + 1
+        width = (cols + COLS - 1) // COLS * COLS
+        at = program.to(tl.int64) * COUNT * width + col
+        for k in tl.static_range(SIZE):
+            tl.store(SUMS + at + k * width, dtaps[k])
+        if B is not None:
+            tl.store(SUMS + at + SIZE * width, dbias)
+
+
+def _row_views(*tensors):
+    """Return lists of each tensor's rows and stride; None and 0 for None."""
+    views = [(None, 0) if x is None else rows_of(x) for x in tensors]
+    return [view for view, _ in views], [stride for _, stride in views]
+
+
+@raw(lambda x, *rest: empty_rows(x))
+def _causal_conv1d_forward(
+    x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, input_gate: torch.Tensor | None,
+    output_gate: torch.Tensor | None, initial_states: torch.Tensor | None, seq_idx: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:  # fmt: skip
+    y = empty_rows(x)
+    if not x.numel():
+        return y
+    rows, cols = rows_and_cols(x)
+    views, strides = _row_views(x, input_gate, output_gate)
+    config = causal_conv1d_forward_config(cols, x.element_size(), _present(views), device_of(x))
+    blocks = -(-cols // config["COLS"])
+    programs = programs_for_blocks(config, x.numel(), rows, blocks)
+    launch(
+        causal_conv1d_forward, (programs * blocks, 1, 1), config,
+        views[0], taps, bias, *views[1:], initial_states, seq_idx, y, rows, x.shape[1], *strides, cols, len(taps),
+        activation,
+    )  # fmt: skip
+    return y
+
+
+def _present(tensors):
+    return sum(x is not None for x in tensors)
+
+
+def _empty_gradients(x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, dfinal, *wanted):
+    likes = zip((x, taps, bias, input_gate, output_gate, initial_states), wanted)
+    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in likes)
+
+
+@raw(_empty_gradients)
+def _causal_conv1d_backward(
+    x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, input_gate: torch.Tensor | None,
+    output_gate: torch.Tensor | None, initial_states: torch.Tensor | None, seq_idx: torch.Tensor | None,
+    activation: str | None, dy: torch.Tensor, dfinal: torch.Tensor | None, x_grad: bool, taps_grad: bool,
+    bias_grad: bool, input_grad: bool, output_grad: bool, initial_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    wanted = x_grad, taps_grad, bias_grad, input_grad, output_grad, initial_grad
+    grads = _empty_gradients(
+        x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, dfinal, *wanted
+    )  # fmt: skip
+    dx, dtaps, dbias, dinput, doutput, dinitial = (grad if need else None for grad, need in zip(grads, wanted))
+    if not x.numel():
+        for grad in grads:
+            grad.zero_()
+        if initial_grad and dfinal is not None:
+            dinitial.copy_(dfinal)
+        return grads
+    rows, cols = rows_and_cols(x)
+    views, strides = _row_views(x, input_gate, output_gate, dy)
+    config = causal_conv1d_backward_config(cols, x.element_size(), _present(views), device_of(x))
+    blocks = -(-cols // config["COLS"])
+    programs = programs_for_blocks(config, x.numel(), rows, blocks)
+    count, width, sums = len(taps) + (bias is not None), blocks * config["COLS"], None
+    if taps_grad or bias_grad:
+        sums = empty_partials(dy, programs, count * width, torch.float32)
+    launch(
+        causal_conv1d_backward, (programs * blocks, 1, 1), config,
+        views[0], taps, bias, *views[1:3], initial_states, seq_idx, views[3], dfinal, dx, dinput, doutput, dinitial,
+        sums, rows, x.shape[1], *strides, cols, len(taps), activation,
+    )  # fmt: skip
+    if sums is not None:
+        sums = reduce_partials(sums, torch.float32).view(count, width)[:, :cols]
+    if taps_grad:
+        dtaps.copy_(sums[: len(taps)])
+    if bias_grad:
+        dbias.copy_(sums[-1])
+    return grads
+
+
+class CausalConv1dFunction(Function):
+    """Differentiate by the kernels.
+
+    Taps are (taps, channels), states (batch, taps - 1, channels), so that lanes read whole vectors.
+    """
+
+    @staticmethod
+    def forward(ctx, x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states):
+        ctx.save_for_backward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx)
+        ctx.activation = activation
+        y = _causal_conv1d_forward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation)
+        return (y, _final_states(x, input_gate, initial_states, len(taps) - 1)) if return_final_states else y
+
+    @staticmethod
+    def backward(ctx, dy, dfinal=None):
+        wanted = ctx.needs_input_grad[:6]
+        grads = _causal_conv1d_backward(*ctx.saved_tensors, ctx.activation, dy, in_order(dfinal), *wanted)
+        return *(grad if need else None for grad, need in zip(grads, wanted)), None, None, None
+
+
+@causal_conv1d.register("triton", bound=True)
+def _(call):
+    _validate(*call)
+    states = call.initial_states
+    result = CausalConv1dFunction.apply(
+        call.x, call.weight.t().contiguous(), in_order(call.bias), call.input_gate, call.output_gate,
+        states if states is None else states.transpose(1, 2).contiguous(), in_order(call.seq_idx), call.activation,
+        call.return_final_states,
+    )  # fmt: skip
+    return (result[0], result[1].transpose(1, 2)) if call.return_final_states else result
