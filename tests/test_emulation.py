@@ -205,6 +205,53 @@ def test_bytes_of_no_tensor_are_forbidden():
         Lds(2, 16, 0).load(np.array([0]), np.array([14]), 4)
 
 
+def _lds(decoder, size):
+    """Give a decoder LDS for two programs; return its bytes, by program."""
+    decoder.lds = Lds(2, size, 0)
+    return decoder.lds.bytes.reshape(2, size)
+
+
+def test_a_transposed_read_gives_columns():
+    """ds_read_b64_tr_b16 v[0:1], v1 offset:8: lane i of 16 gets column i of their 4 rows of 16 values."""
+    decoder = Decoder("gfx950", Arena())
+    values = _lds(decoder, 1024).view(np.uint16)
+    read = decoder.decode((0xD9C60008).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(12))
+    addresses = np.broadcast_to(8 * np.arange(64, dtype=np.uint32)[::-1], (2, 64))  # rows of the last lanes come first
+    waves = _waves(np.stack([addresses, addresses]))
+    read.run(waves)
+    found = waves.v[:2].transpose(1, 2, 0).copy().view(np.uint16)
+    for program, lane, place in np.ndindex(2, 64, 4):
+        holder = (lane & ~15) + 4 * place + (lane & 15) // 4  # the lane whose 8 bytes hold row `place` at this column
+        at = (addresses[program, holder] + 8) // 2 + lane % 4
+        assert found[program, lane, place] == values[program, at]
+    with pytest.raises(Unknown, match="inactive lanes"):
+        read.run(_waves(np.stack([addresses, addresses]), [0, 1]))
+
+
+def test_a_buffer_load_to_lds():
+    """buffer_load_dwordx4 v0, s[8:11], 0 offen offset:16 lds: 16 bytes a lane from M0 on; zeros out of bounds."""
+    arena = Arena()
+    data = np.arange(1024, dtype=np.uint32).view(np.uint8)
+    address = arena.place(data, 256)
+    decoder = Decoder("gfx950", arena)
+    lds = _lds(decoder, 2048)
+    before = lds.copy()
+    code = 0xE05D1010 | 0x80020000 << 32
+    load = decoder.decode(code.to_bytes(8, "little") + bytes(12))
+    active = [lane for lane in range(64) if lane != 5]
+    offsets = np.broadcast_to(16 * np.arange(64, dtype=np.uint32)[::-1], (2, 64))
+    waves = _waves(offsets[None], active)
+    for register, value in ((8, address & 0xFFFFFFFF), (9, address >> 32), (10, 512), (124, 32)):
+        waves.s[register] = value
+    load.run(waves)
+    for lane in range(64):
+        place, source = 32 + 16 + 16 * lane, offsets[0, lane] + 16
+        expected = data[source : source + 16] if source + 16 <= 512 else np.zeros(16, np.uint8)
+        for program in range(2):
+            kept = before[program, place : place + 16]
+            assert (lds[program, place : place + 16] == (kept if lane == 5 else expected)).all()
+
+
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 

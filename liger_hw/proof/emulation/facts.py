@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from liger_hw.proof.crosscompile import DEVICES
-from liger_hw.proof.emulation.instructions import access_of
+from liger_hw.proof.emulation.accesses import access_of
 from liger_hw.proof.emulation.launches import resources_of
 
 _GLOBAL = re.compile(r"(?:GLOBAL|BUFFER|FLAT)_(?:LOAD|STORE)_")

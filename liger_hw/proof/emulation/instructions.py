@@ -1,8 +1,8 @@
 """Decode AMD instructions into functions that execute them on waves.
 
 Formats, fields and operand types come from tinygrad's decoders, which are generated from AMD's documents; arithmetic
-comes from AMD's pseudo-code (`pseudocode`). Memory and exchanges between lanes are written here, after the documents
-"AMD Instinct MI300 ISA", "RDNA3 ISA" and "RDNA4 ISA". What is not known raises `Unknown`, which names the instruction.
+comes from AMD's pseudo-code (`pseudocode`). Exchanges between lanes are written here, and memory in `accesses`, after
+AMD's documents. What is not known raises `Unknown`, which names the instruction.
 """
 
 import functools
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from liger_hw.proof.emulation.machine import EXEC, SCALARS, VCC, Fault
+from liger_hw.proof.emulation.accesses import ACCESSES, nothing
+from liger_hw.proof.emulation.machine import EXEC, SCALARS, VCC
 from liger_hw.proof.emulation.matrices import multiply
 from liger_hw.proof.emulation.pseudocode import REPLACED, Unknown, translate
 
@@ -116,19 +117,11 @@ class Decoder:
         if kind == "SOPP":
             return self._control(name, fields["simm16"], size)
         if name.startswith(IGNORED):
-            return Instruction(name, size, run=_nothing)
+            return Instruction(name, size, run=nothing)
         if name.startswith("S_BARRIER_SIGNAL"):
-            return Instruction(name, size, run=_nothing)
-        if kind in ("MUBUF", "VBUFFER"):
-            run = self._buffer(name, fields)
-        elif kind in ("GLOBAL", "FLAT", "VGLOBAL", "VFLAT"):
-            run = self._global(name, fields, flat="FLAT" in kind)
-        elif kind in ("SCRATCH", "VSCRATCH"):
-            run = self._scratch(name, fields)
-        elif kind == "DS":
-            run = self._ds(name, fields)
-        elif kind == "SMEM":
-            run = self._smem(name, fields)
+            return Instruction(name, size, run=nothing)
+        if kind in ACCESSES:
+            run = ACCESSES[kind](self, name, fields)
         elif name == "VOPD":
             run = self._dual(inst, fields, extra)
         elif "MFMA" in name or "WMMA" in name:
@@ -148,7 +141,7 @@ class Decoder:
         if name in ("S_BARRIER", "S_BARRIER_WAIT"):
             return Instruction(name, size, "barrier")
         if name.startswith(IGNORED):
-            return Instruction(name, size, run=_nothing, wait=self._waits_for(name, simm16))
+            return Instruction(name, size, run=nothing, wait=self._waits_for(name, simm16))
         both = slice(0, self.lanes // 32)
         conditions = {
             "S_BRANCH": lambda w: np.ones(len(w.programs), bool),
@@ -423,7 +416,7 @@ class Decoder:
         if output == "EXEC" or (output == "D0" and scalar):
             register = EXEC if output == "EXEC" else target
             if register == 124 and not self.cdna:
-                return _nothing
+                return nothing
             if type == "u64":
 
                 def set_pair(w, value):
@@ -594,208 +587,6 @@ class Decoder:
 
         return run
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-    def _mover(self, name, fields, register_field):
-        """Return (size, load into registers, read from registers) of a plain access."""
-        store, size, signed, half = access_of(name)
-        register = fields[register_field] - 256
-        if fields.get("acc"):
-            register += 256
-
-        def put(w, data, lanes):
-            """Write what `lanes` loaded; other active lanes get zeros."""
-            for i in range(max(1, size // 4)):
-                value = np.zeros(lanes.shape, np.uint32)
-                if size >= 4:
-                    value[lanes] = data.view(np.uint32)[:, i]
-                else:
-                    loaded = data.view(f"u{size}")[:, 0].astype(np.uint32)
-                    if signed:
-                        sign = np.uint32(1 << 8 * size - 1)
-                        loaded = (loaded ^ sign) - sign
-                    value[lanes] = loaded
-                    if half is not None:
-                        value &= np.uint32(0xFFFF)
-                        old = w.v[register]
-                        upper, lower = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
-                        value = (old & lower) | value << np.uint32(16) if half else (old & upper) | value
-                w.set_vector(register + i, value)
-
-        def take(w, lanes):
-            if size >= 4:
-                words = [w.v[register + i][lanes] for i in range(size // 4)]
-                return np.stack(words, 1).view(np.uint8)
-            word = w.v[register][lanes] >> np.uint32(16 if half else 0)
-            return np.ascontiguousarray(word.view(np.uint8).reshape(-1, 4)[:, :size])
-
-        return store, size, put, take
-
-    def _buffer(self, name, fields):
-        if "INV" in name or "WB" in name:
-            return _nothing
-        if fields.get("lds") or fields.get("idxen") or fields.get("tfe"):
-            raise Unknown("LDS, index or status of a buffer access")
-        store, size, put, take = self._mover(name, fields, "vdata")
-        resource = fields.get("srsrc", fields.get("rsrc"))
-        constant, offset_in_lane = fields.get("offset", fields.get("ioffset")), fields["offen"]
-        address = fields["vaddr"] - 256
-        soffset = self.source(fields["soffset"], is_float=False)
-
-        def run(w):
-            low, high = w.s[resource][:, None].astype(np.uint64), w.s[resource + 1][:, None].astype(np.uint64)
-            base = low | (high & np.uint64(0xFFFF)) << np.uint64(32)
-            offset = w.v[address].astype(np.uint64) if offset_in_lane else np.uint64(0)
-            offset = np.broadcast_to(offset + np.uint64(constant), w.active.shape)
-            # out of bounds: loads give 0, stores do nothing (raw buffers)
-            lanes = w.active & (offset + np.uint64(size) <= w.s[resource + 2][:, None])
-            addresses = (base + offset + soffset(w))[lanes]
-            if store:
-                self.arena.store(addresses, take(w, lanes))
-            else:
-                put(w, self.arena.load(addresses, size), lanes)
-
-        return run
-
-    def _global(self, name, fields, flat):
-        if "INV" in name or "WB" in name:
-            return _nothing
-        store = "STORE" in name
-        data = ("data" if "data" in fields else "vsrc") if store else "vdst"
-        store, size, put, take = self._mover(name, fields, data)
-        address, base = fields.get("addr", fields.get("vaddr")) - 256, fields["saddr"]
-        bits = 24 if "ioffset" in fields else 13
-        offset = _signed(fields.get("ioffset", fields.get("offset")), bits)
-        no_base = flat or base == (127 if self.cdna else 124)
-
-        def run(w):
-            lanes = w.active
-            if no_base:
-                where = w.v[address] | w.v[address + 1].astype(np.uint64) << np.uint64(32)
-            else:
-                where = (w.s[base] | w.s[base + 1].astype(np.uint64) << np.uint64(32))[:, None] + w.v[address]
-            where = (where + np.uint64(offset & (1 << 64) - 1))[lanes]
-            if store:
-                self.arena.store(where, take(w, lanes))
-            else:
-                put(w, self.arena.load(where, size), lanes)
-
-        return run
-
-    def _scratch(self, name, fields):
-        store = "STORE" in name
-        data = ("data" if "data" in fields else "vsrc") if store else "vdst"
-        store, size, put, take = self._mover(name, fields, data)
-        address, base = fields.get("addr", fields.get("vaddr")) - 256, fields["saddr"]
-        offset = _signed(fields.get("ioffset", fields.get("offset")), 24 if "ioffset" in fields else 13)
-        by_lane, by_scalar = fields["sve"], base != (127 if self.cdna else 124)
-
-        def run(w):
-            lanes = w.active
-            where = np.full(lanes.shape, offset, np.int64)
-            if by_lane:
-                where += w.v[address]
-            if by_scalar:
-                where += w.s[base][:, None]
-            if (where[lanes] < 0).any():
-                raise Fault("an access below scratch")
-            row = (w.programs[:, None] * self.lanes + np.arange(self.lanes))[lanes]
-            if store:
-                self.scratch.store(row, where[lanes], take(w, lanes))
-            else:
-                put(w, self.scratch.load(row, where[lanes], size), lanes)
-
-        return run
-
-    def _ds(self, name, fields):
-        address, offsets = fields["addr"] - 256, (fields["offset0"], fields["offset1"])
-        offset = offsets[1] << 8 | offsets[0]
-        if "BPERMUTE" in name or name == "DS_PERMUTE_B32":
-            return self._permute(name, fields, address, offset)
-        if "SWIZZLE" in name:
-            return self._swizzle(fields, address, offset)
-        if not re.search(r"READ|WRITE|LOAD|STORE", name) or "ADDTID" in name or "_TR_" in name:
-            raise Unknown(name)
-        two = "READ2" in name or "WRITE2" in name or "2ADDR" in name
-        plain = re.sub(r"(READ|WRITE)2(ST64)?", r"\1", name)
-        store, size, _, _ = self._mover(plain, fields, "vdst")
-        scale = size * (64 if "ST64" in name or "STRIDE64" in name else 1)
-        movers = [self._mover(plain, fields, "data0" if store else "vdst")]
-        places = [offset]
-        if two:
-            second = fields | {"vdst": fields["vdst"] + size // 4}
-            movers.append(self._mover(plain, second, "data1" if store else "vdst"))
-            places = [offsets[0] * scale, offsets[1] * scale]
-
-        def run(w):
-            lanes = w.active
-            programs = np.broadcast_to(w.programs[:, None], lanes.shape)[lanes]
-            base = w.v[address][lanes].astype(np.int64)
-            loaded = []
-            for (_, _, _, take), place in zip(movers, places):
-                if store:
-                    self.lds.store(programs, base + place, take(w, lanes))
-                else:
-                    loaded.append(self.lds.load(programs, base + place, size))
-            for (_, _, put, _), data in zip(movers, loaded):
-                put(w, data, lanes)
-
-        return run
-
-    def _permute(self, name, fields, address, offset):
-        data, target = fields["data0"] - 256, fields["vdst"] - 256
-        if name == "DS_PERMUTE_B32":
-            raise Unknown(name)
-
-        def run(w):
-            lane = ((w.v[address].astype(np.int64) + offset) >> 2) & (w.lanes - 1)
-            valid = np.take_along_axis(w.active, lane, 1) | ("FI" in name)
-            w.set_vector(target, np.where(valid, np.take_along_axis(w.v[data], lane, 1), np.uint32(0)))
-
-        return run
-
-    def _swizzle(self, fields, source, offset):
-        lane, target = np.arange(self.lanes), fields["vdst"] - 256
-        if offset & 0x8000:
-            if offset >= 0xC000:
-                raise Unknown("a rotation by ds_swizzle")
-            at = (lane & ~3) | ((offset >> (2 * (lane & 3))) & 3)
-        else:
-            at = (lane & ~31) | ((((lane & 31) & (offset & 31)) | ((offset >> 5) & 31)) ^ ((offset >> 10) & 31))
-        return lambda w: w.set_vector(target, np.where(w.active[:, at], w.v[source][:, at], np.uint32(0)))
-
-    def _smem(self, name, fields):
-        if not name.startswith("S_LOAD"):
-            if "INV" in name or "PREFETCH" in name:
-                return _nothing
-            raise Unknown(name)
-        size = re.search(r"_(DWORD(?:X(\d+))?|B(\d+)|([UI])(\d+))$", name)
-        words = int(size[3]) // 32 if size[3] else int(size[2] or 1)
-        base, target = fields["sbase"], fields["sdata"]
-        immediate = _signed(fields.get("ioffset", fields.get("offset")), 24 if "ioffset" in fields else 21)
-        if self.cdna:
-            immediate *= fields["imm"]
-            scalar = fields["soffset"] if fields["soffset_en"] else None
-            if not fields["imm"] and not fields["soffset_en"]:
-                raise Unknown("an offset in a scalar register without its flag")
-        else:
-            scalar = fields["soffset"] if fields["soffset"] != 124 else None
-
-        def run(w):
-            where = w.s[base] | w.s[base + 1].astype(np.uint64) << np.uint64(32)
-            where = where + np.uint64(immediate & (1 << 64) - 1)
-            if scalar is not None:
-                where = where + w.s[scalar]
-            if size[5]:
-                bits = int(size[5])
-                data = self.arena.load(where, bits // 8).view(f"{size[4].lower()}{bits // 8}")
-                w.set_scalar(target, data[:, 0].astype(np.int32).view(np.uint32))
-                return
-            data = self.arena.load(where & ~np.uint64(3), 4 * words).view(np.uint32)
-            for i in range(words):
-                w.set_scalar(target + i, data[:, i].copy())
-
-        return run
-
 
 def dpp_lanes(control, lanes, cdna):
     """Return the source of each lane for a DPP control, and which exist.
@@ -834,25 +625,6 @@ def dpp_lanes(control, lanes, cdna):
     raise Unknown(f"DPP control {control:#x}")
 
 
-def access_of(name):
-    """Return (is a store, bytes, signed, half of a D16 access or None)."""
-    parts = name.split("_")
-    store = "STORE" in parts or "WRITE" in parts
-    half = int("HI" in parts) if "D16" in parts else None
-    if "ATOMIC" in parts or not {"STORE", "WRITE", "LOAD", "READ"} & set(parts):
-        raise Unknown(name)
-    for part in parts[1:]:
-        wide = re.fullmatch(r"DWORD(?:X(\d))?|B(32|64|96|128)", part)
-        if wide:
-            return store, int(wide[2]) // 8 if wide[2] else 4 * int(wide[1] or 1), False, half
-    for part in parts[1:]:
-        if part in ("UBYTE", "SBYTE", "BYTE", "U8", "I8", "B8"):
-            return store, 1, part in ("SBYTE", "I8"), half
-        if part in ("USHORT", "SSHORT", "SHORT", "U16", "I16", "B16"):
-            return store, 2, part in ("SSHORT", "I16"), half
-    raise Unknown(name)
-
-
 def _with_sign(getter, negate, absolute):
     """Return a function for the bits of an fp32 source, modifiers applied."""
     keep, flip = np.uint32(0x7FFFFFFF if absolute else 0xFFFFFFFF), np.uint32(negate << 31)
@@ -889,14 +661,6 @@ def _output_modifier(name, fields, kind):
 
 def _number(field):
     return field if isinstance(field, int) else field.offset
-
-
-def _signed(number, bits):
-    return number - (number >> bits - 1 << bits)
-
-
-def _nothing(w, value=None):
-    pass
 
 
 @functools.cache

@@ -6,7 +6,7 @@ register (programs,). Where programs branch differently, their waves part.
 
 import numpy as np
 
-VCC, EXEC = 106, 126  # numbers of scalar registers; each has a second half in wave64
+VCC, M0, EXEC = 106, 124, 126  # numbers of scalar registers; VCC and EXEC have a second half in wave64
 SCALARS = 128
 BANKS = 32  # of LDS, 4 bytes wide
 _GUARD = 256  # bytes that no tensor owns, on both sides of each
