@@ -54,7 +54,8 @@ def sparsemax(x: torch.Tensor):
     """Project each row on the probability simplex: the nearest distribution (arXiv:1602.02068).
 
     Args:
-        x: (..., C), of a dtype and strides as in `softmax`. -inf gives 0; a row of -inf alone, or with NaN, gives NaN.
+        x: (..., C), of a dtype and strides as in `softmax`. -inf gives 0; a row of -inf alone, or with NaN or
+            inf, gives NaN, in the gradient as well.
 
     Returns:
         (..., C), contiguous, in `x.dtype`; computed in fp32 and rounded once.
@@ -72,7 +73,8 @@ def sparsemax(x: torch.Tensor):
     places = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=z.dtype)
     size = (places * ordered > sums - 1).sum(-1, keepdim=True).clamp(min=1)  # 0 in a row with NaN
     threshold = (sums.gather(-1, size - 1) - 1) / size
-    return torch.where(z <= threshold, 0, z - threshold).to(x.dtype)  # no gradient at the edge of the support
+    one = threshold.detach() * 0 + 1  # a row with NaN has a gradient of NaN
+    return torch.where(z <= threshold, 0, (z - threshold) * one).to(x.dtype)  # no gradient at the edge of the support
 
 
 softmax.shards(x="... H", returns="x")
@@ -233,7 +235,7 @@ def sparsemax_backward(Y, DY, DX, rows, dy_stride, cols: tl.constexpr, ROWS: tl.
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
         y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, cols)
-        tl.store(DX + row[:, None] * cols + at, tl.where(y > 0.0, dy - mean, 0.0), mask)
+        tl.store(DX + row[:, None] * cols + at, tl.where(y > 0.0, dy - mean, y), mask)  # y is 0 here, or NaN
 
 
 KERNELS = {  # whether sparse -> forward, its configuration, backward, its configuration

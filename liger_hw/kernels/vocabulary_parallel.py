@@ -165,7 +165,7 @@ class _Columns:
             p = log_p.exp()
             dz = (of_power - of_token)[part, None] * p
             if dentropy is not None:
-                dz -= dentropy[part, None] * torch.where(p > 0, p * (log_p + entropy[part, None]), 0)
+                dz -= dentropy[part, None] * torch.where(p == 0, 0, p * (log_p + entropy[part, None]))
             if of_each is not None:
                 dz -= of_each[part, None] * (1 if self.class_weight is None else self.class_weight)
             dz.scatter_add_(1, self.index[part].clamp(min=0)[:, None], of_token[part, None])

@@ -151,7 +151,8 @@ KL = {  # estimates of the KL of the policy from the reference model; log_r = lo
 def vespo_weights(log_ratio, advantages, mask, ratio, options):
     """Compute phi(w) = exp(lambda + k log w - lambda w) of sequence importance weights.
 
-    The advantage's sign selects k and lambda, by sequence or by token as the advantages. phi has no gradient.
+    The advantage's sign selects k and lambda, by sequence or by token as the advantages. phi has no gradient. It is 0
+    where it would be NaN or infinite, as in the authors' code.
 
     Args:
         log_ratio, mask: (B, T). advantages: (B, 1) or (B, T). ratio: (B, 1), (B, T) or None.

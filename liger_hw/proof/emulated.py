@@ -157,7 +157,7 @@ def _wide_sample(op, few):
 
 
 def _adds(op, inputs, options, arch, classes) -> bool:
-    """Tell whether a case reaches new code; add that to `classes`."""
+    """Tell whether a case reaches new code, or is the first with NaN or infinities; add that to `classes`."""
     if op == "experts":  # its launches depend on results
         shape = str([x.shape for x in inputs if torch.is_tensor(x)]), str(options)
         reached = {shape} if len(classes) < 2 else set()
@@ -165,6 +165,8 @@ def _adds(op, inputs, options, arch, classes) -> bool:
         with crosscompile.launches_on(DEVICES[arch]) as launches:
             parity.run(OPS[op], inputs, options)
         reached = {str((*coarse_class(launch), _tail(launch))) for launch in launches}
+    if not all(x.isfinite().all() for x in inputs if torch.is_tensor(x) and x.is_floating_point()):
+        reached.add(f"not finite: {options}")
     added = not reached <= classes
     classes |= reached
     return added

@@ -14,6 +14,14 @@ def _normal(*shape, device):
     return torch.randn(shape, dtype=torch.float64, device="meta" if device == "meta" else "cpu")
 
 
+def put(tensor, *values):
+    """Write pairs (index, value), such as a NaN in one row, into a tensor; return it."""
+    with torch.no_grad():
+        for index, value in values:
+            tensor[index] = value
+    return tensor
+
+
 def targets(rows, vocabulary, device="cpu", ignored=-100):
     """Draw labels (rows,); about a quarter are `ignored`, never the first."""
     target = torch.randint(0, vocabulary, (rows,))

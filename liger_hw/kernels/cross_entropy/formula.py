@@ -29,7 +29,8 @@ class CrossEntropyOutput(NamedTuple):
         loss: the loss, z-loss included.
         z_loss: the z-loss alone, reduced like the loss, for logging: it has no gradient.
         token_accuracy: share of the rows not ignored whose largest logit is the target's; by row under "none".
-        predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored.
+        predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored. Of a row
+            with NaN, whose loss is NaN, any column.
     """
 
     loss: torch.Tensor

@@ -50,9 +50,9 @@ def elements(log_q, log_p, kind, beta):
     """Return the divergence by element, "tvd" too, of log-probabilities; 0 log 0 is 0."""
     q, p = log_q.exp(), log_p.exp()
     if kind == "kl":
-        return p * torch.where(p > 0, log_p - log_q, 0)
+        return p * torch.where(p == 0, 0, log_p - log_q)
     if kind == "reverse_kl":
-        return q * torch.where(q > 0, log_q - log_p, 0)
+        return q * torch.where(q == 0, 0, log_q - log_p)
     if kind == "tvd":
         return (q - p).abs() / 2
     log_q, log_p = (log.clamp(min=torch.finfo(log.dtype).min / 4) for log in (log_q, log_p))
@@ -226,10 +226,10 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
         return tl.abs(q - p) * 0.5, tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0)), q
     elif KIND == "kl":
         p = tl.exp2(log_p)
-        return tl.where(p > 0, p * ((log_p - log_q) * LN_2), 0.0), -p, tl.exp2(log_q)
+        return tl.where(p == 0, 0.0, p * ((log_p - log_q) * LN_2)), -p, tl.exp2(log_q)  # p > 0 would hide a NaN
     elif KIND == "reverse_kl":
         q = tl.exp2(log_q)
-        value = tl.where(q > 0, q * ((log_q - log_p) * LN_2), 0.0)
+        value = tl.where(q == 0, 0.0, q * ((log_q - log_p) * LN_2))
         return value, value + q, q
     else:  # by the smaller probability's share of the larger: the logarithm of their mixture has no cancellation
         apart = tl.minimum(tl.abs(log_q - log_p), 200.0)  # a share of 0 in fp32; not NaN where both are -inf

@@ -75,7 +75,7 @@ def selected_rows(logits, tokens, scaling):
     picked = log_p.gather(1, torch.where(ignored | outside, 0, tokens).long()[:, None])[:, 0]
     picked = torch.where(outside, float("nan"), picked)
     p = log_p.exp()
-    entropy = -(p * torch.where(p > 0, log_p, 0)).sum(-1)
+    entropy = -(p * torch.where(p == 0, 0, log_p)).sum(-1)
     return tuple(torch.where(ignored, 0, row) for row in (picked, entropy, torch.logsumexp(z, -1)))
 
 

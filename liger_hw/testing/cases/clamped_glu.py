@@ -1,6 +1,9 @@
 """Cases of clamped SwiGLU: gate and up in one tensor, or in two."""
 
+from math import inf, nan
+
 from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_hw.testing.models import TOKENS
 
 CLAMPS = [
@@ -18,6 +21,8 @@ def small(new):
     gate, up = new.randn(5, 123), new.randn(5, 123)
     for options in CLAMPS[1:]:
         yield (gate, up), options
+    values = ((0, 0), nan), ((0, 1), inf), ((0, 2), -inf)
+    yield (put(new.randn(5, 123), *values), put(new.randn(5, 123), ((1, 0), nan), ((1, 1), inf))), CLAMPS[1]
     yield (gate, up.detach()), CLAMPS[1]
     yield (gate.detach(), up), CLAMPS[2]
 

@@ -1,8 +1,11 @@
 """Cases of cross entropy of logits, and of hidden states and a head."""
 
+from math import inf, nan
+
 import torch
 
 from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_hw.testing.models import MODELS, TOKENS
 
 MiB = 2**20
@@ -47,6 +50,8 @@ def losses(new):
     yield (x, y), {"in_place": True, "reduction": "none", "label_smoothing": 0.1, "softcap": 3.0}
     yield (x, y.int(), new.rand(130, dtype=new.dtype)), {"ignore_index": 3}
     yield (x, torch.full_like(y, -100)), {"return_token_accuracy": True, "return_predicted_tokens": True}
+    x, y = put(new.randn(6, 130), ((..., slice(100, None)), -inf), ((4, 7), nan), (5, nan)), new.targets(6, 100)
+    yield (x, put(y, (5, -100))), {"reduction": "none", "lse_square_scale": 1e-2}
     x, y = new.randn(2, 40000), torch.tensor([39999, 0], device=new.device)  # looped rows
     yield (x, y), {"return_predicted_tokens": True}
     yield (x, y), {"in_place": True, "label_smoothing": 0.1, "softcap": 3.0}

@@ -1,8 +1,11 @@
 """Cases of divergences between the distributions of a student and a teacher."""
 
+from math import inf, nan
+
 import torch
 
 from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_hw.testing.models import SMALL_AND_MEDIUM, TOKENS
 
 SMALL = ((12, 130), (5, 517), (0, 8), (20, 9))
@@ -17,6 +20,17 @@ def jsds(new):
         yield (q, p), {"labels": new.targets(rows, vocabulary)}
     yield (new.log_probs(2, 20000), new.log_probs(2, 20000, grad=False)), {}
     yield (q, p), {"labels": torch.full((20,), -100, device=new.device)}
+    for beta in (0.0, 0.1, 0.5, 1.0):
+        for labels in ([-100, 0, 0, 0], [0, -100, 0, 0], None):  # NaN counts in the teacher, in the student, in both
+            options = {} if labels is None else {"labels": torch.tensor(labels, device=new.device)}
+            yield impossible(new), {"beta": beta} | options
+
+
+def impossible(new):
+    """Make log-probabilities in which both models exclude 30 classes, with a NaN in a row of each."""
+    student, teacher = new.log_probs(4, 130), new.log_probs(4, 130, grad=False)
+    excluded = (..., slice(100, None)), -inf
+    return put(student, excluded, ((0, 7), nan)), put(teacher, excluded, ((1, 7), nan))
 
 
 def kl_divs(new):
@@ -26,6 +40,7 @@ def kl_divs(new):
             yield (q, p.exp()), {"reduction": reduction}
         yield (q, p), {"log_target": True, "reduction": "batchmean"}
     yield (new.log_probs(2, 20000), new.log_probs(2, 20000, grad=False)), {"log_target": True}
+    yield impossible(new), {"log_target": True, "reduction": "none"}
 
 
 def tvds(new):

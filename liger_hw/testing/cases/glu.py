@@ -1,9 +1,12 @@
 """Cases of gated and plain activations, alone and before a projection."""
 
+from math import inf, nan
+
 import torch
 
 from liger_hw.kernels.glu import ACTIVATIONS
 from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_hw.testing.models import MODELS, TOKENS
 
 GEGLU_FORMS = ({}, {"approximate": "none"})
@@ -38,6 +41,9 @@ def activations(new):
         for activation in ACTIVATIONS:
             yield (new.randn(*shape),), {"activation": activation}
     yield (new.randn(4, 64, grad=False),), {}
+    values = [((0, i), value) for i, value in enumerate([0.0, -0.0, nan, inf, -inf])]
+    for activation in ACTIVATIONS:
+        yield (put(new.randn(2, 16), *values),), {"activation": activation}
 
 
 def wide_activations(new):

@@ -1,9 +1,12 @@
 """Cases of log-probabilities of given tokens, from logits, and from hidden states and a head."""
 
+from math import inf, nan
+
 import torch
 
 from liger_hw.testing.case import OpCases
 from liger_hw.testing.cases.cross_entropy import head_shape, logits_shape
+from liger_hw.testing.inputs import put
 from liger_hw.testing.models import SMALL_AND_MEDIUM, TOKENS
 
 OPTIONS = [
@@ -19,6 +22,8 @@ def selections(new):
             yield (new.randn(rows, vocabulary), new.targets(rows, vocabulary)), options
     x, y = new.randn(2, 3, 130), new.targets(6, 130, ignored=3).reshape(2, 3)
     yield (x, y.int()), {"return_lse": True, "ignore_index": 3}
+    x, y = put(new.randn(6, 130), ((..., slice(100, None)), -inf), ((4, 7), nan), (5, nan)), new.targets(6, 100)
+    yield (x, put(y, (5, -100))), {"return_entropy": True, "return_lse": True}
     x = new.randn(2, 40000)  # looped rows
     yield (x, torch.tensor([39999, 0], device=new.device)), {"return_entropy": True}
 

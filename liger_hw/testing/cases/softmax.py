@@ -1,6 +1,9 @@
 """Cases of softmax and sparsemax."""
 
+from math import inf, nan
+
 from liger_hw.testing.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
+from liger_hw.testing.inputs import put
 
 SCORES = ((65536, 1024), (32768, 2048), (16384, 8192))  # rows of attention scores, by context
 VOCABULARIES = ((8192, 32000), (4096, 128256))
@@ -11,6 +14,8 @@ def rows_of_scores(new):
         yield (new.randn(*shape),), {}
     yield (new.randn(2, 33001),), {}  # looped
     yield (new.randn(3, 40, grad=False),), {}
+    masked = ((0, slice(1, None, 2)), -inf), ((1, slice(1, None)), -inf), (2, -inf)
+    yield (put(new.randn(6, 40), *masked, ((3, 2), nan), ((4, 3), inf)),), {}
 
 
 def wide_rows(new):
