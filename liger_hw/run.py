@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m liger_hw.run train.py
 
 Every Python process that the program starts (launchers, workers, data loaders) gets the stand-in too. An installed
-liger_kernel is an error, unless `--replace` before the program hides it.
+liger_kernel is an error, unless `--replace` before the program hides it. `--activations BUDGET` before the program
+plans what the patched models keep (`liger_hw.activations`).
 """
 
 import argparse
@@ -19,8 +20,14 @@ from liger_hw.integrations import install
 def main(argv=None):
     """Run the program that `argv` names, in this process; by default the process's own arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser("python -m liger_hw.run", usage="%(prog)s [--replace] (SCRIPT | -m MODULE) ...")
+    parser = argparse.ArgumentParser(
+        "python -m liger_hw.run", usage="%(prog)s [--replace] [--activations BUDGET] (SCRIPT | -m MODULE) ..."
+    )
     parser.add_argument("--replace", action="store_true", help="hide the liger_kernel that is installed here")
+    parser.add_argument(
+        "--activations", metavar="BUDGET",
+        help="plan the activations of the models that the program patches: 100GiB, a share such as 0.9, or auto",
+    )  # fmt: skip
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("program", metavar="SCRIPT | MODULE")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -31,6 +38,8 @@ def main(argv=None):
         install(args.replace, children=True)
     except RuntimeError as error:
         parser.error(str(error))
+    if args.activations:
+        os.environ["LIGER_HW_ACTIVATIONS"] = args.activations
     sys.argv = [args.program, *args.rest]
     if args.is_module:
         runpy.run_module(args.program, run_name="__main__", alter_sys=True)

@@ -24,6 +24,7 @@ from liger_hw.bench import demo, formatting
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
 from liger_hw.bench.run_file import environment, saved_at_end, write
+from liger_hw.checkpointing.budget import bytes_of
 from liger_hw.spelling import check_known
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
@@ -120,13 +121,12 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest, a
         steps: timed steps of a run.
         dtype: dtype of parameters and computation.
         longest: search the longest sequence that fits the memory with a batch of one, instead of timing.
-        activations: budget of `liger_hw.activations` for the model that liger_hw patches, in the words of
-            `budget_of`, or None.
+        activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
 
     Raises:
         ValueError: a model is unknown, or the budget.
     """
-    budget_of(activations or "auto")
+    bytes_of(activations or "auto", None)
     for name in models:
         check_known("model", name, SETTINGS)
     runs = []
@@ -141,14 +141,6 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest, a
                         "dtype": str(dtype).removeprefix("torch."),
                     } | ({"activations": activations} if activations else {}))  # fmt: skip
     return runs
-
-
-def budget_of(text):
-    """Return the budget that `text` names: "100GiB", a share such as "0.9", or "auto"."""
-    try:
-        return text if text == "auto" else int(float(text[:-3]) * 2**30) if text.endswith("GiB") else float(text)
-    except ValueError:
-        raise ValueError(f'--activations: got {text!r}, allowed: "100GiB", a share such as 0.9, "auto"') from None
 
 
 def run(runs, device, progress, file: Path) -> dict:
@@ -269,7 +261,7 @@ def _provided(provider, model, budget):
     """Apply a provider to `model` within the block; `budget`: of ours for activations."""
     change(provider, model)
     if provider == OURS and budget:
-        liger_hw.activations(model, budget_of(budget))
+        liger_hw.activations(model, budget)
     try:
         yield
     finally:

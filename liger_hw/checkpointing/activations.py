@@ -1,14 +1,11 @@
 """Plan the activations of a Hugging Face model within a budget."""
 
-import os
-
 import torch
 
 from liger_hw._torch import is_compiled
-from liger_hw.checkpointing.passes import COMPILED, Activations, LayerCall
-from liger_hw.checks import check, refuse
-
-HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, by default
+from liger_hw.checkpointing.budget import host_bytes_of
+from liger_hw.checkpointing.passes import COMPILED, Activations, plans_of
+from liger_hw.checks import check
 
 
 def activations(model, budget="auto", host_budget=None):
@@ -21,11 +18,12 @@ def activations(model, budget="auto", host_budget=None):
     is measured anew.
 
     Args:
-        model: a `PreTrainedModel`, or a module around one such as a PEFT model, on its device.
-        budget: the most device memory that tensors may take at any time of a pass: bytes (an int); a share of the
-            device's memory (a float up to 1); "auto", the memory that is free after the measured passes, less 5%. On a
-            CPU, which does not count memory, the bytes that the layers keep beyond their inputs. None: give every layer
-            its former checkpointing back.
+        model: a `PreTrainedModel`, or a module around one such as a PEFT model. One that is not on its device yet may
+            move before its first pass.
+        budget: the most device memory that tensors may take at any time of a pass: bytes (an int, or a string such as
+            "100GiB"); a share of the device's memory (a float up to 1); "auto", the memory that is free after the
+            measured passes, less 5%. On a CPU, which does not count memory, the bytes that the layers keep beyond their
+            inputs. None: give every layer its former checkpointing back.
         host_budget: the most host memory for offloaded results: bytes, or 0 to offload nothing. Default: half of the
             free memory, divided by the processes of this host (LOCAL_WORLD_SIZE).
 
@@ -34,12 +32,13 @@ def activations(model, budget="auto", host_budget=None):
         `undo()` ends it. None where `budget` is None.
 
     Raises:
-        ValueError: `budget` or `host_budget` is out of range; nothing fits the budget (at the latest from the first
-            backward, before the optimizer's first step, unless the optimizer's state makes it too small); `model` has
-            no layers that transformers can checkpoint, is compiled, or needs no gradient.
+        ValueError: `budget` or `host_budget` is out of range (from the first pass, if the model is not on its device
+            yet); nothing fits the budget (at the latest from the first backward, before the optimizer's first step,
+            unless the optimizer's state makes it too small); `model` has no layers that transformers can checkpoint, is
+            compiled, or needs no gradient.
     """
     check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module")
-    for former in {id(a): a for a in map(_activations_of, model.modules()) if a is not None}.values():
+    for former in plans_of(model):
         former.undo()
     if budget is None:
         return None
@@ -47,12 +46,8 @@ def activations(model, budget="auto", host_budget=None):
     if any(map(is_compiled, model.modules())):
         raise ValueError(COMPILED)
     device = next(layers[0].parameters()).device
-    return Activations(model, layers, _budget(budget, device), _host_budget(host_budget))
-
-
-def _activations_of(module):
-    call = vars(module).get("_gradient_checkpointing_func")
-    return call.activations if isinstance(call, LayerCall) else None
+    moves = device.type == "meta" or device.type == "cpu" and torch.accelerator.is_available()
+    return Activations(model, layers, budget, host_bytes_of(host_budget), None if moves else device)
 
 
 def _layers(model):
@@ -72,40 +67,3 @@ def _layers(model):
         any(p.requires_grad for p in model.parameters()), "model", "no parameter that needs a gradient", "one at least"
     )
     return layers
-
-
-def _budget(budget, device):
-    """Return the budget in bytes, or "auto"."""
-    allowed = 'bytes (an int), a share of the device\'s memory (a float up to 1), "auto" or None'
-    if device.type == "cpu":
-        check(isinstance(budget, int) and budget >= 0, "budget", budget, "bytes (an int): a CPU does not count memory")
-        return budget
-    if budget == "auto":
-        return budget
-    if isinstance(budget, float) and 0 < budget <= 1:
-        budget = int(budget * torch.accelerator.get_memory_info(device)[1])
-    elif not isinstance(budget, int) or isinstance(budget, bool):
-        refuse("budget", repr(budget), allowed)
-    allocated = torch.accelerator.memory_allocated(device)
-    check(budget > allocated, "budget", f"{budget} bytes", f"more than the {allocated} bytes that tensors take now")
-    return budget
-
-
-def _host_budget(host_budget):
-    """Return the bytes of host memory that offloaded results may take."""
-    free = _free_host_memory()
-    if host_budget is None:
-        return int(HOST_SHARE * free / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    in_range = isinstance(host_budget, int) and not isinstance(host_budget, bool) and 0 <= host_budget <= free
-    check(in_range, "host_budget", host_budget, f"0 to {free} bytes, the host memory that is free now")
-    return host_budget
-
-
-def _free_host_memory():
-    """Return the available bytes of host memory; 0 where the system does not tell."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 0

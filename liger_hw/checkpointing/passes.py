@@ -12,6 +12,8 @@ import torch
 from torch.utils import checkpoint
 
 from liger_hw._torch import at_end_of_backward
+from liger_hw.checkpointing import switch
+from liger_hw.checkpointing.budget import bytes_of
 from liger_hw.checkpointing.operations import tensors_in
 from liger_hw.checkpointing.plan import GIB, Plan, PlannedLayer
 from liger_hw.checkpointing.recording import Clock, Record, Recorder
@@ -44,6 +46,12 @@ class LayerCall:
 
     def __reduce__(self):
         return functools.partial, (checkpointed_whole,)
+
+
+def plans_of(module):
+    """Return the `Activations` that run layers within a module."""
+    calls = [vars(m).get("_gradient_checkpointing_func") for m in module.modules()]
+    return list({id(call.activations): call.activations for call in calls if isinstance(call, LayerCall)}.values())
 
 
 def checkpointed_whole(function, *args):
@@ -98,32 +106,51 @@ class Pass:
 class Activations:
     """Run the decoder layers of a model, and decide what they keep for the backward.
 
+    Args:
+        model: the module around all layers.
+        layers: the modules.
+        budget, host_bytes: of `budget.bytes_of`, and bytes.
+        device: of the layers; None if they may move before the first pass.
+
     Attributes:
         plan: the `Plan` of the last passes, or None while it measures.
+
+    Raises:
+        ValueError: as `budget.bytes_of`.
     """
 
-    def __init__(self, model, layers, budget, host_bytes):
-        self.device = next(model.parameters()).device
-        self.budget, self.host_bytes = budget, host_bytes
-        self.clock, self.transfers = Clock(self.device), Transfers(self.device)
+    def __init__(self, model, layers, budget, host_bytes, device):
+        self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
         self.plan, self.current, self.link = None, None, None
         self.ahead, self.tokens, self.passes, self.refused_now = deque(MEASURED), 0, 0, False
         self.stopped = False
         self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
-        self.ooms = self._ooms()
-        self.former = []
-        for layer in layers:  # not the model, whose masks for packed sequences depend on it
-            self.former.append((layer, {name: vars(layer)[name] for name in FLAGS if name in vars(layer)}))
+        self.layers, self.former = layers, []
+        self.take_layers()
+        self.watched = switch.watch(model.modules(), plans_of)
+        if device is not None:
+            self._settle(device)
+
+    def _settle(self, device):
+        """Take the device on which the layers run, and a parameter: a move may replace both."""
+        self.budget, self.device = bytes_of(self.budget, device), device
+        self.clock, self.transfers, self.ooms = Clock(device), Transfers(device), self._ooms()
+        self.a_parameter = next((p for layer in self.layers for p in layer.parameters() if p.requires_grad), None)
+
+    def take_layers(self):
+        """Run the layers from now on, and remember the checkpointing that they have."""
+        self.former = [{name: vars(layer)[name] for name in FLAGS if name in vars(layer)} for layer in self.layers]
+        for layer in self.layers:  # not the model, whose masks for packed sequences depend on it
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, LayerCall(self, layer)
-        self.a_parameter = next((p for layer in layers for p in layer.parameters() if p.requires_grad), None)
 
     def undo(self):
         """Give every layer its former checkpointing back."""
-        for layer, former in self.former:
+        for layer, former in zip(self.layers, self.former):
             for name in FLAGS:
                 vars(layer).pop(name, None)
             vars(layer).update(former)
-        self.former, self.current = [], None
+        switch.unwatch(self.watched)
+        self.layers, self.former, self.watched, self.current = [], [], [], None
 
     def __str__(self):
         if self.plan is not None:
@@ -148,10 +175,12 @@ class Activations:
         hidden = next(tensors_in([*args, *keywords.values()]), None)
         if hidden is None or not torch.is_grad_enabled():
             return function(*args)
+        if self.device is None:
+            self._settle(hidden.device)
         if hidden.device != self.device:
             raise RuntimeError(
-                f"liger_hw.activations planned for {self.device}, and a layer runs on {hidden.device}: call it after "
-                "the model is on its one device; a model on several devices is not planned for"
+                f"liger_hw.activations planned for {self.device}, and a layer runs on {hidden.device}: call it again "
+                "after a model moved; a model on several devices is not planned for"
             )
         if self.current is None or layer is self.current.layers[0]:
             self._begin(hidden)

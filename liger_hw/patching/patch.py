@@ -13,6 +13,7 @@ from collections import Counter
 
 import torch
 
+from liger_hw.checkpointing.activations import activations as plan_activations
 from liger_hw.checks import check
 from liger_hw.patching import built_later, loss
 from liger_hw.patching.flags import LOSSES, check_flags, flag_of
@@ -26,7 +27,7 @@ OWN_FORWARD = "its forward was replaced on the instance"
 CHANGED_SINCE = "patched before, and a parametrization, FSDP or another library changed its class since"
 
 
-def patch(model, **flags):
+def patch(model, activations=None, **flags):
     """Run `model`'s norms, MLPs, experts, rotary embeddings and loss on this library's ops.
 
     Results stay the same: `patch` replaces a module only after a probe proves the op bitwise equal. Parameters, their
@@ -35,6 +36,8 @@ def patch(model, **flags):
     Args:
         model: a `torch.nn.Module`, usually a `PreTrainedModel` or a PEFT model around one. With a class of models
             (`LlamaForCausalLM`), every model of its family built from now on, until `unpatch` of that class.
+        activations: the budget of `liger_hw.activations`, which then plans what the model's layers keep, as after a
+            call of it; `unpatch` leaves the plan. None: leave the model's activation checkpointing alone.
         rope, rms_norm, layer_norm: whether to replace parts of that kind. Default True.
         swiglu, geglu, relu_squared: whether to replace MLPs, experts and activations with a SiLU, a GELU, a squared
             ReLU. Default True.
@@ -45,17 +48,18 @@ def patch(model, **flags):
 
     Returns:
         a `Summary`, which is also logged once at level INFO, or WARNING where nothing was replaced; None for a class.
+        Its attribute `activations` holds the plan.
 
     Raises:
         ValueError: `model` is not a model; a flag is unknown, or not True, False or None; cross_entropy together with
-            fused_linear_cross_entropy. The model stays unchanged.
+            fused_linear_cross_entropy; as `liger_hw.activations`. The model stays unchanged.
     """
     flags = check_flags(flags)
     if isinstance(model, type):
-        return built_later.call_when_built(model, functools.partial(patch, **flags))
+        return built_later.call_when_built(model, functools.partial(patch, activations=activations, **flags))
     _check_model(model)
+    summary = Summary(activations=None if activations is None else plan_activations(model, activations))
     unpatch(model)
-    summary = Summary()
     bypassed = set()  # activations in a replaced MLP, which no longer calls them
     for module in list(model.modules()):
         if module in bypassed:

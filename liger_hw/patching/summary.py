@@ -19,10 +19,12 @@ class Summary:
     Attributes:
         replaced: (class name, op with its options) -> number of modules.
         left: (class name, reason) -> number of modules that `patch` left, though their names suggest an op.
+        activations: the `Activations` of a budget, or None.
     """
 
     replaced: Counter = field(default_factory=Counter)
     left: Counter = field(default_factory=Counter)
+    activations: object = None
 
     def __str__(self):
         replaced = [(name, count, WORDS.get(op, op)) for (name, op), count in self.replaced.items()]

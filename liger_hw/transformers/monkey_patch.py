@@ -1,11 +1,19 @@
 """Define `apply_liger_kernel_to_*`: `patch` with the names and flags of `liger_kernel`."""
 
 import inspect
+import os
 
 from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 from liger_hw.spelling import check_known
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
+
+PLANNED = "LIGER_HW_ACTIVATIONS"  # environment variable: the budget of `patch`'s activations
+
+
+def _patch(model, **flags):
+    """Call `patch` with the budget of the environment, unless the caller gives one."""
+    return patch(model, **{"activations": os.environ.get(PLANNED)} | flags)
 
 
 def _function_of(family, defaults, is_open=False):
@@ -26,7 +34,7 @@ def _function_of(family, defaults, is_open=False):
             check(name not in arguments, name, "two arguments of this name", "one")
         arguments |= kwargs
         model = arguments.pop("model", None)
-        return patch(class_of(family) if model is None else model, **_flags(defaults, arguments))
+        return _patch(class_of(family) if model is None else model, **_flags(defaults, arguments))
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{family}"
     apply.__doc__ = f"""`liger_hw.patch` for the {family} family.
@@ -103,7 +111,7 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
 
 def _apply_liger_kernel_to_instance(model, **kwargs):
     """Call `liger_hw.patch(model, **kwargs)`; Hugging Face's Trainer calls this for any model type."""
-    return patch(model, **kwargs)
+    return _patch(model, **kwargs)
 
 
 def _apply_liger_kernel(model_type, **kwargs):
@@ -112,4 +120,4 @@ def _apply_liger_kernel(model_type, **kwargs):
     Raises:
         ValueError: Hugging Face has no model of that type, or as `liger_hw.patch`.
     """
-    return patch(class_of(model_type), **kwargs)
+    return _patch(class_of(model_type), **kwargs)

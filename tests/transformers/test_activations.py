@@ -289,12 +289,117 @@ def test_undo_gives_the_former_checkpointing_back():
     assert not llama.model.layers[0].gradient_checkpointing
 
 
+def switch_names():
+    """The names of transformers' switches that this version has."""
+    return [
+        name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(model(), f"{name}_enable")
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_program_that_switches_checkpointing_on_keeps_the_plan(copied):
+    for name in switch_names():
+        plain = model()
+        other = copy.deepcopy(plain)
+        if copied:
+            liger_hw.activations(other, 0, 0)
+            other = copy.deepcopy(other)
+        activations = liger_hw.activations(other, PLENTY, 0)
+        for switched in (plain, other):
+            getattr(switched, f"{name}_enable")()
+        assert_same_bits(train(other, 6), train(plain, 6))
+        assert activations.plan is not None and activations.plan.saved_seconds > 0
+        liger_hw.activations(other, None)
+        assert other.model.layers[0].gradient_checkpointing  # as the program asked
+        assert "_set_gradient_checkpointing" not in vars(other)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_a_program_that_switches_checkpointing_off_ends_the_plan():
+    for name in switch_names():
+        other = model()
+        activations = liger_hw.activations(other, PLENTY, 0)
+        getattr(other, f"{name}_disable")()
+        train(other, 4)
+        assert activations.plan is None and not other.model.layers[0].gradient_checkpointing
+
+
+def test_a_model_with_a_plan_is_saved_and_loaded():
+    other = model()
+    liger_hw.activations(other, PLENTY, 0)
+    loaded = pickle.loads(pickle.dumps(other))
+    assert_same_bits(train(loaded, 2), train(model(), 2))
+
+
+def test_a_model_that_is_moved_before_its_first_pass():
+    expected = train(model(), 6)
+    other = model().to("meta")
+    activations = liger_hw.activations(other, str(PLENTY), 0)
+    other.to_empty(device="cpu").load_state_dict(model().state_dict())
+    other.tie_weights()
+    other.model.rotary_emb = model().model.rotary_emb
+    assert_same_bits(train(other, 6), expected)
+    assert activations.device.type == "cpu" and activations.plan is not None
+    other = model().to("meta")
+    liger_hw.activations(other, "auto")
+    other.to_empty(device="cpu")
+    other.model.rotary_emb = model().model.rotary_emb
+    with pytest.raises(ValueError, match="a CPU does not count memory"):
+        train(other, 1)
+
+
+def test_patch_plans():
+    expected = train(model(), 6)
+    other = model()
+    summary = liger_hw.patch(other, activations=PLENTY)
+    assert_same_bits(train(other, 1), train(liger_hw_patched(), 1))
+    train(other, 5)
+    assert summary.activations.plan is not None and len(train(other, 6)) == len(expected)
+    assert liger_hw.patch(other).activations is None
+    assert "activations" in vars(summary) and other.model.layers[0].gradient_checkpointing  # the plan stays
+    liger_hw.activations(other, None)
+    with pytest.raises(ValueError, match="budget: got 1.5"):
+        liger_hw.patch(model(), activations=1.5)
+
+
+def liger_hw_patched():
+    other = model()
+    liger_hw.patch(other)
+    return other
+
+
+def test_patch_plans_for_models_built_later():
+    cls = type(model())
+    liger_hw.patch(cls, activations=PLENTY)
+    try:
+        built = model()
+    finally:
+        liger_hw.unpatch(cls)
+    assert_same_bits(train(built, 6), train(liger_hw_patched(), 6))
+    assert passes.plans_of(built)[0].plan is not None
+
+
+def test_the_names_of_liger_kernel_plan(monkeypatch):
+    from liger_hw.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+
+    monkeypatch.setenv("LIGER_HW_ACTIVATIONS", "1GiB")
+    for apply in (_apply_liger_kernel_to_instance, apply_liger_kernel_to_llama):
+        other = model()
+        assert apply(model=other).activations.budget == 2**30
+    assert _apply_liger_kernel_to_instance(other, activations=7).activations.budget == 7
+    monkeypatch.setenv("LIGER_HW_ACTIVATIONS", "much")
+    with pytest.raises(ValueError, match="budget: got 'much'"):
+        apply_liger_kernel_to_llama(model=model())
+
+
 @pytest.mark.parametrize("arguments, message", [
     ((torch.nn.Linear(2, 2), 1), "model: got Linear, which is left alone"),
     (("model", 1), "model: got str"),
     ((Stack().requires_grad_(False), 1), "needs a gradient"),
     ((Stack(), "auto"), "budget: got auto, allowed: bytes"),
     ((Stack(), -1), "budget: got -1"),
+    ((Stack(), "80gb"), "budget: got '80gb', allowed: bytes"),
     ((Stack(), 1, 2**60), "host_budget: got 1152921504606846976, allowed: 0 to"),
 ], ids=str)  # fmt: skip
 def test_bad_input(arguments, message):

@@ -1,5 +1,6 @@
-"""Execute accesses to memory, scratch and LDS, and exchanges between lanes that go through LDS's hardware.
+"""Execute accesses to memory, scratch and LDS.
 
+Among LDS's are exchanges between lanes that touch no memory.
 Source: the documents "AMD Instinct MI300 ISA", "AMD Instinct CDNA4 ISA", "RDNA3 ISA" and "RDNA4 ISA".
 """
 
@@ -177,7 +178,7 @@ def _ds(decoder, name, fields):
 
 
 def _transposed(decoder, fields, address, offset):
-    """Read 4 rows of 16 values in each 16 lanes, 4 lanes a row; lane i gets column i (gfx950)."""
+    """Read 4 rows of 16 values by 16 lanes; lane i gets column i (gfx950)."""
     target = fields["vdst"] - 256 + 256 * fields.get("acc", 0)
 
     def run(w):

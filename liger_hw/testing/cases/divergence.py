@@ -27,7 +27,7 @@ def jsds(new):
 
 
 def impossible(new):
-    """Make log-probabilities in which both models exclude 30 classes, with a NaN in a row of each."""
+    """Make log-probabilities that exclude 30 classes, with a NaN in a row of each model."""
     student, teacher = new.log_probs(4, 130), new.log_probs(4, 130, grad=False)
     excluded = (..., slice(100, None)), -inf
     return put(student, excluded, ((0, 7), nan)), put(teacher, excluded, ((1, 7), nan))
