@@ -132,7 +132,7 @@ class Activations:
             self._settle(device)
 
     def _settle(self, device):
-        """Take the device on which the layers run, and a parameter: a move may replace both."""
+        """Take the layers' device and a parameter: a move may replace both."""
         self.budget, self.device = bytes_of(self.budget, device), device
         self.clock, self.transfers, self.ooms = Clock(device), Transfers(device), self._ooms()
         self.a_parameter = next((p for layer in self.layers for p in layer.parameters() if p.requires_grad), None)

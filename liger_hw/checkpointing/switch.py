@@ -1,4 +1,4 @@
-"""Keep a plan where a program enables activation checkpointing, and end it where it disables that."""
+"""Keep a plan where a program enables activation checkpointing; end it where it disables that."""
 
 import types
 

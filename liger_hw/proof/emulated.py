@@ -157,7 +157,7 @@ def _wide_sample(op, few):
 
 
 def _adds(op, inputs, options, arch, classes) -> bool:
-    """Tell whether a case reaches new code, or has NaN or infinities; add that to `classes`."""
+    """Tell whether a case reaches new code or has NaN; add that to `classes`."""
     if op == "experts":  # its launches depend on results
         shape = str([x.shape for x in inputs if torch.is_tensor(x)]), str(options)
         reached = {shape} if len(classes) < 2 else set()

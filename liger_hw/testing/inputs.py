@@ -15,7 +15,7 @@ def _normal(*shape, device):
 
 
 def put(tensor, *values):
-    """Write pairs (index, value), such as a NaN in one row, into a tensor; return it."""
+    """Write pairs (index, value) into a tensor, and return it."""
     with torch.no_grad():
         for index, value in values:
             tensor[index] = value
