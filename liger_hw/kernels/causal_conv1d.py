@@ -533,12 +533,16 @@ class CausalConv1dFunction(Function):
     def forward(ctx, x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states):
         ctx.save_for_backward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx)
         ctx.activation = activation
+        ctx.set_materialize_grads(False)
         y = _causal_conv1d_forward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation)
         return (y, _final_states(x, input_gate, initial_states, len(taps) - 1)) if return_final_states else y
 
     @staticmethod
     def backward(ctx, dy, dfinal=None):
         wanted = ctx.needs_input_grad[:6]
+        if dy is None:  # nothing but the final states is used: they do not depend on weight, bias and output gate
+            dy = torch.zeros_like(ctx.saved_tensors[0])
+            wanted = [need and place not in (1, 2, 4) for place, need in enumerate(wanted)]
         grads = _causal_conv1d_backward(*ctx.saved_tensors, ctx.activation, dy, in_order(dfinal), *wanted)
         return *(grad if need else None for grad, need in zip(grads, wanted)), None, None, None
 

@@ -50,6 +50,20 @@ def every_input(device, dtype=torch.float16, size=(2, 24, 20), taps=3):
     return [randn(*size, dtype=dtype, device=device) for size in sizes]
 
 
+def test_final_states_alone(backend, device):
+    """What they do not depend on gets no gradient, not zeros: an optimizer decays weights whose gradient is 0."""
+    torch.manual_seed(0)
+    inputs = every_input(device, torch.float32, (2, 9, 5), 4)
+    gradients = []
+    for name in ("reference", backend):
+        with use_backend(name):
+            _, final = causal_conv1d(*inputs, activation="silu", return_final_states=True)
+            gradients.append(torch.autograd.grad((final**2).sum(), inputs, allow_unused=True))
+    for expected, found in zip(*gradients):
+        assert (expected is None) == (found is None)
+        assert expected is None or torch.equal(expected, found)
+
+
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_parts_continue_each_other(length, backend, device):
     """Pass final states to the next part: results and gradients are those of the whole."""
