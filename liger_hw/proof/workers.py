@@ -4,6 +4,7 @@ A compiler crashes, or a kernel breaks the context of its device.
 """
 
 import multiprocessing
+import multiprocessing.util
 import os
 import queue
 import signal
@@ -15,6 +16,13 @@ from concurrent.futures.process import BrokenProcessPool
 
 class Died(RuntimeError):
     """The process of a task ended without a result."""
+
+
+def _begin(begin):
+    # Where Python ends as usual, Triton 3.9's bindings print what they leaked (nanobind).
+    multiprocessing.util.Finalize(None, os._exit, (0,), exitpriority=-1)
+    if begin:
+        begin()
 
 
 class Workers:
@@ -59,7 +67,7 @@ class Workers:
         try:
             with self._starting:
                 if pool is None:
-                    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), self._begin)
+                    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (self._begin,))
                 # Here, as the first pool starts multiprocessing's tracker, which unblocks them. The process inherits
                 # what its thread blocks; the main thread still receives Ctrl-C.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
