@@ -157,7 +157,7 @@ class Activations:
             return str(self.plan)
         if self.ahead:
             return f"no plan yet: it needs {len(self.ahead)} more passes that recompute every layer"
-        return "no plan: every layer is recomputed"
+        return "no plan: every layer is recomputed" if self.stopped else "no plan yet: the next pass makes it"
 
     # one layer --------------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,18 @@ def test_trainer_callback_for_activations(tmp_path, plain_losses):
     assert not hasattr(model.model.layers[0]._gradient_checkpointing_func, "activations")
 
 
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_use_liger_kernel_plans_activations(switched_on, tmp_path, stand_in, plain_losses):
+    """The trainer's own gradient checkpointing does not end the plan."""
+    losses, model, _ = train(
+        tiny.model(), tmp_path, use_liger_kernel=True, liger_kernel_config={"activations": 10**6},
+        gradient_checkpointing=switched_on,
+    )  # fmt: skip
+    torch.testing.assert_close(losses, plain_losses[:3], rtol=1e-6, atol=0)
+    plan = model.model.layers[0]._gradient_checkpointing_func.activations
+    assert str(plan) == "no plan yet: the next pass makes it"  # it took part in all three steps
+
+
 # Lightning ------------------------------------------------------------------------------------------------------------
 
 
