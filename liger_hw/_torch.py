@@ -102,7 +102,8 @@ def all_gathered(x, group: str):
     """Return `x` of every rank of the named process group: (ranks, ...)."""
     group = process_group(group)
     of_ranks = x.new_empty(group.size() * len(x), *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(of_ranks, x.contiguous(), group)
+    former_name = getattr(torch.distributed, "all_gather_into_tensor", None)  # deprecated since torch 2.13
+    getattr(torch.distributed, "all_gather_single", former_name)(of_ranks, x.contiguous(), group)
     return of_ranks.view(group.size(), *x.shape)
 
 

@@ -150,13 +150,14 @@ def communication(op):
     """Count what ranks exchange: a few numbers a row in the forward, and the gradient of `x` once."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    gathered, original = [], dist.all_gather_into_tensor
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gathered, original = [], getattr(dist, name)
 
     def record(output, *args):
         gathered.append(output.numel())
         return original(output, *args)
 
-    dist.all_gather_into_tensor = record
+    setattr(dist, name, record)
     try:
         rows, vocabulary = 64, 400
         x, weight = normal(rows, 8).requires_grad_(), normal(vocabulary // 2, 8).requires_grad_()
@@ -164,7 +165,7 @@ def communication(op):
         with CommDebugMode() as counts:
             op(x, weight, target, group=dist.group.WORLD, chunk_memory=16 * 200 * 4).sum().backward()
     finally:
-        dist.all_gather_into_tensor = original
+        setattr(dist, name, original)
     assert gathered == [2 * 16 * 4] * 4, (
         "peak, total, the target's distance and whether it is here, in each of 4 chunks"
     )
