@@ -47,6 +47,14 @@ def test_narrow_accesses_count_in_part():
     assert ratings.rate(launched(), found(width=8)) == dataclasses.replace(PERFECT, width=0.5)
 
 
+def test_a_kernel_whose_largest_tile_is_stored_can_be_rated():
+    """A product of matrices loads tiles smaller than its result."""
+    result = found()
+    stored = dataclasses.replace(result.accesses[0], kind="store", elements=2 * result.accesses[0].elements)
+    result = dataclasses.replace(result, accesses=(*result.accesses, stored))
+    assert ratings.rate(launched(), result).width == 1
+
+
 def test_registers_and_stages_decide_what_is_under_way():
     few = ratings.rate(launched(warps=16, stages=1), found(registers=128))  # one program, 8 KiB, of 29 KB
     more = ratings.rate(launched(warps=16, stages=1), found(registers=64))  # two programs

@@ -107,7 +107,7 @@ def rate(launch: Launch, result: Resources | str) -> Rating:
     times = Counter()
     for tile in tiles:
         times[tile.pointer] += max(tile.loops, 1)
-    twice = compiled.loops_over_row(launch) and max(times.values()) > 1
+    twice = compiled.loops_over_row(launch) and max(times.values(), default=0) > 1
     plenty = _loaded(result) >= 2 * needed > 0
     overlap = 1.0 if ahead or twice or plenty else min(1.0, programs / 2)
     return Rating(1.0, min(1.0, *widths, 1.0), under_way, waves, overlap, times.total())
