@@ -225,6 +225,23 @@ def _load_row(P, row, stride, col, mask):
 
 
 @triton.jit
+def _load_rows(
+    X, INPUT_GATE, OUTPUT_GATE, DY, SEQ_IDX, start, first, end, x_stride, input_stride, output_stride, dy_stride, col,
+    there, rows, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Load ROWS rows of each tensor, before any store: no load may pass one."""
+    xs, inputs, outputs, dys, numbers = (), (), (), (), ()
+    for i in tl.static_range(ROWS):
+        mask = _within(there, start + i, first, end)
+        xs = xs + (_load_row(X, start + i, x_stride, col, mask),)
+        inputs = inputs + (_load_row(INPUT_GATE, start + i, input_stride, col, mask),)
+        outputs = outputs + (_load_row(OUTPUT_GATE, start + i, output_stride, col, mask),)
+        dys = dys + (_load_row(DY, start + i, dy_stride, col, mask),)
+        numbers = numbers + (_number(SEQ_IDX, start + i, rows),)
+    return xs, inputs, outputs, dys, numbers
+
+
+@triton.jit
 def _load_taps(W, col, there, cols: tl.constexpr, SIZE: tl.constexpr):
     taps = ()
     for k in tl.static_range(SIZE):
@@ -329,13 +346,10 @@ def causal_conv1d_forward(
     )  # fmt: skip
     boundary, previous = _next_start(first, length), _number(SEQ_IDX, first - 1, rows)
     for start in range(first, end, ROWS):
-        xs, inputs, outputs, numbers = (), (), (), ()  # all loads first, as none may pass a store
-        for i in tl.static_range(ROWS):
-            mask = _within(there, start + i, first, end)
-            xs = xs + (_load_row(X, start + i, x_stride, col, mask),)
-            inputs = inputs + (_load_row(INPUT_GATE, start + i, input_stride, col, mask),)
-            outputs = outputs + (_load_row(OUTPUT_GATE, start + i, output_stride, col, mask),)
-            numbers = numbers + (_number(SEQ_IDX, start + i, rows),)
+        xs, inputs, outputs, unused, numbers = _load_rows(
+            X, INPUT_GATE, OUTPUT_GATE, None, SEQ_IDX, start, first, end, x_stride, input_stride, output_stride, 0, col,
+            there, rows, ROWS,
+        )  # fmt: skip
         for i in tl.static_range(ROWS):
             row, number = start + i, numbers[i]
             if (row == boundary) | (number != previous):
@@ -389,14 +403,10 @@ def causal_conv1d_backward(
     opened = boundary - length
     pending, dtaps, dbias = _zeros(SIZE - 1, COLS), _zeros(SIZE, COLS), tl.zeros((1, COLS), tl.float32)
     for start in range(first, tl.where(first < end, end + SIZE - 1, first), ROWS):
-        xs, inputs, outputs, dys, numbers = (), (), (), (), ()  # all loads first, as none may pass a store
-        for i in tl.static_range(ROWS):
-            mask = _within(there, start + i, first, rows)
-            xs = xs + (_load_row(X, start + i, x_stride, col, mask),)
-            inputs = inputs + (_load_row(INPUT_GATE, start + i, input_stride, col, mask),)
-            outputs = outputs + (_load_row(OUTPUT_GATE, start + i, output_stride, col, mask),)
-            dys = dys + (_load_row(DY, start + i, dy_stride, col, mask),)
-            numbers = numbers + (_number(SEQ_IDX, start + i, rows),)
+        xs, inputs, outputs, dys, numbers = _load_rows(
+            X, INPUT_GATE, OUTPUT_GATE, DY, SEQ_IDX, start, first, rows, x_stride, input_stride, output_stride,
+            dy_stride, col, there, rows, ROWS,
+        )  # fmt: skip
         for i in tl.static_range(ROWS):
             row, number = start + i, numbers[i]
             if (row == boundary) | (number != previous):  # the rows before get no more gradients
