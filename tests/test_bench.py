@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -8,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import cli, dispatch
+from liger_hw import cli, console, dispatch
 from liger_hw._triton import interpreting
-from liger_hw.bench import charts, formatting, measure, operations, peers, training
+from liger_hw.bench import charts, formatting, measure, operations, peers, snapshots, training
 from liger_hw.bench.run_file import environment
 from liger_hw.kernels import load_all
 from liger_hw.testing.cases import CASES, model_cases
@@ -22,6 +23,7 @@ if interpreting():
 
 load_all()
 OPS = sorted(dispatch.OPS)
+ACCELERATOR = torch.accelerator.current_accelerator()
 
 
 @pytest.fixture(autouse=True)
@@ -347,6 +349,78 @@ def test_activations_of_ours_alone():
     assert formatting.setting(runs[1]) == "tiny 1x8, activations within 0.001GiB"
 
 
+def test_a_sweep_doubles_until_memory_ends(monkeypatch, tmp_path):
+    """What ran out of memory is not tried at larger sizes."""
+    pytest.importorskip("transformers")
+    limits = {"eager": 4, peers.LOSS_ALONE: 8, "liger_hw": 8}
+    tried = []
+
+    def answers(group):
+        for planned in group:
+            tried.append((planned["provider"], planned["batch"]))
+            fits = planned["batch"] <= limits[planned["provider"]]
+            numbers = {
+                "tokens_per_second": 1.0,
+                "peak_bytes": 2**30,
+                "median": 1.0,
+                "p20": 1.0,
+                "p80": 1.0,
+                "rounds": 1,
+            }
+            yield numbers | {"loss": 0.0} if fits else {"error": "out of memory"}
+
+    monkeypatch.setattr(training, "_in_a_process", answers)
+    runs = training.plan(["tiny"], [*limits], 2, [64], None, 1, torch.float32, sweep="batch")
+    assert {run["seq"] for run in runs} == {64} and [run["batch"] for run in runs[::3]][:3] == [2, 4, 8]
+    with console.progress() as progress:
+        found = training.run(runs, torch.device("cpu"), progress, tmp_path / "train.json")
+    assert found["complete"]
+    assert tried == [(name, size) for size in (2, 4, 8, 16) for name in limits if size <= 2 * limits[name]]
+    (name, figure), *others = charts.training_figures(found)
+    assert name == "tiny by batch" and not others
+    assert [len(axis.lines) for axis in figure.axes] == [3, 3]
+    assert charts.picture(figure, "png").startswith(b"\x89PNG")
+    seqs = training.plan(["tiny"], ["liger_hw"], 3, None, None, 1, torch.float32, sweep="seq")
+    assert [(run["batch"], run["seq"]) for run in seqs[:2]] == [(3, 1024), (3, 2048)]
+
+
+def test_the_loss_alone():
+    pytest.importorskip("transformers")
+    answers = Answers()
+    runs = training.plan(["tiny"], ["eager", peers.LOSS_ALONE, "liger_hw"], 1, [8], None, 1, torch.float32)
+    training.main(runs, answers)
+    assert not any("error" in run for run in answers), answers
+    losses = [run["loss"] for run in answers]
+    assert max(losses) - min(losses) < 1e-5
+
+
+def test_the_memory_of_a_step(monkeypatch, tmp_path):
+    """A curve keeps the highest and lowest points of a long step."""
+    events = [{"action": "alloc", "size": 10, "time_us": 10 * i} for i in range(5000)]
+    events += [
+        {"action": "alloc", "size": 10**6, "time_us": 50_000},
+        {"action": "segment_alloc", "size": 1, "time_us": 1},
+    ]
+    events += [{"action": "free_requested", "size": 10**6, "time_us": 50_010}]
+    events += [{"action": "free_completed", "size": 10**6, "time_us": 50_011}]
+    curve = snapshots.curve(events, 7)
+    assert len(curve) <= snapshots.POINTS and curve == sorted(curve)
+    assert curve[0] == (0.0, 17) and max(held for _, held in curve) == 7 + 50_000 + 10**6 and curve[-1][1] == 50_007
+    assert snapshots.curve(events[:2], 0) == [(0.0, 10), (1e-05, 20)]
+    record = {"model": "tiny", "batch": 1, "seq": 8, "checkpointing": False, "provider": "liger_hw", "memory": curve}
+    ((name, figure),) = charts.memory_figures({"results": [record]})
+    assert name == "memory tiny 1x8" and charts.picture(figure, "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator, which alone counts its memory")
+def test_a_snapshot_of_a_step(tmp_path):
+    file = tmp_path / "step.pickle"
+    device = torch.device(ACCELERATOR.type, 0)
+    curve = snapshots.record(lambda: torch.ones(2**20, device=device).sum(), device, file)
+    before = curve[-1][1]
+    assert max(held for _, held in curve) - before >= 4 * 2**20 and "device_traces" in pickle.loads(file.read_bytes())
+
+
 def test_failed_training_is_reported(trained, monkeypatch, capsys):
     monkeypatch.setattr(training, "_in_a_process", lambda group: [{"error": "out of memory"}] * len(group))
     status, found = trained("tiny", "--checkpointing", "both")
@@ -360,9 +434,11 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["nobody"], "unknown model 'nobody'. Models: llama-1b"),
         (["tiny", "--against", "quack"], "unknown peer 'quack'. Peers: eager, compile, liger"),
         (["tiny", "--longest"], "--longest: needs an accelerator"),
-        (["tiny", "--activations", "much"], "--activations: got 'much', allowed"),
+        (["tiny", "--activations", "much"], "budget: got 'much', allowed"),
+        (["tiny", "--sweep", "batch"], "--sweep: needs an accelerator"),
+        (["tiny", "--snapshot"], "--snapshot: needs an accelerator"),
     ],
-    ids=["model", "against", "longest", "activations"],
+    ids=["model", "against", "longest", "activations", "sweep", "snapshot"],
 )
 def test_training_refuses(arguments, message, capsys):
     pytest.importorskip("transformers")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from liger_hw.bench import formatting, pages
 from liger_hw.bench.formatting import size
-from liger_hw.bench.peers import FLOOR, OURS
+from liger_hw.bench.peers import FLOOR, LOSS_ALONE, OURS
 
+GIB = 2**30
 COLOURS = {
-    OURS: "#e4572e", "liger": "#3d7ea6", "compile": "#5b9e6f", "torch": "#b08fc7", "eager": "#8b93a1",
+    OURS: "#e4572e", LOSS_ALONE: "#f0a78f", "liger": "#3d7ea6", "compile": "#5b9e6f", "torch": "#b08fc7",
+    "eager": "#8b93a1",
     "cce": "#c9a227", "quack": "#2f4b6e", FLOOR: "#d5d9e0",
 }  # fmt: skip
 WIDE = """
@@ -210,7 +212,10 @@ def training_figures(benchmark: dict):
     pyplot = pictures_style()
     runs = {label: {name: record for name, record in records.items() if "error" not in record}
             for label, records in formatting.by_setting(benchmark).items()}  # fmt: skip
-    timed = {label: records for label, records in runs.items() if any("median" in r for r in records.values())}
+    yield from _sweeps(benchmark["results"], pyplot)
+    yield from memory_figures(benchmark)
+    timed = {label: records for label, records in runs.items()
+             if any("median" in r and "sweep" not in r for r in records.values())}  # fmt: skip
     longest = {label: records for label, records in runs.items() if any("longest" in r for r in records.values())}
     if timed:
         yield "tokens per second", _bars(
@@ -230,6 +235,59 @@ def training_figures(benchmark: dict):
             "Longest context of one sequence that trains (longer is better)", longest, pyplot,
             lambda record: record["longest"], lambda record: f"{record['longest']:,} tokens", scaled=True,
         )  # fmt: skip
+
+
+def _sweeps(results, pyplot):
+    """Yield a figure of lines for each model that was swept over batches or sequences."""
+    groups = {}
+    for record in results:
+        if "sweep" in record:
+            groups.setdefault((record["model"], record["checkpointing"], record["sweep"]), []).append(record)
+    for (model, checkpointing, swept), records in groups.items():
+        figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+        fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
+        title = f"{model}, {fixed}{', checkpointing' if checkpointing else ''}: lines end where the memory does"
+        figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
+        for axis, name, unit in zip(axes, ("tokens_per_second", "peak_bytes"), (1, GIB)):
+            for provider in dict.fromkeys(record["provider"] for record in records):
+                line = [(r[swept], r[name] / unit) for r in records if r["provider"] == provider and name in r]
+                if line:
+                    axis.plot(*zip(*line), "o-", color=COLOURS[provider], label=provider, markersize=4)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(
+                sorted({r[swept] for r in records}), [f"{r:,}" for r in sorted({r[swept] for r in records})]
+            )
+            axis.minorticks_off()
+            axis.yaxis.set_major_formatter("{x:,.0f}")
+            axis.set_ylim(bottom=0)
+            axis.grid(True)
+        axes[0].set(
+            title="tokens per second", xlabel={"batch": "sequences in a batch", "seq": "tokens in a sequence"}[swept]
+        )
+        axes[1].set(title="peak memory, GiB", xlabel=axes[0].get_xlabel())
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), frameon=False, ncols=5, loc="outside lower left", fontsize=9
+        )
+        yield f"{model} by {swept}{' checkpointing' if checkpointing else ''}", figure
+
+
+def memory_figures(benchmark: dict):
+    """Yield the name and figure of each setting's memory over a step."""
+    pyplot = pictures_style()
+    for label, records in formatting.by_setting(benchmark).items():
+        curves = {name: record["memory"] for name, record in records.items() if record.get("memory")}
+        if not curves:
+            continue
+        figure, axis = pyplot.subplots(figsize=(10, 3.8), layout="constrained")
+        for name, curve in curves.items():
+            seconds, held = zip(*curve)
+            axis.plot(
+                [1e3 * s for s in seconds], [h / GIB for h in held], color=COLOURS[name], linewidth=1.2, label=name
+            )
+        axis.set(title=f"{label}: memory over one step", xlabel="milliseconds of the host", ylabel="GiB")
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False)
+        yield f"memory {label}", figure
 
 
 def write_training(benchmark: dict, file: Path, lead: str, header, rows, problems=()) -> Path:

@@ -16,6 +16,7 @@ from liger_hw.spelling import check_known
 from liger_hw.testing.case import Case
 
 OURS, FLOOR = "liger_hw", "floor"
+LOSS_ALONE = "liger_hw, loss alone"  # patched with the fused loss and nothing else
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,18 @@ from pathlib import Path
 import torch
 
 import liger_hw
-from liger_hw.bench import demo, formatting
+from liger_hw.bench import demo, formatting, snapshots
 from liger_hw.bench.measure import spread
-from liger_hw.bench.peers import OURS
+from liger_hw.bench.peers import LOSS_ALONE, OURS
 from liger_hw.bench.run_file import environment, saved_at_end, write
 from liger_hw.checkpointing.budget import bytes_of
+from liger_hw.patching.flags import FLAGS
 from liger_hw.spelling import check_known
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
-PROVIDERS = (EAGER, COMPILE, LIGER, OURS)
-ORDER = (EAGER, COMPILE, OURS, LIGER)  # the peer is last because nothing undoes its changes to the model
+PROVIDERS = (EAGER, COMPILE, LIGER, LOSS_ALONE, OURS)
+ORDER = (EAGER, COMPILE, LOSS_ALONE, OURS, LIGER)  # the peer is last because nothing undoes its changes to the model
+SWEEPS = {"batch": (1, 2**10), "seq": (1024, 2**20)}  # what is doubled -> its first and last value
 WARM_UP = 3
 PLANNING = 5  # steps in which `liger_hw.activations` measures, plans and checks
 POSITIONS = 2**22  # the longest context that the search tries
@@ -103,7 +105,7 @@ def choose(names, device) -> list[str]:
         ValueError: a provider is unknown, not installed, or needs an accelerator.
     """
     for name in names:
-        check_known("peer", name, PROVIDERS[:-1])
+        check_known("peer", name, PROVIDERS[:-2])
         if name == LIGER and (device.type == "cpu" or find_spec("liger_kernel") is None):
             raise ValueError("--against: got liger, which needs an accelerator and pip install liger-kernel")
     if not names:
@@ -111,7 +113,10 @@ def choose(names, device) -> list[str]:
     return [*dict.fromkeys(names), OURS]
 
 
-def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest, activations=None) -> list[dict]:
+def plan(
+    models, providers, batch, seqs, checkpointing, steps, dtype, longest=False, activations=None, sweep=None,
+    snapshots=None,
+) -> list[dict]:  # fmt: skip
     """List the runs: one dictionary of plain data for each.
 
     Args:
@@ -122,6 +127,8 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest, a
         dtype: dtype of parameters and computation.
         longest: search the longest sequence that fits the memory with a batch of one, instead of timing.
         activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
+        sweep: "batch" or "seq", which doubles from `batch`, or the first of `seqs`, until no step fits the memory.
+        snapshots: folder for the memory of a step of each run, or None.
 
     Raises:
         ValueError: a model is unknown, or the budget.
@@ -133,29 +140,59 @@ def plan(models, providers, batch, seqs, checkpointing, steps, dtype, longest, a
     for name in models:
         setting = SETTINGS[name]
         for checkpointed in checkpointing or [setting.model.checkpointing]:
-            for seq in [None] if longest else seqs or setting.seqs:  # None: the longest that fits
+            for size, seq in _sizes(setting, batch, seqs, longest, sweep):
                 for provider in providers:
+                    asked = {"activations": activations, "sweep": sweep, "snapshots": snapshots and str(snapshots)}
                     runs.append({
-                        "model": name, "batch": 1 if longest else batch or setting.model.batch, "seq": seq,
-                        "checkpointing": checkpointed, "provider": provider, "steps": steps,
-                        "dtype": str(dtype).removeprefix("torch."),
-                    } | ({"activations": activations} if activations else {}))  # fmt: skip
+                        "model": name, "batch": size, "seq": seq, "checkpointing": checkpointed, "provider": provider,
+                        "steps": steps, "dtype": str(dtype).removeprefix("torch."),
+                    } | {key: value for key, value in asked.items() if value})  # fmt: skip
     return runs
+
+
+def _sizes(setting, batch, seqs, longest, sweep) -> list[tuple]:
+    """List (batch, sequence length or None for the longest that fits)."""
+    batch_of_model = batch or setting.model.batch
+    if longest:
+        return [(1, None)]
+    if not sweep:
+        return [(batch_of_model, seq) for seq in seqs or setting.seqs]
+    first, last = SWEEPS[sweep]
+    value, values = (batch if sweep == "batch" else seqs and seqs[0]) or first, []
+    while value <= last:
+        values.append(value)
+        value *= 2
+    if sweep == "batch":
+        return [(value, (seqs or setting.seqs)[0]) for value in values]
+    return [(batch_of_model, value) for value in values]
 
 
 def run(runs, device, progress, file: Path) -> dict:
     """Make every run of a `plan`; write the results to `file` after each."""
     benchmark = environment(device) | {"results": [], "complete": False}
     bar = progress.add_task("training", total=len(runs), note="")
+    exhausted = set()  # what ran out of memory in a sweep, and would again at the next size
     with saved_at_end(benchmark, file):
         for _, group in itertools.groupby(runs, key=lambda planned: planned | {"provider": ""}):
+            planned_before = list(group)
+            group = [planned for planned in planned_before if _line_of(planned) not in exhausted]
+            progress.update(bar, advance=len(planned_before) - len(group))
+            if not group:
+                continue
             group = sorted(group, key=lambda planned: ORDER.index(planned["provider"]))
             progress.update(bar, note=formatting.setting(group[0]))
             for result, planned in zip(_in_a_process(group), group):
                 benchmark["results"].append(planned | result)
+                if "sweep" in planned and "error" in result:
+                    exhausted.add(_line_of(planned))
                 write(benchmark, file)
                 progress.update(bar, advance=1, note=f"{formatting.setting(planned)}, {planned['provider']}")
     return benchmark
+
+
+def _line_of(planned) -> tuple:
+    """Return what a line of a sweep's picture has in common."""
+    return tuple(planned[name] for name in ("model", "checkpointing", "provider"))
 
 
 def _in_a_process(group: list[dict]) -> Iterator[dict]:
@@ -250,6 +287,8 @@ def change(provider: str, model) -> None:
     """Patch or compile `model` as a provider does; eager leaves it unchanged."""
     if provider == OURS:
         liger_hw.patch(model)
+    elif provider == LOSS_ALONE:
+        liger_hw.patch(model, **dict.fromkeys(FLAGS, False) | {"fused_linear_cross_entropy": True})
     elif provider == COMPILE:
         model.compile()
     elif provider == LIGER:
@@ -282,7 +321,13 @@ def _measured(trained, planned, device) -> dict:
     if planned["seq"] is None:
         return {"longest": _longest(trained, device)}
     warm_up = WARM_UP + (PLANNING if planned["provider"] == OURS and planned.get("activations") else 0)
-    return _timed(trained, _batch(trained, planned["batch"], planned["seq"], device), planned["steps"], warm_up)
+    batch = _batch(trained, planned["batch"], planned["seq"], device)
+    result = _timed(trained, batch, planned["steps"], warm_up)
+    if "snapshots" in planned:
+        name = f"{formatting.setting(planned)} {planned['provider']}.pickle".replace(" ", "-").replace(",", "")
+        file = Path(planned["snapshots"]) / name
+        result |= {"memory": snapshots.record(lambda: trained.step(batch), device, file), "snapshot": name}
+    return result
 
 
 def _batch(trained, batch, seq, device) -> dict:

@@ -54,7 +54,8 @@ def add(commands) -> None:
         "their peak memory. With --longest, search the longest sequence that fits. It writes train.json and "
         "train.html, or longest.json.",
         {"llama-1b --batch 8 --seq 1024 4096": "one model at two lengths",
-         "llama-1b --longest": "the longest context that fits this GPU"},
+         "llama-1b --longest": "the longest context that fits this GPU",
+         "llama-1b --sweep seq --ablate": "growing sequences, and the fused loss alone beside everything"},
         "minutes for each model and library, most of them to build and compile; --steps sets the timed steps.",
     )  # fmt: skip
     option("models", nargs="*", metavar="MODEL", help="llama-1b, gemma2-2b, ... (all but tiny)")
@@ -63,6 +64,12 @@ def add(commands) -> None:
     option("--checkpointing", choices=("on", "off", "both"), help="of activations (each model's own)")
     option("--activations", metavar="BUDGET",
            help="train the patched model within this memory: 100GiB, a share such as 0.9, or auto")  # fmt: skip
+    option("--sweep", choices=("batch", "seq"),
+           help="double the batch (from --batch or 1), or the sequence (from --seq or 1024), until memory ends",
+           )  # fmt: skip
+    option("--ablate", action="store_true", help="also measure liger_hw's fused loss alone")
+    option("--snapshot", action="store_true",
+           help="write the memory of a step of each library, for docs.pytorch.org/memory_viz, and draw it")  # fmt: skip
     option("--steps", type=common.positive, default=10, metavar="N", help="timed steps of a run (10)")
     option("--longest", action="store_true", help="search the longest sequence that fits the memory, without timing")
     dtype(option)
@@ -137,22 +144,34 @@ def bench_train(args) -> int | None:
     """Measure training, print the table, write train.json and train.html."""
     console.require("matplotlib", "rich", "transformers")
     from liger_hw.bench import charts, formatting, training
+    from liger_hw.bench.peers import LOSS_ALONE
 
     device = common.here()
-    if args.longest and device.type == "cpu":
-        raise ValueError("--longest: needs an accelerator, and torch finds none here")
+    for name in ("longest", "sweep", "snapshot"):
+        if getattr(args, name) and device.type == "cpu":
+            raise ValueError(f"--{name}: needs an accelerator, and torch finds none here")
+    if args.longest and (args.sweep or args.snapshot):
+        raise ValueError("--longest: got --sweep or --snapshot as well, allowed: one of the two")
+    providers = training.choose(_peers(args), device)
+    if args.ablate:
+        providers.insert(-1, LOSS_ALONE)
     checkpointing = {"on": [True], "off": [False], "both": [False, True], None: None}[args.checkpointing]
     runs = training.plan(
-        args.models or training.DEFAULT, training.choose(_peers(args), device), args.batch, args.seq, checkpointing,
-        args.steps, _dtype(args, device), args.longest, args.activations,
+        args.models or training.DEFAULT, providers, args.batch, args.seq, checkpointing, args.steps,
+        _dtype(args, device), args.longest, args.activations, args.sweep, args.report if args.snapshot else None,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
     with console.progress() as progress:
         benchmark = training.run(runs, device, progress, file)
     lead = "Steps of training, random weights and tokens, fused AdamW; every model in its own process."
     rows = formatting.training_rows(benchmark)
-    html = charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)
-    common.show(args, benchmark, f"{file}, {html}\n", formatting.show(benchmark, formatting.TRAINING, rows))
+    files = [file, charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)]
+    for name, figure in charts.memory_figures(benchmark):
+        files.append(args.report / f"{name.replace(' ', '-').replace(',', '')}.png")
+        files[-1].write_bytes(charts.picture(figure, "png"))
+    files += [args.report / run["snapshot"] for run in benchmark["results"] if "snapshot" in run]
+    shown = formatting.show(benchmark, formatting.TRAINING, rows)
+    common.show(args, benchmark, ", ".join(map(str, files)) + "\n", shown)
     return None if benchmark["complete"] else 130
 
 
