@@ -79,6 +79,17 @@ def test_an_entry_that_the_heuristic_no_longer_needs_is_taken_out(uses):
     assert mended(uses, Compiler(), {CLASS: {"origin": "compiled"}}) == {CLASS: None}
 
 
+def test_an_entry_that_another_triton_needs_stays(uses):
+    """It is replaced where it misses a gate here, also by a choice other than the heuristic's, which passes here."""
+    shipped = [dataclasses.replace(use, launch=from_table(use.launch)) for use in uses]
+    table = {CLASS: {"origin": "compiled", "triton": "another", "heuristic_missed": "spills there"}}
+    assert mended(shipped, Compiler(), table) == {}, "it passes"
+    assert mended(uses, Compiler(), table) == {CLASS: None}, "it is of other code"
+    ((key, entry),) = mended(shipped, Compiler(rows=7), table).items()
+    assert key == CLASS and entry["heuristic_missed"] == "spills there" and entry["triton"] == mend.triton.__version__
+    assert (entry["meta"], entry["num_warps"]) != (heuristic().meta, heuristic().num_warps)
+
+
 def test_a_measured_entry_of_other_code_waits_for_the_hardware(uses):
     """It is not what is launched."""
     assert mended(uses, Compiler(), {"rms_norm_forward(1024, 2)": {"origin": "measured"}}) == {}

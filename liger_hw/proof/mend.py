@@ -4,14 +4,18 @@
 narrow accesses on one architecture, too much shared memory. Each becomes an entry of origin "compiled" in the shipped
 tables, for a class of widths: the compile matrix has samples, users have all widths.
 
+Tables serve several versions of Triton: an entry that another version needed stays while it passes under this one too.
+So run every version in turn, until none changes a table.
+
 The entry is the configuration fewest steps (`tuning.neighbours`) away from the heuristic that passes every gate at
 every launch of the class; among equally near ones the best by `ratings`. Compiled entries that the heuristic no longer
-needs are removed, and measured entries that miss a gate with this version of Triton.
+needs with the version that wrote them are removed, and measured entries that miss a gate with this version.
 """
 
 from pathlib import Path
 
 from liger_hw import console, tuning
+from liger_hw._triton import triton
 from liger_hw.proof import compile_cache, compiled, ratings
 from liger_hw.proof.compiled import Use
 from liger_hw.proof.crosscompile import DEVICES, Launch
@@ -68,27 +72,33 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
         classes.setdefault(config.class_key(*contribution.numbers_of(key)), []).append(use)
     for class_key, of_class in classes.items():
         missed = any(compiled.judge(use.launch, results[use.launch.key]) for use in of_class)
-        mended_before = table.get(class_key, {}).get("origin") == tuning.COMPILED
-        if missed or mended_before:
-            entry = _entry(of_class, compile_all)
+        before = table.get(class_key, {})
+        mended_before = before.get("origin") == tuning.COMPILED
+        serves = mended_before and any(use.launch.config["source"] == tuning.SHIPPED for use in of_class)
+        of_other_triton = serves and before.get("triton") != triton.__version__
+        if missed or mended_before and not of_other_triton:
+            entry = _entry(of_class, compile_all, before["heuristic_missed"] if of_other_triton else None)
             if entry or mended_before:
                 changes[class_key] = entry
     return changes
 
 
-def _entry(uses: list[Use], compile_all) -> dict | None:
+def _entry(uses: list[Use], compile_all, missed_before: str | None = None) -> dict | None:
     """Return the entry of a class of widths.
 
     None if the heuristic passes at every launch of it, or if nothing near does.
+
+    Args:
+        missed_before: what the heuristic misses under another Triton, or None.
     """
     config = tuning.CONFIGS[uses[0].launch.kernel]
     defaults = [_heuristic(use.launch) for use in uses]
     launches = [ratings.launch_with(use.launch, default) for use, default in zip(uses, defaults)]
     results = compile_all(launches)
     missed = [compiled.judge(launch, results[launch.key]) for launch in launches]
-    if not any(missed):
+    if not any(missed) and not missed_before:
         return None
-    first = next(i for i, gates in enumerate(missed) if gates)
+    first = next((i for i, gates in enumerate(missed) if gates), 0)
     known, ring = {str(defaults[first].to_json())}, [defaults[first]]
     for _ in range(STEPS):
         near = {str(c.to_json()): c for start in ring for c in tuning.neighbours(start)}
@@ -98,8 +108,8 @@ def _entry(uses: list[Use], compile_all) -> dict | None:
         known |= near.keys()
         best = _best(ring, launches, compile_all)
         if best:
-            gate, message = next(iter(missed[first].items()))
-            why = f"{gate}: {message} ({uses[first].dtype}, {uses[first].shapes[0]})"
+            gate, message = next(iter(missed[first].items()), (None, None))
+            why = f"{gate}: {message} ({uses[first].dtype}, {uses[first].shapes[0]})" if gate else missed_before
             return tuning.entry_for(config, best, tuning.COMPILED, heuristic_missed=why[:300])
     print(f"{launches[first].arch}: {launches[first].config['key']}: nothing within {STEPS} steps passes")
     return None
