@@ -175,8 +175,9 @@ def launchable(entry: dict, like: Config, source: str) -> Config:
     counts = [config.meta.get("STAGES", 1), config.num_stages, config.programs]
     if not all(type(n) is int and 0 < n <= _LARGEST_TILE for n in (*tile, *counts, config.num_warps)):
         raise ValueError(f"{config.to_json()}, allowed: positive integers")
-    if math.prod(tile) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
-        raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements at most")
+    # tensors have two dimensions: of a product of matrices, with a depth, no tensor has all sizes
+    if math.prod(sorted(tile)[-2:]) > _LARGEST_TILE or any(n & (n - 1) for n in (*tile, config.num_warps)):
+        raise ValueError(f"{config.to_json()}, allowed: powers of two, {_LARGEST_TILE} elements of a tile at most")
     allowed = backends.knobs(like.device)
     if any(value not in allowed.get(name, ()) for name, value in config.knobs.items()):
         raise ValueError(f"knobs={config.knobs}, allowed: {allowed}")

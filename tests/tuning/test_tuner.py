@@ -62,6 +62,7 @@ def test_no_heuristic_is_refused(device, monkeypatch):
     for key, config in seen.items():
         assert config.refusal() is None, key
         assert config.options(device).keys() <= known, key
+        tuning.launchable(config.to_json() | {"triton": "3.6.0"}, config, LOCAL)  # as an entry of a table
         if device.vendor == "intel":  # one tile in half the registers: no compiler is here to say that it spills
             others = ("STAGES", "DEPTH", "BAND")  # a matrix product keeps its sums alone
             tile = math.prod(size for name, size in config.meta.items() if name not in others)
