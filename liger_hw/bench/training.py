@@ -174,9 +174,9 @@ def run(runs, device, progress, file: Path) -> dict:
     exhausted = set()  # what ran out of memory in a sweep, and would again at the next size
     with saved_at_end(benchmark, file):
         for _, group in itertools.groupby(runs, key=lambda planned: planned | {"provider": ""}):
-            planned_before = list(group)
-            group = [planned for planned in planned_before if _line_of(planned) not in exhausted]
-            progress.update(bar, advance=len(planned_before) - len(group))
+            of_size = list(group)
+            group = [planned for planned in of_size if _line_of(planned) not in exhausted]
+            progress.update(bar, advance=len(of_size) - len(group))
             if not group:
                 continue
             group = sorted(group, key=lambda planned: ORDER.index(planned["provider"]))
