@@ -77,26 +77,27 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
         serves = mended_before and any(use.launch.config["source"] == tuning.SHIPPED for use in of_class)
         of_other_triton = serves and before.get("triton") != triton.__version__
         if missed or mended_before and not of_other_triton:
-            entry = _entry(of_class, compile_all, before["heuristic_missed"] if of_other_triton else None)
+            entry = _entry(of_class, compile_all, before if of_other_triton else None)
             if entry or mended_before:
                 changes[class_key] = entry
     return changes
 
 
-def _entry(uses: list[Use], compile_all, missed_before: str | None = None) -> dict | None:
+def _entry(uses: list[Use], compile_all, before: dict | None = None) -> dict | None:
     """Return the entry of a class of widths.
 
     None if the heuristic passes at every launch of it, or if nothing near does.
 
     Args:
-        missed_before: what the heuristic misses under another Triton, or None.
+        before: the entry that another Triton needs, or None. Where the heuristic passes here, the new one keeps what it
+            missed there.
     """
     config = tuning.CONFIGS[uses[0].launch.kernel]
     defaults = [_heuristic(use.launch) for use in uses]
     launches = [ratings.launch_with(use.launch, default) for use, default in zip(uses, defaults)]
     results = compile_all(launches)
     missed = [compiled.judge(launch, results[launch.key]) for launch in launches]
-    if not any(missed) and not missed_before:
+    if not any(missed) and not before:
         return None
     first = next((i for i, gates in enumerate(missed) if gates), 0)
     known, ring = {str(defaults[first].to_json())}, [defaults[first]]
@@ -108,8 +109,11 @@ def _entry(uses: list[Use], compile_all, missed_before: str | None = None) -> di
         known |= near.keys()
         best = _best(ring, launches, compile_all)
         if best:
-            gate, message = next(iter(missed[first].items()), (None, None))
-            why = f"{gate}: {message} ({uses[first].dtype}, {uses[first].shapes[0]})" if gate else missed_before
+            if not any(missed):
+                kept = {name: before[name] for name in ("triton", "heuristic_missed")}
+                return tuning.entry_for(config, best, tuning.COMPILED) | kept
+            gate, message = next(iter(missed[first].items()))
+            why = f"{gate}: {message} ({uses[first].dtype}, {uses[first].shapes[0]})"
             return tuning.entry_for(config, best, tuning.COMPILED, heuristic_missed=why[:300])
     print(f"{launches[first].arch}: {launches[first].config['key']}: nothing within {STEPS} steps passes")
     return None
