@@ -167,6 +167,16 @@ def test_instructions_are_found_at_their_place(text, instruction, widths):
     assert [(access.at, access.kind) for access in found[3:]] == ([("?", "store")] if text is AMD else [])
 
 
+def test_an_instruction_without_a_column_belongs_to_its_line():
+    """LLVM gives column 0 to instructions whose places it merged."""
+    access = Access("k.py:1:9", "load", "X", 64, 64, 2, 0)
+    text = '.file 1 "/x/kernels" "k.py"\n.loc 1 1 0\n\tbuffer_load_b128 v0\n.loc 1 1 9\n\tbuffer_load_u16 v0\n'
+    assert [found.widths for found in assembly.with_widths([access], text, assembly.amd_access)] == [{16: 1, 2: 1}]
+    other = dataclasses.replace(access, at="k.py:1:5", pointer="Y")
+    found = assembly.with_widths([access, other], text, assembly.amd_access)
+    assert found[0].widths == {2: 1} and found[2].at == "?", "of two on a line it may be either's"
+
+
 def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
     accesses = [
         Access(f"k.py:{row}:1", "load", pointer, 64, 64, 2, 0) for row, pointer in [(1, "X"), (2, "X"), (3, "Y")]

@@ -136,6 +136,11 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
         moved = instruction(line)
         if moved:
             widths.setdefault((at, moved[0]), Counter())[moved[1]] += 1
+    for (place, kind), count in list(widths.items()):
+        line, _, column = place.rpartition(":")
+        on_line = {access.at for access in accesses if (access.at.rpartition(":")[0], access.kind) == (line, kind)}
+        if column == "0" and len(on_line) == 1:  # the compiler merged places of one line
+            widths.setdefault((*on_line, kind), Counter()).update(widths.pop((place, kind)))
     known = [replace(access, widths=dict(widths.get((access.at, access.kind), {}))) for access in accesses]
     known = [access if access.widths else replace(access, widths=_estimated_widths(access, known)) for access in known]
     places = {(access.at, access.kind) for access in accesses}
