@@ -136,7 +136,7 @@ def with_widths(accesses: list[Access], assembly: str, instruction) -> list[Acce
         moved = instruction(line)
         if moved:
             widths.setdefault((at, moved[0]), Counter())[moved[1]] += 1
-    for (place, kind), count in list(widths.items()):
+    for place, kind in list(widths):
         line, _, column = place.rpartition(":")
         on_line = {access.at for access in accesses if (access.at.rpartition(":")[0], access.kind) == (line, kind)}
         if column == "0" and len(on_line) == 1:  # the compiler merged places of one line
