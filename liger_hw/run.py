@@ -35,17 +35,29 @@ def main(argv=None):
     if not args.is_module and not os.path.exists(args.program):
         parser.error(f"no such file: {args.program}")
     try:
+        if args.activations is not None:
+            plan_activations(args.activations)
         install(args.replace, children=True)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         parser.error(str(error))
-    if args.activations:
-        os.environ["LIGER_HW_ACTIVATIONS"] = args.activations
     sys.argv = [args.program, *args.rest]
     if args.is_module:
         runpy.run_module(args.program, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(args.program))
         runpy.run_path(args.program, run_name="__main__")
+
+
+def plan_activations(budget: str):
+    """Let this process and its children plan the activations of the models that they patch.
+
+    Raises:
+        ValueError: `budget` is none of `liger_hw.activations`.
+    """
+    from liger_hw.checkpointing.budget import VARIABLE, bytes_of
+
+    bytes_of(budget, None)
+    os.environ[VARIABLE] = budget
 
 
 if __name__ == "__main__":

@@ -245,6 +245,7 @@ def _sweeps(results, pyplot):
             groups.setdefault((record["model"], record["checkpointing"], record["sweep"]), []).append(record)
     for (model, checkpointing, swept), records in groups.items():
         figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+        ticks = sorted({record[swept] for record in records})
         fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
         title = f"{model}, {fixed}{', checkpointing' if checkpointing else ''}: lines end where the memory does"
         figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
@@ -254,9 +255,7 @@ def _sweeps(results, pyplot):
                 if line:
                     axis.plot(*zip(*line), "o-", color=COLOURS[provider], label=provider, markersize=4)
             axis.set_xscale("log", base=2)
-            axis.set_xticks(
-                sorted({r[swept] for r in records}), [f"{r:,}" for r in sorted({r[swept] for r in records})]
-            )
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axis.minorticks_off()
             axis.yaxis.set_major_formatter("{x:,.0f}")
             axis.set_ylim(bottom=0)

@@ -194,6 +194,11 @@ def setting(run: dict) -> str:
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}"
 
 
+def file_name(text: str, kind: str) -> str:
+    """Return the name of a file about `text`, without spaces and commas."""
+    return text.replace(" ", "-").replace(",", "") + f".{kind}"
+
+
 def changes(before: dict, after: dict) -> dict:
     """List the times that differ by more than 3% and beyond both spreads.
 

@@ -29,7 +29,7 @@ from liger_hw.patching.flags import FLAGS
 from liger_hw.spelling import check_known
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
-PROVIDERS = (EAGER, COMPILE, LIGER, LOSS_ALONE, OURS)
+PEERS = (EAGER, COMPILE, LIGER)
 ORDER = (EAGER, COMPILE, LOSS_ALONE, OURS, LIGER)  # the peer is last because nothing undoes its changes to the model
 SWEEPS = {"batch": (1, 2**10), "seq": (1024, 2**20)}  # what is doubled -> its first and last value
 WARM_UP = 3
@@ -105,7 +105,7 @@ def choose(names, device) -> list[str]:
         ValueError: a provider is unknown, not installed, or needs an accelerator.
     """
     for name in names:
-        check_known("peer", name, PROVIDERS[:-2])
+        check_known("peer", name, PEERS)
         if name == LIGER and (device.type == "cpu" or find_spec("liger_kernel") is None):
             raise ValueError("--against: got liger, which needs an accelerator and pip install liger-kernel")
     if not names:
@@ -171,7 +171,7 @@ def run(runs, device, progress, file: Path) -> dict:
     """Make every run of a `plan`; write the results to `file` after each."""
     benchmark = environment(device) | {"results": [], "complete": False}
     bar = progress.add_task("training", total=len(runs), note="")
-    exhausted = set()  # what ran out of memory in a sweep, and would again at the next size
+    exhausted = set()  # what failed in a sweep, usually for memory, and would again at the next size
     with saved_at_end(benchmark, file):
         for _, group in itertools.groupby(runs, key=lambda planned: planned | {"provider": ""}):
             of_size = list(group)
@@ -324,7 +324,7 @@ def _measured(trained, planned, device) -> dict:
     batch = _batch(trained, planned["batch"], planned["seq"], device)
     result = _timed(trained, batch, planned["steps"], warm_up)
     if "snapshots" in planned:
-        name = f"{formatting.setting(planned)} {planned['provider']}.pickle".replace(" ", "-").replace(",", "")
+        name = formatting.file_name(f"{formatting.setting(planned)} {planned['provider']}", "pickle")
         file = Path(planned["snapshots"]) / name
         result |= {"memory": snapshots.record(lambda: trained.step(batch), device, file), "snapshot": name}
     return result

@@ -6,6 +6,7 @@ import torch
 
 from liger_hw.checks import check, refuse
 
+VARIABLE = "LIGER_HW_ACTIVATIONS"  # of the environment: the budget of models patched under liger_kernel's names
 HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, by default
 ALLOWED = 'bytes (an int, or "100GiB"), a share of the device\'s memory (a float up to 1) or "auto"'
 
@@ -41,7 +42,7 @@ def bytes_of(budget, device):
 def _number(text):
     try:
         return int(float(text[:-3]) * 2**30) if text.endswith("GiB") else int(text) if text.isdigit() else float(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or infinity
         refuse("budget", repr(text), ALLOWED)
 
 

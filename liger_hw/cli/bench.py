@@ -167,7 +167,7 @@ def bench_train(args) -> int | None:
     rows = formatting.training_rows(benchmark)
     files = [file, charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)]
     for name, figure in charts.memory_figures(benchmark):
-        files.append(args.report / f"{name.replace(' ', '-').replace(',', '')}.png")
+        files.append(args.report / formatting.file_name(name, "png"))
         files[-1].write_bytes(charts.picture(figure, "png"))
     files += [args.report / run["snapshot"] for run in benchmark["results"] if "snapshot" in run]
     shown = formatting.show(benchmark, formatting.TRAINING, rows)

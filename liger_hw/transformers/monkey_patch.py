@@ -3,17 +3,16 @@
 import inspect
 import os
 
+from liger_hw.checkpointing.budget import VARIABLE
 from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 from liger_hw.spelling import check_known
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 
-PLANNED = "LIGER_HW_ACTIVATIONS"  # environment variable: the budget of `patch`'s activations
-
 
 def _patch(model, **flags):
     """Call `patch` with the budget of the environment, unless the caller gives one."""
-    return patch(model, **{"activations": os.environ.get(PLANNED)} | flags)
+    return patch(model, **{"activations": os.environ.get(VARIABLE)} | flags)
 
 
 def _function_of(family, defaults, is_open=False):

@@ -150,6 +150,18 @@ def test_run_reaches_every_process(form, tmp_path, clean):
     assert found.stdout.split("\n")[0] == f"['--flag', '-m'] __main__ {VERSION} {VERSION} {VERSION}"
 
 
+def test_run_plans_activations(tmp_path, clean):
+    """The budget reaches every process; a wrong one ends the command before the program."""
+    child = (
+        "subprocess.check_output([sys.executable, '-c', 'import os; print(os.environ[name])'.replace('name', repr(N))])"
+    )
+    (tmp_path / "program.py").write_text(f"import subprocess, sys\nN = 'LIGER_HW_ACTIVATIONS'\nprint({child})")
+    found = run("--activations", "0.9", "program.py", cwd=tmp_path)
+    assert found.returncode == 0 and "0.9" in found.stdout, found.stderr
+    refused = run("--activations", "much", "program.py", cwd=tmp_path)
+    assert refused.returncode == 2 and "budget: got 'much', allowed: bytes" in refused.stderr and not refused.stdout
+
+
 def test_run_explains_errors(tmp_path, original):
     (tmp_path / "program.py").write_text("import liger_kernel; print(liger_kernel.__version__)")
     assert "no such file: nothing.py" in run("nothing.py", cwd=tmp_path).stderr

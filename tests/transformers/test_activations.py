@@ -399,6 +399,7 @@ def test_the_names_of_liger_kernel_plan(monkeypatch):
     ((Stack().requires_grad_(False), 1), "needs a gradient"),
     ((Stack(), "auto"), "budget: got auto, allowed: bytes"),
     ((Stack(), -1), "budget: got -1"),
+    ((Stack(), "infGiB"), "budget: got 'infGiB', allowed: bytes"),
     ((Stack(), "80gb"), "budget: got '80gb', allowed: bytes"),
     ((Stack(), 1, 2**60), "host_budget: got 1152921504606846976, allowed: 0 to"),
 ], ids=str)  # fmt: skip
