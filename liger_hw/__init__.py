@@ -18,6 +18,7 @@ _NAMES = {
     "kernels.layer_norm": ("layer_norm",),
     "kernels.poly_norm": ("poly_norm",),
     "kernels.dyt": ("dyt",),
+    "kernels.attention_residual": ("attention_residual",),
     "kernels.causal_conv1d": ("causal_conv1d",),
     "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),

@@ -55,6 +55,7 @@ KINDS = {  # annotation of an argument -> the types it accepts, and their name i
     str: (str, "a string"),
     Callable: (Callable, "a function"),
     Sequence: (Sequence, "a sequence"),
+    Sequence[torch.Tensor]: (Sequence, "a sequence of tensors"),
     type(None): (type(None), "None"),
 }
 
@@ -74,7 +75,10 @@ def explain(error, function, args, kwargs) -> None:
     for name, value in bound.arguments.items():
         annotation = bound.signature.parameters[name].annotation
         kinds = [KINDS.get(kind) for kind in get_args(annotation) or (annotation,)]
-        if None not in kinds and not isinstance(value, tuple(kind for kind, _ in kinds)):
+        fits = None in kinds or isinstance(value, tuple(kind for kind, _ in kinds))
+        if Sequence[torch.Tensor] in get_args(annotation) and isinstance(value, Sequence):
+            fits = len(value) and all(map(torch.is_tensor, value))
+        if not fits:
             got = value if torch.is_tensor(value) else f"{reprlib.repr(value)}, a {type(value).__name__}"
             refuse(name, got, " or ".join(word for _, word in kinds))
     first, *others = (name for name, value in bound.arguments.items() if torch.is_tensor(value))

@@ -7,7 +7,8 @@
     @rms_norm.register("triton")                # any GPU
     @rms_norm.register("amd:gfx942")            # this GPU only, and preferred there
 
-`op` is like `functools.singledispatch`, keyed by the device and the dtype of the first tensor.
+`op` is like `functools.singledispatch`, keyed by the device and the dtype of the first tensor, or of the first one of a
+list or tuple.
 """
 
 import functools
@@ -96,11 +97,16 @@ def op(reference):
     def call(*args, **kwargs):
         if is_compiling():
             x = args[0] if args else kwargs[first]
+            x = x[0] if isinstance(x, (list, tuple)) else x
             implementation = implementations[_choice_while_tracing(name, x.device.type, x.device.index, x.dtype)]
             return (on_shards(implementation) if is_dtensor(x) else implementation)(*args, **kwargs)
         try:
             x = args[0] if args else kwargs[first]
-            kind, device, dtype = type(x), x.device, x.dtype
+            kind = type(x)
+            if kind is list or kind is tuple:
+                x = x[0]
+                kind = type(x)
+            device, dtype = x.device, x.dtype
             # `_forced` itself, because a call of `forced()` would cost more than the look-up
             implementation = chosen.get((kind, device, dtype, backends._forced))
             if implementation is None:

@@ -142,6 +142,16 @@ MUTANTS = {
         ("slope of tanh", "4.0 * e * q * q", "4.0 * e * q"),
         ("cancels near zero", "tl.where(square < 0.09, series,", "tl.where(square < 0.0, series,"),
     ],
+    "attention_residual": [
+        ("sum not moved to the new maximum", "total = total * kept + power", "total = total + power"),
+        ("slope of the norm left out", "slope * (u - v * (score * rstd / cols)[:, None])", "slope * u"),
+        (
+            "a part of a row for the whole",
+            "    if cols > COLS:\n        products =",
+            "    if cols < 0:\n        products =",
+        ),
+        ("sum of the scores' gradients left", "p * (along - delta) * rstd", "p * along * rstd"),
+    ],
     "causal_conv1d": [
         ("a sequence sees the one before", "if (row == boundary) | (number != previous):\n", "if row == boundary:\n"),
         ("a gradient ends with its program", "tl.where(first < end, end + SIZE - 1, first)", "end"),

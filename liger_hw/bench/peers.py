@@ -107,6 +107,7 @@ def _liger(case):
         "group_norm": lambda x, w, b: liger.liger_group_norm(x, w, b, x.shape[1], case.options["num_groups"], 1e-5),
         "poly_norm": lambda x, w, b: liger.liger_poly_norm(x, w, b, **norm),
         "dyt": liger.liger_dyt,
+        "attention_residual": liger.liger_attn_res,
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,

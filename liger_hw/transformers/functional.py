@@ -7,6 +7,7 @@ import torch
 from torch.nn._reduction import legacy_get_string
 
 from liger_hw.checks import check, names_arguments
+from liger_hw.kernels.attention_residual import attention_residual
 from liger_hw.kernels.chunked_head import prepare_head, wide_dtype
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput as CrossEntropyOutput  # programs import it from here
 from liger_hw.kernels.cross_entropy import cross_entropy
@@ -253,8 +254,8 @@ def liger_sparsemax(input, dim=-1):
 
 
 def liger_attn_res(V, w_query, w_norm, eps=1e-6):
-    """See `attention_residual` of `ops_without_kernels`."""
-    return ops_without_kernels.attention_residual(V, w_query, w_norm, eps)
+    """Apply `liger_hw.attention_residual` to V (N, ..., D) or N tensors (..., D)."""
+    return attention_residual(V, w_query, w_norm, eps)
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):

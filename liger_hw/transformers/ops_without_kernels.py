@@ -71,16 +71,3 @@ def mhc_pre(x, h_pre):
 def mhc_post_res(x, f_out, h_post, h_res):
     """Compute sum_i h_res_oi x_i + h_post_o f_out: (..., S, C)."""
     return (h_res @ x.float() + h_post.unsqueeze(-1) * f_out.float().unsqueeze(-2)).to(x.dtype)
-
-
-def attention_residual(blocks, w_query, w_norm, eps=1e-6):
-    """Attend over depth in place of a residual sum (arXiv:2603.15031).
-
-    Args:
-        blocks: (N, ..., D) or N tensors (..., D), any N. w_query, w_norm: (D,).
-    """
-    blocks = torch.stack(tuple(blocks)) if isinstance(blocks, (list, tuple)) else blocks
-    wide = blocks.float()
-    keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * w_norm.float()
-    depth = (keys @ w_query.float()).softmax(0)
-    return (depth.unsqueeze(-1) * wide).sum(0).to(blocks.dtype)
