@@ -72,6 +72,7 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "dyt": ((meta(R, C), meta(1), meta(C), meta(C)), {}, 2 * R * C + 2 * C + 1, 3 * R * C + 4 * C + 2),
     "causal_conv1d": ((meta(2, R, C), meta(C, 3), meta(C), meta(2, R, C)), {}, 6 * R * C + 4 * C, 10 * R * C + 8 * C),
     "attention_residual": ((meta(3, R, C), meta(C), meta(C)), {}, 4 * R * C + 2 * C, 7 * R * C + 4 * C),
+    "neighborhood_attention": ((meta(2, 3, R, C), meta(2, 3, R, C), meta(2, 3, R, C)), {}, 24 * R * C, 48 * R * C),
     "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "activate": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),

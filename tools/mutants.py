@@ -152,6 +152,12 @@ MUTANTS = {
         ),
         ("sum of the scores' gradients left", "p * (along - delta) * rstd", "p * along * rstd"),
     ],
+    "neighborhood_attention": [
+        ("the position after the last", "other < length)\n        score =", "other <= length)\n        score ="),
+        ("sum not moved to the new maximum", "total = total * kept + power", "total = total + power"),
+        ("gradient of a key by its own result", "(v - _load(Y + of_y, other,", "(v - _load(Y + of_y, row,"),
+        ("strides of the gradients", "_store(DQ + of_y, row, there, y_stride", "_store(DQ + of_y, row, there, stride"),
+    ],
     "causal_conv1d": [
         ("a sequence sees the one before", "if (row == boundary) | (number != previous):\n", "if row == boundary:\n"),
         ("a gradient ends with its program", "tl.where(first < end, end + SIZE - 1, first)", "end"),

@@ -108,6 +108,7 @@ def _liger(case):
         "poly_norm": lambda x, w, b: liger.liger_poly_norm(x, w, b, **norm),
         "dyt": liger.liger_dyt,
         "attention_residual": liger.liger_attn_res,
+        "neighborhood_attention": partial(liger.liger_fused_neighborhood_attention, **case.options),
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,

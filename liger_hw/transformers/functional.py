@@ -19,6 +19,7 @@ from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.neighborhood_attention import neighborhood_attention
 from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
@@ -310,8 +311,8 @@ def liger_mhc_forward(
     return (out, coefficients) if return_coeffs else out
 
 
-# ops without kernels whose parameters are liger_kernel's
-liger_fused_neighborhood_attention = ops_without_kernels.neighborhood_attention
+# ops whose parameters are liger_kernel's, the last three without kernels
+liger_fused_neighborhood_attention = neighborhood_attention
 liger_mhc_post_res = ops_without_kernels.mhc_post_res
 liger_mhc_pre = ops_without_kernels.mhc_pre
 liger_multi_token_attention = ops_without_kernels.multi_token_attention

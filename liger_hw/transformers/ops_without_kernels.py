@@ -22,19 +22,6 @@ def multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilati
     return out.masked_fill(torch.ones(out.shape[-2:], dtype=torch.bool, device=out.device).triu(1), 0.0)
 
 
-def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
-    """Attend (B, heads, L, D) from each position to `kernel_size` positions around it, `dilation` apart.
-
-    Raises:
-        ValueError: an even kernel size.
-    """
-    check(kernel_size % 2 == 1, "kernel_size", kernel_size, "an odd number")
-    places = torch.arange(query.shape[-2], device=query.device)
-    far = (places[:, None] - places).abs()
-    near = (far <= kernel_size // 2 * dilation) & (far % dilation == 0)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scale)
-
-
 def mhc_coefficients(
     x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
 ):
