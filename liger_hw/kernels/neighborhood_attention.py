@@ -98,7 +98,7 @@ def neighborhood_attention_backward_config(cols, itemsize, device):
 
 
 def _tile(cols, itemsize, device, size):
-    """Return a tile of `size` bytes, of at most 64 positions, of which a lane loads 16 bytes."""
+    """Return a tile of `size` bytes and at most 64 positions, 16 bytes a lane."""
     block = power_of_2(cols)
     rows = max(1, min(64, size // (itemsize * block)))
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, 16 // itemsize))
@@ -219,7 +219,10 @@ def _empty_results(query, *options):
 def _neighborhood_attention_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int, dilation: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute y, and in fp32 each position's largest score, base 2, and the divisor of its softmax."""
+    """Compute y and, for the backward, statistics of each position and head, in fp32.
+
+    They are the largest score, base 2, and the divisor of the softmax.
+    """
     y, stats = _empty_results(query)
     batch, heads, length, cols = query.shape
     config = neighborhood_attention_forward_config(cols, query.element_size(), device_of(query))

@@ -32,7 +32,7 @@ def test_the_definition_is_masked_attention(kernel_size, dilation):
 
 
 def compare_calls(through, inputs, backend):
-    """Compare calls of the op and of its reference that `through` makes of the inputs; return the op's."""
+    """Compare calls of the op and of its reference that `through` makes of the inputs."""
     call = through(neighborhood_attention.reference)
     exact = run(call, [x.detach().double().requires_grad_() for x in inputs], {})
     plain = run(call, inputs, {})
