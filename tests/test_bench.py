@@ -77,6 +77,13 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "softmax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "sparsemax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "cross_entropy_tvd": ((meta(R, C), meta(R, C), meta(R)), {}, 2 * R * C, 3 * R * C),
+    "mhc_pre": ((meta(R, 4, C), meta(R, 4)), {}, 5 * R * C + 4 * R, 9 * R * C + 8 * R),
+    "mhc_post_res": (
+        (meta(R, 4, C), meta(R, C), meta(R, 4), meta(R, 4, 4)),
+        {},
+        9 * R * C + 20 * R,
+        14 * R * C + 40 * R,
+    ),
     "clamped_swiglu": ((meta(R, 2 * C),), {}, 3 * R * C, 5 * R * C),
     "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
     "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),

@@ -152,6 +152,11 @@ MUTANTS = {
         ("slope of the third power", "3.0 * square * (dy", "2.0 * square * (dy"),
         ("weights in another order", "tl.where(at == 0, tl.sum(dw3, 0)", "tl.where(at == 0, tl.sum(dw1, 0)"),
     ],
+    "hyper_connections": [
+        ("the gradient of another pair of streams", "coefficients[j * outs + o] * dys[o]", "coefficients[j] * dys[o]"),
+        ("streams of another group", "tl.program_id(1) * SIZE", "tl.program_id(1) * GROUP"),
+        ("a block's sums alone", "new_dh + (dh[j * outs + o] + tl.sum(x", "new_dh + (tl.sum(x"),
+    ],
     "rope": [
         (
             "backward turns on",

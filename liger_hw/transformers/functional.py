@@ -17,6 +17,7 @@ from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_sel
 from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.group_norm import group_norm
+from liger_hw.kernels.hyper_connections import mhc_post_res, mhc_pre
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -289,8 +290,8 @@ def liger_mhc_coeffs(
 
 def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
     """Return the streams after layer output `f_out`, with `return_x_in` also the layer's input."""
-    out = ops_without_kernels.mhc_post_res(x, f_out, h_post, h_res)
-    return (out, ops_without_kernels.mhc_pre(x, h_pre)) if return_x_in else out
+    out = mhc_post_res(x, f_out, h_post, h_res)
+    return (out, mhc_pre(x, h_pre)) if return_x_in else out
 
 
 def liger_mhc_forward(
@@ -303,16 +304,16 @@ def liger_mhc_forward(
         sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
     )  # fmt: skip
     h_pre, h_post, h_res = coefficients
-    x_in = ops_without_kernels.mhc_pre(x, h_pre)
+    x_in = mhc_pre(x, h_pre)
     first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
-    out = ops_without_kernels.mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
+    out = mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
     return (out, coefficients) if return_coeffs else out
 
 
-# ops without kernels whose parameters are liger_kernel's
+# ops whose parameters are liger_kernel's
+liger_mhc_post_res = mhc_post_res
+liger_mhc_pre = mhc_pre
 liger_fused_neighborhood_attention = ops_without_kernels.neighborhood_attention
-liger_mhc_post_res = ops_without_kernels.mhc_post_res
-liger_mhc_pre = ops_without_kernels.mhc_pre
 liger_multi_token_attention = ops_without_kernels.multi_token_attention
 
 __all__ = ["CrossEntropyOutput"]

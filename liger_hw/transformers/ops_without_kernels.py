@@ -63,16 +63,6 @@ def mhc_coefficients(
     return pre.sigmoid() + pre_eps, post.sigmoid() * post_mult, matrix
 
 
-def mhc_pre(x, h_pre):
-    """Compute sum_i h_pre_i x_i: (..., S, C) and (..., S) -> (..., C)."""
-    return (h_pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
-
-
-def mhc_post_res(x, f_out, h_post, h_res):
-    """Compute sum_i h_res_oi x_i + h_post_o f_out: (..., S, C)."""
-    return (h_res @ x.float() + h_post.unsqueeze(-1) * f_out.float().unsqueeze(-2)).to(x.dtype)
-
-
 def attention_residual(blocks, w_query, w_norm, eps=1e-6):
     """Attend over depth in place of a residual sum (arXiv:2603.15031).
 
