@@ -77,6 +77,12 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "softmax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "sparsemax": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),
     "cross_entropy_tvd": ((meta(R, C), meta(R, C), meta(R)), {}, 2 * R * C, 3 * R * C),
+    "mhc_coefficients": (
+        (meta(R, 4, C), meta(4 * C, 24), meta(24), meta(), meta(1), meta()),
+        {},
+        4 * R * C + 96 * C + 27 + 48 * R,
+        8 * R * C + 192 * C + 54 + 48 * R,
+    ),
     "mhc_pre": ((meta(R, 4, C), meta(R, 4)), {}, 5 * R * C + 4 * R, 9 * R * C + 8 * R),
     "mhc_post_res": (
         (meta(R, 4, C), meta(R, C), meta(R, 4), meta(R, 4, 4)),

@@ -112,6 +112,7 @@ def _liger(case):
         "activate": liger.liger_relu_squared if case.options.get("activation") == "relu_squared" else None,
         "softmax": liger.liger_softmax,
         "sparsemax": liger.liger_sparsemax,
+        "mhc_coefficients": lambda *inputs: liger.liger_mhc_coeffs(*inputs, allow_fp32=True),
         "mhc_pre": liger.liger_mhc_pre,
         "mhc_post_res": liger.liger_mhc_post_res,
         "cross_entropy_tvd": lambda *inputs: LigerFusedCETVDLoss()(*inputs),

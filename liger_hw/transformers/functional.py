@@ -19,6 +19,7 @@ from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.hyper_connections import mhc_post_res, mhc_pre
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.mhc_coefficients import mhc_coefficients
 from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.rope import rope
@@ -276,14 +277,14 @@ def liger_mhc_coeffs(
     x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
     sinkhorn_eps=1e-6, post_mult=2.0,
 ):  # fmt: skip
-    """Compute `mhc_coefficients` of `ops_without_kernels`.
+    """Compute `liger_hw.mhc_coefficients`.
 
     Raises:
         AssertionError: x is neither bf16 nor fp16, and `allow_fp32` is False, as in liger_kernel.
     """
     if not allow_fp32 and x.dtype not in (torch.bfloat16, torch.float16):
         raise AssertionError(f"x should be BF16/FP16 (set allow_fp32=True for FP32), got {x.dtype}")
-    return ops_without_kernels.mhc_coefficients(
+    return mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
 

@@ -35,34 +35,6 @@ def neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=N
     return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scale)
 
 
-def mhc_coefficients(
-    x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
-):
-    """Compute the coefficients by which hyper-connections (arXiv:2512.24880) mix streams, in fp32.
-
-    Every parameter is part of every output's graph, so an unused output gives it a gradient of zero, not None.
-
-    Args:
-        x: (..., S, C), S streams. phi: (S C, S S + 2 S). b: (S S + 2 S,). alpha_*: () or (1,).
-        tmax: Sinkhorn iterations.
-
-    Returns:
-        h_pre (..., S), h_post (..., S) and h_res (..., S, S), whose rows and columns add up to 1.
-    """
-    streams = x.shape[-2]
-    flat = x.flatten(-2).float()
-    mix = (flat @ phi.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
-    sizes = (streams, streams, streams * streams)
-    alphas = torch.cat([a.float().expand(size) for a, size in zip((alpha_pre, alpha_post, alpha_res), sizes)])
-    pre, post, res = (mix * alphas + b.float()).split(sizes, -1)
-    matrix = res.unflatten(-1, (streams, streams)).softmax(-1) + sinkhorn_eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
-    for _ in range(tmax - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + sinkhorn_eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
-    return pre.sigmoid() + pre_eps, post.sigmoid() * post_mult, matrix
-
-
 def attention_residual(blocks, w_query, w_norm, eps=1e-6):
     """Attend over depth in place of a residual sum (arXiv:2603.15031).
 

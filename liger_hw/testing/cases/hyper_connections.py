@@ -26,8 +26,22 @@ def post_res_tensors(new, shape, make, grads=(True,) * 4, dtype=torch.float32):
     return make(*shape, grad=grads[0]), f_out, *coefficients
 
 
+def coefficient_tensors(new, shape, make, grads=(True,) * 3, dtype=torch.float32, alpha_grad=False):
+    """Draw the tensors of mhc_coefficients.
+
+    Args:
+        alpha_grad: for tests that compare many draws at once, as one number's error says nothing of others.
+    """
+    streams, cols = shape[-2:]
+    count = streams * (streams + 2)
+    x, phi = make(*shape, grad=grads[0]), make(streams * cols, count, grad=False)
+    phi = phi.mul_((streams * cols) ** -0.5).requires_grad_(grads[1])
+    alphas = [new.randn(*sizes, dtype=dtype, grad=alpha_grad) for sizes in ((), (1,), ())]
+    return x, phi, new.randn(count, dtype=dtype, grad=grads[2]), *alphas
+
+
 def cases_of(tensors, inputs):
-    """Return the `OpCases` of an op with `inputs` tensors."""
+    """Return the `OpCases` of an op whose first `inputs` tensors may require a gradient."""
 
     def small(new):
         for shape in SMALL:
@@ -46,4 +60,8 @@ def cases_of(tensors, inputs):
     return OpCases(small, wide, [of(shape) for shape in SIZES], [of(shape) for shape in FURTHER])
 
 
-CASES = {"mhc_pre": cases_of(pre_tensors, 2), "mhc_post_res": cases_of(post_res_tensors, 4)}
+CASES = {
+    "mhc_coefficients": cases_of(coefficient_tensors, 3),
+    "mhc_pre": cases_of(pre_tensors, 2),
+    "mhc_post_res": cases_of(post_res_tensors, 4),
+}
