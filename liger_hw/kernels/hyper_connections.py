@@ -39,6 +39,12 @@ def _check_like(name, tensor, shape, x):
     check(fits, name, tensor, f"floating point of shape {tuple(shape)} on {x.device}")
 
 
+def wide_product(a, b):
+    """Multiply matrices in fp32, or in the wider dtype of the two."""
+    dtype = torch.promote_types(widen(a).dtype, b.dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
 def _validate_pre(x, h_pre):
     check_streams(x)
     _check_like("h_pre", h_pre, x.shape[:-1], x)
@@ -87,7 +93,7 @@ def mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_r
         ValueError: `x` has no streams or more than 16, or another argument does not fit it.
     """
     _validate_post_res(x, f_out, h_post, h_res)
-    return (widen(h_res) @ widen(x) + widen(h_post).unsqueeze(-1) * widen(f_out).unsqueeze(-2)).to(x.dtype)
+    return (wide_product(h_res, x) + widen(h_post).unsqueeze(-1) * widen(f_out).unsqueeze(-2)).to(x.dtype)
 
 
 mhc_pre.shards(x="... S c", h_pre="... S", returns="... c")
@@ -111,7 +117,8 @@ def _(x, f_out, h_post, h_res):
 @tuned
 def mhc_forward_config(cols, streams, outs, itemsize, device):
     # registers hold all streams: 64 values a lane, but at least a vector of each
-    per_lane = max(16 // itemsize, min(16, power_of_2(64 // streams + 1) // 2))
+    values = 64 if device.core else device.registers // 2  # without a core's limits, few lanes get no more registers
+    per_lane = max(16 // itemsize, min(16, power_of_2(values // streams + 1) // 2))
     block = min(power_of_2(cols), 64 * per_lane)
     return Config({"COLS": block}, row_warps(block, device, per_lane))
 
@@ -121,10 +128,12 @@ def mhc_backward_config(cols, streams, outs, itemsize, device):
     # One warp a row: its lanes add up their sums without a barrier. Registers hold a vector of every dy (half of one
     # from 9 outputs on), and sums and coefficients of 32 pairs of an input and an output. At odd widths each value of
     # 16 bits takes a register: 8 of each stream spill (compiled for gfx1100).
-    vector = (16 if outs <= 8 else 8) // itemsize
+    vector, pairs = (16 if outs <= 8 else 8) // itemsize, 32
     vector = min(vector, 4) if cols % vector else vector
+    if device.core is None:
+        vector, pairs = min(vector, device.registers // 32), device.registers // 4
     block = min(power_of_2(cols), vector * device.warp_size)
-    group = power_of_2(32 // outs + 1) // 2
+    group = power_of_2(pairs // outs + 1) // 2
     return Config({"GROUP": group, "VECTOR": min(vector, block), "COLS": block}, num_warps=1)
 
 

@@ -29,7 +29,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import empty_partials, in_order, reduce_partials, rows_of
-from liger_hw.kernels.hyper_connections import check_streams
+from liger_hw.kernels.hyper_connections import check_streams, wide_product
 from liger_hw.kernels.mhc_coefficients.kernels import (
     mhc_coefficients_backward,
     mhc_coefficients_backward_config,
@@ -89,7 +89,7 @@ def mhc_coefficients(
     _validate(x, phi, b, (alpha_pre, alpha_post, alpha_res), tmax)
     streams = x.shape[-2]
     flat = widen(x.flatten(-2))
-    mix = (flat @ widen(phi)) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    mix = wide_product(flat, phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
     sizes = (streams, streams, streams * streams)
     alphas = torch.cat([widen(a).expand(size) for a, size in zip((alpha_pre, alpha_post, alpha_res), sizes)])
     pre, post, res = (mix * alphas + widen(b)).split(sizes, -1)
