@@ -4,7 +4,7 @@ r"""Compute the coefficients of hyper-connections from their streams (arXiv:2512
     z      = alpha mix + b                                          of 2S + S S values, three parts with an alpha each
     h_pre  = sigmoid(z_pre) + pre_eps
     h_post = post_mult sigmoid(z_post)
-    h_res  = N_2T-1 ... N_1 N_0 (softmax of each row of z_res + e)  T = tmax; N_k divides columns (even k) or rows (odd)
+    h_res  = N_2T-2 ... N_1 N_0 (softmax of each row of z_res + e)  T = tmax; N_k divides columns (even k) or rows (odd)
                                                                     by d_k, their sums + e
 
     N_k    dM = (dM' - sum of dM' M') / d_k,  M = M' d_k            M' = N_k(M), sums over the same columns or rows
@@ -13,12 +13,12 @@ r"""Compute the coefficients of hyper-connections from their streams (arXiv:2512
     dphi   = sum over rows of x^T g,  db = sum over rows of dz,  dalpha = sum over rows of dz mix
 
 Letters: R rows of S streams of C columns, K = S C, N = S S + 2 S. The forward reads x once (RK) in a product with few
-columns, whose programs share a row's K columns and sum the squares in the same read; fp32 partial sums are added in a
-fixed order. A second kernel computes coefficients of RN values. It keeps RN fp32 values for the backward, which repeats
-it to get the divisors d_k (2 T S values a row, freed at the end), inverts the divisions, and reads x once more and
-writes dx (2RK): the last kernel computes dx and partial sums of dphi from the same read. Matrix units multiply 16-bit x
-and phi without an error, and fp32 in three products of TF32. g is fp32: with 16-bit x and phi, which TF32 holds, two
-products keep 22 of its bits. Where Triton has no TF32, everything but 16-bit x times phi is multiplied in fp32.
+columns, whose programs share a row's K columns and sum the squares in the same read. A second kernel adds these fp32
+partial sums in a fixed order and computes the coefficients. The backward gets RN sums, repeats that kernel for the
+divisors d_k (2 T S values a row, freed at the end), inverts the divisions, and reads x once more and writes dx (2RK):
+its last kernel computes dx and partial sums of dphi from the same read. Matrix units multiply 16-bit x and phi without
+an error, and fp32 in three products of TF32. g is fp32: with 16-bit x and phi, which TF32 holds, two products keep 22
+of its bits. Where Triton has no TF32, everything but 16-bit x times phi is multiplied in fp32.
 """
 
 import math
@@ -150,26 +150,28 @@ def _mhc_coefficients_forward(
     config = mhc_project_config(depth, streams, x.element_size(), device)
     tiles, steps = -(-rows // config["ROWS"]), -(-depth // config["DEPTH"])
     parts = max(config.grid_for(tiles * steps) // max(tiles, 1), 1)
-    partial = empty_partials(x, parts, rows * width, torch.float32)
+    partial = x.new_empty((parts, rows * width), dtype=torch.float32)
     flat, x_stride = rows_of(x.flatten(-2))
     launch(
         mhc_project, (tiles, parts, 1), config, flat, phi, partial, rows, x_stride, depth, count, width,
         _precision(device, x.dtype, phi.dtype), phi_columns(streams),
     )  # fmt: skip
-    sums = reduce_partials(partial, torch.float32)
+    whole = None if parts == 1 else partial.new_empty(rows * width)
     _launch_coefficients(
-        x, sums, b, alpha_pre, alpha_post, alpha_res, h_pre, h_post, h_res, None, tmax, rms_eps, pre_eps, sinkhorn_eps,
-        post_mult,
+        x, partial, b, alpha_pre, alpha_post, alpha_res, whole, h_pre, h_post, h_res, None, parts, tmax, rms_eps,
+        pre_eps, sinkhorn_eps, post_mult,
     )  # fmt: skip
-    return h_pre, h_post, h_res, sums
+    return h_pre, h_post, h_res, partial.view(-1) if whole is None else whole
 
 
-def _launch_coefficients(x, sums, b, a_pre, a_post, a_res, h_pre, h_post, h_res, divisors, tmax, *options):
+def _launch_coefficients(
+    x, partial, b, a_pre, a_post, a_res, sums, h_pre, h_post, h_res, divisors, parts, tmax, *options
+):  # fmt: skip
     rows, streams, depth, _, width = _sizes(x)
     config = mhc_coefficients_forward_config(streams, device_of(x))
     launch(
-        mhc_coefficients_forward, (-(-rows // config["ROWS"]), 1, 1), config, sums, b, a_pre, a_post, a_res, h_pre,
-        h_post, h_res, divisors, rows, depth, tmax, *options, streams, width, power_of_2(streams),
+        mhc_coefficients_forward, (-(-rows // config["ROWS"]), 1, 1), config, partial, b, a_pre, a_post, a_res,
+        sums, h_pre, h_post, h_res, divisors, rows, parts, depth, tmax, *options, streams, width, power_of_2(streams),
     )  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def _mhc_coefficients_backward(
     device, alphas = device_of(x), (alpha_pre, alpha_post, alpha_res)
     divisors = sums.new_empty(2 * tmax - 1, rows, streams)
     _launch_coefficients(
-        x, sums, b, *alphas, None, None, None, divisors, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+        x, sums, b, *alphas, None, None, None, None, divisors, 1, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )  # fmt: skip
     config = mhc_coefficients_backward_config(streams, device)
     programs = config.grid_for(-(-rows // config["ROWS"]))

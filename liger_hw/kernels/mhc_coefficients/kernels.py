@@ -75,15 +75,27 @@ def mhc_project(
 
 
 @triton.jit
-def _logits(SUMS, B, ALPHA, row, at, mask, rstd, width: tl.constexpr):
-    """Load mix and return it with z, for the values `at` of each row."""
-    mix = tl.load(SUMS + row * width + at, mask, other=0.0) * rstd
-    return mix, mix * tl.load(ALPHA).to(tl.float32) + tl.load(B + at, mask, other=0.0).to(tl.float32)
+def _load_sums(SUMS, WHOLE, at, mask, absent, parts, stride):
+    """Add the sums of all parts, `stride` values apart, and store them in WHOLE."""
+    total = tl.load(SUMS + at, mask, other=absent)
+    for part in range(1, parts):
+        total += tl.load(SUMS + part * stride + at, mask, other=0.0)
+    if WHOLE is not None:
+        tl.store(WHOLE + at, total, mask)
+    return total
 
 
 @triton.jit
-def _rstd(SUMS, row, there, depth, eps, width: tl.constexpr, COUNT: tl.constexpr):
-    return 1.0 / tl.sqrt(tl.load(SUMS + row * width + COUNT, there, other=1.0) / depth + eps)
+def _rstd(SUMS, WHOLE, row, there, parts, stride, depth, eps, width: tl.constexpr, COUNT: tl.constexpr):
+    squares = _load_sums(SUMS, WHOLE, row * width + COUNT, there, 1.0, parts, stride)
+    return 1.0 / tl.sqrt(squares / depth + eps)
+
+
+@triton.jit
+def _logits(SUMS, WHOLE, B, ALPHA, row, at, mask, rstd, parts, stride, width: tl.constexpr):
+    """Return mix and z of the values `at` of each row."""
+    mix = _load_sums(SUMS, WHOLE, row * width + at, mask, 0.0, parts, stride) * rstd
+    return mix, mix * tl.load(ALPHA).to(tl.float32) + tl.load(B + at, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -109,25 +121,27 @@ def _divided_gradient(m, dm, DIVISORS, place, mask, AXIS: tl.constexpr):
     return m * d, (dm - tl.expand_dims(tl.sum(dm * m, AXIS), AXIS)) / d
 
 
-@triton.jit(do_not_specialize=["rows", "tmax"])
+@triton.jit(do_not_specialize=["rows", "parts", "tmax"])
 def mhc_coefficients_forward(
-    SUMS, B, ALPHA_PRE, ALPHA_POST, ALPHA_RES, H_PRE, H_POST, H_RES, DIVISORS, rows, depth, tmax, rms_eps, pre_eps,
-    sinkhorn_eps, post_mult, streams: tl.constexpr, width: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    PARTIAL, B, ALPHA_PRE, ALPHA_POST, ALPHA_RES, SUMS, H_PRE, H_POST, H_RES, DIVISORS, rows, parts, depth, tmax,
+    rms_eps, pre_eps, sinkhorn_eps, post_mult, streams: tl.constexpr, width: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i, there = tl.arange(0, SIZE), row < rows
-    rstd = _rstd(SUMS, row, there, depth, rms_eps, width, streams * (streams + 2))
+    i, there, part = tl.arange(0, SIZE), row < rows, rows.to(tl.int64) * width
+    rstd = _rstd(PARTIAL, SUMS, row, there, parts, part, depth, rms_eps, width, streams * (streams + 2))
     mask = there[:, None] & (i < streams)[None, :]
     place = row[:, None] * streams + i[None, :]
     if H_PRE is not None:
-        _, z = _logits(SUMS, B, ALPHA_PRE, row[:, None], i[None, :], mask, rstd[:, None], width)
+        long, at, factor = row[:, None], i[None, :], rstd[:, None]
+        _, z = _logits(PARTIAL, SUMS, B, ALPHA_PRE, long, at, mask, factor, parts, part, width)
         tl.store(H_PRE + place, tl.sigmoid(z) + pre_eps, mask)
-        _, z = _logits(SUMS, B, ALPHA_POST, row[:, None], streams + i[None, :], mask, rstd[:, None], width)
+        _, z = _logits(PARTIAL, SUMS, B, ALPHA_POST, long, streams + at, mask, factor, parts, part, width)
         tl.store(H_POST + place, tl.sigmoid(z) * post_mult, mask)
     inside = mask[:, :, None] & (i < streams)[None, None, :]
-    at = i[:, None] * streams + i[None, :]
-    wide = row[:, None, None]
-    _, z = _logits(SUMS, B, ALPHA_RES, wide, 2 * streams + at[None, :, :], inside, rstd[:, None, None], width)
+    wide, of_matrix = row[:, None, None], (i[:, None] * streams + i[None, :])[None, :, :]
+    of_res = 2 * streams + of_matrix
+    _, z = _logits(PARTIAL, SUMS, B, ALPHA_RES, wide, of_res, inside, rstd[:, None, None], parts, part, width)
     m = tl.where(inside, _softmax(z, inside) + sinkhorn_eps, 0.0)
     m = _divided(m, DIVISORS, place, mask, sinkhorn_eps, 1)
     for _ in range(1, tmax):
@@ -136,7 +150,7 @@ def mhc_coefficients_forward(
         place += rows.to(tl.int64) * streams
         m = _divided(m, DIVISORS, place, mask, sinkhorn_eps, 1)
     if H_RES is not None:
-        tl.store(H_RES + wide * (streams * streams) + at[None, :, :], m, inside)
+        tl.store(H_RES + wide * (streams * streams) + of_matrix, m, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "tmax"])
@@ -157,11 +171,11 @@ def mhc_coefficients_backward(
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         there = row < rows
-        rstd = _rstd(SUMS, row, there, depth, rms_eps, width, COUNT)
+        rstd = _rstd(SUMS, None, row, there, 1, 0, depth, rms_eps, width, COUNT)
         mask = there[:, None] & (i < streams)[None, :]
         place = row[:, None] * streams + i[None, :]
         g = G + row[:, None] * width + i[None, :]
-        mix, z = _logits(SUMS, B, ALPHA_PRE, row[:, None], i[None, :], mask, rstd[:, None], width)
+        mix, z = _logits(SUMS, None, B, ALPHA_PRE, row[:, None], i[None, :], mask, rstd[:, None], 1, 0, width)
         s = tl.sigmoid(z)
         dz = tl.load(DPRE + place, mask, other=0.0) * (s * (1.0 - s))
         along = tl.sum(dz * mix, 1)
@@ -170,7 +184,9 @@ def mhc_coefficients_backward(
         total = alpha_pre * along
         tl.store(g, alpha_pre * dz * rstd[:, None], mask)
 
-        mix, z = _logits(SUMS, B, ALPHA_POST, row[:, None], streams + i[None, :], mask, rstd[:, None], width)
+        mix, z = _logits(
+            SUMS, None, B, ALPHA_POST, row[:, None], streams + i[None, :], mask, rstd[:, None], 1, 0, width
+        )
         s = tl.sigmoid(z)
         dz = tl.load(DPOST + place, mask, other=0.0) * (post_mult * s * (1.0 - s))
         along = tl.sum(dz * mix, 1)
@@ -190,7 +206,9 @@ def mhc_coefficients_backward(
             m, dm = _divided_gradient(m, dm, DIVISORS, place, mask, 2)
             place -= rows.to(tl.int64) * streams
         m, dm = _divided_gradient(m, dm, DIVISORS, place, mask, 1)
-        mix, z = _logits(SUMS, B, ALPHA_RES, wide, 2 * streams + of_matrix, inside, rstd[:, None, None], width)
+        mix, z = _logits(
+            SUMS, None, B, ALPHA_RES, wide, 2 * streams + of_matrix, inside, rstd[:, None, None], 1, 0, width
+        )
         p = _softmax(z, inside)
         dm = tl.where(inside, dm, 0.0)
         dz = p * (dm - tl.sum(p * dm, 2)[:, :, None])
