@@ -26,6 +26,8 @@ _NAMES = {
     "kernels.experts": ("experts",),
     "kernels.glu_linear": ("glu_linear",),
     "kernels.grouped_mm": ("grouped_mm",),
+    "kernels.hyper_connections": ("mhc_post_res", "mhc_pre"),
+    "kernels.mhc_coefficients": ("mhc_coefficients",),
     "kernels.rope": ("rope",),
     "kernels.routing": ("load_balancing_loss", "router", "router_z_loss"),
     "kernels.cross_entropy": ("CrossEntropyOutput", "cross_entropy"),

@@ -168,6 +168,22 @@ MUTANTS = {
         ("slope of the third power", "3.0 * square * (dy", "2.0 * square * (dy"),
         ("weights in another order", "tl.where(at == 0, tl.sum(dw3, 0)", "tl.where(at == 0, tl.sum(dw1, 0)"),
     ],
+    "hyper_connections": [
+        ("the gradient of another pair of streams", "coefficients[j * outs + o] * dys[o]", "coefficients[j] * dys[o]"),
+        ("streams of another group", "tl.program_id(1) * SIZE", "tl.program_id(1) * GROUP"),
+        ("a block's sums alone", "new_dh + (dh[j * outs + o] + tl.sum(x", "new_dh + (tl.sum(x"),
+    ],
+    "mhc_coefficients": [
+        ("the divisors of the next step", "place -= rows.to", "place += 0 * rows.to"),
+        ("a part of the columns", "place = SUMS + (tl.program_id(1)", "place = SUMS + (0 * tl.program_id(1)"),
+        ("the norm's part of dx", "dx = -tl.load(G", "dx = -0.0 * tl.load(G"),
+        ("softmax's term of the gradient", "dz = p * (dm - tl.sum(p * dm, 2)[:, :, None])", "dz = p * dm"),
+        (
+            "alphas that share a gradient",
+            "tl.store(own + COUNT + 1, tl.sum(da_post",
+            "tl.store(own + COUNT + 1, tl.sum(da_pre",
+        ),
+    ],
     "rope": [
         (
             "backward turns on",
@@ -223,6 +239,7 @@ MUTANTS = {
 PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and tests/kernels/test_NAME.py
     "cross_entropy": ("kernels/cross_entropy/kernels.py", "kernels/test_cross_entropy.py"),
     "activate": ("kernels/_math.py", "kernels/test_activate.py"),
+    "mhc_coefficients": ("kernels/mhc_coefficients/kernels.py", "kernels/test_mhc_coefficients.py"),
     "gated_rms_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_gated_rms_norm.py"),
     "l2_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_l2_norm.py"),
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),

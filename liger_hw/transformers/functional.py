@@ -18,7 +18,9 @@ from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_sel
 from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
 from liger_hw.kernels.glu import activate, geglu, swiglu
 from liger_hw.kernels.group_norm import group_norm
+from liger_hw.kernels.hyper_connections import mhc_post_res, mhc_pre
 from liger_hw.kernels.layer_norm import layer_norm
+from liger_hw.kernels.mhc_coefficients import mhc_coefficients
 from liger_hw.kernels.neighborhood_attention import neighborhood_attention
 from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -277,22 +279,22 @@ def liger_mhc_coeffs(
     x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
     sinkhorn_eps=1e-6, post_mult=2.0,
 ):  # fmt: skip
-    """Compute `mhc_coefficients` of `ops_without_kernels`.
+    """Compute `liger_hw.mhc_coefficients`.
 
     Raises:
         AssertionError: x is neither bf16 nor fp16, and `allow_fp32` is False, as in liger_kernel.
     """
     if not allow_fp32 and x.dtype not in (torch.bfloat16, torch.float16):
         raise AssertionError(f"x should be BF16/FP16 (set allow_fp32=True for FP32), got {x.dtype}")
-    return ops_without_kernels.mhc_coefficients(
+    return mhc_coefficients(
         x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
 
 
 def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
     """Return the streams after layer output `f_out`, with `return_x_in` also the layer's input."""
-    out = ops_without_kernels.mhc_post_res(x, f_out, h_post, h_res)
-    return (out, ops_without_kernels.mhc_pre(x, h_pre)) if return_x_in else out
+    out = mhc_post_res(x, f_out, h_post, h_res)
+    return (out, mhc_pre(x, h_pre)) if return_x_in else out
 
 
 def liger_mhc_forward(
@@ -305,16 +307,16 @@ def liger_mhc_forward(
         sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
     )  # fmt: skip
     h_pre, h_post, h_res = coefficients
-    x_in = ops_without_kernels.mhc_pre(x, h_pre)
+    x_in = mhc_pre(x, h_pre)
     first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
-    out = ops_without_kernels.mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
+    out = mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
     return (out, coefficients) if return_coeffs else out
 
 
-# ops whose parameters are liger_kernel's, the last three without kernels
+# ops whose parameters are liger_kernel's, the last without kernels
 liger_fused_neighborhood_attention = neighborhood_attention
-liger_mhc_post_res = ops_without_kernels.mhc_post_res
-liger_mhc_pre = ops_without_kernels.mhc_pre
+liger_mhc_post_res = mhc_post_res
+liger_mhc_pre = mhc_pre
 liger_multi_token_attention = ops_without_kernels.multi_token_attention
 
 __all__ = ["CrossEntropyOutput"]

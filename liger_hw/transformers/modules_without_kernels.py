@@ -1,6 +1,6 @@
 """Define liger_kernel's modules over `ops_without_kernels`, with their parameters.
 
-Only LigerReLUSquared has a kernel; modules.py has the others with kernels.
+Only LigerReLUSquared and LigerMHC have kernels; modules.py has the others with kernels.
 """
 
 import torch
