@@ -174,7 +174,9 @@ def attention_residual_forward(
         rstd = 1.0 / tl.sqrt(tl.sum(squares, 1) / cols + eps)
         score = tl.sum(products, 1) * rstd
         higher = tl.maximum(peak, score)
-        kept, power = tl.exp2((peak - higher) * LOG2_E), tl.exp2((score - higher) * LOG2_E)
+        kept = tl.exp2((peak - higher) * LOG2_E)
+        # a fused multiply-add would subtract from the score before its rounding, and the largest would not weigh 1
+        power = tl.where(score == higher, 1.0, tl.exp2((score - higher) * LOG2_E))
         y = y * kept[:, None] + power[:, None] * v
         total = total * kept + power
         peak = higher
@@ -223,23 +225,24 @@ def attention_residual_backward(
         peak = tl.load(STATS + row, row < rows, other=0.0)
         total = tl.load(STATS + rows + row, row < rows, other=1.0)
         dy = _load(DY, row, col, dy_stride, rows, cols, ROWS, COLS)
-        delta = tl.zeros((ROWS,), tl.float32)  # dy y is less exact: a block with all of the weight has a gradient of 0
-        for n in tl.range(0, count, num_stages=STAGES):
-            block = V + tl.cast(n, tl.int64) * block_stride
-            v = _load(block, row, col, row_stride, rows, cols, ROWS, COLS)
-            p, _, _ = _load_stats(STATS, peak, total, n, count, row, rows)
-            delta += p * _along(block, DY, v, dy, row, row_stride, dy_stride, rows, cols, ROWS, COLS)
-        for n in tl.range(0, count, num_stages=STAGES):
+        delta = tl.zeros((ROWS,), tl.float32)  # dy y is less exact
+        # The first pass over the blocks sums delta, the second uses it. One loop, so that both compute the same bits: a
+        # block with all of the weight has a gradient of 0.
+        for i in tl.range(0, 2 * count, num_stages=STAGES):
+            n = i % count
             block = V + tl.cast(n, tl.int64) * block_stride
             v = _load(block, row, col, row_stride, rows, cols, ROWS, COLS)
             p, score, rstd = _load_stats(STATS, peak, total, n, count, row, rows)
             along = _along(block, DY, v, dy, row, row_stride, dy_stride, rows, cols, ROWS, COLS)
-            slope = (p * (along - delta) * rstd)[:, None]
-            if DV is not None:
-                dv = p[:, None] * dy + slope * (u - v * (score * rstd / cols)[:, None])
-                at = DV + (tl.cast(n, tl.int64) * rows + row)[:, None] * cols + col
-                tl.store(at, dv, in_tile(row, col, rows, cols, ROWS, COLS))
-            du += slope * v
+            if i < count:
+                delta += p * along
+            else:
+                slope = (p * (along - delta) * rstd)[:, None]
+                if DV is not None:
+                    dv = p[:, None] * dy + slope * (u - v * (score * rstd / cols)[:, None])
+                    at = DV + (tl.cast(n, tl.int64) * rows + row)[:, None] * cols + col
+                    tl.store(at, dv, in_tile(row, col, rows, cols, ROWS, COLS))
+                du += slope * v
     if DU is not None:
         tl.store(DU + program.to(tl.int64) * cols + col, tl.sum(du, 0)[None, :], in_row(col, cols, COLS))
 

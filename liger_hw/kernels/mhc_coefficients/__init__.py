@@ -120,9 +120,7 @@ def _(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, *options, **named):
 
 def _precision(device, *dtypes):
     """Return the precision of products: no error for 16-bit tensors, that of fp32 for others."""
-    if not device.tf32:
-        return "ieee"
-    return "tf32x3" if torch.float32 in dtypes else "tf32"
+    return "tf32" if device.tf32 and torch.float32 not in dtypes else "ieee"
 
 
 def _sizes(x):
