@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 from collections import namedtuple
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,11 @@ class Cost(NamedTuple):
 def widen(x):
     """Return `x` in fp32 or wider; float64 stays, for the tests' oracle."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def uncast(x):
+    """Return a context in which torch.autocast leaves products of tensors on the device of `x` alone."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # it does not know "meta"
 
 
 def op(reference):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from liger_hw import backends, dispatch, use_backend
 from liger_hw._triton import AVAILABLE
@@ -90,6 +91,24 @@ def test_float64_is_float64_everywhere(name, on_gpu):
     found, expected = (flat(op(*inputs, **options)) for op in (OPS[name], OPS[name].reference))
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+FOLLOW_AUTOCAST = {"glu_linear", "fused_linear_cross_entropy", "fused_linear_selective_log_softmax"}  # as F.linear
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name in OPS and name not in FOLLOW_AUTOCAST])
+def test_autocast_rounds_no_reference(name):
+    for inputs, options in small_cases(name, torch.float32, torch.device("cpu")):
+        if name == "cross_entropy":
+            inputs = inputs[0], inputs[1].clamp(0), *inputs[2:]  # a CPU refuses the absent targets of these cases
+
+        def run():
+            copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs)  # some ops write in place
+            return flat(OPS[name](*copies, **options))
+
+        expected = run()
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(run(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_losses_in_float64_are_plain_torchs(on_gpu):

@@ -4,10 +4,20 @@ import functools
 
 import torch
 
-from liger_hw._triton import tl, triton
+from liger_hw._triton import interpreting, tl, triton
 from liger_hw.backends import device_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """Return total + a b; the interpreter multiplies the bits of bf16 as integers."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit

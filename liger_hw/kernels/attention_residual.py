@@ -23,7 +23,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
 from liger_hw.kernels._logits import LOG2_E, LOWEST
 from liger_hw.kernels._math import (
     empty_partials,
@@ -84,7 +84,8 @@ def attention_residual(
     _validate(blocks, w_query, w_norm)
     wide = widen(blocks)
     keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widen(w_norm)
-    weights = (keys @ widen(w_query)).softmax(0)
+    with uncast(wide):
+        weights = (keys @ widen(w_query)).softmax(0)
     return (weights[..., None] * wide).sum(0).to(blocks.dtype)
 
 
@@ -175,8 +176,10 @@ def attention_residual_forward(
         score = tl.sum(products, 1) * rstd
         higher = tl.maximum(peak, score)
         kept = tl.exp2((peak - higher) * LOG2_E)
-        # a fused multiply-add would subtract from the score before its rounding, and the largest would not weigh 1
-        power = tl.where(score == higher, 1.0, tl.exp2((score - higher) * LOG2_E))
+        # A fused multiply-add would subtract from the score before its rounding, and the largest would not weigh 1
+        # (seen on an H200). An infinite score gives NaN, as in torch's softmax.
+        below = tl.where(score == higher, score * 0.0, score - higher)
+        power = tl.exp2(below * LOG2_E)
         y = y * kept[:, None] + power[:, None] * v
         total = total * kept + power
         peak = higher
@@ -225,9 +228,9 @@ def attention_residual_backward(
         peak = tl.load(STATS + row, row < rows, other=0.0)
         total = tl.load(STATS + rows + row, row < rows, other=1.0)
         dy = _load(DY, row, col, dy_stride, rows, cols, ROWS, COLS)
-        delta = tl.zeros((ROWS,), tl.float32)  # dy y is less exact
-        # The first pass over the blocks sums delta, the second uses it. One loop, so that both compute the same bits: a
-        # block with all of the weight has a gradient of 0.
+        delta = tl.zeros((ROWS,), tl.float32)
+        # The first pass over the blocks sums delta (the sum of dy y would be less exact), the second uses it. One loop,
+        # so that both compute the same bits: a block with all of the weight gives its score a gradient of 0.
         for i in tl.range(0, 2 * count, num_stages=STAGES):
             n = i % count
             block = V + tl.cast(n, tl.int64) * block_stride

@@ -19,17 +19,15 @@ each group, or refuses. On an H200 (torch 2.11, Triton 3.6), the best configurat
 of torch's speed in groups of 128 to 8,192 rows, and 1.17 to 1.68 in smaller ones.
 """
 
-from contextlib import nullcontext
-
 import torch
 
 from liger_hw import backends
 from liger_hw._torch import grouped_mm as torch_grouped_mm
-from liger_hw._triton import interpreting, tl, triton
+from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check
-from liger_hw.dispatch import Cost, Function, op, raw
-from liger_hw.kernels._math import in_row, rows_of
+from liger_hw.dispatch import Cost, Function, op, raw, uncast
+from liger_hw.kernels._math import dot, in_row, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
@@ -61,9 +59,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
     """
     _validate(rows, weights, offs)
     ends = [rows.shape[0]] * len(offs) if offs.is_meta else offs.tolist()
-    # autocast leaves torch's grouped product alone, but would cast these products; it does not know "meta"
-    as_given = nullcontext() if rows.is_meta else torch.autocast(rows.device.type, enabled=False)
-    with as_given:
+    with uncast(rows):  # as torch's grouped product
         return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
 
 
@@ -144,17 +140,6 @@ def _in_vectors(x, values):
     return whole and len(strides) == x.ndim - 1 and x.data_ptr() % 16 == 0
 
 
-INTERPRETED = tl.constexpr(interpreting())
-
-
-@triton.jit
-def _dot(a, b, total, PRECISION: tl.constexpr):
-    """Return total + a b; the interpreter multiplies the bits of bf16 as integers."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION)
-
-
 @triton.jit
 def _banded(pid, tall, wide, BAND: tl.constexpr):
     """Return a tile's row and column in bands of BAND rows, whose programs share operands."""
@@ -193,7 +178,7 @@ def grouped_rows(
             k_mask = in_row(first + k, depth, DEPTH)
             a = tl.load(x, k_mask[None, :], other=0.0)
             b = tl.load(w, k_mask[:, None] & col_mask[None, :], other=0.0)
-            total = _dot(a, b, total, PRECISION)
+            total = dot(a, b, total, PRECISION)
             x += DEPTH
             w += DEPTH * k_stride
         out = OUT + row.to(tl.int64)[:, None] * cols + col[None, :]
@@ -226,7 +211,7 @@ def grouped_outer(
             source = tl.load(INDEX + first + DEPTH + k, first + DEPTH + k < end, other=0)
         x = tl.load(a, k_mask[:, None] & row_mask[None, :], other=0.0)
         y = tl.load(b, k_mask[:, None] & col_mask[None, :], other=0.0)
-        total = _dot(tl.trans(x), y, total, PRECISION)
+        total = dot(tl.trans(x), y, total, PRECISION)
         a += tl.cast(a_stride, tl.int64) * DEPTH
         b += tl.cast(b_stride, tl.int64) * DEPTH
     out = OUT + group.to(tl.int64) * tall * cols + row.to(tl.int64)[:, None] * cols + col[None, :]

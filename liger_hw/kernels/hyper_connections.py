@@ -21,7 +21,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
 from liger_hw.kernels._math import empty_rows, in_order, in_row, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -40,9 +40,10 @@ def _check_like(name, tensor, shape, x):
 
 
 def wide_product(a, b):
-    """Multiply matrices in fp32, or in the wider dtype of the two."""
+    """Multiply matrices in fp32, or in the wider dtype of the two, under autocast as well."""
     dtype = torch.promote_types(widen(a).dtype, b.dtype)
-    return a.to(dtype) @ b.to(dtype)
+    with uncast(a):
+        return a.to(dtype) @ b.to(dtype)
 
 
 def _validate_pre(x, h_pre):

@@ -109,6 +109,14 @@ def test_infinite_scores(score, backend, device):
     torch.testing.assert_close(y, attention_residual.reference(blocks, w_query, w_norm), equal_nan=True)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_scores_beyond_fp32(count, backend, device):
+    blocks = torch.ones(count, 2, 8, device=device)
+    with use_backend(backend):
+        y = attention_residual(blocks, torch.full((8,), 3e38, device=device), torch.full((8,), 10.0, device=device))
+    assert y.isnan().all()  # the softmax of inf
+
+
 def test_blocks_of_zeros(backend, device):
     """Without eps they have no norm: NaN; with it a score of 0. Absent rows of the last tile count nothing."""
     torch.manual_seed(0)

@@ -223,8 +223,9 @@ def refusals():
     for weight, group in ((shard, dist.group.WORLD), (normal(6, 8), mesh)):
         with pytest.raises(ValueError, match="^group: got .*, allowed: None for a weight that is a DTensor"):
             fused_linear_cross_entropy(x, weight, target, group=group)
-    with pytest.raises(ValueError, match="^target: got .*, allowed: 0 to 5"):
-        fused_linear_cross_entropy(x, shard, target + 6)
+    if device().type == "cpu":  # a GPU does not read targets to check them
+        with pytest.raises(ValueError, match="^target: got .*, allowed: 0 to 5"):
+            fused_linear_cross_entropy(x, shard, target + 6)
 
 
 def test_wrong_arguments(ranks):

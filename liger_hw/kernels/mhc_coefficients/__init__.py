@@ -17,8 +17,9 @@ columns, whose programs share a row's K columns and sum the squares in the same 
 partial sums in a fixed order and computes the coefficients. The backward gets RN sums, repeats that kernel for the
 divisors d_k (2 T S values a row, freed at the end), inverts the divisions, and reads x once more and writes dx (2RK):
 its last kernel computes dx and partial sums of dphi from the same read. Matrix units multiply 16-bit x and phi without
-an error, and fp32 in three products of TF32. g is fp32: with 16-bit x and phi, which TF32 holds, two products keep 22
-of its bits. Where Triton has no TF32, everything but 16-bit x times phi is multiplied in fp32.
+an error. g is fp32: with 16-bit x and phi, which TF32 holds, two products keep 22 of its bits. Where a tensor is fp32,
+or Triton has no TF32, everything but 16-bit x times phi is multiplied in fp32: three products of TF32 missed the parity
+rule by a factor of two (H200).
 """
 
 import math

@@ -1,8 +1,7 @@
 """Kernels of the coefficients of hyper-connections, and their launch configurations."""
 
 from liger_hw._triton import tl, triton
-from liger_hw.kernels._math import in_row
-from liger_hw.kernels.grouped_mm import _dot
+from liger_hw.kernels._math import dot, in_row
 from liger_hw.tuning import Config, power_of_2, tuned
 
 
@@ -66,9 +65,9 @@ def mhc_project(
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
         if x.dtype == phi.dtype:
-            total = _dot(x, phi, total, PRECISION)
+            total = dot(x, phi, total, PRECISION)
         else:
-            total = _dot(wide, phi.to(tl.float32), total, PRECISION)
+            total = dot(wide, phi.to(tl.float32), total, PRECISION)
     total = tl.where(n == count, squares[:, None], total)
     place = SUMS + (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * width + n
     tl.store(place, total, there & (n < width))
@@ -257,13 +256,13 @@ def mhc_project_backward(
         if DX is not None:
             dx = -tl.load(G + row[:, None] * width + count, there, other=0.0) * x
             if PRECISION == "tf32":
-                dx = _dot(rest, phi, dx, PRECISION)
-            dx = _dot(g, phi, dx, PRECISION)
+                dx = dot(rest, phi, dx, PRECISION)
+            dx = dot(g, phi, dx, PRECISION)
             tl.store(DX + row[:, None] * cols + col[None, :], dx.to(DX.dtype.element_ty), there & inside[None, :])
         if DPHI is not None:
             x = tl.trans(x)
             if PRECISION == "tf32":
-                dphi = _dot(x, rest, dphi, PRECISION)
-            dphi = _dot(x, g, dphi, PRECISION)
+                dphi = dot(x, rest, dphi, PRECISION)
+            dphi = dot(x, g, dphi, PRECISION)
     if DPHI is not None:
         tl.store(DPHI + tl.program_id(1).to(tl.int64) * cols * count + at, dphi.to(DPHI.dtype.element_ty), of_phi)
