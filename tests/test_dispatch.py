@@ -93,6 +93,11 @@ def test_float64_is_float64_everywhere(name, on_gpu):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def values(name, inputs, options):
+    copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs)  # some ops write in place
+    return flat(OPS[name](*copies, **options))
+
+
 FOLLOW_AUTOCAST = {"glu_linear", "fused_linear_cross_entropy", "fused_linear_selective_log_softmax"}  # as F.linear
 
 
@@ -101,14 +106,10 @@ def test_autocast_rounds_no_reference(name):
     for inputs, options in small_cases(name, torch.float32, torch.device("cpu")):
         if name == "cross_entropy":
             inputs = inputs[0], inputs[1].clamp(0), *inputs[2:]  # a CPU refuses the absent targets of these cases
-
-        def run():
-            copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs)  # some ops write in place
-            return flat(OPS[name](*copies, **options))
-
-        expected = run()
+        expected = values(name, inputs, options)
         with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(run(), expected, rtol=0, atol=0, equal_nan=True)
+            found = values(name, inputs, options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_losses_in_float64_are_plain_torchs(on_gpu):
