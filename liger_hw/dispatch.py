@@ -52,7 +52,7 @@ def widen(x):
 
 
 def uncast(x):
-    """Return a context in which torch.autocast leaves products of tensors on the device of `x` alone."""
+    """Return a context without autocast for the device of `x`."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # it does not know "meta"
 
 

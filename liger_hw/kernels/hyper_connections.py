@@ -40,7 +40,7 @@ def _check_like(name, tensor, shape, x):
 
 
 def wide_product(a, b):
-    """Multiply matrices in fp32, or in the wider dtype of the two, under autocast as well."""
+    """Multiply matrices in fp32, or wider if one of them is; autocast changes nothing."""
     dtype = torch.promote_types(widen(a).dtype, b.dtype)
     with uncast(a):
         return a.to(dtype) @ b.to(dtype)
