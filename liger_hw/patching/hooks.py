@@ -7,13 +7,21 @@ def is_intercepted(module):
     """Tell whether calling `module` also runs hooks or a forward set on the instance.
 
     A replacement must then call `module` instead of computing its result: hooks may read the input, change the output
-    or gather the weight (ZeRO-3, offloading).
+    or gather the weight (ZeRO-3, offloading). ZeRO-3's hooks do nothing on a module without parameters.
     """
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
     return bool(
         "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or has_global_module_hooks()
+        or hooks
+        and not (all(is_of_zero3(hook) for hook in hooks) and next(module.parameters(), None) is None)
     )
+
+
+def is_of_zero3(hook):
+    """Tell whether `hook` is one of those by which DeepSpeed's ZeRO-3 gathers and frees a module's weights."""
+    if getattr(hook, "__module__", None) == "deepspeed.utils.nvtx":  # its decorator, which keeps no name
+        hook = hook.__closure__[0].cell_contents
+    return getattr(hook, "__module__", None) == "deepspeed.runtime.zero.parameter_offload"

@@ -31,6 +31,7 @@ from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.column_parallel import column_parallel_logits
+from liger_hw.patching.hooks import is_of_zero3
 from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, fuse, scale_and_softcap
 from liger_hw.patching.match import Match
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
@@ -193,11 +194,11 @@ def _thread():
 def _only_multiplies(head):
     """Tell whether a call of `head` only computes F.linear of its weight and bias.
 
-    Hooks may read logits or gather the weight (offloading, ZeRO-3); only FSDP2's hooks are known to be safe. Within
-    `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
+    Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
+    Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
     hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
-    return "forward" not in head.__dict__ and all(_is_of_fsdp2(hook) for hook in hooks) and not _is_observed(head)
+    return "forward" not in head.__dict__ and all(_only_gathers(hook) for hook in hooks) and not _is_observed(head)
 
 
 def _is_observed(head):
@@ -205,15 +206,17 @@ def _is_observed(head):
     hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
     return (
         hasattr(head, "parametrizations")
-        or not all(_is_of_fsdp2(hook) for hook in hooks)
+        or not all(_only_gathers(hook) for hook in hooks)
         or has_global_module_hooks()
         or saved_tensors_may_change()
         or transforms_active()  # torch.func needs autograd functions of another form
     )
 
 
-def _is_of_fsdp2(hook):
-    return getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
+def _only_gathers(hook):
+    """Tell whether `hook` gathers and frees weights, and neither reads nor changes logits."""
+    of_fsdp2 = getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
+    return of_fsdp2 or is_of_zero3(hook)
 
 
 class HeadMatch(Match):

@@ -1,12 +1,18 @@
 """Patched models under DeepSpeed learn as the plain model on one device; `make deepspeed` installs it."""
 
+import copy
 import functools
 import importlib.util
+from unittest import mock
 
 import pytest
+import tiny
+import torch
 import torch.distributed as dist
-from engines import Engine, labels_of_one_batch, learn_alike, learn_alike_in_bf16
+from engines import Engine, labels_of_one_batch, learn_alike, learn_alike_in_bf16, prepare
 from ranks import device
+
+from liger_hw.patching.lazy_logits import LazyLogits
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("the package deepspeed is not installed", allow_module_level=True)
@@ -128,6 +134,37 @@ def test_rounded_layers_of_zero(stage, ranks):
 def test_offloading_of_zero(stage, weights, check):
     offloaded = {f"offload_{weights}": {"device": "cpu"}}
     check(functools.partial(zero, stage=stage, zero_force_ds_cpu_optimizer=False, offload=offloaded))
+
+
+def train_by_logits(config, hooked):
+    """Hold a loss with and without read logits, and its gradients, to the plain model's.
+
+    Only hooks of `hooked` see logits and the output of an activation before the program reads them.
+    """
+    plain = tiny.model(**config).to(device())
+    engine = prepare(copy.deepcopy(plain), functools.partial(zero, stage=3))
+    model, seen = engine.model.module, []
+    activation = model.model.layers[0].mlp.act_fn
+    for module in (model.lm_head, activation) if hooked else ():
+        module.register_forward_hook(lambda module, inputs, output: seen.append(output.sum()))
+    inputs = {name: x.to(device()) for name, x in tiny.tokens().items()}
+    with mock.patch.object(type(activation), "forward", autospec=True, side_effect=type(activation).forward) as called:
+        outputs = engine.model(**inputs)
+    assert len(seen) == (2 if hooked else 0) and called.call_count == (1 if hooked else 0)
+    assert hooked or type(outputs.logits) is LazyLogits and outputs.logits.cell.values is None
+    expected = plain(**inputs)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(outputs.logits.detach() + 0, expected.logits, rtol=1e-4, atol=1e-5)
+    (expected.loss + expected.logits.logsumexp(-1).mean()).backward()
+    engine.backward(outputs.loss + outputs.logits.logsumexp(-1).mean(), True)
+    for found, p in zip(engine.gradients(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
+def test_logits_of_zero(config, hooked, ranks):
+    ranks(2, train_by_logits, config, hooked)
 
 
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
