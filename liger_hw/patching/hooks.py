@@ -21,7 +21,7 @@ def is_intercepted(module):
 
 
 def is_of_zero3(hook):
-    """Tell whether `hook` is one of those by which DeepSpeed's ZeRO-3 gathers and frees a module's weights."""
+    """Tell whether `hook` is DeepSpeed's, by which ZeRO-3 gathers and frees weights."""
     if getattr(hook, "__module__", None) == "deepspeed.utils.nvtx":  # its decorator, which keeps no name
         hook = hook.__closure__[0].cell_contents
     return getattr(hook, "__module__", None) == "deepspeed.runtime.zero.parameter_offload"

@@ -12,14 +12,16 @@ def inputs(new, *shape):
 
 
 def small(new):
-    for shape in [(3, 2, 5, 24), (1, 5, 123), (33, 3, 40), (100, 2, 8), (2, 17), (4, 33, 64)]:
+    # A row has one error of its weights, so with few rows chance decides which version is closer: where there is more
+    # than one block, 30 rows.
+    for shape in [(3, 3, 11, 24), (1, 123), (33, 30, 40), (100, 30, 40), (2, 31, 17), (4, 33, 64)]:
         yield inputs(new, *shape), {}
-    yield inputs(new, 2, 1, 33001), {}  # looped
-    blocks, w_query, w_norm = inputs(new, 3, 7, 40)
+    yield inputs(new, 2, 9, 33001), {}  # looped
+    blocks, w_query, w_norm = inputs(new, 3, 31, 40)
     yield (blocks, w_query.detach().float().requires_grad_(), w_norm.detach()), {"eps": 1e-2}
     for learns in range(3):
         yield tuple(x if i == learns else x.detach() for i, x in enumerate((blocks, w_query, w_norm))), {}
-    yield (new.randn(5, 1, 1), new.randn(1, grad=False), new.randn(1, grad=False)), {}
+    yield (new.randn(5, 31, 1), new.randn(1, grad=False), new.randn(1, grad=False)), {}
     yield inputs(new, 3, 0, 16), {}
     yield inputs(new, 3, 4, 0), {}
 

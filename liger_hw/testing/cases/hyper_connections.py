@@ -8,7 +8,7 @@ from liger_hw.testing.models import SMALL_AND_MEDIUM, TOKENS
 STREAMS = 4  # of the models of arXiv:2512.24880
 SMALL = ((5, 3, 123), (2, 3, 4, 1024), (7, 1, 8), (4, 40), (3, 5, 64), (2, 16, 21), (0, 4, 16))
 WIDE = [(2, STREAMS, cols) for cols in (128, 1024, 4096, 7168, 8192, 16384, 1001, *PARTIAL_WIDTHS)]
-WIDE += [(2, streams, 4096) for streams in (2, 8)]
+WIDE += [(2, streams, 4096) for streams in (2, 6, 8)]
 SIZES = [(TOKENS, STREAMS, model.hidden) for model in SMALL_AND_MEDIUM] + [(4096, STREAMS, 7168)]
 FURTHER = [(TOKENS, 2, 4096), (TOKENS, 8, 2048), (8191, STREAMS, 4099), (16, STREAMS, 2048)]
 
