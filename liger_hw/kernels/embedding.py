@@ -1,7 +1,7 @@
-r"""Take rows of a table by index; the backward adds the gradients of equal indices in a fixed order.
+r"""Take rows of a table by index; the backward adds gradients of equal indices.
 
     y_i  = W_t                t = indices_i
-    dW_t = sum over i with indices_i = t of dy_i              in fp32, in the order of i; rounded once
+    dW_t = sum over i with indices_i = t of dy_i              in fp32, in a fixed order; rounded once
 
 Letters: n indices, C columns, V rows of the table. Traffic: forward reads and writes n rows (2nC), by torch's gather.
 Backward reads dy (nC), writes zeros to the whole table (VC) and the sums over them (nC at most).
@@ -76,14 +76,21 @@ def embedding_add_parts_config(width, itemsize, device):
 
 
 def _block(width, itemsize, device):
-    """Return 8 rows that load at once, 16 bytes a lane, of 2 KiB each: a wide table has several programs for a row."""
+    """Return 8 rows of 2 KiB, 16 bytes a lane.
+
+    Loads of 16 KiB are in flight at once, in 32 registers a lane; six programs share a core (compiled for sm90). A
+    wide row takes several programs.
+    """
     block = min(width, 2048 // itemsize)
     return Config({"ROWS": 8, "COLS": block}, row_warps(block, device, 16 // itemsize))
 
 
 @triton.jit
 def _only_if(there, mask):
-    """Return `mask` if the number `there` is true; the interpreter makes integers of a broadcast int1."""
+    """Mask everything unless the number `there` is true.
+
+    A comparison, because the interpreter makes integers of an int1 that it broadcasts.
+    """
     return mask & (tl.full([1], there, tl.int32) != 0)
 
 
@@ -125,7 +132,7 @@ def embedding_backward(
 def embedding_add_parts(
     TOKENS, PARTS, DW, chunk, chunks, padding, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Add the parts of the run that begins in this program's chunk and ends in a later one, if there is one."""
+    """Add the parts of the run that begins in this chunk and crosses its end."""
     own = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = in_row(col, cols, COLS)
@@ -155,7 +162,10 @@ def _chunk_of(count):
 
 @raw(lambda dy, indices, rows, padding: dy.new_empty(rows, dy.shape[-1]))
 def _embedding_backward(dy: torch.Tensor, indices: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
-    """Return the gradient of a table of `rows` rows; that of row `padding` is zero, -1 means none."""
+    """Return the gradient of a table of `rows` rows.
+
+    That of row `padding` is zero; -1 means none.
+    """
     cols, count = dy.shape[-1], indices.numel()
     dw = dy.new_zeros(rows, cols)
     if dw.numel() == 0 or count == 0:

@@ -54,7 +54,10 @@ def chosen_experts(tokens, experts, k, device="cpu"):
 
 
 def tokens(*shape, vocabulary, dtype=torch.int64, device="cpu"):
-    """Draw tokens as frequent as words of a text: the k-th one in proportion to 1 / k."""
+    """Draw tokens as frequent as words of a text.
+
+    The k-th of the vocabulary has a frequency in proportion to 1 / k.
+    """
     drawn = vocabulary ** torch.rand(shape, dtype=torch.float64)
     return (drawn.long() - 1).to(device, dtype)
 

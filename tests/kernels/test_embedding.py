@@ -78,6 +78,15 @@ def test_padding_is_read_but_gets_no_gradient(backend, device):
         assert table.grad.sum(1).tolist() == [0, 8, 0, 0, 8]
 
 
+def compare_calls(through, inputs, backend):
+    """Compare calls of the op and of its reference that `through` makes of the inputs."""
+    call = through(embedding.reference)
+    exact = run(call, [x.detach().double().requires_grad_() for x in inputs], {})
+    plain = run(call, inputs, {})
+    with use_backend(backend):
+        compare(exact, plain, run(through(embedding), inputs, {}), f"embedding on {backend}")
+
+
 VIEWS = {
     "some columns": lambda table: table[:, 3:20],
     "every second row": lambda table: table[::2],
@@ -97,19 +106,11 @@ def test_strided_table(view, backend, device):
     compare_calls(through, [table], backend)
 
 
-def compare_calls(through, inputs, backend):
-    """Compare calls of the op and of its reference that `through` makes of the inputs."""
-    call = through(embedding.reference)
-    exact = run(call, [x.detach().double().requires_grad_() for x in inputs], {})
-    plain = run(call, inputs, {})
-    with use_backend(backend):
-        compare(exact, plain, run(through(embedding), inputs, {}), f"embedding on {backend}")
-
-
 RESULTS = {
     "transposed": lambda y: y.transpose(0, 1).contiguous(),
     "columns first": lambda y: y.permute(2, 0, 1).contiguous(),
     "some columns": lambda y: y[..., 1:6],
+    "a part of wider rows": lambda y: torch.cat([y.detach(), y], -1),
     "a sum": lambda y: y.sum((0, 1)),
 }
 
