@@ -142,12 +142,11 @@ def embedding_add_parts(
     total = tl.load(PARTS + (chunks + own) * cols + col, _only_if(crosses, mask), other=0.0)
     other, more = own + 1, crosses
     while more:
-        rows = ()
-        for i in tl.static_range(ROWS):
-            more = tl.load(TOKENS + (other + i) * chunk, other + i < chunks, other=-1) == token
-            rows = rows + (tl.load(PARTS + (other + i) * cols + col, _only_if(more, mask), other=0.0),)
-        for i in tl.static_range(ROWS):
-            total += rows[i]
+        at = other + tl.arange(0, ROWS)
+        there = tl.load(TOKENS + at * chunk, at < chunks, other=-1) == token
+        parts = tl.load(PARTS + at[:, None] * cols + col[None, :], there[:, None] & mask[None, :], other=0.0)
+        total += tl.sum(parts, 0)
+        more = tl.sum(there.to(tl.int32), 0) == ROWS
         other += ROWS
     tl.store(DW + token.to(tl.int64) * cols + col, total, _only_if(crosses, mask))
 
