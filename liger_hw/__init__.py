@@ -23,6 +23,7 @@ _NAMES = {
     "kernels.causal_conv1d": ("causal_conv1d",),
     "kernels.glu": ("activate", "geglu", "swiglu"),
     "kernels.clamped_glu": ("clamped_swiglu",),
+    "kernels.embedding": ("embedding",),
     "kernels.experts": ("experts",),
     "kernels.glu_linear": ("glu_linear",),
     "kernels.grouped_mm": ("grouped_mm",),

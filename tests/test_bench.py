@@ -52,7 +52,8 @@ def test_every_op_has_a_cost(case):
     inputs = case.make("meta", torch.bfloat16)
     assert all(type(number) is int and number > 0 for number in cost)
     tensors = [x for x in inputs if x is not None]
-    inputs_read = sum(x.nbytes for x in tensors if x.is_floating_point())
+    # of a table only the rows that the indices name
+    inputs_read = sum(x.nbytes for x in tensors if x.is_floating_point() and case.op != "embedding")
     gradients = sum(x.nbytes for x in tensors if x.requires_grad)
     assert cost.forward_bytes >= inputs_read
     assert cost.backward_bytes >= gradients
@@ -73,6 +74,7 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "causal_conv1d": ((meta(2, R, C), meta(C, 3), meta(C), meta(2, R, C)), {}, 6 * R * C + 4 * C, 10 * R * C + 8 * C),
     "attention_residual": ((meta(3, R, C), meta(C), meta(C)), {}, 4 * R * C + 2 * C, 7 * R * C + 4 * C),
     "neighborhood_attention": ((meta(2, 3, R, C), meta(2, 3, R, C), meta(2, 3, R, C)), {}, 24 * R * C, 48 * R * C),
+    "embedding": ((meta(9, C), meta(R, dtype=torch.int64)), {}, 2 * R * C + 4 * R, (R + 9) * C + 4 * R),
     "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "activate": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),

@@ -111,6 +111,20 @@ def test_one_head_of_keys(forced, ranks):
     ranks(2, heads_fewer_than_ranks, backend=forced)
 
 
+def tokens_of_a_table():
+    """The table whole, or its columns sharded over another axis; its gradient is a partial sum over the tokens."""
+    table, tokens = torch.randn(9, 6, device=device()).requires_grad_(), torch.randint(9, (4, 11), device=device())
+    mesh = init_device_mesh(device().type, (2, 2))
+    for columns in (Replicate(), Shard(1)):
+        placements = [Replicate(), columns], [Shard(0), Replicate()]
+        check("embedding", lambda i, x, placements=placements: placements[i], (table, tokens), {"padding_idx": 2}, mesh)
+
+
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_tokens_of_a_table(forced, ranks):
+    ranks(4, tokens_of_a_table, backend=forced)
+
+
 def means():
     """A rank with all labels, a rank without any: the mean divides by the labels of both."""
     mesh = init_device_mesh(device().type, (2,))

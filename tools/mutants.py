@@ -152,6 +152,19 @@ MUTANTS = {
         ),
         ("sum of the scores' gradients left", "p * (along - delta) * rstd", "p * along * rstd"),
     ],
+    "embedding": [
+        ("the sum of the run before", "tl.where(token == previous, total, 0.0)", "total"),
+        ("a run in an earlier chunk stored as whole", "if ends & (token != before):", "if ends:"),
+        ("the part that ends a chunk dropped", "& (ends | (start + i == end - 1))", "& ends"),
+        (
+            "eight parts alone",
+            "more = tl.sum(there.to(tl.int32), 0) == ROWS",
+            "more = tl.sum(there.to(tl.int32), 0) > ROWS",
+        ),
+        ("padding counted from the end", "padding_idx % weight.shape[0]", "padding_idx"),
+        ("padding that crosses chunks", "& begins & (token != padding)", "& begins"),
+        ("every second row", "row * dy_stride + col", "row * cols + col"),
+    ],
     "neighborhood_attention": [
         ("the position after the last", "other < length)\n        score =", "other <= length)\n        score ="),
         ("sum not moved to the new maximum", "total = total * kept + power", "total = total + power"),

@@ -95,6 +95,11 @@ def _liger(case):
 
         return LigerFusedMoEFunction.apply
 
+    if case.op == "embedding":
+        from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
+
+        return LigerEmbeddingFunction.apply if case.options.get("padding_idx") is None else None
+
     norm = {"eps": 1e-6}
     more = {}
     if case.op == "fused_linear_cross_entropy" and "accum_dtype" in case.options:

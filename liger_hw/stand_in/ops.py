@@ -6,6 +6,7 @@ docs/adapters_and_trainers.md lists the arguments without effect, and why that i
 import torch
 
 from liger_hw.kernels.cross_entropy_tvd import cross_entropy_tvd
+from liger_hw.kernels.embedding import embedding
 from liger_hw.kernels.experts import experts
 from liger_hw.kernels.glu import swiglu
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
@@ -240,8 +241,8 @@ def LigerMHCCoeffsFunction(
 
 @function_class
 def LigerEmbeddingFunction(embeddings, indices):
-    """Call `torch.nn.functional.embedding` with the table as first argument."""
-    return torch.nn.functional.embedding(indices, embeddings)
+    """Call `embedding`."""
+    return embedding(embeddings, indices)
 
 
 @function_class

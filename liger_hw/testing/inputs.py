@@ -53,6 +53,15 @@ def chosen_experts(tokens, experts, k, device="cpu"):
     return torch.rand(tokens, max(experts - 1, k)).argsort(1)[:, :k].to(device)
 
 
+def tokens(*shape, vocabulary, dtype=torch.int64, device="cpu"):
+    """Draw tokens as frequent as words of a text.
+
+    The k-th of the vocabulary has a frequency in proportion to 1 / k.
+    """
+    drawn = vocabulary ** torch.rand(shape, dtype=torch.float64)
+    return (drawn.long() - 1).to(device, dtype)
+
+
 def flat(outputs):
     """Concatenate the floating-point outputs of an op to one vector, to differentiate them at once."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -86,6 +95,9 @@ class Inputs:
 
     def chosen_experts(self, tokens, experts, k):
         return chosen_experts(tokens, experts, k, self.device)
+
+    def tokens(self, *shape, vocabulary, dtype=torch.int64):
+        return tokens(*shape, vocabulary=vocabulary, dtype=dtype, device=self.device)
 
     def rand(self, *shape, dtype=torch.float32):
         """Draw values from 0 to 1 without a gradient, such as class weights."""

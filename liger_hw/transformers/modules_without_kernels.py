@@ -1,12 +1,13 @@
 """Define liger_kernel's modules over `ops_without_kernels`, with their parameters.
 
-Only LigerReLUSquared and LigerMHC have kernels; modules.py has the others with kernels.
+Only LigerReLUSquared, LigerMHC and LigerEmbedding have kernels; modules.py has the others with kernels.
 """
 
 import torch
 from torch import nn
 
 from liger_hw.checks import check
+from liger_hw.kernels.embedding import embedding
 from liger_hw.transformers import functional
 from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
@@ -181,7 +182,7 @@ class LigerMHC(nn.Module):
 
 
 class LigerEmbedding(nn.Module):
-    """`torch.nn.functional.embedding` of a weight (num_embeddings, embedding_dim)."""
+    """`liger_hw.embedding` of a weight (num_embeddings, embedding_dim)."""
 
     def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
         super().__init__()
@@ -191,7 +192,7 @@ class LigerEmbedding(nn.Module):
             self.weight.data[padding_idx] = 0
 
     def forward(self, indices):
-        return nn.functional.embedding(indices, self.weight, self.padding_idx)
+        return embedding(self.weight, indices, self.padding_idx)
 
 
 class LigerVocabParallelCrossEntropy(nn.Module):
