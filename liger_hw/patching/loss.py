@@ -6,7 +6,7 @@ where the model calls it. The rest of the model's forward (its own labels, auxil
 unchanged.
 
 Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
-it until the backward, which comes next; ZeRO-3 gathers it again on access. A head that FSDP1 wraps by itself computes
+it until the backward, which comes next; under ZeRO-3 the logits keep it. A head that FSDP1 wraps by itself computes
 its logits, because FSDP1 frees the weight. Under tensor parallelism each rank keeps its part of the vocabulary
 (`column_parallel`).
 """

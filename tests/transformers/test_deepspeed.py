@@ -12,6 +12,7 @@ import torch.distributed as dist
 from engines import Engine, labels_of_one_batch, learn_alike, learn_alike_in_bf16, prepare
 from ranks import device
 
+import liger_hw
 from liger_hw.patching.lazy_logits import LazyLogits
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -63,6 +64,26 @@ def zero(model, stage, **options):
     return engine
 
 
+def zero_init(model):
+    """Build the model again in shards, as transformers does for a Trainer, and patch it then."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+    kept = HfDeepSpeedConfig(configuration(3))  # transformers builds in shards while it lives
+    sharded = AutoModelForCausalLM.from_config(model.config)
+    del kept
+    unset_hf_deepspeed_config()
+    assert not any(p.numel() for p in sharded.parameters()), "transformers built a weight whole"
+    pairs = list(zip(sharded.parameters(), model.parameters(), strict=True))
+    with deepspeed.zero.GatheredParameters([shard for shard, _ in pairs], modifier_rank=0), torch.no_grad():
+        for shard, whole in pairs:
+            shard.copy_(whole)
+    assert str(liger_hw.patch(sharded.train())) == str(liger_hw.patch(model))
+    return zero(sharded, 3)
+
+
 class OfAccelerate(Engine):
     """Accelerate's optimizer step is a part of the last backward, so it shows no gradients."""
 
@@ -108,6 +129,11 @@ def check(ranks):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stages(stage, config, check):
     check(functools.partial(zero, stage=stage), **config)
+
+
+@pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
+def test_models_built_in_shards(config, check):
+    check(zero_init, **config)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
