@@ -109,17 +109,18 @@ def test_the_future_may_hold_anything(value, sparse, backend, device):
 @KINDS
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 def test_rows_without_a_distribution(value, sparse, backend, device):
-    """Their weights are NaN up to the query's own key, and 0 after it."""
+    """Their weights are NaN up to the query's own key, and 0 after it: the next query's sums show both."""
     torch.manual_seed(0)
     scores = torch.randn(1, 2, 12, 12, device=device)
     scores[0, 1, 7, : 8 if value == -inf else 1] = value
-    inputs = scores.requires_grad_(), torch.ones(2, 1, 1, 1, device=device)
-    options = {"groups": 2, "sparse": sparse}
+    inputs = scores.requires_grad_(), torch.ones(2, 1, 2, 1, device=device)
+    options = {"padding": (1, 0), "groups": 2, "sparse": sparse}
     with use_backend(backend):
-        found = run(multi_token_attention, inputs, options)
+        y, grad = found = run(multi_token_attention, inputs, options)
     for ours, expected in zip(found, run(multi_token_attention.reference, inputs, options), strict=True):
         torch.testing.assert_close(ours, expected, equal_nan=True)
         assert ours[0, 1, 7, :8].isnan().all() and not ours[0, 1, 7, 8:].any() and ours[0, 0].isfinite().all()
+    assert y[0, 1, 8, :8].isnan().all() and y[0, 1, 8, 8:].isfinite().all() and grad[0, 1, 8].isfinite().all()
 
 
 def test_infinite_gradients_of_the_future(backend, device):
