@@ -167,10 +167,10 @@ MUTANTS = {
         ),
     ],
     "causal_softmax": [
-        ("rows that do not begin again with each matrix", "(row % queries).to(tl.int32)", "row.to(tl.int32)"),
+        ("rows that do not begin again with each matrix", "tl.arange(0, ROWS)) % queries)[:", "tl.arange(0, ROWS)))[:"),
         ("the query's own key left out", "tl.where(at <= _last(row", "tl.where(at < _last(row"),
         ("the rest of a vector read as scores", "return _replace_future(x, row, at, queries, other)", "return x"),
-        ("a vector too few", "at // 8 <= _last", "at // 8 < _last"),
+        ("a vector too few", "queries) // 8 + 1) * 8", "queries) // 8) * 8"),
         ("infinite gradients of the future", "return y, _replace_future(dy, row, at, queries, 0.0)", "return y, dy"),
         (
             "the future of a row of NaN",

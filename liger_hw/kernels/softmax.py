@@ -131,7 +131,9 @@ def sparsemax_backward_config(cols, itemsize, device):
 @triton.jit
 def _last(row, queries):
     """Return the last column that counts in each row of causal scores."""
-    return (row % queries).to(tl.int32)[:, None]
+    # of 32 bits, which the first remainder keeps from overflowing: that of 64 bits is many instructions
+    ROWS: tl.constexpr = row.shape[0]
+    return ((tl.program_id(0) % queries * ROWS + tl.arange(0, ROWS)) % queries)[:, None]
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def _read(mask, row, at, queries):
     if queries is None:
         return mask
     else:
-        return mask & (at // 8 <= _last(row, queries) // 8)
+        return mask & (at < (_last(row, queries) // 8 + 1) * 8)
 
 
 @triton.jit

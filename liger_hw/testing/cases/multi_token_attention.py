@@ -30,7 +30,7 @@ def small(new):
 
 def wide(new):
     for sparse in (False, True):
-        for keys in (128, 1024, 4096, 8192, 16384, 262144, 1001, *PARTIAL_WIDTHS):
+        for keys in (128, 1024, 4096, 8192, 16384, 1001, *PARTIAL_WIDTHS):
             yield (new.randn(1, 1, 16, keys), new.randn(1, 1, 3, 3)), {"padding": 1, "sparse": sparse}
 
 
