@@ -16,6 +16,7 @@ _NAMES = {
     "kernels.group_norm": ("group_norm",),
     "kernels.l2_norm": ("l2_norm",),
     "kernels.layer_norm": ("layer_norm",),
+    "kernels.multi_token_attention": ("multi_token_attention",),
     "kernels.neighborhood_attention": ("neighborhood_attention",),
     "kernels.poly_norm": ("poly_norm",),
     "kernels.dyt": ("dyt",),

@@ -75,6 +75,12 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     "attention_residual": ((meta(3, R, C), meta(C), meta(C)), {}, 4 * R * C + 2 * C, 7 * R * C + 4 * C),
     "neighborhood_attention": ((meta(2, 3, R, C), meta(2, 3, R, C), meta(2, 3, R, C)), {}, 24 * R * C, 48 * R * C),
     "embedding": ((meta(9, C), meta(R, dtype=torch.int64)), {}, 2 * R * C + 4 * R, (R + 9) * C + 4 * R),
+    "multi_token_attention": (  # 21 of 36 scores count
+        (meta(2, 4, R, R), meta(4, 2, 3, 3), meta(4)),
+        {"padding": 1, "groups": 2},
+        8 * (21 + R * R) + 72 + 4,
+        8 * (42 + R * R) + 2 * 72 + 4,
+    ),
     "swiglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "geglu": ((meta(R, C), meta(R, C)), {}, 3 * R * C, 5 * R * C),
     "activate": ((meta(R, C),), {}, 2 * R * C, 3 * R * C),

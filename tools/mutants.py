@@ -171,6 +171,26 @@ MUTANTS = {
         ("gradient of a key by its own result", "(v - _load(Y + of_y, other,", "(v - _load(Y + of_y, row,"),
         ("strides of the gradients", "_store(DQ + of_y, row, there, y_stride", "_store(DQ + of_y, row, there, stride"),
     ],
+    "multi_token_attention": [
+        ("the result's future kept", "dilation, groups).tril_()", "dilation, groups)"),
+        (
+            "sparsemax for softmax",
+            "SoftmaxFunction.apply(scores, sparse, True)",
+            "SoftmaxFunction.apply(scores, True, True)",
+        ),
+    ],
+    "causal_softmax": [
+        ("rows that do not begin again with each matrix", "tl.arange(0, ROWS)) % queries)[:", "tl.arange(0, ROWS)))[:"),
+        ("the query's own key left out", "tl.where(at <= _last(row", "tl.where(at < _last(row"),
+        ("the rest of a vector read as scores", "return _replace_future(x, row, at, queries, other)", "return x"),
+        ("a vector too few", "queries) // 8 + 1) * 8", "queries) // 8) * 8"),
+        ("infinite gradients of the future", "return y, _replace_future(dy, row, at, queries, 0.0)", "return y, dy"),
+        (
+            "the future of a row of NaN",
+            "_replace_future(power / tl.sum(power, 1)[:, None], row, col, queries, 0.0)",
+            "power / tl.sum(power, 1)[:, None]",
+        ),
+    ],
     "causal_conv1d": [
         ("a sequence sees the one before", "if (row == boundary) | (number != previous):\n", "if row == boundary:\n"),
         ("a gradient ends with its program", "tl.where(first < end, end + SIZE - 1, first)", "end"),
@@ -258,6 +278,7 @@ PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and te
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
     "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
+    "causal_softmax": ("kernels/softmax.py", "kernels/test_multi_token_attention.py"),
     "of_logits": ("kernels/divergence/of_logits.py", "losses/test_distillation.py"),
     "of_probabilities": ("kernels/divergence/of_probabilities.py", "losses/test_offline_distillation.py"),
     "sequences": ("losses/sequences.py", "losses/test_sequences.py"),

@@ -113,6 +113,7 @@ def _liger(case):
         "poly_norm": lambda x, w, b: liger.liger_poly_norm(x, w, b, **norm),
         "dyt": liger.liger_dyt,
         "attention_residual": liger.liger_attn_res,
+        "multi_token_attention": partial(liger.liger_multi_token_attention, **case.options),
         "neighborhood_attention": partial(liger.liger_fused_neighborhood_attention, **case.options),
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,

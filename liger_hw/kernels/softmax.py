@@ -13,6 +13,10 @@ fp32 on a CPU). It needs no sort, so a row may have any width.
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), backward reads y and dy and writes dx (3RC).
 Both are bound by memory. A row that does not fit the registers is read once more for each reduction.
+
+Rows of causal scores are the queries of matrices, and columns are keys: a column counts where it is at most the query.
+The kernels get the number of `queries` of a matrix (None: every column counts). They read the columns that count, up to
+the next multiple of 8, which keeps vectors of 16 bytes whole, and write 0 to the others, also in a row of NaN.
 """
 
 import torch
@@ -20,7 +24,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
 from liger_hw.kernels._logits import LOG2_E, LOWEST
 from liger_hw.kernels._math import empty_rows, in_row, in_tile, row_block, rows_and_cols, rows_of
 from liger_hw.launch import launch
@@ -46,7 +50,8 @@ def softmax(x: torch.Tensor):
         ValueError: `x` has no dimension or is not floating point.
     """
     _validate(x)
-    return torch.softmax(x, -1)
+    with uncast(x):  # of a GPU's 16-bit values it makes fp32
+        return torch.softmax(x, -1)
 
 
 @op
@@ -123,21 +128,54 @@ def sparsemax_backward_config(cols, itemsize, device):
     return _config(cols, device, 2)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def softmax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+@triton.jit
+def _last(row, queries):
+    """Return the last column that counts in each row of causal scores."""
+    # of 32 bits, which the first remainder keeps from overflowing: that of 64 bits is many instructions
+    ROWS: tl.constexpr = row.shape[0]
+    return ((tl.program_id(0) % queries * ROWS + tl.arange(0, ROWS)) % queries)[:, None]
+
+
+@triton.jit
+def _read(mask, row, at, queries):
+    """Narrow the mask of a load to whole vectors with columns that count."""
+    if queries is None:
+        return mask
+    else:
+        return mask & (at < (_last(row, queries) // 8 + 1) * 8)
+
+
+@triton.jit
+def _replace_future(value, row, at, queries, future):
+    """Put `future` in the place of columns that do not count."""
+    if queries is None:
+        return value
+    else:
+        return tl.where(at <= _last(row, queries), value, future)
+
+
+@triton.jit
+def _load_scores(X, row, at, mask, x_stride, queries, other):
+    x = tl.load(X + row[:, None] * x_stride + at, _read(mask, row, at, queries), other=other).to(tl.float32)
+    return _replace_future(x, row, at, queries, other)
+
+
+@triton.jit(do_not_specialize=["rows", "queries"])
+def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
-        x = tl.load(X + row[:, None] * x_stride + col, mask, other=float("-inf")).to(tl.float32)
+        x = _load_scores(X, row, col, mask, x_stride, queries, float("-inf"))
         power = tl.exp2((x - tl.max(x, 1)[:, None]) * LOG2_E)
-        tl.store(Y + row[:, None] * cols + col, power / tl.sum(power, 1)[:, None], mask)
+        place = Y + row[:, None] * cols + col
+        tl.store(place, _replace_future(power / tl.sum(power, 1)[:, None], row, col, queries, 0.0), mask)
     else:
         peak, total = tl.full((ROWS, COLS), LOWEST, tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            x = tl.load(X + row[:, None] * x_stride + at, mask, other=float("-inf")).to(tl.float32)
+            x = _load_scores(X, row, at, mask, x_stride, queries, float("-inf"))
             higher = tl.maximum(peak, x)
             total = total * tl.exp2((peak - higher) * LOG2_E) + tl.exp2((x - higher) * LOG2_E)
             peak = higher
@@ -146,57 +184,63 @@ def softmax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            x = tl.load(X + row[:, None] * x_stride + at, mask, other=0.0).to(tl.float32)
-            tl.store(Y + row[:, None] * cols + at, tl.exp2((x - top) * LOG2_E) / total, mask)
+            x = _load_scores(X, row, at, mask, x_stride, queries, 0.0)
+            power = tl.exp2((x - top) * LOG2_E)
+            tl.store(Y + row[:, None] * cols + at, _replace_future(power / total, row, at, queries, 0.0), mask)
 
 
 @triton.jit
-def _load_pair(Y, DY, row, at, mask, dy_stride, cols: tl.constexpr):
+def _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols: tl.constexpr):
+    mask = _read(mask, row, at, queries)
     y = tl.load(Y + row[:, None] * cols + at, mask, other=0.0).to(tl.float32)
-    return y, tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
+    dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
+    return y, _replace_future(dy, row, at, queries, 0.0)  # y is 0 there, but dy may be infinite
 
 
-@triton.jit(do_not_specialize=["rows"])
-def softmax_backward(Y, DY, DX, rows, dy_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "queries"])
+def softmax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
-        y, dy = _load_pair(Y, DY, row, col, mask, dy_stride, cols)
-        tl.store(DX + row[:, None] * cols + col, y * (dy - tl.sum(y * dy, 1)[:, None]), mask)
+        y, dy = _load_pair(Y, DY, row, col, mask, dy_stride, queries, cols)
+        place = DX + row[:, None] * cols + col
+        tl.store(place, _replace_future(y * (dy - tl.sum(y * dy, 1)[:, None]), row, col, queries, 0.0), mask)
     else:
         along = tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             at = start + col
-            y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, cols)
+            y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, queries, cols)
             along += y * dy
         mean = tl.sum(along, 1)[:, None]
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, cols)
-            tl.store(DX + row[:, None] * cols + at, y * (dy - mean), mask)
+            y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols)
+            dx = _replace_future(y * (dy - mean), row, at, queries, 0.0)
+            tl.store(DX + row[:, None] * cols + at, dx, mask)
 
 
 @triton.jit
-def _shifted(X, row, at, top, x_stride, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _shifted(X, row, at, top, x_stride, queries, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     mask = in_tile(row, at, rows, cols, ROWS, COLS)
-    x = tl.load(X + row[:, None] * x_stride + at, mask, other=float("-inf")).to(tl.float32)
-    return tl.where(in_row(at, cols, COLS), x - top, float("-inf"))  # a row of -inf gives NaN inside the row
+    z = _load_scores(X, row, at, mask, x_stride, queries, float("-inf")) - top
+    z = tl.where(in_row(at, cols, COLS), z, float("-inf"))  # a row of -inf gives NaN inside the row
+    return _replace_future(z, row, at, queries, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sparsemax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "queries"])
+def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     peak = tl.full((ROWS, COLS), float("-inf"), tl.float32)
     for start in range(0, cols, COLS):
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
-        peak = tl.maximum(peak, tl.load(X + row[:, None] * x_stride + at, mask, other=float("-inf")).to(tl.float32))
+        peak = tl.maximum(peak, _load_scores(X, row, at, mask, x_stride, queries, float("-inf")))
     top = tl.max(peak, 1)[:, None]
     if cols <= COLS:
-        z = _shifted(X, row, col, top, x_stride, rows, cols, ROWS, COLS)
+        z = _shifted(X, row, col, top, x_stride, queries, rows, cols, ROWS, COLS)
     threshold = tl.full((ROWS,), -1.0, tl.float32)
     size = tl.full((ROWS,), 2.0 * cols, tl.float32)
     falling = tl.full((), ROWS, tl.int32)  # rows whose support became smaller in the last step
@@ -204,7 +248,7 @@ def sparsemax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constex
         sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             if cols > COLS:
-                z = _shifted(X, row, start + col, top, x_stride, rows, cols, ROWS, COLS)
+                z = _shifted(X, row, start + col, top, x_stride, queries, rows, cols, ROWS, COLS)
             outside = z <= threshold[:, None]  # NaN is not
             sums += tl.where(outside, 0.0, z)
             sizes += tl.where(outside, 0.0, 1.0)
@@ -215,26 +259,27 @@ def sparsemax_forward(X, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constex
     for start in range(0, cols, COLS):
         at = start + col
         if cols > COLS:
-            z = _shifted(X, row, at, top, x_stride, rows, cols, ROWS, COLS)
+            z = _shifted(X, row, at, top, x_stride, queries, rows, cols, ROWS, COLS)
         y = tl.where(z <= threshold[:, None], 0.0, z - threshold[:, None])
+        y = _replace_future(y, row, at, queries, 0.0)
         tl.store(Y + row[:, None] * cols + at, y, in_tile(row, at, rows, cols, ROWS, COLS))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sparsemax_backward(Y, DY, DX, rows, dy_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "queries"])
+def sparsemax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, cols, COLS):
         at = start + col
-        y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, cols)
+        y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, queries, cols)
         sums += tl.where(y > 0.0, dy, 0.0)
         sizes += tl.where(y > 0.0, 1.0, 0.0)
     mean = (tl.sum(sums, 1) / tl.maximum(tl.sum(sizes, 1), 1.0))[:, None]
     for start in range(0, cols, COLS):
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
-        y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, cols)
+        y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols)
         tl.store(DX + row[:, None] * cols + at, tl.where(y > 0.0, dy - mean, y), mask)  # y is 0 here, or NaN
 
 
@@ -244,50 +289,54 @@ KERNELS = {  # whether sparse -> forward, its configuration, backward, its confi
 }
 
 
-@raw(lambda x, sparse: empty_rows(x))
-def _softmax_forward(x: torch.Tensor, sparse: bool) -> torch.Tensor:
+@raw(lambda x, *options: empty_rows(x))
+def _softmax_forward(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
     y = empty_rows(x)
     kernel, config_of, _, _ = KERNELS[sparse]
     rows, cols = rows_and_cols(x)
     x, x_stride = rows_of(x)
     config = config_of(cols, x.element_size(), device_of(x))
-    launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, x, y, rows, x_stride, cols)
+    queries = y.shape[-2] if causal else None
+    launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, x, y, rows, x_stride, queries, cols)
     return y
 
 
-@raw(lambda y, dy, sparse: torch.empty_like(y))
-def _softmax_backward(y: torch.Tensor, dy: torch.Tensor, sparse: bool) -> torch.Tensor:
+@raw(lambda y, *options: torch.empty_like(y))
+def _softmax_backward(y: torch.Tensor, dy: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
     """Compute dx from a contiguous y."""
     dx = torch.empty_like(y)
     _, _, kernel, config_of = KERNELS[sparse]
     rows, cols = rows_and_cols(y)
     dy, dy_stride = rows_of(dy)
     config = config_of(cols, y.element_size(), device_of(y))
-    launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, y, dy, dx, rows, dy_stride, cols)
+    queries = y.shape[-2] if causal else None
+    launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, y, dy, dx, rows, dy_stride, queries, cols)
     return dx
 
 
 class SoftmaxFunction(Function):
+    """Softmax, or sparsemax, of rows, or of matrices (..., queries, keys) of causal scores."""
+
     @staticmethod
-    def forward(ctx, x, sparse):
-        y = _softmax_forward(x, sparse)
+    def forward(ctx, x, sparse, causal):
+        y = _softmax_forward(x, sparse, causal)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(y)
-            ctx.sparse = sparse
+            ctx.options = sparse, causal
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return _softmax_backward(*ctx.saved_tensors, dy, ctx.sparse), None
+        return _softmax_backward(*ctx.saved_tensors, dy, *ctx.options), None, None
 
 
 @softmax.register("triton")
 def _(x):
     _validate(x)
-    return SoftmaxFunction.apply(x, False)
+    return SoftmaxFunction.apply(x, False, False)
 
 
 @sparsemax.register("triton")
 def _(x):
     _validate(x)
-    return SoftmaxFunction.apply(x, True)
+    return SoftmaxFunction.apply(x, True, False)

@@ -17,7 +17,7 @@ from liger_hw.checks import check
 from liger_hw.kernels.rms_norm import rms_norm
 from liger_hw.stand_in.function_class import function_class
 from liger_hw.stand_in.ops import LigerFusedGateUpSiLUMulFunction
-from liger_hw.transformers.modules_without_kernels import LigerVocabParallelCrossEntropy
+from liger_hw.transformers.op_modules import LigerVocabParallelCrossEntropy
 
 __all__ = [
     "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm", "LigerMegatronSwiGLU", "apply_liger_kernel_to_megatron",

@@ -6,7 +6,7 @@ OPS = ("stand_in.ops", "stand_in.passes")
 LOSSES = ("chunked_loss", "stand_in.loss_functions")
 MODULES_OF_TRANSFORMERS = (
     "transformers.modules", "transformers.family_modules", "transformers.divergences", "transformers.rotary_names",
-    "transformers.modules_without_kernels", "stand_in.ops",
+    "transformers.op_modules", "stand_in.ops",
 )  # fmt: skip
 
 OP_MODULES = (  # below both ops and transformers
@@ -52,8 +52,8 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "ops.fused_linear_scaled_cross_entropy": OPS,
     "transformers": ("transformers",),
     "transformers.auto_model": ("transformers.auto_model",),
-    "transformers.experimental": ("transformers.modules_without_kernels",),
-    "transformers.experimental.embedding": ("transformers.modules_without_kernels",),
+    "transformers.experimental": ("transformers.op_modules",),
+    "transformers.experimental.embedding": ("transformers.op_modules",),
     "transformers.fsdp": ("stand_in.fsdp",),
     "transformers.functional": ("transformers.functional",),
     "transformers.grpo_loss": ("transformers.grpo_loss", "chunked_loss.fused_linear_ppo"),

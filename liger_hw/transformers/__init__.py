@@ -17,7 +17,7 @@ _NAMES = {
         "LigerRMSNormForMuseGlimmerTextCentered", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP",
         "LigerTiledSwiGLUMLP",
     ),
-    "modules_without_kernels": (
+    "op_modules": (
         "LigerMHC", "LigerMultiTokenAttention", "LigerReLUSquared", "LigerSoftmax", "LigerSparsemax",
         "LigerVocabParallelCrossEntropy",
     ),

@@ -21,6 +21,7 @@ from liger_hw.kernels.group_norm import group_norm
 from liger_hw.kernels.hyper_connections import mhc_post_res, mhc_pre
 from liger_hw.kernels.layer_norm import layer_norm
 from liger_hw.kernels.mhc_coefficients import mhc_coefficients
+from liger_hw.kernels.multi_token_attention import multi_token_attention
 from liger_hw.kernels.neighborhood_attention import neighborhood_attention
 from liger_hw.kernels.poly_norm import poly_norm
 from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -31,7 +32,6 @@ from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.offline_distillation import kl_to_probabilities
 from liger_hw.spelling import check_known
-from liger_hw.transformers import ops_without_kernels
 
 STUDENT = "student_input", "student_weight", "bias"  # liger_kernel's names
 
@@ -313,11 +313,20 @@ def liger_mhc_forward(
     return (out, coefficients) if return_coeffs else out
 
 
-# ops whose parameters are liger_kernel's, the last without kernels
+def liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
+    """Call `multi_token_attention`.
+
+    Raises:
+        ValueError: as there; with `sparse`, scores that are not fp32.
+    """
+    check(not sparse or scores.dtype == torch.float32, "scores", scores.dtype, "torch.float32 with sparse=True")
+    return multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
+
+
+# ops whose parameters are liger_kernel's
 liger_fused_neighborhood_attention = neighborhood_attention
 liger_mhc_post_res = mhc_post_res
 liger_mhc_pre = mhc_pre
-liger_multi_token_attention = ops_without_kernels.multi_token_attention
 
 __all__ = ["CrossEntropyOutput"]
 __all__ += [name for name in dir() if name.startswith("liger_")]

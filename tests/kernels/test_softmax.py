@@ -67,6 +67,17 @@ def test_sparsemax_finds_the_support(spread, backend, device):
             torch.testing.assert_close(y.sum(-1).cpu(), torch.ones(len(rows)), rtol=1e-3, atol=0)
 
 
+@ops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_nothing(op, dtype, backend, device):
+    x = torch.randn(3, 40, device=device, dtype=dtype)
+    for which in (backend, "reference"):
+        with use_backend(which):
+            expected = OPS[op](x)
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
+                torch.testing.assert_close(OPS[op](x), expected, rtol=0, atol=0)
+
+
 def test_along_another_dimension():
     x = torch.randn(3, 4, 5)
     torch.testing.assert_close(liger_sparsemax(x, 1), sparsemax.reference(x.transpose(1, 2)).transpose(1, 2))

@@ -1,6 +1,6 @@
-"""Define liger_kernel's modules over `ops_without_kernels`, with their parameters.
+"""Define liger_kernel's modules that no model of its list has, with their parameters.
 
-Only LigerReLUSquared, LigerMHC and LigerEmbedding have kernels; modules.py has the others with kernels.
+modules.py has the others. LigerVocabParallelCrossEntropy is plain PyTorch.
 """
 
 import torch

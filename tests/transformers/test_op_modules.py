@@ -1,4 +1,4 @@
-"""What has no kernel here: definitions against other ways to compute the same, with gradients."""
+"""Modules and functions of single ops against other ways to compute the same, with gradients."""
 
 import os
 
@@ -11,7 +11,7 @@ import liger_hw
 from liger_hw.chunked_loss import LigerFusedLinearJSDLoss
 from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.stand_in import ops, passes
-from liger_hw.transformers import LigerFusedCETVDLoss, functional, modules_without_kernels
+from liger_hw.transformers import LigerFusedCETVDLoss, functional, op_modules
 from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 transformers = tiny.transformers
@@ -35,7 +35,7 @@ def alike(found, expected, *leaves, **tolerance):
 
 def test_relu_squared():
     x = random(3, 8)
-    alike(modules_without_kernels.LigerReLUSquared()(x), torch.where(x > 0, x * x, 0), x)
+    alike(op_modules.LigerReLUSquared()(x), torch.where(x > 0, x * x, 0), x)
 
 
 def projected(z):
@@ -50,7 +50,7 @@ def projected(z):
 def test_sparsemax():
     x = random(4, 7, dtype=torch.float32)
     for dim in (-1, 0):
-        found = modules_without_kernels.LigerSparsemax(dim)(x)
+        found = op_modules.LigerSparsemax(dim)(x)
         expected = torch.stack([projected(z.detach().double()) for z in x.movedim(dim, -1)]).movedim(-1, dim)
         torch.testing.assert_close(found, expected.float())
     assert torch.autograd.gradcheck(
@@ -59,19 +59,22 @@ def test_sparsemax():
         eps=1e-3,
         atol=1e-2,
     )
-    torch.testing.assert_close(modules_without_kernels.LigerSoftmax()(x), x.softmax(-1))
+    torch.testing.assert_close(op_modules.LigerSoftmax()(x), x.softmax(-1))
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_multi_token_attention(sparse):
     scores = random(2, 3, 6, 6)
-    attention = modules_without_kernels.LigerMultiTokenAttention(3, 3, 3, padding=1, sparse=sparse)
+    attention = op_modules.LigerMultiTokenAttention(3, 3, 3, padding=1, sparse=sparse)
     weights = torch.zeros(2, 3, 6, 6)
     for i in range(6):
         row = scores[:, :, i, : i + 1]
         weights[:, :, i, : i + 1] = liger_hw.sparsemax(row) if sparse else row.softmax(-1)
     expected = F.conv2d(weights, attention.weight, attention.bias, padding=1).tril()
     alike(attention(scores), expected, scores, attention.weight, attention.bias)
+    if sparse:
+        with pytest.raises(ValueError, match="scores: got torch.bfloat16"):
+            attention.bfloat16()(scores.bfloat16())
 
 
 @pytest.mark.parametrize("dilation", [1, 2])
@@ -83,8 +86,8 @@ def test_neighborhood_attention(dilation):
         weights = (q[:, :, i : i + 1] @ k[:, :, near].transpose(-1, -2) * 0.5).softmax(-1)
         rows.append(weights @ v[:, :, near])
     alike(functional.liger_fused_neighborhood_attention(q, k, v, 3, dilation), torch.cat(rows, 2), q, k, v)
-    config = modules_without_kernels.LigerFusedNeighborhoodAttentionConfig(8, 2, 3, dilation)
-    layer = modules_without_kernels.LigerFusedNeighborhoodAttentionLayer(**config.to_dict())
+    config = op_modules.LigerFusedNeighborhoodAttentionConfig(8, 2, 3, dilation)
+    layer = op_modules.LigerFusedNeighborhoodAttentionLayer(**config.to_dict())
     x = random(1, 9, 8)
     assert not torch.equal(layer(x), x) and layer(x).shape == x.shape
     with pytest.raises(ValueError, match="odd"):
@@ -95,7 +98,7 @@ def test_neighborhood_attention(dilation):
 
 def test_hyper_connections():
     layer = torch.nn.Linear(4, 4, bias=False)
-    module = modules_without_kernels.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
+    module = op_modules.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
     torch.nn.init.normal_(module.phi), torch.nn.init.normal_(module.b)
     x = random(2, 5, 3, 4)
     out, (pre, post, res) = functional.liger_mhc_forward(
@@ -114,12 +117,12 @@ def test_hyper_connections():
     alike(out, expected, x, layer.weight, module.phi, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(functional.liger_mhc_apply(x, f, pre, post, res, return_x_in=True)[0], out)
     with pytest.raises(AssertionError, match="x should be BF16/FP16"):
-        modules_without_kernels.LigerMHC(layer, hc=3, c=4)(x)
+        op_modules.LigerMHC(layer, hc=3, c=4)(x)
 
 
 @pytest.mark.parametrize("used", range(3))
 def test_parameters_of_unused_hyper_connections_have_a_gradient_of_zero(used):
-    module = modules_without_kernels.LigerMHC(torch.nn.Identity(), hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
+    module = op_modules.LigerMHC(torch.nn.Identity(), hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
     alphas = [module.alpha_pre, module.alpha_post, module.alpha_res]
     outputs = functional.liger_mhc_coeffs(random(2, 3, 4), module.phi, module.b, *alphas, allow_fp32=True)
     gradients = torch.autograd.grad(outputs[used].square().sum(), alphas)
@@ -252,7 +255,7 @@ def test_vocabulary_of_one_rank(smoothing):
     alike(others, spread, logits, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="label_smoothing_formula must be one of"):
         vocab_parallel_cross_entropy(logits, target, formula="theirs")
-    loss = modules_without_kernels.LigerVocabParallelCrossEntropy
+    loss = op_modules.LigerVocabParallelCrossEntropy
     for bad, words in (
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
         ({"label_smoothing_mode": "all"}, "label_smoothing_mode must be one of"),
@@ -291,7 +294,7 @@ def test_vocabulary_of_two_ranks(tmp_path):
 
 
 def test_embedding():
-    table, indices = modules_without_kernels.LigerEmbedding(7, 4, padding_idx=2), torch.tensor([[1, 2, 6]])
+    table, indices = op_modules.LigerEmbedding(7, 4, padding_idx=2), torch.tensor([[1, 2, 6]])
     assert not table.weight[2].any()
     torch.testing.assert_close(table(indices), table.weight[indices])
 
