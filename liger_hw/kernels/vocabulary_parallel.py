@@ -51,11 +51,11 @@ class Statistics(NamedTuple):
         return (self.peak + self.total.log2()) * LN_2
 
 
-class _Columns:
+class Columns:
     """A rank's columns of the logits of a chunk.
 
     Args:
-        plan: a `Plan` with a shard. logits: (M, V_r). target: (M,) in the whole vocabulary. scaling: a `Scaling`.
+        plan: a `Plan` with a shard; without a group the columns are the whole vocabulary. logits: (M, V_r). target: (M,) in the whole vocabulary. scaling: a `Scaling`.
         smooths: label smoothing is on. class_weight: (V,), or None for 1; only smoothing reads it here.
     """
 
@@ -84,7 +84,8 @@ class _Columns:
         if predict:
             best = widen(self.logits.gather(1, col.clamp(min=0)[:, None])[:, 0]) * self.scaling.logit_scale
             numbers += [best, col + self.plan.first]
-        of_ranks = all_gathered(torch.stack([number.to(peak.dtype) for number in numbers], -1), self.plan.group)
+        numbers = torch.stack([number.to(peak.dtype) for number in numbers], -1)
+        of_ranks = all_gathered(numbers, self.plan.group) if self.plan.group else numbers[None]
         return self._of_all_ranks(*of_ranks.unbind(-1), entropy_needed=entropy_needed, predict=predict)
 
     def _of_all_ranks(self, peaks, totals, distances, here, *others, entropy_needed, predict):
@@ -198,7 +199,7 @@ class CrossEntropyRows:
     def _columns(self, logits, targets, formula):
         scaling = Scaling(formula.ignore_index, formula.softcap, formula.logit_scale, 1.0)
         smooths = formula.label_smoothing > 0
-        return _Columns(self.plan, logits, targets.target, scaling, smooths, targets.class_weight)
+        return Columns(self.plan, logits, targets.target, scaling, smooths, targets.class_weight)
 
     def _factors(self, lse, distance, targets, formula):
         """Return the factors of -log p_y, sum_j w_j (lse - z_j) and lse^2; and P."""
@@ -254,7 +255,7 @@ class SelectedRows:
         self.plan = plan
 
     def forward_rows(self, logits, tokens, scaling, log_probs, entropy, lse, partition):
-        columns = _Columns(self.plan, logits, tokens, scaling)
+        columns = Columns(self.plan, logits, tokens, scaling)
         found = columns.statistics(entropy_needed=entropy is not None)
         log_probs.copy_(torch.where(columns.counts, -found.distance * LN_2, 0))
         lse.copy_(torch.where(columns.counts, found.lse, 0))
@@ -263,5 +264,5 @@ class SelectedRows:
         partition.copy_(torch.stack((found.peak, found.total), -1))
 
     def backward_rows(self, logits, tokens, scaling, entropy, partition, dlog_probs, dentropy=None, dlse=None):
-        columns = _Columns(self.plan, logits, tokens, scaling)
+        columns = Columns(self.plan, logits, tokens, scaling)
         columns.write_gradient(partition, entropy, dlog_probs, dentropy, dlse)

@@ -1,6 +1,6 @@
 """Define liger_kernel's modules that no model of its list has, with their parameters.
 
-modules.py has the others. LigerVocabParallelCrossEntropy is plain PyTorch.
+modules.py has the others.
 """
 
 import torch

@@ -1,14 +1,24 @@
-"""Compute cross entropy of a vocabulary sharded over ranks, with three small all-reduces.
+"""Compute cross entropy of a vocabulary sharded over ranks, with one small all-gather.
 
 Each rank holds V / ranks consecutive columns. loss = log sum exp(x) - x_target, both over all ranks; the gradient of a
-rank's columns, softmax - one-hot, needs no further communication.
+rank's columns, softmax - one-hot, needs no further communication. `kernels.vocabulary_parallel` computes both.
 """
+
+import math
 
 import torch
 import torch.distributed as dist
 
+from liger_hw._torch import is_compiling
 from liger_hw.checks import check
+from liger_hw.dispatch import Function
+from liger_hw.kernels.chunked_head import Plan
 from liger_hw.kernels.cross_entropy.formula import check_labels
+from liger_hw.kernels.selective_log_softmax import selective_log_softmax
+from liger_hw.kernels.selective_log_softmax.formula import Scaling
+from liger_hw.kernels.vocabulary_parallel import Columns
+
+LN_2 = math.log(2)
 
 FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which excludes the target
 MODES = ("global", "partition")  # mean for smoothing over all columns, or over the rank's columns
@@ -24,42 +34,29 @@ def check_smoothing(label_smoothing, formula, mode):
         raise ValueError(f"label_smoothing_mode must be one of {MODES}, got {mode!r}")
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class VocabParallelCrossEntropyFunction(Function):
     @staticmethod
-    def forward(ctx, logits, target, group, ignore_index, smoothing, formula, mode):
-        ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-
-        def over_ranks(x, op=dist.ReduceOp.SUM):
-            if ranks > 1:
-                dist.all_reduce(x, op, group)
-            return x
-
-        wide, cols = logits.float(), logits.shape[-1]
-        wide = wide - over_ranks(wide.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-        outside = (target != ignore_index) & ((target < 0) | (target >= cols * ranks))
-        lse = over_ranks(wide.exp().sum(-1)).log().masked_fill(outside, float("nan"))
-        here = target - rank * cols
-        is_here = (here >= 0) & (here < cols)
-        here = here.clamp(0, cols - 1).unsqueeze(-1)
-        loss = lse - over_ranks(wide.gather(-1, here).squeeze(-1) * is_here)
-        averaged = cols * ranks if mode == "global" else cols
-        alpha = smoothing * (averaged / (averaged - 1) if formula == "megatron" else 1)
-        if smoothing:
-            log_probs = (wide - lse.unsqueeze(-1)).sum(-1)
-            mean = (over_ranks(log_probs) if mode == "global" else log_probs) / averaged
-            loss = (1 - alpha) * loss - alpha * mean
-        counts = target != ignore_index
-        ctx.save_for_backward(wide - lse.unsqueeze(-1), here, is_here, counts)
-        ctx.alpha, ctx.averaged, ctx.dtype = alpha, averaged, logits.dtype
-        return torch.where(counts, loss, torch.zeros_like(loss))
+    def forward(ctx, logits, target, plan, scaling, alpha, mode):
+        columns = Columns(plan, logits, target, scaling, smooths=alpha > 0 and mode == "global")
+        found, cols = columns.statistics(), logits.shape[1]
+        loss = (1 - alpha) * LN_2 * found.distance
+        if columns.smooths:
+            loss = loss + alpha / plan.vocabulary * found.smoothed
+        elif alpha:
+            loss = loss + alpha * (found.lse - logits.sum(-1, dtype=torch.float32) / cols)
+        ctx.save_for_backward(logits, target, torch.stack((found.peak, found.total), -1))
+        ctx.rest = plan, scaling, alpha, plan.vocabulary if mode == "global" else cols
+        return torch.where(columns.counts, loss, 0).float()
 
     @staticmethod
-    def backward(ctx, grad):
-        log_probs, here, is_here, counts = ctx.saved_tensors
-        # the weights of the smoothed target, which multiply each softmax, sum to 1
-        gradient = log_probs.exp() - ctx.alpha / ctx.averaged
-        gradient.scatter_add_(-1, here, -(1 - ctx.alpha) * is_here.unsqueeze(-1).to(gradient.dtype))
-        return (gradient * (grad * counts).unsqueeze(-1)).to(ctx.dtype), *[None] * 6
+    def backward(ctx, dloss):
+        logits, target, partition = ctx.saved_tensors
+        plan, scaling, alpha, averaged = ctx.rest
+        gradient = logits.clone()  # which becomes the gradient
+        columns = Columns(plan, gradient, target, scaling, smooths=alpha > 0)
+        of_each = alpha / averaged * dloss if alpha else None
+        columns.write_gradient(partition, None, (alpha - 1) * dloss, None, alpha * dloss, of_each)
+        return gradient, *[None] * 5
 
 
 def vocab_parallel_cross_entropy(
@@ -85,7 +82,14 @@ def vocab_parallel_cross_entropy(
     check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
     check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")
     check_smoothing(label_smoothing, formula, mode)
-    check_labels(
-        "target", target, logits.shape[-1] * (1 if group is None else dist.get_world_size(group)), ignore_index
-    )
-    return _VocabParallelCrossEntropy.apply(logits, target, group, ignore_index, label_smoothing, formula, mode)
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    cols = logits.shape[-1]
+    check_labels("target", target, cols * ranks, ignore_index)
+    averaged = cols * ranks if mode == "global" else cols
+    alpha = label_smoothing * (averaged / (averaged - 1) if formula == "megatron" else 1)
+    with_kernels = not is_compiling() and selective_log_softmax.choose(logits.device, logits.dtype) == "triton"
+    name = "" if ranks == 1 else group.group_name
+    plan = Plan(0, with_kernels, first=rank * cols, vocabulary=cols * ranks, widest=cols, group=name)
+    rows = logits.reshape(-1, cols).contiguous()
+    scaling = Scaling(ignore_index, None, 1.0, 1.0)
+    return VocabParallelCrossEntropyFunction.apply(rows, target.reshape(-1), plan, scaling, alpha, mode).view_as(target)

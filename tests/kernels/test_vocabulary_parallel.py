@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from liger_hw import fused_linear_cross_entropy, fused_linear_selective_log_softmax
 from liger_hw._triton import interpreting
+from liger_hw.dispatch import widen
 from liger_hw.testing import parity
+from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 BACKENDS = ["nvidia"] if interpreting() else [None, "reference"]
 ROWS, HIDDEN = 11, 8
@@ -111,6 +113,56 @@ def test_cross_entropy(options, dtype, forced, ranks):
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_selective_log_softmax(options, dtype, forced, ranks):
     ranks(2, check_all, fused_linear_selective_log_softmax, [options], dtype, backend=forced)
+
+
+class ColumnsFromWhole(torch.autograd.Function):
+    """Give each rank its columns of whole logits; gather the gradient."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, grad.contiguous())
+        return torch.cat(grads, -1)
+
+
+def cross_entropy_of_columns(dtype, options):
+    """Hold the loss of sharded logits to its definition over whole ones."""
+    torch.manual_seed(0)
+    ranks, vocabulary = dist.get_world_size(), 9 * dist.get_world_size()
+    logits = normal(ROWS, 2, vocabulary, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, vocabulary, (ROWS, 2), device=device())
+    target[::5] = -100
+
+    def definition(logits):
+        """Return this rank's loss, and gradients of which each rank's own columns are those of its loss."""
+        log_p = widen(logits).log_softmax(-1)
+        parts = log_p.chunk(ranks, -1) if options["mode"] == "partition" else [log_p]
+        alpha, averaged = options["label_smoothing"], parts[0].shape[-1]
+        alpha *= averaged / (averaged - 1) if options["formula"] == "megatron" else 1
+        nll = -log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+        losses = [torch.where(target == -100, 0, (1 - alpha) * nll - alpha * part.mean(-1)) for part in parts]
+        grads = [torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0] for loss in losses]
+        own = torch.cat([grad.chunk(len(grads), -1)[i] for i, grad in enumerate(grads)], -1)
+        return losses[dist.get_rank() % len(losses)].detach(), own
+
+    loss = vocab_parallel_cross_entropy(ColumnsFromWhole.apply(logits), target, dist.group.WORLD, **options)
+    found = loss.detach(), torch.autograd.grad(loss.sum(), logits)[0]
+    exact = definition(logits.detach().double().requires_grad_())
+    parity.compare(exact, definition(logits), found, f"cross entropy of columns, {options}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["global", "partition"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_cross_entropy_of_columns(smoothing, mode, dtype, forced, ranks):
+    for formula in ("pytorch", "megatron"):
+        options = {"label_smoothing": smoothing, "mode": mode, "formula": formula}
+        ranks(2, cross_entropy_of_columns, dtype, options, backend=forced)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
