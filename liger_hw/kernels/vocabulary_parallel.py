@@ -55,7 +55,8 @@ class Columns:
     """A rank's columns of the logits of a chunk.
 
     Args:
-        plan: a `Plan` with a shard; without a group the columns are the whole vocabulary. logits: (M, V_r). target: (M,) in the whole vocabulary. scaling: a `Scaling`.
+        plan: a `Plan` with a shard; without a group the columns are the whole vocabulary.
+        logits: (M, V_r). target: (M,) in the whole vocabulary. scaling: a `Scaling`.
         smooths: label smoothing is on. class_weight: (V,), or None for 1; only smoothing reads it here.
     """
 
