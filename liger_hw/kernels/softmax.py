@@ -12,7 +12,9 @@ support, when that number no longer falls: after 6 or 7 steps for normal values 
 fp32 on a CPU). It needs no sort, so a row may have any width.
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC), backward reads y and dy and writes dx (3RC).
-Both are bound by memory. A row that does not fit the registers is read once more for each reduction.
+Both are bound by memory. A row that does not fit the registers is read once more for each reduction, from a cache: its
+loads ask to stay there until the last ("evict_last", "evict_first"), so that the backward of 8192 x 32000 takes 0.37 ms
+instead of 0.60, what one read of each takes (H200).
 
 Rows of causal scores are the queries of matrices, and columns are keys: a column counts where it is at most the query.
 The kernels get the number of `queries` of a matrix (None: every column counts). They read the columns that count, up to
@@ -96,13 +98,17 @@ def _(x):
     return Cost(2 * x.nbytes, 3 * x.nbytes, 20 * x.numel(), 4 * x.numel())
 
 
-def _config(cols, device, tensors):
-    """Return the configuration of a kernel that holds `tensors` rows in fp32 and writes another."""
+def _config(cols, device, tensors, looped=(4, 8)):
+    """Return the configuration of a kernel that holds `tensors` rows in fp32 and writes another.
+
+    Args:
+        looped: for a longer row, columns of its blocks divided by the device's lanes, and values a lane.
+    """
     # The rows stay in registers, 32 values a lane in all, and short rows share a program. A loop carries two sums of
     # each column, so its block is smaller: with 16 values a lane 33,001 columns spill (sm_80 to sm_120, Triton 3.6).
     block, per_lane = row_block(cols, device, tensors), 32 // tensors
     if cols > block:
-        block, per_lane = 4 * device.max_threads, 8
+        block, per_lane = looped[0] * device.max_threads, looped[1]
     rows = max(1, min(16, 4096 // (tensors * block)))
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
@@ -115,7 +121,7 @@ def softmax_forward_config(cols, itemsize, device):
 
 @tuned
 def softmax_backward_config(cols, itemsize, device):
-    return _config(cols, device, 2)
+    return _backward_config(cols, device)
 
 
 @tuned
@@ -125,7 +131,12 @@ def sparsemax_forward_config(cols, itemsize, device):
 
 @tuned
 def sparsemax_backward_config(cols, itemsize, device):
-    return _config(cols, device, 2)
+    return _backward_config(cols, device)
+
+
+def _backward_config(cols, device):
+    # Few long rows at a time stay in the cache: 8192 x 32000 take 0.38 ms, with four times as many rows 0.51 (H200).
+    return _config(cols, device, 2, (4, 8) if cols % 8 else (16, 16))
 
 
 @triton.jit
@@ -155,8 +166,9 @@ def _replace_future(value, row, at, queries, future):
 
 
 @triton.jit
-def _load_scores(X, row, at, mask, x_stride, queries, other):
-    x = tl.load(X + row[:, None] * x_stride + at, _read(mask, row, at, queries), other=other).to(tl.float32)
+def _load_scores(X, row, at, mask, x_stride, queries, other, POLICY: tl.constexpr):
+    mask = _read(mask, row, at, queries)
+    x = tl.load(X + row[:, None] * x_stride + at, mask, other=other, eviction_policy=POLICY).to(tl.float32)
     return _replace_future(x, row, at, queries, other)
 
 
@@ -166,7 +178,7 @@ def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.
     col = tl.arange(0, COLS)[None, :]
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
-        x = _load_scores(X, row, col, mask, x_stride, queries, float("-inf"))
+        x = _load_scores(X, row, col, mask, x_stride, queries, float("-inf"), "")
         power = tl.exp2((x - tl.max(x, 1)[:, None]) * LOG2_E)
         place = Y + row[:, None] * cols + col
         tl.store(place, _replace_future(power / tl.sum(power, 1)[:, None], row, col, queries, 0.0), mask)
@@ -175,7 +187,7 @@ def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            x = _load_scores(X, row, at, mask, x_stride, queries, float("-inf"))
+            x = _load_scores(X, row, at, mask, x_stride, queries, float("-inf"), "evict_last")
             higher = tl.maximum(peak, x)
             total = total * tl.exp2((peak - higher) * LOG2_E) + tl.exp2((x - higher) * LOG2_E)
             peak = higher
@@ -184,16 +196,16 @@ def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            x = _load_scores(X, row, at, mask, x_stride, queries, 0.0)
+            x = _load_scores(X, row, at, mask, x_stride, queries, 0.0, "evict_first")
             power = tl.exp2((x - top) * LOG2_E)
             tl.store(Y + row[:, None] * cols + at, _replace_future(power / total, row, at, queries, 0.0), mask)
 
 
 @triton.jit
-def _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols: tl.constexpr):
+def _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols: tl.constexpr, POLICY: tl.constexpr):
     mask = _read(mask, row, at, queries)
-    y = tl.load(Y + row[:, None] * cols + at, mask, other=0.0).to(tl.float32)
-    dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0).to(tl.float32)
+    y = tl.load(Y + row[:, None] * cols + at, mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    dy = tl.load(DY + row[:, None] * dy_stride + at, mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     return y, _replace_future(dy, row, at, queries, 0.0)  # y is 0 there, but dy may be infinite
 
 
@@ -203,28 +215,32 @@ def softmax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, RO
     col = tl.arange(0, COLS)[None, :]
     if cols <= COLS:
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
-        y, dy = _load_pair(Y, DY, row, col, mask, dy_stride, queries, cols)
+        y, dy = _load_pair(Y, DY, row, col, mask, dy_stride, queries, cols, "")
         place = DX + row[:, None] * cols + col
         tl.store(place, _replace_future(y * (dy - tl.sum(y * dy, 1)[:, None]), row, col, queries, 0.0), mask)
     else:
         along = tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             at = start + col
-            y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, queries, cols)
+            mask = in_tile(row, at, rows, cols, ROWS, COLS)
+            y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols, "evict_last")
             along += y * dy
         mean = tl.sum(along, 1)[:, None]
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
-            y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols)
+            y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols, "evict_first")
             dx = _replace_future(y * (dy - mean), row, at, queries, 0.0)
             tl.store(DX + row[:, None] * cols + at, dx, mask)
 
 
 @triton.jit
-def _shifted(X, row, at, top, x_stride, queries, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _shifted(
+    X, row, at, top, x_stride, queries, rows, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
     mask = in_tile(row, at, rows, cols, ROWS, COLS)
-    z = _load_scores(X, row, at, mask, x_stride, queries, float("-inf")) - top
+    z = _load_scores(X, row, at, mask, x_stride, queries, float("-inf"), POLICY) - top
     z = tl.where(in_row(at, cols, COLS), z, float("-inf"))  # a row of -inf gives NaN inside the row
     return _replace_future(z, row, at, queries, float("-inf"))
 
@@ -237,10 +253,10 @@ def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: t
     for start in range(0, cols, COLS):
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
-        peak = tl.maximum(peak, _load_scores(X, row, at, mask, x_stride, queries, float("-inf")))
+        peak = tl.maximum(peak, _load_scores(X, row, at, mask, x_stride, queries, float("-inf"), "evict_last"))
     top = tl.max(peak, 1)[:, None]
     if cols <= COLS:
-        z = _shifted(X, row, col, top, x_stride, queries, rows, cols, ROWS, COLS)
+        z = _shifted(X, row, col, top, x_stride, queries, rows, cols, ROWS, COLS, "evict_first")
     threshold = tl.full((ROWS,), -1.0, tl.float32)
     size = tl.full((ROWS,), 2.0 * cols, tl.float32)
     falling = tl.full((), ROWS, tl.int32)  # rows whose support became smaller in the last step
@@ -248,7 +264,7 @@ def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: t
         sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             if cols > COLS:
-                z = _shifted(X, row, start + col, top, x_stride, queries, rows, cols, ROWS, COLS)
+                z = _shifted(X, row, start + col, top, x_stride, queries, rows, cols, ROWS, COLS, "evict_last")
             outside = z <= threshold[:, None]  # NaN is not
             sums += tl.where(outside, 0.0, z)
             sizes += tl.where(outside, 0.0, 1.0)
@@ -259,7 +275,7 @@ def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: t
     for start in range(0, cols, COLS):
         at = start + col
         if cols > COLS:
-            z = _shifted(X, row, at, top, x_stride, queries, rows, cols, ROWS, COLS)
+            z = _shifted(X, row, at, top, x_stride, queries, rows, cols, ROWS, COLS, "evict_first")
         y = tl.where(z <= threshold[:, None], 0.0, z - threshold[:, None])
         y = _replace_future(y, row, at, queries, 0.0)
         tl.store(Y + row[:, None] * cols + at, y, in_tile(row, at, rows, cols, ROWS, COLS))
@@ -272,14 +288,15 @@ def sparsemax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, 
     sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, cols, COLS):
         at = start + col
-        y, dy = _load_pair(Y, DY, row, at, in_tile(row, at, rows, cols, ROWS, COLS), dy_stride, queries, cols)
+        mask = in_tile(row, at, rows, cols, ROWS, COLS)
+        y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols, "evict_last")
         sums += tl.where(y > 0.0, dy, 0.0)
         sizes += tl.where(y > 0.0, 1.0, 0.0)
     mean = (tl.sum(sums, 1) / tl.maximum(tl.sum(sizes, 1), 1.0))[:, None]
     for start in range(0, cols, COLS):
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
-        y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols)
+        y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols, "evict_first")
         tl.store(DX + row[:, None] * cols + at, tl.where(y > 0.0, dy - mean, y), mask)  # y is 0 here, or NaN
 
 

@@ -39,6 +39,13 @@ def test_a_run_across_chunks(begin, size, backend, device):
     check(embedding, (table, drawn), {"padding_idx": begin}, backend)
 
 
+def test_no_columns(backend, device):
+    table, indices = randn(6, 0, device=device), tokens(4, vocabulary=6, device=device)
+    with use_backend(backend):
+        (grad,) = torch.autograd.grad(embedding(table, indices), table, torch.ones(4, 0, device=device))
+    assert grad.shape == (6, 0)
+
+
 @pytest.mark.parametrize("count", [8, 9, CHUNK, 4 * CHUNK, 4 * CHUNK + 1])
 def test_all_different(count, backend, device):
     torch.manual_seed(0)

@@ -21,17 +21,15 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 @tuned
 def cross_entropy_forward_config(cols, itemsize, plain, gradient, device):
     # A program reads up to three blocks ahead, as two programs' blocks must fit the shared memory: without gradient
-    # 8,192 rows of 128,256 columns in bf16 take 0.52 ms on an H200. With gradient a long row takes the largest blocks
-    # of which two fit ahead (1.300 ms), a shorter one 32 KiB and none ahead (100,352 columns: 1.061 ms, as a long row
-    # 1.146; 32,000: 0.285 and 0.414). Softcap, smoothing and predictions hold twice as many values a lane.
+    # 8,192 rows of 128,256 columns in bf16 take 0.52 ms on an H200. With gradient blocks have 32 KiB and none is ahead
+    # (1.23 ms; with two blocks of 64 KiB ahead 1.29). Softcap, smoothing and predictions hold twice as many values.
     block, values = (4096, 32) if device.async_copy else (8192, 16)
     if not plain:
         block, values = 8192 // itemsize, 32 // itemsize
     staged = itemsize if plain else itemsize + 4  # of the logits, and of fp32 class weights
     stages = min(4, 1 + device.shared_memory // (2 * block * staged)) if device.async_copy else 1
     if plain and gradient and device.async_copy:
-        long, largest = cols * itemsize > 220_000, power_of_2(device.shared_memory // 2) // 2
-        stages, block, values = (3, largest // itemsize, 32) if long else (1, 32768 // itemsize, 8 * itemsize)
+        stages, block, values = 1, 32768 // itemsize, 8 * itemsize
     block = min(power_of_2(max(cols, 16)), block)  # at least one whole vector
     values = max(values, two_on_a_core(block, device))
     # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
@@ -146,9 +144,9 @@ def _write_zeros(row, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.cons
 @triton.jit
 def _statistics(
     row, WEIGHT, logit_scale, softcap, SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr,
-    VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    VECTOR: tl.constexpr, ALIGNED: tl.constexpr, POLICY: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row for its maximum z, sums and largest logit's column."""
+    """Walk a row for its maximum z, sums and largest logit's column; POLICY is the caches' for the row."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
     peak = tl.full((LANES,), LOWEST, tl.float32)
@@ -159,9 +157,10 @@ def _statistics(
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
         at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
+        x = tl.load(row.middle + at, mask, other=0.0, eviction_policy=POLICY)
         peak, total, smoothed, best, best_col = _online(
-            tl.load(row.middle + at, mask, other=0.0), row.head + at, mask, WEIGHT, logit_scale, softcap, peak, total,
-            smoothed, best, best_col, SMOOTH, PREDICT, cols, VECTOR,
+            x, row.head + at, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, best, best_col, SMOOTH,
+            PREDICT, cols, VECTOR,
         )  # fmt: skip
     peak, row_total, smoothed, best, best_col = _over_lanes(peak, total, smoothed, best, best_col, cols)
     if not ALIGNED or cols % VECTOR != 0:
@@ -193,9 +192,9 @@ def _write_gradient(
         else:
             at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
-        x, col = tl.load(row.middle + at, mask, other=0.0), row.head + at
+        x, col = tl.load(row.middle + at, mask, other=0.0, eviction_policy="evict_first"), row.head + at
         dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
-        tl.store(row.middle + at, dx, mask)
+        tl.store(row.middle + at, dx, mask, eviction_policy="evict_first")
     if not ALIGNED or cols % VECTOR != 0:
         edge, edge_mask = edge_columns(row, cols, VECTOR)
         x = tl.load(row.first + edge, edge_mask, other=0.0)
@@ -236,8 +235,9 @@ def cross_entropy_forward(
         inside = (y >= 0) & (y < cols)
         x_y = tl.load(row.first + y, inside, other=0.0)
         z_y, _ = score(x_y, logit_scale, softcap)
+        POLICY: tl.constexpr = "evict_last" if GRADIENT else ""  # `_write_gradient` reads the row again
         peak, total, smoothed, best_col = _statistics(
-            row, WEIGHT, logit_scale, softcap, SMOOTH, PREDICT, cols, VECTOR, ALIGNED, COLS, STAGES
+            row, WEIGHT, logit_scale, softcap, SMOOTH, PREDICT, cols, VECTOR, ALIGNED, POLICY, COLS, STAGES
         )
         lse = peak + tl.log2(total)
         distance = (peak - z_y) + tl.log2(total)  # the difference first: it is exact near the peak
