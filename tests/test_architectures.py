@@ -77,6 +77,15 @@ def test_an_architecture_is_one_row(package):
     assert 130 in numbers and numbers == sorted(numbers)
 
 
+def test_a_new_generation_of_amd_is_one_row(package):
+    """The example of CONTRIBUTING.md."""
+    (row,) = re.findall(r"^ +(_waves_of_32\(.*\n)", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.M)
+    insert(package / "backends/amd.py", '    _rdna4("gfx1200"', "    " + row)
+    found, names = look(package, "amd", "gfx1300")
+    assert found["table"][:2] == ["AMD gfx1300", "RX 10"] and found["nearest"] == "gfx1300"
+    assert "gfx1300" not in found["matrix"] and "amd:gfx1300" in names
+
+
 def test_a_row_with_an_unknown_fact_is_refused(package):
     """`_row` takes further keyword arguments as stages that share code."""
     insert(

@@ -146,7 +146,7 @@ def _statistics(
     row, WEIGHT, logit_scale, softcap, SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr,
     VECTOR: tl.constexpr, ALIGNED: tl.constexpr, POLICY: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row for its maximum z, sums and largest logit's column; POLICY is the caches' for the row."""
+    """Walk a row for its maximum z, sums and largest logit's column."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
     peak = tl.full((LANES,), LOWEST, tl.float32)
