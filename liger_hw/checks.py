@@ -43,9 +43,10 @@ def check_kernel_dtype(argument: str, x: torch.Tensor) -> None:
         refuse_dtype(argument, x)
 
 
-def refuse_dtype(argument: str, got) -> NoReturn:
-    """Raise the error for a dtype that kernels would round."""
-    refuse(argument, got, f"{KERNEL_DTYPES}; other types by use_backend('reference')")
+def refuse_dtype(argument: str, got, dtypes: Sequence[torch.dtype] = KERNEL_DTYPES) -> NoReturn:
+    """Raise the error for a dtype that is none of those that kernels take."""
+    advice = "; other types by use_backend('reference')" if dtypes is KERNEL_DTYPES else ""
+    refuse(argument, got, f"{dtypes}{advice}")
 
 
 KINDS = {  # annotation of an argument -> the types it accepts, and their name in an error; flags take anything

@@ -60,7 +60,8 @@ def op(reference):
     """Make an op of `reference`, its default implementation, documentation and oracle.
 
     The op has the attributes `reference`, `implementations` (backend -> function), and `choose`, `register`, `cost` and
-    `shards`, which are documented below; `cost_of`, the formula, where one was given.
+    `shards`, which are documented below; `cost_of`, the formula, where one was given; `dtypes`, those of the first
+    tensor that kernels take, which an op of integers replaces.
     """
     implementations, chosen, name = {"reference": reference}, {}, reference.__name__
     parameters = inspect.signature(reference).parameters
@@ -68,27 +69,28 @@ def op(reference):
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]
     arguments = namedtuple(f"{name}_arguments", parameters, defaults=defaults)
 
-    def choose(device, dtype=torch.float32):
+    def choose(device, dtype=None):
         """Return the first backend of the chain of `device` that has an implementation.
 
-        Plain torch serves a `dtype` that kernels would round. Level DEBUG logs the choice and its reason; an op
-        remembers its choices, so each device and dtype is logged once.
+        Plain torch serves a `dtype` that kernels would round; None means one that they take. Level DEBUG logs the
+        choice and its reason; an op remembers its choices, so each device and dtype is logged once.
 
         Raises:
             ValueError: kernels are forced and would round that `dtype`.
             NotImplementedError: the backend that is forced has no implementation.
         """
+        dtype = dtype or call.dtypes[0]
         forced, reason = backends.forced(), "the most specific one for this device"
         if forced is not None:
             reason = f"{forced!r} is forced"
         elif not AVAILABLE:
             reason = "the package triton is not installed"
-        if dtype not in KERNEL_DTYPES and forced is None:
+        if dtype not in call.dtypes and forced is None:
             names, reason = backends.CPU.backends, "kernels would round this dtype"  # plain torch, on any device
         else:
             names = backends.backends_for(device)
-            if dtype not in KERNEL_DTYPES and "reference" not in names:
-                refuse_dtype(first, dtype)
+            if dtype not in call.dtypes and "reference" not in names:
+                refuse_dtype(first, dtype, call.dtypes)
         for candidate in names:
             if candidate in implementations:
                 logger.debug("%s of %s on %s: implementation %r, %s", name, dtype, device, candidate, reason)
@@ -169,7 +171,7 @@ def op(reference):
         return formula
 
     call.reference, call.register, call.implementations, call.choose = reference, register, implementations, choose
-    call.cost, call.arguments, call.shards, call.rule = cost, arguments, shards, None
+    call.cost, call.arguments, call.shards, call.rule, call.dtypes = cost, arguments, shards, None, KERNEL_DTYPES
     OPS[name] = call
     return call
 

@@ -245,7 +245,8 @@ def _measure(case, providers, modes, dtype, clock, benchmark) -> None:
             **{key: value * scale if key != "rounds" else value for key, value in spread.items()}, **more,
         })  # fmt: skip
 
-    for mode in [mode for mode in ("fwd", "full") if subjects and {mode, "bwd"} & set(modes)]:
+    passes = ("fwd", "full") if any(subject.leaves for subject in subjects.values()) else ("fwd",)  # of integers
+    for mode in [mode for mode in passes if subjects and {mode, "bwd"} & set(modes)]:
         with torch.set_grad_enabled(mode == "full"):
             calls = {name: s.forward if mode == "fwd" else s.full for name, s in subjects.items()}
             times[mode] = clock.interleave(calls, SECONDS)
@@ -256,7 +257,7 @@ def _measure(case, providers, modes, dtype, clock, benchmark) -> None:
                 took, peak = times[mode][name], memory.peak(call, clock.device)
                 limit = limits(mode, took["median"])
                 record(mode, name, took, 1e3, gpu=kernels.get(name), peak_bytes=peak, **limit)
-    if "bwd" in modes and subjects:
+    if "bwd" in modes and "full" in passes:
         direct = _backwards(subjects, clock)
         for name in subjects:
             if name == FLOOR:
@@ -264,7 +265,7 @@ def _measure(case, providers, modes, dtype, clock, benchmark) -> None:
             took = direct.get(name) or _difference(times["full"][name], times["fwd"][name])
             record("bwd", name, took, 1e3, derived=name not in direct, **limits("bwd", took["median"]))
     if "host" in modes and _bytes(case) <= HOST_BELOW:
-        for mode in ("fwd", "full"):
+        for mode in passes:
             calls = {name: s.forward if mode == "fwd" else s.full for name, s in subjects.items() if name != FLOOR}
             with torch.set_grad_enabled(mode == "full"):
                 for name, took in clock.host(calls).items():

@@ -31,7 +31,7 @@ from liger_hw.spelling import check_known
 from liger_hw.testing.cases import model_cases, small_cases, wide_cases
 
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8}
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
 BLOCKS = {"cols": "COLS", "depth": "DEPTH", "tall": "ROWS"}  # a constant size -> the block that spans it
 
@@ -86,8 +86,9 @@ def uses(
 
 
 def _cases(origin: str, ops, dtype) -> Iterator[tuple]:
+    ops = [op for op in ops if dtype in OPS[op].dtypes]
     if origin == MODEL:
-        for case in model_cases(ops):
+        for case in model_cases(ops) if ops else ():
             yield case.op, case.label, case.make("meta", dtype), case.options
         return
     for op in ops:

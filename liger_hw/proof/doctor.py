@@ -23,7 +23,6 @@ from liger_hw.spelling import check_known
 from liger_hw.testing import parity
 from liger_hw.testing.cases import model_cases, small_cases
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPILLS = 1 / 6  # share of its registers that a kernel may spill: versions of Triton other than the evidence's do
 # without a measurable cost (H200, Triton 3.6: 24 of 168 registers of glu_backward on one warp; swiglu reaches 97%)
 COPY = 0.6  # least share of the data sheet's bandwidth; an H200 copies at 0.88 of its bandwidth
@@ -128,7 +127,8 @@ def _environment(**values):
 
 def _crashed(op, device, crash) -> dict:
     here = backends.detected(device)
-    cell = [op, f"{here.vendor}:{here.arch}", "fp32", evidence.EXECUTED, 0, 1, [str(crash)]]
+    dtype = evidence.dtype_of(op, torch.float32)
+    cell = [op, f"{here.vendor}:{here.arch}", dtype, evidence.EXECUTED, 0, 1, [str(crash)]]
     return {"cells": [cell], "plain": None, "kernels": []}
 
 
@@ -138,18 +138,18 @@ def _examine(op: str, device: torch.device, binaries: Path | None = None) -> dic
     recorder, plain = evidence.Recorder(), None
     with hooks.observe_checks(recorder.add), hooks.collect_kernels() as kernels:
         if device.type != "cpu":
-            for dtype in DTYPES:
+            for dtype in dispatch.OPS[op].dtypes:
                 _cases(op, dtype, device, backends.forced())
             try:
                 torch.accelerator.synchronize(device)
             except Exception:  # a kernel broke the context: all later work of this process would fail too
                 os._exit(1)
         else:
-            for dtype in DTYPES:
+            for dtype in dispatch.OPS[op].dtypes:
                 plain = plain or _cases(op, dtype, device, None)
             if interpreting():
                 for backend in [backends.forced()] if backends.forced() else backends.VENDORS:
-                    _cases(op, torch.float32, device, backend)
+                    _cases(op, dispatch.OPS[op].dtypes[0], device, backend)
     return {"cells": recorder.dump(), "plain": plain, "kernels": [_about(op, kernel, binaries) for kernel in kernels]}
 
 

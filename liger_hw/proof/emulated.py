@@ -68,7 +68,10 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
     load_all()
     began, rows, controls, interrupted = time.monotonic(), [], [], False
     dtypes = [dtype for dtype in DTYPES if not few or dtype != "fp16"]
-    work = [(op, arch, dtype) for op in ops or OPS for arch in archs or FAMILIES for dtype in dtypes]
+    work = [
+        (op, arch, dtype) for op in ops or OPS for arch in archs or FAMILIES for dtype in dtypes
+        if DTYPES[dtype] in OPS[op].dtypes
+    ]  # fmt: skip
     kernels = [(op, arch) for op in ops or OPS for arch in archs or FAMILIES if remove]
     try:
         with compile_cache.processes(jobs) as pool, console.progress() as progress:
@@ -140,7 +143,7 @@ def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
         # both orders of waves between barriers must compute the same: fp32 runs in the descending one
         row = execute(op, inputs, options, arch, reverse=dtype == "fp32")
         rows.append({"op": op, "arch": arch, "dtype": dtype} | row)
-    for inputs, options in _wide_sample(op, few) if dtype == "bf16" else ():
+    for inputs, options in _wide_sample(op, few) if dtype in ("bf16", "int8") else ():
         rows.append({"op": op, "arch": arch, "dtype": dtype} | execute(op, inputs, options, arch, traced=True))
     return rows
 

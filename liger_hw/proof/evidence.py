@@ -29,7 +29,7 @@ SAYS = {
     INTERPRETED: "its parity cases passed in Triton's interpreter, with the launch configurations of that GPU",
     COMPILED: "its kernels were built by that GPU's compiler at real widths; registers, memory and accesses checked",
 }
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
 FAILURES = 3  # messages of failures that a cell keeps
 FORMAT = 1
 
@@ -41,7 +41,7 @@ class Cell:
     Attributes:
         op: its name in `dispatch.OPS`.
         backend: "amd:gfx942".
-        dtype: "fp32", "bf16" or "fp16".
+        dtype: "fp32", "bf16" or "fp16"; "int8" of an op of integers.
         level: one of LEVELS.
         passed, failed: numbers of cases.
         failures: messages of the first few failures.
@@ -123,7 +123,7 @@ def _of_evidence(content: dict) -> tuple[dict, list[Cell]]:
 
 def _of_bench(benchmark: dict) -> tuple[dict, list[Cell]]:
     """Read a result of `liger-hw bench`, which times only ops that pass their parity cases."""
-    device, dtype = benchmark["device"], DTYPES[getattr(torch, benchmark["dtype"])]
+    device, dtype = benchmark["device"], getattr(torch, benchmark["dtype"])
     if device["vendor"] not in backends.VENDORS:
         return {}, []
     run = f"bench {benchmark['date']} {device['arch']} {benchmark['commit']}"
@@ -137,13 +137,18 @@ def _of_bench(benchmark: dict) -> tuple[dict, list[Cell]]:
     for op, parity in benchmark["parity"].items():
         if op not in dispatch.OPS:  # a loss, which ops compute
             continue
-        error = parity["error"]
-        cells.append(
-            Cell(op, backend, dtype, MEASURED, len(shapes.get(op, ())), bool(error), [error] if error else [], run)
-        )
+        key, passed = (op, backend, dtype_of(op, dtype), MEASURED), len(shapes.get(op, ()))
+        failures = [parity["error"]] if parity["error"] else []
+        cells.append(Cell(*key, passed, len(failures), failures, run))
     facts = {key: benchmark[key] for key in ("device", "versions", "date", "commit", "command")}
     cells = [cell for cell in cells if cell.passed or cell.failed]
     return {run: {"level": MEASURED} | facts} if cells else {}, cells
+
+
+def dtype_of(op: str, dtype: torch.dtype) -> str:
+    """Return the name of `dtype`, or of the dtype of an op of integers."""
+    dtypes = dispatch.OPS[op].dtypes
+    return DTYPES[dtype if dtypes[0].is_floating_point else dtypes[0]]
 
 
 def total(cells: Iterable[Cell]) -> dict[tuple, Cell]:
@@ -159,7 +164,7 @@ def total(cells: Iterable[Cell]) -> dict[tuple, Cell]:
 def missing(cells: Iterable[Cell], ops: Iterable[str]) -> list[str]:
     """List what `cells` lack of a complete matrix of `ops`, as sentences.
 
-    Where one op has evidence for a backend, dtype and level, every op needs a case that passed there.
+    Where one op has evidence for a backend, dtype and level, every op of that dtype needs a case that passed there.
     """
     totals = total(cells)
     columns = {(backend, dtype, level) for _, backend, dtype, level in totals}
@@ -167,6 +172,7 @@ def missing(cells: Iterable[Cell], ops: Iterable[str]) -> list[str]:
         f"{op} on {backend} in {dtype}: not {level}"
         for backend, dtype, level in sorted(columns)
         for op in sorted(ops)
+        if any(DTYPES[known] == dtype for known in dispatch.OPS[op].dtypes)
         if not totals.get((op, backend, dtype, level), Cell(op, backend, dtype, level, 0, 0)).passed
     ]
 
@@ -207,7 +213,7 @@ def proven(op, inputs, backend: str | None) -> tuple | None:
 
     A check of another vendor's configurations on this device proves nothing of either device.
     """
-    tensor = next(x for x in inputs if torch.is_tensor(x) and x.is_floating_point())
+    tensor = next(x for x in inputs if torch.is_tensor(x) and x.dtype in DTYPES)
     with use_backend(backend):
         target, here = backends.device_of(tensor), backends.detected(tensor.device)
         if target.vendor == "cpu" or op.choose(tensor.device) == "reference":

@@ -139,6 +139,8 @@ def _grid(vendor: str, totals: dict, cells: list[Cell]) -> str:
     lines = []
     for op in sorted({cell.op for cell in cells}):
         for dtype in DTYPES.values():
+            if not any((cell.op, cell.dtype) == (op, dtype) for cell in cells):
+                continue
             marks = [[_mark(totals.get((op, name, dtype, level)), level) for level in LEVELS] for name in backends]
             squares = "".join(f'<td class="cell">{"".join(four)}</td>' for four in marks)
             lines.append(f"<tr><td>{html.escape(op)} {dtype}</td>{squares}</tr>")

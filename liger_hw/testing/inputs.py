@@ -62,10 +62,21 @@ def tokens(*shape, vocabulary, dtype=torch.int64, device="cpu"):
     return (drawn.long() - 1).to(device, dtype)
 
 
+def integers(*shape, dtype, device="cpu"):
+    """Draw integers from all values of `dtype`."""
+    values = torch.iinfo(dtype)
+    drawn = torch.randint(values.min, values.max + 1, shape, device="meta" if str(device) == "meta" else "cpu")
+    return drawn.to(device, dtype)
+
+
 def flat(outputs):
-    """Concatenate the floating-point outputs of an op to one vector, to differentiate them at once."""
+    """Concatenate the floating-point outputs of an op to one vector, to differentiate them at once.
+
+    The result of an op of integers is one vector, too.
+    """
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return torch.cat([out.flatten() for out in outputs if out is not None and out.is_floating_point()])
+    outputs = [out.flatten() for out in outputs if out is not None]
+    return torch.cat([out for out in outputs if out.is_floating_point()] or outputs)
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,9 @@ class Inputs:
 
     def tokens(self, *shape, vocabulary, dtype=torch.int64):
         return tokens(*shape, vocabulary=vocabulary, dtype=dtype, device=self.device)
+
+    def integers(self, *shape, dtype):
+        return integers(*shape, dtype=dtype, device=self.device)
 
     def rand(self, *shape, dtype=torch.float32):
         """Draw values from 0 to 1 without a gradient, such as class weights."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
 from liger_hw.testing.case import Case, OpCases
@@ -22,6 +23,8 @@ CASES: dict[str, OpCases] = {
     for op, cases in importlib.import_module(f"{__name__}.{module.name}").CASES.items()
 }
 
+DIFFERENTIABLE = [op for op in CASES if OPS[op].dtypes[0].is_floating_point]  # without the ops of integers
+
 
 def small_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterable[tuple[tuple, dict]]:
     """Yield the op's small cases as (tensors, options), see `OpCases.small`."""
@@ -29,10 +32,11 @@ def small_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu")
 
 
 def training_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterable[tuple[tuple, dict]]:
-    """Yield the small cases that have rows and want a gradient."""
+    """Yield the small cases that have rows and, unless the op is of integers, want a gradient."""
     for inputs, options in small_cases(op, dtype, device):
         tensors = [x for x in inputs if torch.is_tensor(x)]
-        if all(x.numel() for x in tensors) and any(x.requires_grad for x in tensors):
+        learns = op not in DIFFERENTIABLE or any(x.requires_grad for x in tensors)
+        if learns and all(x.numel() for x in tensors):
             yield inputs, options
 
 
