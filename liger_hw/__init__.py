@@ -28,6 +28,7 @@ _NAMES = {
     "kernels.experts": ("experts",),
     "kernels.glu_linear": ("glu_linear",),
     "kernels.grouped_mm": ("grouped_mm",),
+    "kernels.int2_matmul": ("int2_matmul", "pack_int2", "unpack_int2"),
     "kernels.hyper_connections": ("mhc_post_res", "mhc_pre"),
     "kernels.mhc_coefficients": ("mhc_coefficients",),
     "kernels.rope": ("rope",),

@@ -152,6 +152,17 @@ MUTANTS = {
         ),
         ("sum of the scores' gradients left", "p * (along - delta) * rstd", "p * along * rstd"),
     ],
+    "int2_matmul": [
+        ("weights from 0 to 3", ".to(tl.int8) - 1", ".to(tl.int8)"),
+        ("quarters in reverse", "(2 * tl.arange(0, 4))", "(6 - 2 * tl.arange(0, 4))"),
+        ("weights beyond the last column", " & (which * quarter + first + column < depth)", ""),
+        ("columns of the next quarter", "(first + column < quarter) & ", ""),
+        ("quarters of whole fours", "tl.constexpr = (depth + 3) // 4", "tl.constexpr = depth // 4"),
+        ("the row before the last twice", "tl.minimum(row, rows - 1)", "tl.minimum(row, tl.maximum(rows - 2, 0))"),
+        ("packed rows without their stride", "packed += DEPTH * k_stride", "packed += DEPTH * cols"),
+        ("rows without their stride", "[:, None] * x_stride", "[:, None] * depth"),
+        ("the argument of pack_int2 changed", "= weight + 1", "= weight.add_(1)"),
+    ],
     "embedding": [
         ("the sum of the run before", "tl.where(token == previous, total, 0.0)", "total"),
         ("a run in an earlier chunk stored as whole", "if ends & (token != before):", "if ends:"),

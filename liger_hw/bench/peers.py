@@ -100,6 +100,11 @@ def _liger(case):
 
         return LigerEmbeddingFunction.apply if case.options.get("padding_idx") is None else None
 
+    if case.op == "int2_matmul":
+        from liger_kernel.ops.experimental.mm_int8int2 import matmul
+
+        return matmul
+
     norm = {"eps": 1e-6}
     more = {}
     if case.op == "fused_linear_cross_entropy" and "accum_dtype" in case.options:

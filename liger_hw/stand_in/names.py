@@ -46,7 +46,7 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "ops.configure": ("stand_in.configure",),
     "ops.experimental": (),
     "ops.experimental.embedding": OPS,
-    "ops.experimental.mm_int8int2": (),
+    "ops.experimental.mm_int8int2": ("stand_in.mm_int8int2",),
     "ops.utils": ("stand_in.ops_utils",),
     **{f"ops.{name}": OPS for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
     "ops.fused_linear_scaled_cross_entropy": OPS,
@@ -140,10 +140,7 @@ INSTEAD = {  # (module of liger_kernel, name in it that this library lacks) -> r
         for module in ("ops", "ops.fused_linear_scaled_cross_entropy")
     },
     ("transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"): UNSHARDED,
-    **{
-        ("ops.experimental.mm_int8int2", name): "liger_hw has no product of int8 and 2-bit matrices"
-        for name in ("get_autotune_config", "matmul", "pack_weights", "unpack_weights")
-    },
+    ("ops.experimental.mm_int8int2", "get_autotune_config"): "liger-hw tune int2_matmul measures launches",
     ("ops.vocab_parallel_cross_entropy", "validate_formula_and_mode"): "LigerVocabParallelCEFunction.apply checks both",
     ("triton.monkey_patch", "LigerTritonFileCacheManager"): "use Triton's own cache manager",
     **{
