@@ -45,7 +45,7 @@ LOADS = re.compile(
     rf"<(?:script|img|iframe|source)[^>]+src={HOST}|<link(?![^>]+rel=.?canonical)[^>]+href={HOST}|"
     rf"@import\s+(?:url\()?{HOST}|url\({HOST}"
 )
-ROUTING = ("router", "load_balancing_loss", "router_z_loss")  # functions without a kernel
+WITHOUT_KERNELS = ("pack_int2", "unpack_int2", "router", "load_balancing_loss", "router_z_loss")
 PAIR = re.compile(  # "a, b: text" in a list of attributes, of which griffe takes b for the type of a
     r"<b><code><span[^>]*>([\w, ]+),</span></code></b>\s*\(<code><span[^>]*>(\w+)</span></code>\)"
 )
@@ -151,7 +151,7 @@ def op_figures(name: str, benchmarks: dict) -> str:
 
 
 def table_of_ops(cells: list) -> str:
-    """List all ops, and the functions of routing, which have no kernel."""
+    """List all ops, and the functions without a kernel."""
     rows = []
     for name in ops():
         of_op = [cell for cell in cells if cell.op == name]
@@ -159,7 +159,7 @@ def table_of_ops(cells: list) -> str:
         executed -= {cell.backend for cell in of_op if cell.failed}
         gpus = ", ".join(backend.partition(":")[2] for backend in sorted(executed))
         rows.append([f"[`{name}`](ops/{name}.md)", first_line(dispatch.OPS[name]), gpus])
-    rows += [[f"`{name}`", f"{first_line(getattr(liger_hw, name))} Plain PyTorch.", "-"] for name in ROUTING]
+    rows += [[f"`{name}`", f"{first_line(getattr(liger_hw, name))} Plain PyTorch.", "-"] for name in WITHOUT_KERNELS]
     return markdown(["op", "computation", "executed"], rows)
 
 

@@ -25,7 +25,7 @@ from liger_hw.tuning import Config, power_of_2, tuned
 
 
 def pack_int2(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a matrix of the integers -1, 0, 1 and 2 into 2 bits a value.
+    """Pack the integers -1, 0, 1 and 2 into 2 bits each.
 
     Args:
         weight: (K, ...), any integer dtype. Other values corrupt those of the same byte; nothing checks them, as the
@@ -135,7 +135,7 @@ def int2_product(
     for first in range(0, quarter, DEPTH):
         if depth % (4 * DEPTH) == 0:
             values = tl.load(x)
-        else:  # zeros leave out the weights beyond x, whatever their bits are
+        else:  # zeros leave out the weights beyond x
             there = (first + column < quarter) & (which * quarter + first + column < depth)
             values = tl.load(x, there[None, :], other=0)
         four = tl.load(packed, in_row(first + k, quarter, DEPTH)[:, None] & col_mask[None, :], other=0)

@@ -32,7 +32,7 @@ def small_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu")
 
 
 def training_cases(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterable[tuple[tuple, dict]]:
-    """Yield the small cases that have rows and, unless the op is of integers, want a gradient."""
+    """Yield the small cases that have rows and, except of integers, want a gradient."""
     for inputs, options in small_cases(op, dtype, device):
         tensors = [x for x in inputs if torch.is_tensor(x)]
         learns = op not in DIFFERENTIABLE or any(x.requires_grad for x in tensors)

@@ -7,7 +7,7 @@ from liger_hw.testing.models import MODELS
 
 
 def tensors(new, *sizes):
-    """Draw x (..., K) and packed weights (ceil(K / 4), N) from all values of their dtypes."""
+    """Draw x (..., K) and packed weights (R, N) from all values of their dtypes."""
     *rows, depth, cols = sizes
     return new.integers(*rows, depth, dtype=torch.int8), new.integers(-(-depth // 4), cols, dtype=torch.uint8)
 
