@@ -127,8 +127,7 @@ def _environment(**values):
 
 def _crashed(op, device, crash) -> dict:
     here = backends.detected(device)
-    dtype = evidence.dtype_of(op, torch.float32)
-    cell = [op, f"{here.vendor}:{here.arch}", dtype, evidence.EXECUTED, 0, 1, [str(crash)]]
+    cell = [op, f"{here.vendor}:{here.arch}", "fp32", evidence.EXECUTED, 0, 1, [str(crash)]]
     return {"cells": [cell], "plain": None, "kernels": []}
 
 
