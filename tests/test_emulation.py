@@ -188,6 +188,12 @@ def test_bf16_products_of_gfx90a_have_other_numbers():
     assert Decoder("gfx90a", Arena()).decode(code + bytes(12)).name == "V_MFMA_F32_32X32X8_BF16"
 
 
+@pytest.mark.parametrize("code, shape", [("0080d4d300050204", "32X32X8I8"), ("0080d5d300050204", "16X16X16I8")])
+def test_int8_products_of_gfx90a_have_numbers_of_fp16_products(code, shape):
+    decoded = Decoder("gfx90a", Arena()).decode(bytes.fromhex(code) + bytes(12))
+    assert decoded.name == f"V_MFMA_I32_{shape}"
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
@@ -211,18 +217,20 @@ def _lds(decoder, size):
     return decoder.lds.bytes.reshape(2, size)
 
 
-def test_a_transposed_read_gives_columns():
-    """ds_read_b64_tr_b16 v[0:1], v1 offset:8: lane i of 16 gets column i of their 4 rows of 16 values."""
-    decoder = Decoder("gfx950", Arena())
-    values = _lds(decoder, 1024).view(np.uint16)
-    read = decoder.decode((0xD9C60008).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(12))
+@pytest.mark.parametrize("code, dtype", [(0xD9C60008, np.uint16), (0xD9C40008, np.uint8)])
+def test_a_transposed_read_gives_columns(code, dtype):
+    """ds_read_b64_tr_b16 v[0:1], v1 offset:8: lane i of 16 gets column i of their rows of 16 values; tr_b8 as well."""
+    decoder, rows = Decoder("gfx950", Arena()), 8 // np.dtype(dtype).itemsize
+    values = _lds(decoder, 1024).view(dtype)
+    read = decoder.decode(code.to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(12))
     addresses = np.broadcast_to(8 * np.arange(64, dtype=np.uint32)[::-1], (2, 64))  # rows of the last lanes come first
     waves = _waves(np.stack([addresses, addresses]))
     read.run(waves)
-    found = waves.v[:2].transpose(1, 2, 0).copy().view(np.uint16)
-    for program, lane, place in np.ndindex(2, 64, 4):
-        holder = (lane & ~15) + 4 * place + (lane & 15) // 4  # the lane whose 8 bytes hold row `place` at this column
-        at = (addresses[program, holder] + 8) // 2 + lane % 4
+    found = waves.v[:2].transpose(1, 2, 0).copy().view(dtype)
+    for program, lane, place in np.ndindex(2, 64, rows):
+        column = lane & 15
+        holder = (lane & ~15) + 16 // rows * place + column // rows  # the lane whose 8 bytes hold it
+        at = (addresses[program, holder] + 8) // (8 // rows) + column % rows
         assert found[program, lane, place] == values[program, at]
     with pytest.raises(Unknown, match="inactive lanes"):
         read.run(_waves(np.stack([addresses, addresses]), [0, 1]))
@@ -267,6 +275,7 @@ KERNELS = [  # elementwise, reductions, matrix instructions; `make emulate` runs
 KERNELS += [  # upper halves of registers; a constant of fp16 in fp32 arithmetic; scalar loads of 16 bits
     ("poly_norm", torch.bfloat16, "gfx1100"), ("poly_norm", torch.float16, "gfx942"),
     ("poly_norm", torch.bfloat16, "gfx1201"),
+    *(("int2_matmul", torch.int8, arch) for arch in ("gfx90a", "gfx950", "gfx1100")),
 ]  # fmt: skip
 
 

@@ -146,8 +146,8 @@ def _ds(decoder, name, fields):
         return _permute(decoder, name, fields, address, offset)
     if "SWIZZLE" in name:
         return _swizzle(decoder, fields, address, offset)
-    if name == "DS_READ_B64_TR_B16":
-        return _transposed(decoder, fields, address, offset)
+    if name in ("DS_READ_B64_TR_B16", "DS_READ_B64_TR_B8"):
+        return _transposed(decoder, fields, address, offset, np.uint8 if name.endswith("B8") else np.uint16)
     if not re.search(r"READ|WRITE|LOAD|STORE", name) or "ADDTID" in name or "_TR_" in name:
         raise Unknown(name)
     two = "READ2" in name or "WRITE2" in name or "2ADDR" in name
@@ -177,16 +177,19 @@ def _ds(decoder, name, fields):
     return run
 
 
-def _transposed(decoder, fields, address, offset):
-    """Read 4 rows of 16 values by 16 lanes; lane i gets column i (gfx950)."""
+def _transposed(decoder, fields, address, offset, kind):
+    """Read rows of 16 values by 16 lanes; lane i gets column i (gfx950).
+
+    The lanes read 8 bytes each: 4 rows of 16 bits, or 8 of bytes.
+    """
     target = fields["vdst"] - 256 + 256 * fields.get("acc", 0)
 
     def run(w):
         if not w.active.all():  # the document says nothing of lanes that do not take part
-            raise Unknown("DS_READ_B64_TR_B16 with inactive lanes")
+            raise Unknown("a transposed read with inactive lanes")
         programs = np.repeat(w.programs, w.lanes)
         read = decoder.lds.load(programs, w.v[address].astype(np.int64).ravel() + offset, 8)
-        rows = read.view(np.uint16).reshape(len(w.programs), w.lanes // 16, 4, 16)
+        rows = read.view(kind).reshape(len(w.programs), w.lanes // 16, -1, 16)
         words = np.ascontiguousarray(rows.swapaxes(2, 3)).view(np.uint32).reshape(len(w.programs), w.lanes, 2)
         for i in range(2):
             w.set_vector(target + i, words[:, :, i])

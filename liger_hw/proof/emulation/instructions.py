@@ -31,6 +31,11 @@ IGNORED = (
     "S_NOP", "S_WAIT", "S_CLAUSE", "S_DELAY_ALU", "S_SENDMSG", "S_SET_INST_PREFETCH", "S_SLEEP", "S_SETPRIO",
     "S_CODE_END", "S_INST_PREFETCH", "S_ICACHE", "S_ROUND_MODE", "S_DENORM_MODE", "S_SETREG", "S_VERSION",
 )  # fmt: skip
+# Products of gfx90a that gfx950 replaced by others of the same numbers, 0x54 and 0x55 (LLVM, VOP3PInstructions.td)
+_ON_GFX90A = {
+    "V_MFMA_F32_16X16X32_F16": "V_MFMA_I32_32X32X8I8",
+    "V_MFMA_F32_32X32X16_F16": "V_MFMA_I32_16X16X16I8",
+}
 # 16-bit operations that keep the upper half of their register on CDNA; the others clear it (LLVM, AMDGPU,
 # GCNSubtarget::zeroesHigh16BitsOfDest)
 _KEEP_UPPER = ("V_MAD_F16", "V_MAD_U16", "V_MAD_I16", "V_FMA_F16", "V_DIV_FIXUP_F16", "V_FMA_MIX", "V_MAD_MIX")
@@ -97,6 +102,7 @@ class Decoder:
         kind = re.sub(r"_(LIT|DPP16|SDWA|SDWA_SDST)$", "", type(inst).__name__)
         dual = kind == "VOPD"
         name = "VOPD" if dual else re.sub(r"_E(32|64)$", "", inst.op_name)
+        name = _ON_GFX90A.get(name, name) if self.arch == "gfx90a" else name
         coded = ("op", "opx", "opy", "encoding")
         fields = {field: _number(getattr(inst, field)) for field, _ in inst._fields if field not in coded}
         size, extra = inst._base_size, None
