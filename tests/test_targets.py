@@ -38,9 +38,11 @@ def test_passes_every_gate(op, compiled_arch, cache):
             cache.add(key, compile_cache.attempt(use.launch))
         result = cache.known[key]
         assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
-        # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8
+        # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8.
+        # Scalar registers, which they leave out, allow 6 waves even if a kernel uses all (embedding_backward).
         modelled = DEVICES[compiled_arch].core.warps_by_registers(result.registers)
-        assert result.waves in (None, modelled, modelled - 1), "not what LLVM counts"
+        counted = result.waves is None or min(modelled - 1, 6) <= result.waves <= modelled
+        assert counted, f"LLVM counts {result.waves} waves, the limits allow {modelled}"
 
 
 def pytest_generate_tests(metafunc):

@@ -76,13 +76,13 @@ def embedding_add_parts_config(width, itemsize, device):
 
 
 def _block(width, itemsize, device):
-    """Return 8 rows of 2 KiB, 16 bytes a lane.
+    """Return 8 rows of 2 KiB, 16 bytes a lane, or 4 where a lane has 64 registers.
 
     Loads of 16 KiB are in flight at once, in 32 registers a lane; six programs share a core (compiled for sm90). A
     wide row takes several programs.
     """
     block = min(width, 2048 // itemsize)
-    return Config({"ROWS": 8, "COLS": block}, row_warps(block, device, 16 // itemsize))
+    return Config({"ROWS": min(8, device.registers // 16), "COLS": block}, row_warps(block, device, 16 // itemsize))
 
 
 @triton.jit
