@@ -76,7 +76,7 @@ def embedding_add_parts_config(width, itemsize, device):
 
 
 def _block(width, itemsize, device):
-    """Return 8 rows of 2 KiB, 16 bytes a lane, or 4 where a lane has 64 registers.
+    """Return rows of 2 KiB, 16 bytes a lane: 8, or 4 with 64 registers a lane.
 
     Loads of 16 KiB are in flight at once, in 32 registers a lane; six programs share a core (compiled for sm90). A
     wide row takes several programs.
