@@ -198,7 +198,7 @@ def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, ca
     heuristic = config.heuristic(*shape, here)
     poison = replace(heuristic, meta=heuristic.meta | {"STAGES": 32})
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning.choice, "_refused", set())
+    monkeypatch.setattr(tuning.choice, "_withdrawn", set())
     tuning.warn_once.cache_clear()
     tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.measured_entry(config, poison, 1e-3, 2e-3)})
     try:

@@ -29,6 +29,7 @@ def _validate(weight, indices, padding_idx):
     check(whole, "indices", indices, f"int32 or int64 on {weight.device}")
     if padding_idx is not None:
         rows = weight.shape[0]
+        check(type(padding_idx) is int, "padding_idx", padding_idx, "an int or None")
         check(-rows <= padding_idx < rows, "padding_idx", padding_idx, f"{-rows} to {rows - 1}, or None")
 
 
@@ -76,7 +77,7 @@ def embedding_add_parts_config(width, itemsize, device):
 
 
 def _block(width, itemsize, device):
-    """Return rows of 2 KiB, 16 bytes a lane: 8, or 4 with 64 registers a lane.
+    """Return 8 rows of 2 KiB, or 4 where a lane has 64 registers.
 
     Loads of 16 KiB are in flight at once, in 32 registers a lane; six programs share a core (compiled for sm90). A
     wide row takes several programs.

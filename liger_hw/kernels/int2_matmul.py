@@ -140,7 +140,8 @@ def int2_product(
             values = tl.load(x, there[None, :], other=0)
         four = tl.load(packed, in_row(first + k, quarter, DEPTH)[:, None] & col_mask[None, :], other=0)
         weights = ((four[None, :, :] >> shift[:, None, None]) & 3).to(tl.int8) - 1
-        total = tl.dot(values, tl.reshape(weights, (4 * DEPTH, COLS)), total)  # int32, also in the interpreter
+        weights = tl.reshape(weights, (4 * DEPTH, COLS))
+        total = tl.dot(values, weights, total, out_dtype=tl.int32)
         x += DEPTH
         packed += DEPTH * k_stride
     out = OUT + row.to(tl.int64)[:, None] * cols + col[None, :]

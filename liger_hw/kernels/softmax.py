@@ -27,10 +27,12 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
-from liger_hw.kernels._logits import LOG2_E, LOWEST
+from liger_hw.kernels._logits import LOG2_E
 from liger_hw.kernels._math import empty_rows, in_row, in_tile, row_block, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
+
+LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)  # of fp32: with -inf, -inf would give NaN
 
 
 def _validate(x):
@@ -183,7 +185,7 @@ def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.
         place = Y + row[:, None] * cols + col
         tl.store(place, _replace_future(power / tl.sum(power, 1)[:, None], row, col, queries, 0.0), mask)
     else:
-        peak, total = tl.full((ROWS, COLS), LOWEST, tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        peak, total = tl.full((ROWS, COLS), LOWEST_FINITE, tl.float32), tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)

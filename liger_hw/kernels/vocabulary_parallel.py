@@ -179,7 +179,7 @@ class Columns:
     def _slices(self):
         size = SLICE_BYTES.get(self.logits.device.type, LARGE_SLICE_BYTES)
         rows = max(size // (4 * self.logits.shape[1]), 1)
-        return [slice(start, start + rows) for start in range(0, len(self.logits), rows)]
+        return [slice(start, start + rows) for start in range(0, max(len(self.logits), 1), rows)]
 
     def _scaled(self, part):
         """Return z / temperature in units of ln 2, and the softcap's factor."""

@@ -22,6 +22,13 @@ def is_intercepted(module):
 
 def is_of_zero3(hook):
     """Tell whether `hook` is DeepSpeed's, by which ZeRO-3 gathers and frees weights."""
-    if getattr(hook, "__module__", None) == "deepspeed.utils.nvtx":  # its decorator, which keeps no name
+    if _module_of(hook) == "torch._dynamo.eval_frame":  # torch.compiler.disable
+        hook = hook.__wrapped__
+    elif _module_of(hook) == "deepspeed.utils.nvtx" and hook.__closure__:  # its decorator, which keeps no name
         hook = hook.__closure__[0].cell_contents
-    return getattr(hook, "__module__", None) == "deepspeed.runtime.zero.parameter_offload"
+    return _module_of(hook) == "deepspeed.runtime.zero.parameter_offload"
+
+
+def _module_of(hook):
+    """Return the module that defines a function; functools.wraps copies `__module__` to others."""
+    return getattr(hook, "__globals__", {}).get("__name__")

@@ -8,10 +8,10 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from liger_hw._torch import is_compiling
 from liger_hw.checks import check
-from liger_hw.dispatch import Function
 from liger_hw.kernels.chunked_head import Plan
 from liger_hw.kernels.cross_entropy.formula import check_labels
 from liger_hw.kernels.selective_log_softmax import selective_log_softmax
@@ -34,7 +34,7 @@ def check_smoothing(label_smoothing, formula, mode):
         raise ValueError(f"label_smoothing_mode must be one of {MODES}, got {mode!r}")
 
 
-class VocabParallelCrossEntropyFunction(Function):
+class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch.Function Dynamo breaks no graph
     @staticmethod
     def forward(ctx, logits, target, plan, scaling, alpha, mode):
         columns = Columns(plan, logits, target, scaling, smooths=alpha > 0 and mode == "global")
@@ -49,10 +49,11 @@ class VocabParallelCrossEntropyFunction(Function):
         return torch.where(columns.counts, loss, 0).float()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         logits, target, partition = ctx.saved_tensors
         plan, scaling, alpha, averaged = ctx.rest
-        gradient = logits.clone()  # which becomes the gradient
+        gradient, dloss = logits.clone(), dloss.to(partition.dtype)
         columns = Columns(plan, gradient, target, scaling, smooths=alpha > 0)
         of_each = alpha / averaged * dloss if alpha else None
         columns.write_gradient(partition, None, (alpha - 1) * dloss, None, alpha * dloss, of_each)
@@ -65,7 +66,8 @@ def vocab_parallel_cross_entropy(
     """Compute each token's cross entropy; each rank of `group` holds an equal vocabulary shard.
 
     Args:
-        logits: (S, B, V / ranks), this rank's columns, in the order of ranks.
+        logits: (S, B, V / ranks), this rank's columns, in the order of ranks; the backward reads them, so do not write to
+            them before. The same number on each rank, which nothing checks. Beyond +-2.3e38 they count as infinite.
         target: (S, B) int64 or int32 in [0, V) or `ignore_index`, whose loss and gradient are 0. Another value is an
             error on a CPU, and elsewhere makes the token's loss and gradient NaN.
         group: a process group, or None for one rank.
@@ -86,7 +88,10 @@ def vocab_parallel_cross_entropy(
     cols = logits.shape[-1]
     check_labels("target", target, cols * ranks, ignore_index)
     averaged = cols * ranks if mode == "global" else cols
-    alpha = label_smoothing * (averaged / (averaged - 1) if formula == "megatron" else 1)
+    alpha = label_smoothing
+    if alpha and formula == "megatron":
+        check(averaged > 1, "logits", tuple(logits.shape), "two columns or more for Megatron's smoothing")
+        alpha *= averaged / (averaged - 1)
     with_kernels = not is_compiling() and selective_log_softmax.choose(logits.device, logits.dtype) == "triton"
     name = "" if ranks == 1 else group.group_name
     plan = Plan(0, with_kernels, first=rank * cols, vocabulary=cols * ranks, widest=cols, group=name)

@@ -39,6 +39,12 @@ def test_a_run_across_chunks(begin, size, backend, device):
     check(embedding, (table, drawn), {"padding_idx": begin}, backend)
 
 
+@pytest.mark.parametrize("padding", [0.5, True, 7, -8])
+def test_wrong_padding(padding, backend, device):
+    with use_backend(backend), pytest.raises(ValueError, match="padding_idx: got"):
+        embedding(randn(7, 4, device=device), tokens(4, vocabulary=7, device=device), padding)
+
+
 def test_no_columns(backend, device):
     table, indices = randn(6, 0, device=device), tokens(4, vocabulary=6, device=device)
     with use_backend(backend):

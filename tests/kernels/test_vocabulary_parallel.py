@@ -308,3 +308,18 @@ def test_ranks_that_disagree(function, error):
     finally:
         pair.stop()
     assert time.monotonic() - start < 120
+
+
+def compiled_columns():
+    logits, target = normal(3, 2, 8, requires_grad=True), torch.randint(0, 16, (3, 2), device=device())
+
+    def loss(logits):
+        return vocab_parallel_cross_entropy(logits, target, dist.group.WORLD, label_smoothing=0.1).sum()
+
+    found, expected = torch.compile(loss, backend="aot_eager")(logits), loss(logits)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits))
+
+
+def test_compiled_cross_entropy_of_columns(ranks):
+    ranks(2, compiled_columns)

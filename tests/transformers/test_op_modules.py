@@ -265,6 +265,21 @@ def test_vocabulary_of_one_rank(smoothing):
             loss(**bad)
 
 
+def test_edges_of_a_vocabulary_of_one_rank():
+    logits, target = random(3, 2, 31).detach().double().requires_grad_(), torch.tensor([[0, 5], [-100, 7], [30, 2]])
+    (gradient,) = torch.autograd.grad(vocab_parallel_cross_entropy(logits, target).sum(), logits)
+    (expected,) = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), logits)
+    torch.testing.assert_close(gradient, expected)
+    for smoothing in (0.0, 0.1):
+        empty = torch.zeros(0, 2, 8, requires_grad=True)
+        loss = vocab_parallel_cross_entropy(empty, torch.zeros(0, 2, dtype=torch.long), label_smoothing=smoothing)
+        assert loss.shape == (0, 2) and torch.autograd.grad(loss.sum(), empty)[0].shape == empty.shape
+    one = torch.zeros(1, 1, 1)
+    assert vocab_parallel_cross_entropy(one, torch.zeros(1, 1, dtype=torch.long), formula="megatron") == 0
+    with pytest.raises(ValueError, match="two columns or more"):
+        vocab_parallel_cross_entropy(one, torch.zeros(1, 1, dtype=torch.long), None, -100, 0.1, "megatron")
+
+
 def _rank(rank, where, queue):
     torch.distributed.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
     logits, target = random(3, 2, 32), torch.tensor([[0, 5], [-100, 17], [30, 2]])
