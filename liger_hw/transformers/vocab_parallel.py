@@ -66,8 +66,8 @@ def vocab_parallel_cross_entropy(
     """Compute each token's cross entropy; each rank of `group` holds an equal vocabulary shard.
 
     Args:
-        logits: (S, B, V / ranks), this rank's columns, in the order of ranks. Each has as many, which nothing checks. The
-            backward reads them, so do not write to them before. Beyond +-2.3e38 they count as infinite.
+        logits: (S, B, V / ranks), this rank's columns, in the order of ranks. Each has as many, which nothing checks.
+            The backward reads them, so do not write to them before. Beyond +-2.3e38 they count as infinite.
         target: (S, B) int64 or int32 in [0, V) or `ignore_index`, whose loss and gradient are 0. Another value is an
             error on a CPU, and elsewhere makes the token's loss and gradient NaN.
         group: a process group, or None for one rank.
