@@ -13,6 +13,7 @@ from engines import Engine, labels_of_one_batch, learn_alike, learn_alike_in_bf1
 from ranks import device
 
 import liger_hw
+from liger_hw.patching.hooks import is_of_zero3
 from liger_hw.patching.lazy_logits import LazyLogits
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -191,6 +192,28 @@ def train_by_logits(config, hooked):
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
 def test_logits_of_zero(config, hooked, ranks):
     ranks(2, train_by_logits, config, hooked)
+
+
+def tell_hooks_apart():
+    """Only DeepSpeed's own hooks count as such, however a program decorates its own."""
+    from deepspeed.utils.nvtx import instrument_w_nvtx
+
+    head = zero(tiny.model().to(device()), 3).model.module.lm_head
+    hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
+    assert hooks and all(map(is_of_zero3, hooks))
+    for hook in hooks:
+
+        @functools.wraps(hook)
+        def around(*arguments, hook=hook):
+            return hook(*arguments)
+
+        for own in (around, functools.wraps(hook)(lambda *_: None), instrument_w_nvtx(lambda *_: None), print):
+            assert not is_of_zero3(own)
+        assert not is_of_zero3(functools.partial(hook))
+
+
+def test_hooks_of_others(ranks):
+    ranks(2, tell_hooks_apart)
 
 
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
