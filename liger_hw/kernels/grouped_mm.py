@@ -130,10 +130,10 @@ def _group_rows(rows, groups):
 
 def _class(rows, groups, x, y):
     """Return the arguments of a configuration: class of groups, whole vectors, bytes of a value."""
-    return _group_rows(rows, groups), _in_vectors(x, 16) and _in_vectors(y, 16), x.element_size()
+    return _group_rows(rows, groups), in_vectors(x, 16) and in_vectors(y, 16), x.element_size()
 
 
-def _in_vectors(x, values):
+def in_vectors(x, values):
     """Tell whether contiguous rows (or columns) begin at multiples of 16 bytes and of `values`."""
     strides = [stride for stride in x.stride() if stride != 1]
     whole = all(stride > 0 and stride % values == 0 for stride in strides)
@@ -141,7 +141,7 @@ def _in_vectors(x, values):
 
 
 @triton.jit
-def _banded(pid, tall, wide, BAND: tl.constexpr):
+def banded(pid, tall, wide, BAND: tl.constexpr):
     """Return a tile's row and column in bands of BAND rows, whose programs share operands."""
     first = pid // (BAND * wide) * BAND
     height = tl.minimum(tall - first, BAND)
@@ -155,7 +155,7 @@ def grouped_rows(
     cols: tl.constexpr, PRECISION: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    slot, tile = _banded(tl.program_id(0), rows // ROWS + groups, tl.cdiv(cols, COLS), BAND)
+    slot, tile = banded(tl.program_id(0), rows // ROWS + groups, tl.cdiv(cols, COLS), BAND)
     g = tl.arange(0, GROUPS)
     start = tl.load(OFFS + g - 1, (g > 0) & (g < groups), other=0)
     group = tl.sum(((g < groups) & (start // ROWS + g <= slot)).to(tl.int32), 0) - 1
@@ -192,7 +192,7 @@ def grouped_outer(
 ):  # fmt: skip
     tiles = tl.cdiv(tall, ROWS) * tl.cdiv(cols, COLS)
     group = tl.program_id(0) // tiles
-    row, col = _banded(tl.program_id(0) % tiles, tl.cdiv(tall, ROWS), tl.cdiv(cols, COLS), BAND)
+    row, col = banded(tl.program_id(0) % tiles, tl.cdiv(tall, ROWS), tl.cdiv(cols, COLS), BAND)
     row = row * ROWS + tl.arange(0, ROWS)
     col = col * COLS + tl.arange(0, COLS)
     row_mask, col_mask = in_row(row, tall, ROWS), in_row(col, cols, COLS)
@@ -233,7 +233,7 @@ def _by_torch(rows, groups, cols, index, *operands):
     """
     fits = device_of(operands[0]).grouped_mm and backends.forced() is None and operands[0].dtype == torch.bfloat16
     fits = fits and _group_rows(rows, groups) == 128 and (index is None or cols > GATHERED_COLS)
-    return fits and all(_in_vectors(x, 8) and all(size % 8 == 0 for size in x.shape[1:]) for x in operands)
+    return fits and all(in_vectors(x, 8) and all(size % 8 == 0 for size in x.shape[1:]) for x in operands)
 
 
 def _precision(x):

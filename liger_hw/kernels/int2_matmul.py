@@ -19,7 +19,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._math import in_row, rows_of
-from liger_hw.kernels.grouped_mm import _banded, _in_vectors
+from liger_hw.kernels.grouped_mm import banded, in_vectors
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
@@ -122,7 +122,7 @@ def int2_product(
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     quarter: tl.constexpr = (depth + 3) // 4
-    row, col = _banded(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(cols, COLS), BAND)
+    row, col = banded(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(cols, COLS), BAND)
     row, col, k = row * ROWS + tl.arange(0, ROWS), col * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
     col_mask = in_row(col, cols, COLS)
     # a step has DEPTH columns of each quarter of x
@@ -160,7 +160,7 @@ def _int2_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     if 1 not in packed.stride():
         packed = packed.contiguous()
     # whole vectors, in each quarter of a row
-    vectors = _in_vectors(x, 16) and _in_vectors(packed, 16) and depth % 64 == 0
+    vectors = in_vectors(x, 16) and in_vectors(packed, 16) and depth % 64 == 0
     tile_rows = power_of_2(min(max(rows, 16), 128))
     config = int2_product_config(tile_rows, vectors, device_of(x))
     programs = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
