@@ -44,19 +44,16 @@ def test_loads_ahead_only_where_they_cost_no_registers():
     for arch in (*DATA_CENTRE, *CONSUMER):
         few = chosen("rms_norm_backward", 4096, 2, 2, arch=arch)
         assert few["STAGES"] == 3 and few.programs == 2
-        assert chosen("cross_entropy_forward", 128256, 2, True, True, arch=arch)["STAGES"] > 1
+        assert chosen("cross_entropy_forward", 128256, 2, True, False, arch=arch)["STAGES"] > 1
 
 
 def test_99_KiB_hold_less_than_163_or_227():
-    """Shared memory limits the loads ahead: rows of 8,192 columns, wide vocabularies."""
+    """Shared memory limits the loads ahead of rows of 8,192 columns."""
     for itemsize, read, wanted in ((2, 3, (3, 3, 3)), (4, 2, (3, 3, 1)), (4, 3, (1, 3, 1))):
         of = [
             chosen("rms_norm_backward", 8192, itemsize, read, arch=arch)["STAGES"] for arch in ("sm80", "sm90", "sm86")
         ]
         assert tuple(of) == wanted
-    for arch in CONSUMER:
-        here, there = (chosen("cross_entropy_forward", 128256, 2, True, True, arch=a) for a in (arch, "sm90"))
-        assert here["COLS"] < there["COLS"] and here.num_warps < there.num_warps
 
 
 def test_programs_of_a_norms_backward_are_no_more_than_shared_memory_holds():
