@@ -23,7 +23,7 @@ def is_intercepted(module):
 def is_of_zero3(hook):
     """Tell whether `hook` is DeepSpeed's, by which ZeRO-3 gathers and frees weights."""
     if _module_of(hook) == "torch._dynamo.eval_frame":  # torch.compiler.disable
-        hook = hook.__wrapped__
+        hook = getattr(hook, "__wrapped__", None)
     elif _module_of(hook) == "deepspeed.utils.nvtx" and hook.__closure__:  # its decorator, which keeps no name
         hook = hook.__closure__[0].cell_contents
     return _module_of(hook) == "deepspeed.runtime.zero.parameter_offload"
