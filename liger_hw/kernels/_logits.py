@@ -85,12 +85,30 @@ def edge_columns(row, cols: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def padded_columns(X, at, beyond, cols: tl.constexpr, COLS: tl.constexpr):
+def padded_columns(X, at, beyond, cols: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
     """Load columns of a row of `padded_rows` in fp32, `beyond` beyond its end."""
     VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     padded: tl.constexpr = (cols + VECTOR - 1) // VECTOR * VECTOR
-    x = tl.load(X + at, in_row(at, padded, COLS), other=beyond).to(tl.float32)
+    x = tl.load(X + at, in_row(at, padded, COLS), other=beyond, eviction_policy=POLICY).to(tl.float32)
     return x if cols == padded else tl.where(at < cols, x, beyond)
+
+
+@triton.jit
+def add_powers(z, peak, total, VECTOR: tl.constexpr):
+    """Add a block to the running maximum and sum of powers of two of each vector of columns.
+
+    A lane has whole vectors. So none waits for another, and a column takes one exponential instead of two.
+    """
+    z = tl.reshape(z, (z.shape[0] // VECTOR, VECTOR))
+    higher = tl.maximum(peak, tl.max(z, 1))
+    return higher, total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
+
+
+@triton.jit
+def over_vectors(peak, total):
+    """Return a row's maximum and sum of powers from those of its vectors."""
+    top = tl.max(peak, 0)
+    return top, tl.sum(total * tl.exp2(peak - top), 0)
 
 
 @triton.jit

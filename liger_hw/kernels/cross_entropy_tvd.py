@@ -15,7 +15,16 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, Function, op, raw, widen
-from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, padded_columns, padded_rows, row_gradient_config
+from liger_hw.kernels._logits import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    add_powers,
+    over_vectors,
+    padded_columns,
+    padded_rows,
+    row_gradient_config,
+)
 from liger_hw.kernels._math import in_row
 from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels_of_op
 from liger_hw.kernels.selective_log_softmax.formula import Scaling, selected_rows
@@ -90,23 +99,9 @@ def _row(X, row, stride):
 
 
 @triton.jit
-def _scores(X, at, cols: tl.constexpr, COLS: tl.constexpr):
+def _scores(X, at, cols: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
     """Load columns in units of ln 2, -inf beyond the row."""
-    return padded_columns(X, at, float("-inf"), cols, COLS) * LOG2_E
-
-
-@triton.jit
-def _take(z, peak, total):
-    """Add a block to the running maximum and sum of powers of each lane."""
-    higher = tl.maximum(peak, z)
-    return higher, total * tl.exp2(peak - higher) + tl.exp2(z - higher)
-
-
-@triton.jit
-def _of_row(peak, total):
-    """Return a row's peak and total from those of its lanes."""
-    top = tl.max(peak, 0)
-    return top, tl.sum(total * tl.exp2(peak - top), 0)
+    return padded_columns(X, at, float("-inf"), cols, COLS, POLICY) * LOG2_E
 
 
 @triton.jit
@@ -125,19 +120,25 @@ def cross_entropy_tvd_forward(
     ce = tl.full((), 0.0, tl.float32)
     distance = ce
     if y != ignore_index:
-        s_peak, s_total = tl.full((COLS,), LOWEST, tl.float32), tl.zeros((COLS,), tl.float32)
+        VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+        s_peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_total = tl.zeros((COLS // VECTOR,), tl.float32)
         t_peak, t_total = s_peak, s_total
         for start in range(0, cols, COLS):
-            s_peak, s_total = _take(_scores(S_ROW, start + lane, cols, COLS), s_peak, s_total)
-            t_peak, t_total = _take(_scores(T_ROW, start + lane, cols, COLS), t_peak, t_total)
-        s_top, s_sum = _of_row(s_peak, s_total)
-        t_top, t_sum = _of_row(t_peak, t_total)
+            s_peak, s_total = add_powers(
+                _scores(S_ROW, start + lane, cols, COLS, "evict_last"), s_peak, s_total, VECTOR
+            )
+            t_peak, t_total = add_powers(
+                _scores(T_ROW, start + lane, cols, COLS, "evict_last"), t_peak, t_total, VECTOR
+            )
+        s_top, s_sum = over_vectors(s_peak, s_total)
+        t_top, t_sum = over_vectors(t_peak, t_total)
         distances, slopes = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
         for start in range(0, cols, COLS):
             at = last - start + lane
-            q = tl.exp2(_scores(S_ROW, at, cols, COLS) - s_top) * (1.0 / s_sum)
-            p = tl.exp2(_scores(T_ROW, at, cols, COLS) - t_top) * (1.0 / t_sum)
+            q = tl.exp2(_scores(S_ROW, at, cols, COLS, "evict_first") - s_top) * (1.0 / s_sum)
+            p = tl.exp2(_scores(T_ROW, at, cols, COLS, "evict_first") - t_top) * (1.0 / t_sum)
             distances += tl.abs(q - p)
             slopes += _slope(q, p)
         distance = 0.5 * tl.sum(distances, 0)
@@ -169,8 +170,8 @@ def cross_entropy_tvd_backward(
         tl.store(DS_ROW + at, tl.zeros((COLS,), tl.float32), in_row(at, padded, COLS))
     else:
         STATE += row * 5
-        q = tl.exp2(_scores(_row(S, row, s_stride), at, cols, COLS) - tl.load(STATE)) / tl.load(STATE + 1)
-        p = tl.exp2(_scores(_row(T, row, t_stride), at, cols, COLS) - tl.load(STATE + 2)) / tl.load(STATE + 3)
+        q = tl.exp2(_scores(_row(S, row, s_stride), at, cols, COLS, "") - tl.load(STATE)) / tl.load(STATE + 1)
+        p = tl.exp2(_scores(_row(T, row, t_stride), at, cols, COLS, "") - tl.load(STATE + 2)) / tl.load(STATE + 3)
         of_ce = tl.load(D_CE + row).to(tl.float32)
         of_ce = tl.where((y >= 0) & (y < cols), of_ce, float("nan"))
         ds = of_ce * (q - tl.where(at == y, 1.0, 0.0))

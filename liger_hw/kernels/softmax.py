@@ -30,7 +30,7 @@ from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
 from liger_hw.kernels._logits import LOG2_E
 from liger_hw.kernels._math import empty_rows, in_row, in_tile, row_block, rows_and_cols, rows_of
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, row_warps, tuned
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)  # of fp32: with -inf, -inf would give NaN
 
@@ -100,25 +100,29 @@ def _(x):
     return Cost(2 * x.nbytes, 3 * x.nbytes, 20 * x.numel(), 4 * x.numel())
 
 
-def _config(cols, device, tensors, looped=(4, 8)):
+def _config(cols, device, tensors, looped, values=None):
     """Return the configuration of a kernel that holds `tensors` rows in fp32 and writes another.
 
     Args:
-        looped: for a longer row, columns of its blocks divided by the device's lanes, and values a lane.
+        looped: for a longer row, columns of a block and values a lane.
+        values: the most values of a row that a lane holds (as many as the registers take).
     """
-    # The rows stay in registers, 32 values a lane in all, and short rows share a program. A loop carries two sums of
-    # each column, so its block is smaller: with 16 values a lane 33,001 columns spill (sm_80 to sm_120, Triton 3.6).
+    # The rows stay in registers, 32 values a lane in all, and short rows share a program.
     block, per_lane = row_block(cols, device, tensors), 32 // tensors
-    if cols > block:
-        block, per_lane = looped[0] * device.max_threads, looped[1]
+    if cols > block or (values and block > values * device.max_threads):
+        block, per_lane = looped
     rows = max(1, min(16, 4096 // (tensors * block)))
     return Config({"ROWS": rows, "COLS": block}, row_warps(rows * block, device, per_lane))
 
 
-# `itemsize` is unused in forwards, and part of the key of a table's entry: another winner may be measured for fp32.
+# `itemsize` is unused in some, and part of the key of a table's entry: another winner may be measured for fp32.
 @tuned
 def softmax_forward_config(cols, itemsize, device):
-    return _config(cols, device, 1)
+    # The widest block of which a row wastes at most a sixteenth. In bf16 a row beyond 16,384 columns is faster in a
+    # loop than held: 8192 x 20000 take 0.183 ms instead of 0.253, x 32000 0.262 instead of 0.314 (H200).
+    blocks = [values * device.max_threads for values in ((16, 8) if cols % 8 == 0 else ())]
+    fitting = [block for block in blocks if -cols % block <= cols // 16]
+    return _config(cols, device, 1, ([*fitting, 4 * device.max_threads][0], 8), values=8 * itemsize)
 
 
 @tuned
@@ -128,7 +132,9 @@ def softmax_backward_config(cols, itemsize, device):
 
 @tuned
 def sparsemax_forward_config(cols, itemsize, device):
-    return _config(cols, device, 2)
+    # 4096 x 128256 take 1.41 ms in eight blocks, and 2.20 in thirty-two (H200)
+    block = power_of_2(min(cols // 8, 16 * device.max_threads))
+    return _config(cols, device, 2, (max(block, 4 * device.max_threads), 8))
 
 
 @tuned
@@ -139,7 +145,29 @@ def sparsemax_backward_config(cols, itemsize, device):
 def _backward_config(cols, itemsize, device):
     # Few long rows at a time stay in the cache: 8192 x 32000 take 0.38 ms, with four times as many rows 0.51 (H200).
     # More than 32 bytes a lane spill.
-    return _config(cols, device, 2, (4, 8) if cols % 8 else (32 // itemsize, 32 // itemsize))
+    values = 32 // itemsize if cols % 8 == 0 else 4
+    return _config(cols, device, 2, (values * device.max_threads, max(values, 8)))
+
+
+@triton.jit
+def _vectors(X, cols: tl.constexpr, COLS: tl.constexpr):
+    """Return the columns of a lane's vector, for which a loop keeps one sum; 1 where no access is a vector."""
+    looped: tl.constexpr = cols > COLS and cols % 8 == 0
+    return 128 // X.dtype.element_ty.primitive_bitwidth if looped else 1
+
+
+@triton.jit
+def _split(x, VECTOR: tl.constexpr):
+    return tl.reshape(x, (x.shape[0], x.shape[1] // VECTOR, VECTOR))
+
+
+@triton.jit
+def _sum(x, VECTOR: tl.constexpr):
+    """Add up the columns of each vector."""
+    if VECTOR == 1:
+        return x
+    else:
+        return tl.sum(_split(x, VECTOR), 2)
 
 
 @triton.jit
@@ -186,13 +214,18 @@ def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.
         place = Y + row[:, None] * cols + col
         tl.store(place, _replace_future(power / tl.sum(power, 1)[:, None], row, col, queries, 0.0), mask)
     else:
-        peak, total = tl.full((ROWS, COLS), LOWEST_FINITE, tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        # one maximum for a vector, not for each column, takes one exponential a column instead of two
+        VECTOR: tl.constexpr = _vectors(X, cols, COLS)
+        VECTORS: tl.constexpr = COLS // VECTOR
+        peak, total = tl.full((ROWS, VECTORS), LOWEST_FINITE, tl.float32), tl.zeros((ROWS, VECTORS), tl.float32)
         for start in range(0, cols, COLS):
             at = start + col
             mask = in_tile(row, at, rows, cols, ROWS, COLS)
             x = _load_scores(X, row, at, mask, x_stride, queries, float("-inf"), "evict_last")
-            higher = tl.maximum(peak, x)
-            total = total * tl.exp2((peak - higher) * LOG2_E) + tl.exp2((x - higher) * LOG2_E)
+            x = _split(x, VECTOR)
+            higher = tl.maximum(peak, tl.max(x, 2))
+            powers = tl.sum(tl.exp2((x - higher[:, :, None]) * LOG2_E), 2)
+            total = total * tl.exp2((peak - higher) * LOG2_E) + powers
             peak = higher
         top = tl.max(peak, 1)[:, None]
         total = tl.sum(total * tl.exp2((peak - top) * LOG2_E), 1)[:, None]
@@ -252,11 +285,14 @@ def _shifted(
 def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
-    peak = tl.full((ROWS, COLS), float("-inf"), tl.float32)
+    VECTOR: tl.constexpr = _vectors(X, cols, COLS)
+    VECTORS: tl.constexpr = COLS // VECTOR
+    peak = tl.full((ROWS, VECTORS), float("-inf"), tl.float32)
     for start in range(0, cols, COLS):
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
-        peak = tl.maximum(peak, _load_scores(X, row, at, mask, x_stride, queries, float("-inf"), "evict_last"))
+        x = _load_scores(X, row, at, mask, x_stride, queries, float("-inf"), "evict_last")
+        peak = tl.maximum(peak, x if VECTOR == 1 else tl.max(_split(x, VECTOR), 2))
     top = tl.max(peak, 1)[:, None]
     if cols <= COLS:
         z = _shifted(X, row, col, top, x_stride, queries, rows, cols, ROWS, COLS, "evict_first")
@@ -264,13 +300,13 @@ def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: t
     size = tl.full((ROWS,), 2.0 * cols, tl.float32)
     falling = tl.full((), ROWS, tl.int32)  # rows whose support became smaller in the last step
     while falling > 0:
-        sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        sums, sizes = tl.zeros((ROWS, VECTORS), tl.float32), tl.zeros((ROWS, VECTORS), tl.float32)
         for start in range(0, cols, COLS):
             if cols > COLS:
                 z = _shifted(X, row, start + col, top, x_stride, queries, rows, cols, ROWS, COLS, "evict_last")
             outside = z <= threshold[:, None]  # NaN is not
-            sums += tl.where(outside, 0.0, z)
-            sizes += tl.where(outside, 0.0, 1.0)
+            sums += _sum(tl.where(outside, 0.0, z), VECTOR)
+            sizes += _sum(tl.where(outside, 0.0, 1.0), VECTOR)
         before = size
         size = tl.sum(sizes, 1)
         threshold = (tl.sum(sums, 1) - 1.0) / size
@@ -288,13 +324,15 @@ def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: t
 def sparsemax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
-    sums, sizes = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    VECTOR: tl.constexpr = _vectors(Y, cols, COLS)
+    VECTORS: tl.constexpr = COLS // VECTOR
+    sums, sizes = tl.zeros((ROWS, VECTORS), tl.float32), tl.zeros((ROWS, VECTORS), tl.float32)
     for start in range(0, cols, COLS):
         at = start + col
         mask = in_tile(row, at, rows, cols, ROWS, COLS)
         y, dy = _load_pair(Y, DY, row, at, mask, dy_stride, queries, cols, "evict_last")
-        sums += tl.where(y > 0.0, dy, 0.0)
-        sizes += tl.where(y > 0.0, 1.0, 0.0)
+        sums += _sum(tl.where(y > 0.0, dy, 0.0), VECTOR)
+        sizes += _sum(tl.where(y > 0.0, 1.0, 0.0), VECTOR)
     mean = (tl.sum(sums, 1) / tl.maximum(tl.sum(sizes, 1), 1.0))[:, None]
     for start in range(0, cols, COLS):
         at = start + col

@@ -20,7 +20,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
-from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, add_powers, over_vectors
 from liger_hw.kernels._math import in_row
 from liger_hw.kernels.divergence import divergence_element, elements
 from liger_hw.launch import launch
@@ -56,18 +56,10 @@ def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexp
 
 
 @triton.jit
-def _take(z, peak, total, VECTOR: tl.constexpr):
-    """Add a block to each lane's running maximum and sum of powers."""
-    z = tl.reshape(z, (z.shape[0] // VECTOR, VECTOR))
-    higher = tl.maximum(peak, tl.max(z, 1))
-    return higher, total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
-
-
-@triton.jit
 def _log_sum(peak, total):
-    """Return log2 of a row's sum from its lanes' maxima and sums."""
-    top = tl.max(peak, 0)
-    return top + tl.log2(tl.sum(total * tl.exp2(peak - top), 0))
+    """Return log2 of a row's sum from those of its vectors."""
+    top, row_total = over_vectors(peak, total)
+    return top + tl.log2(row_total)
 
 
 @triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
@@ -98,11 +90,11 @@ def divergence_of_logits(
         for start in range(0, cols, COLS):
             at = start + lane
             s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-            s_peak, s_total = _take(s, s_peak, s_total, VECTOR)
-            t_peak, t_total = _take(t, t_peak, t_total, VECTOR)
+            s_peak, s_total = add_powers(s, s_peak, s_total, VECTOR)
+            t_peak, t_total = add_powers(t, t_peak, t_total, VECTOR)
             if HARD is not None:
                 cold = tl.where(at < student_cols, s * temperature, float("-inf"))
-                hard_peak, hard_total = _take(cold, hard_peak, hard_total, VECTOR)
+                hard_peak, hard_total = add_powers(cold, hard_peak, hard_total, VECTOR)
         s_lse, t_lse = _log_sum(s_peak, s_total), _log_sum(t_peak, t_total)
         values = tl.zeros((COLS,), tl.float32)
         slopes = tl.zeros((COLS,), tl.float32)
@@ -191,7 +183,7 @@ def cosine_of_logits(
             s_squares += s * s
             t_squares += t * t
             if HARD is not None:
-                peak, total = _take(tl.where(at < student_cols, s * LOG2_E, float("-inf")), peak, total, VECTOR)
+                peak, total = add_powers(tl.where(at < student_cols, s * LOG2_E, float("-inf")), peak, total, VECTOR)
         s_square = tl.sum(s_squares, 0)
         # torch's lower bound of a norm
         norms = tl.maximum(tl.sqrt(s_square), 1e-8) * tl.maximum(tl.sqrt(tl.sum(t_squares, 0)), 1e-8)

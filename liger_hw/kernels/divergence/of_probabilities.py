@@ -12,7 +12,7 @@ from typing import NamedTuple
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
-from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, padded_columns, padded_rows
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, add_powers, over_vectors, padded_columns, padded_rows
 from liger_hw.kernels._math import in_row
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -39,13 +39,13 @@ def kl_of_probabilities_config(cols, itemsize, device):
 
 
 @triton.jit
-def _teacher(P, at, LOGARITHMS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr):
+def _teacher(P, at, LOGARITHMS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
     """Load columns: probabilities and what their logarithms come from; 0 beyond the row."""
     if LOGARITHMS:
-        log_p = padded_columns(P, at, float("-inf"), cols, COLS) * LOG2_E
+        log_p = padded_columns(P, at, float("-inf"), cols, COLS, POLICY) * LOG2_E
         return tl.exp2(log_p), log_p
     else:
-        p = padded_columns(P, at, 0.0, cols, COLS)
+        p = padded_columns(P, at, 0.0, cols, COLS, POLICY)
         return p, p
 
 
@@ -68,23 +68,22 @@ def kl_of_probabilities(
                 tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
     else:
         scale = LOG2_E / temperature
-        peak, total = tl.full((COLS,), LOWEST, tl.float32), tl.zeros((COLS,), tl.float32)
+        peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        total = tl.zeros((COLS // VECTOR,), tl.float32)
         masses, values = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
         for start in range(0, cols, COLS):
             at = start + lane
-            s = padded_columns(S, at, float("-inf"), cols, COLS) * scale
-            higher = tl.maximum(peak, s)
-            total = total * tl.exp2(peak - higher) + tl.exp2(s - higher)
-            peak = higher
-            masses += _teacher(P, at, LOGARITHMS, cols, COLS)[0]
-        top = tl.max(peak, 0)
-        lse = top + tl.log2(tl.sum(total * tl.exp2(peak - top), 0))
+            s = padded_columns(S, at, float("-inf"), cols, COLS, "evict_last") * scale
+            peak, total = add_powers(s, peak, total, VECTOR)
+            masses += _teacher(P, at, LOGARITHMS, cols, COLS, "evict_last")[0]
+        top, row_total = over_vectors(peak, total)
+        lse = top + tl.log2(row_total)
         mass = tl.sum(masses, 0)
         last = (cols - 1) // COLS * COLS
         for start in range(0, cols, COLS):
             at = last - start + lane
-            log_q = padded_columns(S, at, float("-inf"), cols, COLS) * scale - lse
-            p, log_p = _teacher(P, at, LOGARITHMS, cols, COLS)
+            log_q = padded_columns(S, at, float("-inf"), cols, COLS, "evict_first") * scale - lse
+            p, log_p = _teacher(P, at, LOGARITHMS, cols, COLS, "evict_first")
             if not LOGARITHMS:
                 log_p = tl.log2(tl.maximum(p, eps))
             values += tl.where(p == 0, 0.0, p * ((log_p - log_q) * LN_2))
