@@ -307,6 +307,17 @@ def test_a_loop_to_lower_addresses_loses_stores_where_bounds_are_checked_without
     assert bool(result["error"]) != ascending
 
 
+def test_scratch_is_reached_by_buffer_instructions():
+    """gfx90a has no instructions of scratch: a descriptor in the first registers stands for it."""
+    torch.manual_seed(0)
+    sizes = (2, 16, 21), (336, 288), (288,), (1,), (1,), (1,)
+    inputs = tuple(torch.randn(size, requires_grad=True) for size in sizes)
+    assert not emulated.execute("mhc_coefficients", inputs, {}, "gfx90a")["error"]
+    with executed_on(DEVICES["gfx90a"]) as executed:
+        parity.run(OPS["mhc_coefficients"], inputs, {})
+    assert any(launches.code_of(one.launch).scratch for one in executed)
+
+
 @pytest.mark.parametrize("name, modifiers, expected", [("V_S_EXP_F32", 0, 4.0), ("V_S_EXP_F32", 1, 0.25)])
 def test_scalar_forms_of_vector_instructions_have_modifiers(name, modifiers, expected):
     # v_s_exp_f32 s0, s1 in VOP3: opcode 0x280 in bits 16 to 25, the source in 32 to 40, its sign in 61

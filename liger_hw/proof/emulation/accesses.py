@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from liger_hw.proof.emulation.machine import M0, Fault
+from liger_hw.proof.emulation.machine import M0, SCRATCH, Fault
 from liger_hw.proof.emulation.pseudocode import Unknown
 
 
@@ -73,7 +73,9 @@ def _buffer(decoder, name, fields):
         # out of bounds: loads give 0, stores do nothing (raw buffers)
         lanes = w.active & (offset + np.uint64(size) <= w.s[resource + 2][:, None])
         addresses = (base + offset + soffset(w))[lanes]
-        if store:
+        if (base == SCRATCH).all():  # where scratch has no instructions of its own (gfx90a)
+            _access_scratch(decoder, w, addresses.astype(np.int64) - SCRATCH, size, lanes, store, put, take)
+        elif store:
             decoder.arena.store(addresses, take(w, lanes))
         elif to_lds:
             data = np.zeros((*lanes.shape, size), np.uint8)
@@ -128,15 +130,20 @@ def _scratch(decoder, name, fields):
             where += w.v[address]
         if by_scalar:
             where += w.s[base][:, None]
-        if (where[lanes] < 0).any():
-            raise Fault("an access below scratch")
-        row = (w.programs[:, None] * decoder.lanes + np.arange(decoder.lanes))[lanes]
-        if store:
-            decoder.scratch.store(row, where[lanes], take(w, lanes))
-        else:
-            put(w, decoder.scratch.load(row, where[lanes], size), lanes)
+        _access_scratch(decoder, w, where[lanes], size, lanes, store, put, take)
 
     return run
+
+
+def _access_scratch(decoder, w, where, size, lanes, store, put, take):
+    """Load or store at the bytes `where` of the active lanes' own scratch."""
+    if (where < 0).any():
+        raise Fault("an access below scratch")
+    row = (w.programs[:, None] * decoder.lanes + np.arange(decoder.lanes))[lanes]
+    if store:
+        decoder.scratch.store(row, where, take(w, lanes))
+    else:
+        put(w, decoder.scratch.load(row, where, size), lanes)
 
 
 def _ds(decoder, name, fields):

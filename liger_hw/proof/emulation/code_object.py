@@ -29,8 +29,9 @@ class CodeObject:
             it is 256 bytes after the entry, as in front of it is code for firmware that does not preload.
         lds, scratch: bytes a program, bytes a lane.
         user_sgprs: what the hardware puts into the first scalar registers, in order: ("kernarg", half of the arguments'
-            address), ("preload", word of the arguments) or ("junk", 0).
+            address), ("preload", word of the arguments), ("scratch", word of its buffer descriptor) or ("junk", 0).
         program_ids: which of the program's coordinates follow them, in order.
+        scratch_offset: whether the offset of the wave's scratch follows these.
         ids_in_ttmp: whether the coordinates are in registers of the trap handler instead (gfx12).
         arguments: the kernel's arguments.
     """
@@ -42,6 +43,7 @@ class CodeObject:
     scratch: int
     user_sgprs: tuple
     program_ids: tuple
+    scratch_offset: bool
     ids_in_ttmp: bool
     arguments: tuple
 
@@ -86,7 +88,8 @@ def read(binary: bytes, assembly: str, arch: str) -> CodeObject:
     # scratch, private segment size
     for bit, registers in ((0, 4), (1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (6, 1)):
         if properties >> bit & 1:
-            user += [("kernarg", half) for half in (0, 1)] if bit == 3 else [("junk", 0)] * registers
+            kind = {0: "scratch", 3: "kernarg"}.get(bit, "junk")
+            user += [(kind, word) for word in range(registers)]
     count, word = preload & 0x7F, preload >> 7
     user += [("preload", word + i) for i in range(count)]
     # LLVM pads these registers on gfx11 ("user SGPR init 16 bug")
@@ -96,4 +99,5 @@ def read(binary: bytes, assembly: str, arch: str) -> CodeObject:
     (kernel,) = yaml.safe_load(text)["amdhsa.kernels"]
     arguments = tuple(Argument(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel.get(".args", ()))
     first = entry + 256 if count else entry
-    return CodeObject(image, start, first, lds, scratch, tuple(user), ids, arch.startswith("gfx12"), arguments)
+    gfx12 = arch.startswith("gfx12")
+    return CodeObject(image, start, first, lds, scratch, tuple(user), ids, bool(rsrc2 & 1), gfx12, arguments)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from liger_hw.proof.emulation.instructions import Decoder
-from liger_hw.proof.emulation.machine import EXEC, SCALARS, Arena, Lds, Waves
+from liger_hw.proof.emulation.machine import EXEC, SCALARS, SCRATCH, Arena, Lds, Waves
 
 _BATCH = 64  # programs at a time: their registers are 8 MB a wave
 LIMIT = 1_000_000  # instructions of a wave between barriers, above which a loop has no end
@@ -65,8 +65,9 @@ class Machine:
         padded = np.frombuffer(arguments + bytes(-len(arguments) % 64 + 64), np.uint8)
         kernarg = self.arena.place(padded, 64)
         words = padded.view(np.uint32)
+        descriptor = SCRATCH & 0xFFFFFFFF, SCRATCH >> 32, 0xFFFFFFFF, 0  # base, size, and a format that is not read
         user = {"kernarg": lambda i: kernarg >> 32 * i & 0xFFFFFFFF, "junk": lambda i: 0xDEAD0000 + i,
-                "preload": lambda i: int(words[i])}  # fmt: skip
+                "preload": lambda i: int(words[i]), "scratch": descriptor.__getitem__}  # fmt: skip
         user = [user[kind](i) for kind, i in code.user_sgprs]
         self.first, self.decoded = placed + code.first, {}
         x, y, z = grid
@@ -93,6 +94,8 @@ class Machine:
                 s[i] = value
             for i, axis in enumerate(code.program_ids):
                 s[len(user) + i] = programs[:, axis]
+            if code.scratch_offset:
+                s[len(user) + len(code.program_ids)] = 0
             if code.ids_in_ttmp:  # gfx12: the wave's number from bit 25 of ttmp8; x in ttmp9, y and z in ttmp7's halves
                 s[108 + 8] = number << 25
                 s[108 + 9] = programs[:, 0]

@@ -9,6 +9,7 @@ import numpy as np
 VCC, M0, EXEC = 106, 124, 126  # numbers of scalar registers; VCC and EXEC have a second half in wave64
 SCALARS = 128
 BANKS = 32  # of LDS, 4 bytes wide
+SCRATCH = 0x5C7A_0000_0000  # base address in the buffer descriptor of scratch, where nothing else lies
 _GUARD = 256  # bytes that no tensor owns, on both sides of each
 
 
