@@ -113,3 +113,41 @@ def test_a_subclass_with_its_own_dispatch_is_refused(op, position, backend):
     inputs[position] = inputs[position].as_subclass(Wrapped)
     with use_backend(backend), pytest.raises((NotImplementedError, TypeError)):
         OPS[op](*inputs, **options)
+
+
+class Called(torch.utils._python_dispatch.TorchDispatchMode):
+    """Record the names of ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("saved, recomputed", [(None, True), ("rms_norm_forward", False)])
+def test_selective_checkpointing_sees_the_ops(saved, recomputed, backend):
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    x, weight = torch.randn(6, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+
+    def block(x):
+        return OPS["swiglu"](OPS["rms_norm"](x, weight), x)
+
+    def policy(context, function, *args, **kwargs):
+        keep = function.__name__ == f"{saved}.default"
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    with use_backend(backend):
+        plain = block(x)
+        expected = torch.autograd.grad(plain, (x, weight), torch.ones_like(plain))
+        out = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        with Called() as called:
+            found = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    assert ("rms_norm_forward.default" in called.names) == recomputed
+    assert all(torch.equal(a, b) for a, b in zip((out, *found), (plain, *expected)))

@@ -1,0 +1,106 @@
+"""Test compiled and exported models, whole or layer by layer."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+FAMILIES = "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 granite mixtral glm4 gpt_oss nemotron".split()
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+def compiled(model, **inputs):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs, use_cache=False)
+
+
+def can_be_compiled(model, **inputs):
+    try:
+        compiled(model, **inputs)
+    except torch._dynamo.exc.TorchDynamoException:
+        return False
+    return True
+
+
+def assert_same_gradients(plain, patched):
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiles_whole(family):
+    skip_logits = True if family == "gemma2" else None
+    plain, patched = tiny.pair(family)
+    inputs = tiny.tokens()
+    expected = tiny.call(plain, **inputs)
+    try:
+        found = compiled(patched, **inputs, skip_logits=skip_logits)
+    except torch._dynamo.exc.TorchDynamoException:
+        if can_be_compiled(plain, **inputs):
+            raise
+        pytest.skip(f"this transformers cannot compile its own {family} whole")
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    if not skip_logits:
+        with pytest.raises(RuntimeError, match="compiled"):
+            found.logits.sum()
+    found.loss.backward(), expected.loss.backward()
+    assert_same_gradients(plain, patched)
+
+
+def test_lengths_share_a_graph():
+    plain, patched = tiny.pair()
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(patched, backend=counter, fullgraph=True)
+    for length in (17, 20, 9, 31, 40):
+        inputs = tiny.tokens(length=length)
+        torch.testing.assert_close(function(**inputs, use_cache=False).loss, tiny.call(plain, **inputs).loss)
+    assert counter.frame_count == 2  # one for the first length, and one for all others
+
+
+def test_logits_of_a_compiled_model():
+    plain, patched = tiny.pair()
+    inputs = tiny.tokens()
+    found = compiled(patched, **inputs, skip_logits=False)
+    expected = tiny.call(plain, **inputs)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_compiled_layers(family, checkpointing):
+    """What docs/faq.md recommends: the rest runs as it does without a compiler, logits included."""
+    plain, patched = tiny.pair(family)
+    if checkpointing:
+        patched.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_layers(patched)
+    for length in (17, 20, 33):
+        inputs = tiny.tokens(length=length)
+        expected, found = tiny.call(plain, **inputs), tiny.call(patched, **inputs)
+        assert tiny.is_lazy(found)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        found.loss.backward(), expected.loss.backward()
+    assert_same_gradients(plain, patched)
+
+
+def test_exported():
+    plain, patched = tiny.pair()
+    plain.eval(), patched.eval()
+    ids = tiny.tokens()["input_ids"]
+    program = torch.export.export(patched, (ids,), {"use_cache": False}, strict=False)
+    expected = plain(ids, use_cache=False).logits
+    torch.testing.assert_close(program.module()(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    other = copy.deepcopy(patched)(ids + 1, use_cache=False).logits
+    torch.testing.assert_close(program.module()(ids + 1, use_cache=False).logits, other, rtol=1e-4, atol=1e-5)
