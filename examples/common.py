@@ -29,11 +29,19 @@ TINY_TEXT = 60_000  # characters: enough for a tokenizer of two thousand entries
 WARM_UP = 2  # steps that compile and allocate; the meter excludes them
 
 
-def arguments(description, batch=4, seq=2048, steps=12):
-    """Parse the command line; the arguments are the default sizes without --tiny."""
+def arguments(description, batch=4, seq=2048, steps=12, shape="1b", flags=()):
+    """Parse the command line.
+
+    Args:
+        batch, seq, steps, shape: the defaults without --tiny.
+        flags: names of the example's own options without a value.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", help="folder or name of a pretrained model (default: random weights of --shape)")
-    parser.add_argument("--shape", choices=("1b", "8b"), default="1b", help="sizes of Llama-3.2-1B or Llama-3-8B")
+    parser.add_argument(
+        "--shape", choices=("0.5b", "1b", "8b"), default=shape,
+        help=f"sizes of Qwen2.5-0.5B, Llama-3.2-1B or Llama-3-8B ({shape})",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a tiny model, little text, few steps: for a CPU")
     parser.add_argument(
         "--provider", choices=(PLAIN, OURS, PEER), default=OURS, help="library that computes (liger_hw)"
@@ -44,6 +52,8 @@ def arguments(description, batch=4, seq=2048, steps=12):
     parser.add_argument("--text", nargs="+", default=[], help="files or folders (the standard library's source)")
     parser.add_argument("--output", default="output", help="folder for checkpoints and logs (./output)")
     parser.add_argument("--json", type=Path, help="file for the result")
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     for name, value in (TINY if args.tiny else {"batch": batch, "seq": seq, "steps": steps}).items():
         setattr(args, name, getattr(args, name) or value)

@@ -376,6 +376,26 @@ def test_activations_of_ours_alone():
     assert formatting.setting(runs[1]) == "tiny 1x8, activations within 0.001GiB"
 
 
+@pytest.mark.parametrize("what, modules", [("model", ["LlamaForCausalLM"]), ("layers", ["LlamaDecoderLayer"] * 4)])
+def test_every_provider_is_compiled(what, modules, monkeypatch):
+    pytest.importorskip("transformers")
+    compiled, of_torch = [], torch.nn.Module.compile
+
+    def compile_with_its_name(module):
+        compiled.append(type(module).__name__)
+        of_torch(module, backend="eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_with_its_name)
+    answers = Answers()
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], 1, [8], None, 1, torch.float32, compiled=what)
+    training.main(runs, answers)
+    assert not any("error" in run for run in answers), answers
+    assert abs(answers[0]["loss"] - answers[1]["loss"]) < 1e-5
+    plain, ours = compiled[: len(modules)], compiled[len(modules) :]
+    assert plain == modules and [name.removeprefix("Liger") for name in ours] == modules
+    assert formatting.setting(runs[1]) == f"tiny 1x8, compiled {what}"
+
+
 def test_a_sweep_doubles_until_memory_ends(monkeypatch, tmp_path):
     """What ran out of memory is not tried at larger sizes."""
     pytest.importorskip("transformers")
@@ -464,8 +484,9 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["tiny", "--activations", "much"], "budget: got 'much', allowed"),
         (["tiny", "--sweep", "batch"], "--sweep: needs an accelerator"),
         (["tiny", "--snapshot"], "--snapshot: needs an accelerator"),
+        (["tiny", "--compile", "layers", "--against", "compile"], "--against: got compile with --compile"),
     ],
-    ids=["model", "against", "longest", "activations", "sweep", "snapshot"],
+    ids=["model", "against", "longest", "activations", "sweep", "snapshot", "compile"],
 )
 def test_training_refuses(arguments, message, capsys):
     pytest.importorskip("transformers")

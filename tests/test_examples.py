@@ -14,6 +14,7 @@ from liger_hw import integrations
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
+    "cuda_graph": "transformers",
     "trainer_sft": "accelerate", "orpo": "accelerate", "medusa": "accelerate", "vision_sft": "accelerate",
     "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "lightning_sft": "lightning",
 }  # fmt: skip

@@ -55,6 +55,10 @@ def llama(hidden, intermediate, layers, heads, kv_heads, vocabulary, **more):
 
 MODELS = {
     "tiny": Model(llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=60, learning_rate=1e-3),
+    "0.5b": Model(
+        llama(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),  # Qwen2.5-0.5B's sizes
+        batch=8, seq=1024, steps=50, learning_rate=1e-4,
+    ),
     "1b": Model(
         llama(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
         batch=8, seq=1024, steps=50, learning_rate=1e-4,

@@ -191,7 +191,8 @@ def setting(run: dict) -> str:
     if "engine" in run:
         return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}"
     budget = f", activations within {run['activations']}" if run.get("activations") else ""
-    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}"
+    compiled = f", compiled {run['compiled']}" if run.get("compiled") else ""
+    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}{compiled}"
 
 
 def file_name(text: str, kind: str) -> str:

@@ -115,7 +115,7 @@ def choose(names, device) -> list[str]:
 
 def plan(
     models, providers, batch, seqs, checkpointing, steps, dtype, longest=False, activations=None, sweep=None,
-    snapshots=None,
+    snapshots=None, compiled=None,
 ) -> list[dict]:  # fmt: skip
     """List the runs: one dictionary of plain data for each.
 
@@ -129,6 +129,7 @@ def plan(
         activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
         sweep: "batch" or "seq", which doubles from `batch`, or the first of `seqs`, until no step fits the memory.
         snapshots: folder for the memory of a step of each run, or None.
+        compiled: what torch.compile gets after a provider's patch: "model", "layers" (each for itself), or None.
 
     Raises:
         ValueError: a model is unknown, or the budget.
@@ -142,7 +143,8 @@ def plan(
         for checkpointed in checkpointing or [setting.model.checkpointing]:
             for size, seq in _sizes(setting, batch, seqs, longest, sweep):
                 for provider in providers:
-                    asked = {"activations": activations, "sweep": sweep, "snapshots": snapshots and str(snapshots)}
+                    asked = {"activations": activations, "sweep": sweep, "snapshots": snapshots and str(snapshots),
+                             "compiled": compiled}  # fmt: skip
                     runs.append({
                         "model": name, "batch": size, "seq": seq, "checkpointing": checkpointed, "provider": provider,
                         "steps": steps, "dtype": str(dtype).removeprefix("torch."),
@@ -243,7 +245,7 @@ def main(group: list[dict], answers) -> None:
     for planned in group:
         try:
             trained = trained or build(planned, device)
-            with _provided(planned["provider"], trained.model, planned.get("activations")):
+            with _provided(planned, trained.model):
                 answers.send(_measured(trained, planned, device))
         except torch.OutOfMemoryError:
             answers.send({"error": "out of memory"})
@@ -296,17 +298,23 @@ def change(provider: str, model) -> None:
 
 
 @contextmanager
-def _provided(provider, model, budget):
-    """Apply a provider to `model` within the block; `budget`: of ours for activations."""
-    change(provider, model)
-    if provider == OURS and budget:
-        liger_hw.activations(model, budget)
+def _provided(planned, model):
+    """Apply a run's provider to `model` within the block, its budget for activations, and the compiler."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    change(planned["provider"], model)
+    if planned["provider"] == OURS and planned.get("activations"):
+        liger_hw.activations(model, planned["activations"])
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in {"model": [model], "layers": layers}.get(planned.get("compiled"), ()):
+        module.compile()
     try:
         yield
     finally:
         liger_hw.activations(model, None)
         liger_hw.unpatch(model)
-        model._compiled_call_impl = None  # torch has no method that undoes compile()
+        for module in (model, *layers):
+            module._compiled_call_impl = None  # torch has no method that undoes compile()
         torch._dynamo.reset()
 
 

@@ -62,6 +62,8 @@ def add(commands) -> None:
     option("--batch", type=common.positive, metavar="N", help="sequences in a batch (each model's own)")
     option("--seq", type=common.positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)")
     option("--checkpointing", choices=("on", "off", "both"), help="of activations (each model's own)")
+    option("--compile", choices=("layers", "model"),
+           help="compile every model after its patch, layer by layer or whole")  # fmt: skip
     option("--activations", metavar="BUDGET",
            help="train the patched model within this memory: 100GiB, a share such as 0.9, or auto")  # fmt: skip
     option("--sweep", choices=("batch", "seq"),
@@ -152,13 +154,18 @@ def bench_train(args) -> int | None:
             raise ValueError(f"--{name}: needs an accelerator, and torch finds none here")
     if args.longest and (args.sweep or args.snapshot):
         raise ValueError("--longest: got --sweep or --snapshot as well, allowed: one of the two")
+    if args.compile and training.COMPILE in _peers(args):
+        raise ValueError("--against: got compile with --compile, which compiles every library's model")
     providers = training.choose(_peers(args), device)
+    if args.compile:
+        providers = [name for name in providers if name != training.COMPILE]
     if args.ablate:
         providers.insert(-1, LOSS_ALONE)
     checkpointing = {"on": [True], "off": [False], "both": [False, True], None: None}[args.checkpointing]
     runs = training.plan(
         args.models or training.DEFAULT, providers, args.batch, args.seq, checkpointing, args.steps,
         _dtype(args, device), args.longest, args.activations, args.sweep, args.report if args.snapshot else None,
+        args.compile,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
     with console.progress() as progress:

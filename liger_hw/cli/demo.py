@@ -13,7 +13,9 @@ def add(commands) -> None:
         {"": "a tiny model, which a CPU can train", "--model 1b --against liger": "Llama-3.2-1B's sizes, on a GPU"},
         "one to two minutes on two CPU cores; on a GPU most of the time goes into building the models.",
     )  # fmt: skip
-    command.add_argument("--model", choices=("tiny", "1b", "8b"), default="tiny", help="its sizes; weights are random")
+    command.add_argument(
+        "--model", choices=("tiny", "0.5b", "1b", "8b"), default="tiny", help="its sizes; weights are random"
+    )
     command.add_argument("--steps", type=common.positive, metavar="N", help="optimiser steps of each run")
     command.add_argument("--batch", type=common.positive, metavar="N", help="sequences in a batch")
     command.add_argument("--seq", type=common.positive, metavar="N", help="tokens in a sequence")
