@@ -1,4 +1,4 @@
-"""Train with every step in one CUDA graph, where the host is slower than the GPU.
+"""Train with every step in one CUDA graph, which frees the host.
 
 python examples/cuda_graph.py                   # Qwen2.5-0.5B's sizes
 python examples/cuda_graph.py --no-graph        # to compare
@@ -17,7 +17,7 @@ WARM_UP = 3  # steps before the capture: they compile kernels and make the optim
 
 
 class Graphed:
-    """Capture `step(ids)` in a graph at the call after the warm-up, and replay it from then on."""
+    """Capture `step(ids)` in a graph after the warm-up, and replay it from then on."""
 
     def __init__(self, step, ids):
         self.step, self.ids = step, ids.clone()  # a graph reads and writes the same memory at every replay

@@ -3,7 +3,7 @@
     python tools/readme.py README.md benchmarks/{llama-1b,longest,train}-h200.json
                                                                                  of `liger-hw bench train`
     python tools/readme.py docs/speed.md benchmarks/h200.json                    ops, of `liger-hw bench`
-    python tools/readme.py docs/models_speed.md benchmarks/{models,llama,train,longest}-*h200*.json
+    python tools/readme.py docs/models_speed.md benchmarks/{models,llama,train,longest,sweep}-*h200*.json
                                                                                  models, of `liger-hw bench train`
     python tools/readme.py docs/losses.md benchmarks/h200-losses.json            losses, of `liger-hw bench losses`
     python tools/readme.py docs/distributed.md benchmarks/distributed-4xh200.json  of `liger-hw bench distributed`
@@ -117,6 +117,12 @@ def training(page: Path, benchmark: dict, stem: Path) -> str:
     return "\n\n".join([lead, markdown(formatting.TRAINING, rows), *pictures])
 
 
+def sweep(page: Path, benchmark: dict, stem: Path) -> str:
+    """Return the pictures of a batch or a sequence that was doubled."""
+    pictures = [_save(page, figure, stem, name) for name, figure in charts.training_figures(benchmark)]
+    return "\n\n".join([f"`{benchmark['command']}`, {benchmark['date']}:", *pictures])
+
+
 def sharded_table(benchmark: dict) -> str:
     """Return the table of a run of `liger-hw bench distributed`: a row for each length."""
     rows = []
@@ -218,6 +224,8 @@ def text_of(page: Path, benchmarks: dict) -> str:
         return "\n\n".join(map(sharded_table, benchmarks.values()))
     if page.name == "README.md":
         return headline(page, benchmarks)
+    sweeps = {stem: run for stem, run in benchmarks.items() if "sweep" in run["results"][0]}
+    benchmarks = {stem: run for stem, run in benchmarks.items() if stem not in sweeps}
     detailed = {
         stem: benchmark for stem, benchmark in benchmarks.items()
         if any(record["provider"] == "compile" or "longest" in record for record in benchmark["results"])
@@ -227,6 +235,7 @@ def text_of(page: Path, benchmarks: dict) -> str:
         stem = next(iter(detailed))
         results = [result for benchmark in detailed.values() for result in benchmark["results"]]
         parts.append(training(page, detailed[stem] | {"results": results}, stem))
+    parts += [sweep(page, run, stem) for stem, run in sweeps.items()]
     return "\n\n".join(parts)
 
 

@@ -212,7 +212,7 @@ def training_figures(benchmark: dict):
     pyplot = pictures_style()
     runs = {label: {name: record for name, record in records.items() if "error" not in record}
             for label, records in formatting.by_setting(benchmark).items()}  # fmt: skip
-    yield from _sweeps(benchmark["results"], pyplot)
+    yield from _sweeps(benchmark, pyplot)
     yield from memory_figures(benchmark)
     timed = {label: records for label, records in runs.items()
              if any("median" in r and "sweep" not in r for r in records.values())}  # fmt: skip
@@ -237,17 +237,17 @@ def training_figures(benchmark: dict):
         )  # fmt: skip
 
 
-def _sweeps(results, pyplot):
+def _sweeps(benchmark, pyplot):
     """Yield a figure of lines for each model that was swept over batches or sequences."""
-    groups = {}
-    for record in results:
+    groups, end = {}, ": lines end where the memory does" if benchmark.get("complete") else ""
+    for record in benchmark["results"]:
         if "sweep" in record:
             groups.setdefault((record["model"], record["checkpointing"], record["sweep"]), []).append(record)
     for (model, checkpointing, swept), records in groups.items():
         figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
         ticks = sorted({record[swept] for record in records})
         fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
-        title = f"{model}, {fixed}{', checkpointing' if checkpointing else ''}: lines end where the memory does"
+        title = f"{model}, {fixed}{', checkpointing' if checkpointing else ''}{end}"
         figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
         for axis, name, unit in zip(axes, ("tokens_per_second", "peak_bytes"), (1, GIB)):
             for provider in dict.fromkeys(record["provider"] for record in records):

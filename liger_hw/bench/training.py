@@ -299,7 +299,7 @@ def change(provider: str, model) -> None:
 
 @contextmanager
 def _provided(planned, model):
-    """Apply a run's provider to `model` within the block, its budget for activations, and the compiler."""
+    """Apply a run's provider, budget for activations and compiler to `model` within the block."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     change(planned["provider"], model)

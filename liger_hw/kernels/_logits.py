@@ -95,7 +95,7 @@ def padded_columns(X, at, beyond, cols: tl.constexpr, COLS: tl.constexpr, POLICY
 
 @triton.jit
 def add_powers(z, peak, total, VECTOR: tl.constexpr):
-    """Add a block to the running maximum and sum of powers of two of each vector of columns.
+    """Add a block to the running maximum and sum of powers of each vector.
 
     A lane has whole vectors. So none waits for another, and a column takes one exponential instead of two.
     """

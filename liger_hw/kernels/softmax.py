@@ -150,14 +150,8 @@ def _backward_config(cols, itemsize, device):
 
 
 @triton.jit
-def _vectors(X, cols: tl.constexpr, COLS: tl.constexpr):
-    """Return the columns of a lane's vector, for which a loop keeps one sum; 1 where no access is a vector."""
-    looped: tl.constexpr = cols > COLS and cols % 8 == 0
-    return 128 // X.dtype.element_ty.primitive_bitwidth if looped else 1
-
-
-@triton.jit
 def _split(x, VECTOR: tl.constexpr):
+    """Split columns into vectors, of which a loop over a long row keeps one number each."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // VECTOR, VECTOR))
 
 
@@ -215,7 +209,7 @@ def softmax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.
         tl.store(place, _replace_future(power / tl.sum(power, 1)[:, None], row, col, queries, 0.0), mask)
     else:
         # one maximum for a vector, not for each column, takes one exponential a column instead of two
-        VECTOR: tl.constexpr = _vectors(X, cols, COLS)
+        VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth if cols > COLS and cols % 8 == 0 else 1
         VECTORS: tl.constexpr = COLS // VECTOR
         peak, total = tl.full((ROWS, VECTORS), LOWEST_FINITE, tl.float32), tl.zeros((ROWS, VECTORS), tl.float32)
         for start in range(0, cols, COLS):
@@ -285,7 +279,7 @@ def _shifted(
 def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
-    VECTOR: tl.constexpr = _vectors(X, cols, COLS)
+    VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth if cols > COLS and cols % 8 == 0 else 1
     VECTORS: tl.constexpr = COLS // VECTOR
     peak = tl.full((ROWS, VECTORS), float("-inf"), tl.float32)
     for start in range(0, cols, COLS):
@@ -324,7 +318,7 @@ def sparsemax_forward(X, Y, rows, x_stride, queries, cols: tl.constexpr, ROWS: t
 def sparsemax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
-    VECTOR: tl.constexpr = _vectors(Y, cols, COLS)
+    VECTOR: tl.constexpr = 128 // Y.dtype.element_ty.primitive_bitwidth if cols > COLS and cols % 8 == 0 else 1
     VECTORS: tl.constexpr = COLS // VECTOR
     sums, sizes = tl.zeros((ROWS, VECTORS), tl.float32), tl.zeros((ROWS, VECTORS), tl.float32)
     for start in range(0, cols, COLS):
