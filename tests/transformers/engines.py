@@ -210,6 +210,25 @@ def learn_alike(engine, of_rank=unequal, alone=None, counted=False, evaluate=Fal
                     p -= RATE * grad
 
 
+def learn_the_same_with_planned_activations(engine, budget, steps=5):
+    """Hold a model under an engine and a budget of `liger_hw.activations` to itself without, bit for bit.
+
+    Ranks whose batches differ plan in different passes, and must communicate alike all the same.
+    """
+    model = tiny.model().to(device())
+    engines = [prepare(copy.deepcopy(model), engine) for _ in range(2)]
+    planned = liger_hw.activations(engines[0].model, budget, 0)
+    for _ in range(steps):
+        found, expected = (step(each, unequal(dist.get_rank())) for each in engines)
+        assert torch.equal(found.outputs.loss, expected.outputs.loss)
+        assert all(map(torch.equal, found.gradients, expected.gradients))
+        for each in engines:
+            each.step()
+    assert planned.plan is not None
+    kept = sum(layer.choice.nbytes for layer in planned.plan.layers)
+    assert kept <= budget and (kept > 0) == (budget > 0)
+
+
 def learn_alike_in_bf16(engine, precision, **config):
     """Hold a patched model with bf16 layers to fp32, with 5/4 of the room that the plain model takes there."""
     plain = tiny.model(**config).to(device())

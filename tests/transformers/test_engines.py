@@ -12,6 +12,7 @@ from engines import (
     labels_of_one_batch,
     learn_alike,
     learn_alike_in_bf16,
+    learn_the_same_with_planned_activations,
 )
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
@@ -60,6 +61,12 @@ def test_fsdp2_with_the_head_in_a_unit(unit, reshard, check):
 
 def test_fsdp2_with_the_embedding_in_the_head_s_unit(check):
     check(fsdp2, {"unit": ("model.embed_tokens", "lm_head"), "reshard": True}, **TIED)
+
+
+@pytest.mark.parametrize("budget", [0, 50_000, 2**40], ids=["recompute", "mixed", "keep"])
+@pytest.mark.parametrize("engine", [fsdp2, ddp])
+def test_planned_activations(engine, budget, ranks):
+    ranks(2, learn_the_same_with_planned_activations, engine, budget)
 
 
 @pytest.mark.parametrize("unit", UNITS)
