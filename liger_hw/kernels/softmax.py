@@ -151,7 +151,7 @@ def _backward_config(cols, itemsize, device):
 
 @triton.jit
 def _split(x, VECTOR: tl.constexpr):
-    """Split columns into vectors, of which a loop over a long row keeps one number each."""
+    """Split columns into vectors: a loop over a long row keeps one number of each."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // VECTOR, VECTOR))
 
 

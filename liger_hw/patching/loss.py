@@ -1,38 +1,22 @@
 """Compute the loss of a language model without its logits.
 
-`model.forward` arms the head (the output layer). The armed head returns `LazyLogits`. The model's own code scales, caps
-and slices them. The replaced loss function passes them to `fused_linear_cross_entropy`; so does torch's cross entropy,
-where the model calls it. The rest of the model's forward (its own labels, auxiliary losses, other outputs) runs
-unchanged.
-
-Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
-it until the backward, which comes next; under ZeRO-3 the logits keep it. A head that FSDP1 wraps by itself computes
-its logits, because FSDP1 frees the weight. Under tensor parallelism each rank keeps its part of the vocabulary
-(`column_parallel`).
+`model.forward` arms the head (the output layer, `head.py`). The armed head returns `LazyLogits`. The model's own code
+scales, caps and slices them. The replaced loss function passes them to `fused_linear_cross_entropy`; so does torch's
+cross entropy, where the model calls it. The rest of the model's forward (its own labels, auxiliary losses, other
+outputs) runs unchanged.
 """
 
-import contextlib
 import functools
 import inspect
-import threading
 import warnings
 
 import torch
 
-from liger_hw._torch import (
-    has_global_module_hooks,
-    is_plain,
-    keep_unsharded,
-    reshard_again,
-    saved_tensors_may_change,
-    transforms_active,
-)
 from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.patching.column_parallel import column_parallel_logits
-from liger_hw.patching.hooks import is_of_zero3
-from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, fuse, scale_and_softcap
+from liger_hw.patching.head import armed, match_head
+from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
 from liger_hw.patching.match import Match
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
@@ -160,109 +144,6 @@ def _first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-# Arming: `forward` of the model lets its head return lazy logits, for this call in this thread ------------------------
-
-
-@contextlib.contextmanager
-def _armed(model, heads, sources):
-    """Let the heads return lazy logits and append their source to `sources`; None disarms.
-
-    A nested call of the same model, such as a teacher's pass in a hook, arms the heads for itself. With None it does
-    not disarm heads that another model armed: an image model computes the loss of the text model that it calls.
-    """
-    thread = _thread()
-    before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
-    for head, armed_before in zip(heads, before):
-        if sources is not None or armed_before is None or armed_before[0] is model:
-            head.liger_armed[thread] = model, sources
-    try:
-        yield
-    finally:
-        for head, armed_before in zip(heads, before):
-            if sources is not None:
-                reshard_again(head.__dict__.pop("liger_kept", ()))
-            if armed_before is None:
-                head.liger_armed.pop(thread, None)
-            else:
-                head.liger_armed[thread] = armed_before
-
-
-def _thread():
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-def _only_multiplies(head):
-    """Tell whether a call of `head` only computes F.linear of its weight and bias.
-
-    Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
-    Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
-    """
-    hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
-    return "forward" not in head.__dict__ and all(_only_gathers(hook) for hook in hooks) and not _is_observed(head)
-
-
-def _is_observed(head):
-    """Tell whether a program may see calls of `head` without forward hooks."""
-    hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
-    return (
-        hasattr(head, "parametrizations")
-        or not all(_only_gathers(hook) for hook in hooks)
-        or has_global_module_hooks()
-        or saved_tensors_may_change()
-        or transforms_active()  # torch.func needs autograd functions of another form
-    )
-
-
-def _only_gathers(hook):
-    """Tell whether `hook` gathers and frees weights, and neither reads nor changes logits."""
-    of_fsdp2 = getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
-    return of_fsdp2 or is_of_zero3(hook)
-
-
-class HeadMatch(Match):
-    """Match of a linear head, whose logits may stay uncomputed."""
-
-    kind = "head"
-
-    def members(self, original):
-        def call(self, *args, **kwargs):
-            """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
-            # the attribute may be a parametrization, such as a spectral norm, which every read changes
-            weight = self._parameters.get("weight")
-            sharded = weight is not None and not is_plain(weight)
-            if sharded and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-                _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
-                if sources is not None and not _is_observed(self) and _computes_alike(self, args[0]):
-                    logits = column_parallel_logits(self, args[0])
-                    if logits is not None:
-                        return logits
-            return original.__call__(self, *args, **kwargs)
-
-        def forward(self, *args, **kwargs):
-            _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
-            if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
-                return original.forward(self, *args, **kwargs)
-            hidden, weight = args[0], self.weight
-            if not _computes_alike(self, hidden) or not is_plain(hidden, weight, self.bias):
-                return original.forward(self, hidden)
-            if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
-                self.__dict__.setdefault("liger_kept", []).extend(keep_unsharded(self))
-            if torch.compiler.is_compiling():
-                return TracedLogits.of(self, hidden)
-            logits = HeadFunction.apply(hidden, weight, self.bias)
-            sources.append(logits.cell.source)
-            return logits
-
-        return {"__call__": call, "forward": forward, "liger_is_head": True}
-
-
-def _computes_alike(head, hidden):
-    """Tell whether the ops compute the head in the dtypes and shapes of F.linear."""
-    alike = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-    alike = alike and hidden.shape[-1:] == head.weight.shape[-1:]  # DeepSpeed's ZenFlow gathers weights transposed
-    return alike and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits
-
-
 class CausalLMMatch(Match):
     """Match of a model that computes a loss; `options` name the op."""
 
@@ -293,7 +174,7 @@ class CausalLMMatch(Match):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             sources = [] if lazily else None
-            with _armed(self, heads, sources):
+            with armed(self, heads, sources):
                 outputs = original_forward(self, *args, **kwargs)
             if not lazily:
                 return outputs
@@ -385,11 +266,10 @@ def match_loss(model, **losses):
         return [owner], None
     head = head_of(model)
     copies = getattr(head, "modules_to_save", {})  # PEFT wraps a head that it trains
-    # another model around or inside this one may have patched the head already
-    heads = [m for m in (head, *copies.values()) if type(m) is torch.nn.Linear or getattr(m, "liger_is_head", False)]
-    if not heads:
+    found = [match_head(m) for m in (head, *copies.values())]
+    if all(matches is None for matches in found):
         return [], f"its head is a {type(head).__name__}, not a plain linear layer: logits are computed as before"
-    return [(m, HeadMatch()) for m in heads if type(m) is torch.nn.Linear] + [owner], None
+    return [pair for matches in found for pair in matches or ()] + [owner], None
 
 
 def head_of(model):

@@ -43,16 +43,111 @@ def swapped(model):
         ({}, True),
         ({"target_modules": "all-linear", "use_dora": True}, True),
         ({"target_modules": [*EVERYWHERE, "embed_tokens"]}, True),
-        ({"target_modules": [*EVERYWHERE, "lm_head"]}, False),
+        ({"target_modules": [*EVERYWHERE, "lm_head"]}, "adapted"),
+        ({"target_modules": [*EVERYWHERE, "lm_head"], "use_dora": True}, False),
+        ({"target_modules": ["lm_head"], "lora_bias": True}, False),
         ({"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}, True),
         ({"target_modules": ["o_proj"], "layers_to_transform": [1]}, True),
     ],
-    ids=["projections", "all linear, dora", "embedding", "head", "saved", "one layer"],
+    ids=["projections", "all linear, dora", "embedding", "head", "head, dora", "head, bias", "saved", "one layer"],
 )
 def test_any_layer(options, fused, patch_first):
     plain, patched = pair(patch_first, **options)
     assert swapped(patched) > 5
+    fused = not patch_first if fused == "adapted" else fused
     tiny.assert_learns_alike(plain, patched, fused=fused, **tiny.tokens())
+
+
+def pair_with_head(**options):
+    return pair(False, target_modules=["q_proj", "lm_head"], **options)
+
+
+def lora_head(model):
+    return model.get_output_embeddings()
+
+
+def test_two_adapters_of_the_head():
+    models = pair_with_head(lora_alpha=3)
+    for model in models:
+        torch.manual_seed(6)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+        model.add_adapter("second", config)
+        model.base_model.set_adapter(["default", "second"])
+    tiny.assert_learns_alike(*models, **tiny.tokens())
+    for model in models:
+        model.set_adapter("second")
+    tiny.assert_learns_alike(*models, **tiny.tokens())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])  # a softcap; a scale
+def test_head_with_further_steps(family):
+    tiny.assert_learns_alike(*pair_with_head(family=family), **tiny.tokens())
+
+
+def test_logits_of_an_adapted_head():
+    plain, patched = pair_with_head()
+    expected, found = (tiny.call(m, **tiny.tokens()) for m in (plain, patched))
+    torch.testing.assert_close(found.logits[..., :], expected.logits, rtol=1e-4, atol=1e-5)
+    for outputs, model in ((expected, plain), (found, patched)):
+        model.zero_grad()
+        (outputs.loss + outputs.logits.square().mean()).backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B", "base_layer", ""])
+def test_hooks_on_parts_of_the_head_are_called(part):
+    plain, patched = pair_with_head()
+    seen = {}
+    for name, model in (("plain", plain), ("patched", patched)):
+        module = lora_head(model).get_submodule(part)
+        module = module["default"] if isinstance(module, torch.nn.ModuleDict) else module
+        module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: out.detach().clone()}))
+    tiny.assert_learns_alike(plain, patched, fused=part == "lora_A", **tiny.tokens())
+    torch.testing.assert_close(seen["patched"], seen["plain"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_adapters_in_fp32_on_a_bf16_head(autocast):
+    """Only autocast multiplies both in one dtype."""
+    plain, patched = (m.to(torch.bfloat16) for m in pair_with_head())
+    for model in (plain, patched):
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data = parameter.data.float()
+    losses = []
+    for model in (plain, patched):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = tiny.call(model, **tiny.tokens())
+        losses.append(outputs.loss.detach())
+        outputs.loss.backward()
+    assert not tiny.is_lazy(outputs)
+    torch.testing.assert_close(*losses, rtol=0.02, atol=0)
+
+
+def test_head_in_bf16_under_autocast_of_fp32_weights():
+    """The loss is nearer to fp32's than the plain one, or as near: its logits round once."""
+    plain, patched = pair_with_head()
+    exact = tiny.call(copy.deepcopy(plain), **tiny.tokens()).loss
+    losses = []
+    for model in (plain, patched):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = tiny.call(model, **tiny.tokens())
+        losses.append(outputs.loss)
+        outputs.loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    assert tiny.is_lazy(outputs)
+    of_plain, of_patched = ((loss - exact).abs() for loss in losses)
+    assert of_patched <= 1.25 * of_plain + 1e-3 * exact
+
+
+def test_unpatched_adapted_head():
+    plain, patched = pair_with_head()
+    liger_hw.unpatch(patched)
+    assert not swapped(patched) and type(lora_head(patched)) is peft.tuners.lora.layer.Linear
+    assert torch.equal(tiny.call(patched, **tiny.tokens()).loss, tiny.call(plain, **tiny.tokens()).loss)
 
 
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
@@ -69,7 +164,7 @@ def test_activations_recomputed(target, reentrant):
     for model in (plain, patched):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    tiny.assert_learns_alike(plain, patched, fused=target != "lm_head", **tiny.tokens())
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
 
 
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
@@ -98,7 +193,7 @@ def test_merged_and_unmerged(target, patch_first):
     assert not [name for name, _ in patched.named_parameters() if "lora" in name]
     for model in (plain, patched):
         model.train().requires_grad_(True)  # an adapted model's own weights were frozen
-    tiny.assert_learns_alike(plain, patched, fused=target != "lm_head" or patch_first, **tiny.tokens())
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
 
 
 class Int8Linear(torch.nn.Linear):

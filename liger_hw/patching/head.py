@@ -1,0 +1,200 @@
+"""Let the head of a model, its output layer, return logits without memory.
+
+`armed` lets heads do so during one call of their model in one thread. Every other call, and one that a program may
+watch, runs the head's own forward.
+
+Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
+it until the backward, which comes next; under ZeRO-3 the logits keep it. A head that FSDP1 wraps by itself computes
+its logits, because FSDP1 frees the weight. Under tensor parallelism each rank keeps its part of the vocabulary
+(`column_parallel`).
+"""
+
+import contextlib
+import sys
+import threading
+
+import torch
+
+from liger_hw._torch import (
+    has_global_module_hooks,
+    is_plain,
+    keep_unsharded,
+    reshard_again,
+    saved_tensors_may_change,
+    transforms_active,
+)
+from liger_hw.checks import KERNEL_DTYPES
+from liger_hw.patching.column_parallel import column_parallel_logits
+from liger_hw.patching.hooks import is_of_zero3
+from liger_hw.patching.lazy_logits import HeadFunction
+from liger_hw.patching.match import Match
+from liger_hw.patching.traced_logits import TracedLogits
+
+
+@contextlib.contextmanager
+def armed(model, heads, sources):
+    """Let the heads return lazy logits and append their source to `sources`; None disarms.
+
+    A nested call of the same model, such as a teacher's pass in a hook, arms the heads for itself. With None it does
+    not disarm heads that another model armed: an image model computes the loss of the text model that it calls.
+    """
+    thread = _thread()
+    before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
+    for head, armed_before in zip(heads, before):
+        if sources is not None or armed_before is None or armed_before[0] is model:
+            head.liger_armed[thread] = model, sources
+    try:
+        yield
+    finally:
+        for head, armed_before in zip(heads, before):
+            if sources is not None:
+                reshard_again(head.__dict__.pop("liger_kept", ()))
+            if armed_before is None:
+                head.liger_armed.pop(thread, None)
+            else:
+                head.liger_armed[thread] = armed_before
+
+
+def _thread():
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _only_multiplies(head):
+    """Tell whether a call of `head` only computes F.linear of its weight and bias.
+
+    Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
+    Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
+    """
+    hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
+    return "forward" not in head.__dict__ and all(_only_gathers(hook) for hook in hooks) and not _is_observed(head)
+
+
+def _is_observed(head):
+    """Tell whether a program may see calls of `head` without forward hooks."""
+    hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
+    return (
+        hasattr(head, "parametrizations")
+        or not all(_only_gathers(hook) for hook in hooks)
+        or has_global_module_hooks()
+        or saved_tensors_may_change()
+        or transforms_active()  # torch.func needs autograd functions of another form
+    )
+
+
+def _only_gathers(hook):
+    """Tell whether `hook` gathers and frees weights, and neither reads nor changes logits."""
+    of_fsdp2 = getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
+    return of_fsdp2 or is_of_zero3(hook)
+
+
+class HeadMatch(Match):
+    """Match of a linear head, whose logits may stay uncomputed."""
+
+    kind = "head"
+
+    def members(self, original):
+        def call(self, *args, **kwargs):
+            """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
+            # the attribute may be a parametrization, such as a spectral norm, which every read changes
+            weight = self._parameters.get("weight")
+            sharded = weight is not None and not is_plain(weight)
+            if sharded and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+                _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+                if sources is not None and not _is_observed(self) and _computes_alike(self, args[0]):
+                    logits = column_parallel_logits(self, args[0])
+                    if logits is not None:
+                        return logits
+            return original.__call__(self, *args, **kwargs)
+
+        def forward(self, *args, **kwargs):
+            _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+            if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
+                return original.forward(self, *args, **kwargs)
+            hidden, weight = args[0], self.weight
+            if not _computes_alike(self, hidden) or not is_plain(hidden, weight, self.bias):
+                return original.forward(self, hidden)
+            if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
+                self.__dict__.setdefault("liger_kept", []).extend(keep_unsharded(self))
+            if torch.compiler.is_compiling():
+                return TracedLogits.of(self, hidden)
+            logits = HeadFunction.apply(hidden, weight, self.bias)
+            sources.append(logits.cell.source)
+            return logits
+
+        return {"__call__": call, "forward": forward, "liger_is_head": True}
+
+
+def _computes_alike(head, hidden):
+    """Tell whether the ops compute the head in the dtypes and shapes of F.linear."""
+    alike = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    alike = alike and hidden.shape[-1:] == head.weight.shape[-1:]  # DeepSpeed's ZenFlow gathers weights transposed
+    return alike and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits
+
+
+class LoraHeadMatch(Match):
+    """Match of PEFT's LoRA around a linear head.
+
+    It computes base(x) + the sum over adapters of B(A(dropout(x))) scaling. The columns of B become further columns of the weight, and A's outputs further hidden states. So the logits are one
+    product, which rounds once where PEFT's rounds each term and each sum.
+    """
+
+    kind = "lora_head"
+
+    def members(self, original):
+        def forward(self, x, *args, **kwargs):
+            _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+            if sources is None or args or kwargs or not _is_one_product(self, x):
+                return original.forward(self, x, *args, **kwargs)
+            hidden, weight = [x], [self.base_layer.weight]
+            for name in _adapters(self):
+                lora_a = self.lora_A[name]
+                states = lora_a(self.lora_dropout[name](x.to(lora_a.weight.dtype)))
+                hidden.append(states * self.scaling[name])
+                weight.append(self.lora_B[name].weight)
+            logits = HeadFunction.apply(torch.cat(hidden, -1), torch.cat(weight, 1), self.base_layer.bias)
+            sources.append(logits.cell.source)
+            return logits
+
+        return {"forward": forward, "liger_is_head": True}
+
+
+def _adapters(lora):
+    """Return the names of the active adapters that change this layer."""
+    return [name for name in lora.active_adapters if name in lora.lora_A]
+
+
+def _is_one_product(lora, x):
+    """Tell whether a call of PEFT's layer computes the sum of `LoraHeadMatch`, and nothing watches a part of it."""
+    if torch.compiler.is_compiling() or lora.disable_adapters or lora.merged:
+        return False
+    base, names = lora.base_layer, _adapters(lora)
+    linears = [base, *(part[name] for name in names for part in (lora.lora_A, lora.lora_B))]
+    return (
+        bool(names)
+        and not any(name in getattr(lora, "lora_variant", {}) for name in names)  # such as DoRA
+        and not any(getattr(lora, "use_dora", {}).get(name) for name in names)  # of PEFT before 0.16
+        and getattr(lora, "cast_input_dtype_enabled", True)
+        and all(_is_linear(m) and m.weight.dtype == base.weight.dtype and is_plain(m.weight) for m in linears)
+        and all(lora.lora_B[name].bias is None for name in names)
+        and all(map(_only_multiplies, (lora, base, *(lora.lora_B[name] for name in names))))
+        and is_plain(x)
+        and _computes_alike(base, x)
+    )
+
+
+def _is_linear(module):
+    return type(module) is torch.nn.Linear or getattr(module, "liger_is_head", False)
+
+
+def match_head(head):
+    """Return [(module, match)] of a head that can skip its logits, else None.
+
+    The list is empty where the head is patched already.
+    """
+    of_peft = sys.modules.get("peft.tuners.lora.layer")
+    if of_peft is not None and type(head) is of_peft.Linear and (base := match_head(head.base_layer)) is not None:
+        return [*base, (head, LoraHeadMatch())]
+    # another model around or inside this one may have patched the head already
+    if type(head) is torch.nn.Linear:
+        return [(head, HeadMatch())]
+    return [] if getattr(head, "liger_is_head", False) else None
