@@ -134,8 +134,9 @@ def _computes_alike(head, hidden):
 class LoraHeadMatch(Match):
     """Match of PEFT's LoRA around a linear head.
 
-    It computes base(x) + the sum over adapters of B(A(dropout(x))) scaling. The columns of B become further columns of the weight, and A's outputs further hidden states. So the logits are one
-    product, which rounds once where PEFT's rounds each term and each sum.
+    It computes base(x) + the sum over adapters of B(A(dropout(x))) scaling. The columns of B become further columns of
+    the weight, and A's outputs further hidden states. So the logits are one product, which rounds once where PEFT's
+    rounds each term and each sum.
     """
 
     kind = "lora_head"
@@ -164,7 +165,7 @@ def _adapters(lora):
 
 
 def _is_one_product(lora, x):
-    """Tell whether a call of PEFT's layer computes the sum of `LoraHeadMatch`, and nothing watches a part of it."""
+    """Tell whether PEFT's layer computes the sum of `LoraHeadMatch`, and nothing watches a part."""
     if torch.compiler.is_compiling() or lora.disable_adapters or lora.merged:
         return False
     base, names = lora.base_layer, _adapters(lora)
