@@ -197,7 +197,8 @@ def backends_for(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu" and not interpreting() and hooks.launch is None:
         raise RuntimeError(
             f"backend {name!r} is forced and runs Triton kernels, but the tensors are on {device}: move them to a GPU, "
-            f"set TRITON_INTERPRET=1 before importing liger_hw, or unset LIGER_HW_BACKEND"
+            f"set TRITON_INTERPRET=1 before importing liger_hw, or do not force it (leave the block of use_backend, or "
+            f"unset LIGER_HW_BACKEND)"
         )
     serving = target(name, device)
     return ("triton",) if serving.vendor == "cpu" else serving.backends[:-1]

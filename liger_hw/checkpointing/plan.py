@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from liger_hw import console
 from liger_hw.checkpointing.solver import KEEP, OFFLOAD, Choice
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass
@@ -85,13 +85,13 @@ class Plan:
             numbers, planned = [number for number, _ in members], members[0][1]
             held, host = planned.record.input_bytes + planned.choice.nbytes, planned.choice.offloaded
             rows.append((
-                _ranges(numbers), planned.labels(KEEP), planned.labels(OFFLOAD), f"{held / GIB:.3f}",
-                f"{host / GIB:.3f}", f"{planned.choice.seconds * 1e3:.2f}",
+                _ranges(numbers), planned.labels(KEEP), planned.labels(OFFLOAD), f"{held / MIB:,.1f}",
+                f"{host / MIB:,.1f}", f"{planned.choice.seconds * 1e3:.2f}",
             ))  # fmt: skip
-        header = "layers", "keeps beside its input", "offloads", "GiB", "GiB on the host", "ms saved"
+        header = "layers", "keeps beside its input", "offloads", "MiB", "MiB on the host", "ms saved"
         lines = [console.table(header, rows), ""]
         lines.append(
-            f"together {self.held_bytes / GIB:.2f} GiB, {self.offloaded_bytes / GIB:.2f} GiB on the host; "
+            f"together {self.held_bytes / MIB:,.1f} MiB, {self.offloaded_bytes / MIB:,.1f} MiB on the host; "
             f"{self.saved_seconds * 1e3:.1f} ms of recomputation saved"
         )
         if self.seconds is not None:

@@ -28,8 +28,7 @@ def patch_report(args) -> None:
     _say("")
     replaced = [{"class": cls, "modules": n, "op": op} for (cls, op), n in summary.replaced.items()]
     left = [{"class": cls, "modules": n, "reason": why} for (cls, why), n in summary.left.items()]
-    counts = f"{summary.replaced.total()} modules replaced, {summary.left.total()} left alone"
-    common.show(args, {"model": name, "replaced": replaced, "left": left}, f"{name}\n\n{summary}\n", counts)
+    common.show(args, {"model": name, "replaced": replaced, "left": left}, f"{name}\n", str(summary))
 
 
 def _say(step: str) -> None:

@@ -31,21 +31,25 @@ class PolicyOptions:
     """Options of the policy losses. Every policy loss takes these as keywords.
 
     Attributes:
-        loss_type: a key of `OBJECTIVES`.
-        beta: weight of the KL to the reference model; 0 for none.
+        loss_type: a key of `OBJECTIVES`. Default "dapo".
+        beta: weight of the KL to the reference model, whose log-probabilities or hidden states and weight the loss then
+            needs; 0 for none. Default 0.04.
         epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high] (DAPO's clip-higher if they
-            differ). "cispo" clips at epsilon_high alone.
-        delta: upper limit of the unclipped ratio (two-sided clipping, arXiv:2505.07291); None for no limit. Not for
-            "cispo", "sapo" and "vespo".
-        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071 eq. 7). "cispo", "sapo" and "vespo"
-            take "token" only.
-        temperature: divides the logits; give the temperature of the sampler.
-        kl_estimator: "k1", "k2" or "k3" (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+            differ). "cispo" clips at epsilon_high alone. Default 0.2 each.
+        delta: upper limit of the unclipped ratio (two-sided clipping, arXiv:2505.07291); None (default) for no limit.
+            Not for "cispo", "sapo" and "vespo".
+        importance_sampling_level: "token" (default), or "sequence" (GSPO, arXiv:2507.18071 eq. 7). "cispo", "sapo" and
+            "vespo" take "token" only.
+        temperature: divides the logits; give the temperature of the sampler. Default 1.
+        kl_estimator: "k1", "k2" or "k3" (Schulman 2020, http://joschu.net/blog/kl-approx.html). Default "k3".
         use_bias_correction_kl: multiply the KL by the ratio (the unbiased estimate of DeepSeek-V3.2, arXiv:2512.02556).
-        entropy_coef: weight of the entropy bonus; 0 for none.
-        max_completion_length: the constant length of "dr_grpo"; None for the length T of the tensors.
-        sapo_temperature_pos, sapo_temperature_neg: of "sapo", for advantages above 0 and for all others.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of "vespo", for advantages >= 0 and < 0.
+            Default False.
+        entropy_coef: weight of the entropy bonus; 0 (default) for none.
+        max_completion_length: the constant length of "dr_grpo"; None (default) for the length T of the tensors.
+        sapo_temperature_pos, sapo_temperature_neg: of "sapo", for advantages above 0 and for all others. Default 1 and
+            1.05.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of "vespo", for advantages >= 0 and < 0. Default
+            2, 3, 3 and 2.
     """
 
     loss_type: str = "dapo"
@@ -67,6 +71,8 @@ class PolicyOptions:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self):
+        as_option = 'another one with importance_sampling_level="sequence", which is GSPO'
+        check(self.loss_type != "gspo", "loss_type", "gspo", as_option)
         check_known("loss_type", self.loss_type, OBJECTIVES)
         levels = ("token", "sequence") if OBJECTIVES[self.loss_type] is clipped else ("token",)
         name = "importance_sampling_level"

@@ -27,7 +27,7 @@ def check_flags(flags):
         ValueError: a flag is unknown or not True, False or None, or both losses are True.
     """
     for name in flags:
-        check_known("flag", name, FLAGS)
+        check_known("flag", name, [*FLAGS, "activations"])  # a parameter of its own, which does not get here
     for name, value in flags.items():  # Axolotl passes None for a flag that its user left out
         check(value is None or isinstance(value, bool), name, repr(value), "True, False, or None for False")
     flags = FLAGS | flags

@@ -34,4 +34,6 @@ class Summary:
             for header, rows in (("replaced by", replaced), ("left alone because", left))
             if rows
         ]
-        return "\n\n".join(tables) or "it has no module that an op could serve"
+        if not tables:
+            return "it has no module that an op could serve"
+        return "\n\n".join([*tables, f"{self.replaced.total()} modules replaced, {self.left.total()} left alone"])

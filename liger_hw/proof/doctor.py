@@ -166,7 +166,12 @@ def _cases(op, dtype, device, backend) -> str | None:
 
 def _told(result: dict) -> str:
     passed, failed = (sum(cell[i] for cell in result["cells"]) for i in (4, 5))
-    kernels = f"{passed} cases of its kernels passed" + (f", {failed} FAILED" if failed else "")
+    where = ", ".join(dict.fromkeys(cell[1] for cell in result["cells"]))
+    dtypes = ", ".join(dict.fromkeys(cell[2] for cell in result["cells"]))
+    level = "in the interpreter as on" if interpreting() else "on"
+    kernels = f"{passed} cases of its kernels passed {level} {where} ({dtypes})" + (
+        f", {failed} FAILED" if failed else ""
+    )
     return (
         (kernels if passed + failed else f"right as {PLAIN}") if not result["plain"] else f"WRONG as {PLAIN}, {kernels}"
     )

@@ -45,7 +45,8 @@ def test_summary_says_what_was_done(caplog):
     assert summary.replaced["ApertusAttention", "rope"] == 2
     (why,) = [why for name, why in summary.left if name == "ApertusMLP"]
     assert why == "no supported activation between its two linear layers" and summary.left["ApertusMLP", why] == 2
-    replaced, left = str(summary).split("\n\n")
+    replaced, left, counts = str(summary).split("\n\n")
+    assert counts == f"{summary.replaced.total()} modules replaced, {summary.left.total()} left alone"
     assert "replaced by" in replaced and "loss: computed without logits" in replaced and "ApertusRMSNorm" in replaced
     assert "left alone because" in left and "ApertusMLP" in left
 
