@@ -235,8 +235,9 @@ CASES = {
             gated_shape(TOKENS * 32, 128, activation="sigmoid", casting_mode="gemma"),  # Kimi Linear
             gated_shape(TOKENS, 5120, gate_first=True),  # Mamba2-2.7B
             gated_shape(TOKENS, 8192, gate_first=True, group_size=1024),  # Nemotron-H-8B
+            gated_shape(TOKENS, 4096), gated_shape(2048, 16384, gate_first=True),
         ],
-        [gated_shape(TOKENS, 4096), gated_shape(2048, 16384, gate_first=True), gated_shape(16, 2048)],
+        [gated_shape(16, 2048)],
     ),
     "modulated_rms_norm": OpCases(
         modulated_rms_norms, wide_modulated_rms_norms,
