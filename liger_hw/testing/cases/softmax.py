@@ -13,6 +13,7 @@ def rows_of_scores(new):
     for shape in [(5, 123), (3, 1024), (1, 8), (33, 64), (7, 1), (2, 3, 2500), (0, 16), (9,)]:
         yield (new.randn(*shape),), {}
     yield (new.randn(2, 33001),), {}  # looped
+    yield (new.randn(2, 33000),), {}  # looped, in whole vectors
     yield (new.randn(3, 40, grad=False),), {}
     masked = ((0, slice(1, None, 2)), -inf), ((1, slice(1, None)), -inf), (2, -inf)
     yield (put(new.randn(6, 40), *masked, ((3, 2), nan), ((4, 3), inf)),), {}
