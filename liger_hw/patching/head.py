@@ -165,8 +165,11 @@ def _adapters(lora):
 
 
 def _is_one_product(lora, x):
-    """Tell whether PEFT's layer computes the sum of `LoraHeadMatch`, and nothing watches a part."""
-    if torch.compiler.is_compiling() or lora.disable_adapters or lora.merged:
+    """Tell whether PEFT's layer computes the sum of `LoraHeadMatch`, and nothing watches a part.
+
+    The logits of few rows take less memory than the copy of the weight and its gradient.
+    """
+    if torch.compiler.is_compiling() or lora.disable_adapters or lora.merged or 2 * x.shape[:-1].numel() < x.shape[-1]:
         return False
     base, names = lora.base_layer, _adapters(lora)
     linears = [base, *(part[name] for name in names for part in (lora.lora_A, lora.lora_B))]

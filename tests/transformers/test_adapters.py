@@ -66,6 +66,11 @@ def lora_head(model):
     return model.get_output_embeddings()
 
 
+def test_few_rows_compute_their_logits():
+    """A copy of the weight would take more memory."""
+    tiny.assert_learns_alike(*pair_with_head(), fused=False, **tiny.tokens(batch=1, length=9))
+
+
 def test_two_adapters_of_the_head():
     models = pair_with_head(lora_alpha=3)
     for model in models:

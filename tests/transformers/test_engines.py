@@ -128,4 +128,4 @@ def with_lora(model):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_lora_of_the_head(engine, check):
-    check(ENGINES[engine], change=with_lora)
+    check(ENGINES[engine], change=with_lora, hidden_size=32)
