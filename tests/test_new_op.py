@@ -86,14 +86,19 @@ def test_info_shows_its_launches(checkout):
 
 
 def test_the_op_of_a_program(tmp_path):
-    """Of the guide; and its check fails where the gradient is wrong."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "own_op.md").read_text(), re.S)
-    wrong = code.replace("2 * scale * x * dy", "scale * x * dy")
+    """Both programs of the guide; and their checks fail where a gradient is wrong."""
+    code, learned = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "own_op.md").read_text(), re.S)
+    programs = {
+        "own_op": code, "wrong": code.replace("2 * scale * x * dy", "scale * x * dy"),
+        "learned": learned, "wrong_sum": learned.replace("tl.sum(x * x * dy)", "tl.sum(x * dy)"),
+    }  # fmt: skip
     environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "", "PYTHONPATH": str(ROOT)}
-    results = []
-    for name, text in (("own_op", code), ("wrong", wrong)):
+    results = {}
+    for name, text in programs.items():
         (tmp_path / f"{name}.py").write_text(text)
         command = [sys.executable, f"{name}.py"]
-        results.append(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True))
-    assert results[0].returncode == 0 and results[0].stdout.count("passed") == 3, results[0].stderr
-    assert wrong != code and "AssertionError: output 1 of scaled_square on nvidia" in results[1].stderr
+        results[name] = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    for name in ("own_op", "learned"):
+        assert results[name].returncode == 0 and results[name].stdout.count("passed") == 3, results[name].stderr
+    assert "AssertionError: output 1 of scaled_square on nvidia" in results["wrong"].stderr
+    assert "AssertionError: output 2 of learned_square on nvidia" in results["wrong_sum"].stderr
