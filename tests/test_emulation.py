@@ -308,7 +308,7 @@ def test_a_loop_to_lower_addresses_loses_stores_where_bounds_are_checked_without
 
 
 def test_scratch_is_reached_by_buffer_instructions():
-    """gfx90a has no instructions of scratch: a descriptor in the first registers stands for it."""
+    """On gfx90a a kernel that spills addresses its scratch by a descriptor in registers."""
     torch.manual_seed(0)
     sizes = (2, 16, 21), (336, 288), (288,), (1,), (1,), (1,)
     inputs = tuple(torch.randn(size, requires_grad=True) for size in sizes)

@@ -176,7 +176,7 @@ def _is_one_product(lora, x):
     return (
         bool(names)
         and not any(name in getattr(lora, "lora_variant", {}) for name in names)  # such as DoRA
-        and not any(getattr(lora, "use_dora", {}).get(name) for name in names)  # of PEFT before 0.16
+        and not any(getattr(lora, "use_dora", {}).get(name) for name in names)  # of older versions of PEFT
         and getattr(lora, "cast_input_dtype_enabled", True)
         and all(_is_linear(m) and m.weight.dtype == base.weight.dtype and is_plain(m.weight) for m in linears)
         and all(lora.lora_B[name].bias is None for name in names)
