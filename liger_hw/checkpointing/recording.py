@@ -121,6 +121,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self.end = self.clock.now()
         self.hooks.__exit__(*error)
+        self.hooks = None  # it refers to this recorder: the cycle would hold the layer's input beyond the pass
         storages = [x.untyped_storage() for x, packed in self.saved if packed() is not None]  # in a graph that is alive
         self.saved_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.saved.clear()

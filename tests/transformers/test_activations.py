@@ -1,6 +1,7 @@
 """liger_hw.activations: no plan changes a number, and the plan predicts what the layers hold."""
 
 import copy
+import gc
 import json
 import pickle
 
@@ -262,6 +263,21 @@ def test_a_second_backward(stack):
             stack.zero_grad()
             loss.backward(retain_graph=True)
             assert_same_bits([p.grad for p in stack.parameters()], expected[1:])
+
+
+def test_a_pass_leaves_no_tensors(stack):
+    """Reference cycles would hold the layers' inputs until Python collects them."""
+    liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
+    gc.collect()
+    gc.disable()
+    try:
+        for phase in ("warm up", "record", "time", "prove", "check", "run"):
+            stack.zero_grad()
+            stack(torch.randn(32, 128)).square().mean().backward()
+            left = [type(x) for x in gc.get_objects() if type(x) is torch.Tensor and x.shape[:1] == (32,)]
+            assert not left, phase
+    finally:
+        gc.enable()
 
 
 def test_copies_checkpoint_whole_layers(stack):
