@@ -18,7 +18,9 @@ def record(sizes, saved=None, seconds=1.0):
 
 
 def planned(records, before, host=0, link=2.0**50):
-    limits = Limits([(size + 0.1) * MIB for size in before], host, link)  # bytes are rounded up to cells
+    """Solve; `before` is MiB beyond the inputs."""
+    inputs = [sum(each.input_bytes for each in records[:part]) for part in range(len(before))]
+    limits = Limits([(size + 0.1) * MIB + more for size, more in zip(before, inputs)], host, link)  # cells round up
     return solve([choices_of(each, limits, len(records)) for each in records], limits)
 
 
@@ -46,7 +48,7 @@ def test_the_best_of_all_combinations():
 def test_later_layers_keep_more_where_gradients_fill_the_memory():
     """A layer may hold little before the backward of the first ones, when gradients exist."""
     choices = planned([record([(10, 1.0)])] * 4, [0, 0, 10, 20, 40])
-    assert [choice.nbytes // MIB for choice in choices] == [0, 10, 10, 10]
+    assert [choice.nbytes // MIB for choice in choices] == [1, 11, 11, 11]
 
 
 def test_offloads_what_the_link_moves_in_a_forward_but_not_from_the_last_layer():
@@ -55,6 +57,19 @@ def test_offloads_what_the_link_moves_in_a_forward_but_not_from_the_last_layer()
     assert [choice.offloaded // MIB for choice in choices] == [10, 10, 0]
     assert all(action == OFFLOAD and place == 0 for choice in choices[:2] for place, action in choice.actions)
     assert planned(records, [10, 10, 10, 10], host=29 * MIB)[0].offloaded == 0  # a third of the host's memory is less
+
+
+def test_inputs_leave_where_they_do_not_fit_or_make_room():
+    """Without the first two inputs the budget fits, or a layer keeps its result; the last input stays."""
+    records = [record([(3, 1.0)])] * 3
+    for each in records:
+        each.input_can_leave = True
+    for before, kept in (([0, 0, -1, -2], 1), ([9, 9, 9, 1], 4)):
+        choices = planned(records, before, host=3 * MIB)  # 1 MiB a layer: the input alone
+        assert [choice.offloads_input for choice in choices] == [True, True, False]
+        assert sum(choice.nbytes for choice in choices) == kept * MIB
+    assert planned(records, [0, 0, -1, -2]) is None
+    assert not any(choice.offloaded for choice in planned(records, [9, 9, 9, 9], host=3 * MIB, link=100 * MIB))
 
 
 def test_nothing_fits():

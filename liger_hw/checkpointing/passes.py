@@ -5,7 +5,7 @@ import functools
 import logging
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
@@ -18,8 +18,8 @@ from liger_hw.checkpointing.operations import tensors_in
 from liger_hw.checkpointing.plan import GIB, Plan, PlannedLayer
 from liger_hw.checkpointing.recording import Clock, Record, Recorder
 from liger_hw.checkpointing.replay import Frame, checkpointed
-from liger_hw.checkpointing.solver import NOTHING, Limits, choices_of, solve
-from liger_hw.checkpointing.transfers import Transfers
+from liger_hw.checkpointing.solver import Limits, choices_of, nothing, solve
+from liger_hw.checkpointing.transfers import Transfers, buffer_bytes
 from liger_hw.checks import refuse
 
 logger = logging.getLogger("liger_hw")
@@ -27,6 +27,7 @@ logger = logging.getLogger("liger_hw")
 WARM_UP, RECORD, TIME, PROVE, CHECK, RUN = "warm up", "record", "time", "prove", "check", "run"
 FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of layers that transformers reads
 MEASURED = WARM_UP, RECORD, TIME  # passes that recompute every layer, before a plan
+LARGE_INPUTS = 0.25  # of the free memory: if the inputs of all layers take more, measured passes offload them
 MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
 GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
 WATCHED = 64  # passes after a plan in which that memory is watched; the optimizer's state appears in the first ones
@@ -68,8 +69,10 @@ class Pass:
         kind: (whether gradients exist, whether the forward before has had no backward), of which memory depends.
         base: bytes allocated at its start.
         tokens: values of the hidden states.
+        offloads_inputs: of its layers, except of the last.
         start, end: points of time.
         layers: called so far.
+        inputs: bytes of the hidden states that enter each of them.
         recorders: of the layers.
         peaks: number of layers that were still to go backward -> peak bytes in that part; that of the forward last.
         frame: of the layer called last, or None.
@@ -79,9 +82,11 @@ class Pass:
     kind: tuple
     base: int
     tokens: int
+    offloads_inputs: bool
     start: object
     end: object = None
     layers: list = field(default_factory=list)
+    inputs: list = field(default_factory=list)
     recorders: list = field(default_factory=list)
     peaks: dict = field(default_factory=dict)
     frame: object = None
@@ -91,15 +96,16 @@ class Pass:
     def complete(self):
         return self.end is not None
 
-    def timeline(self, count):
-        """Return the peak above the base in each part of the pass.
+    def timeline(self):
+        """Return the peak above the base in each part of the pass, without the inputs of the layers still to go.
 
         The first part is the first layer's backward, the last part the forward. A layer without gradients counts to the
         part before.
         """
         above = []
-        for part in range(count + 1):
-            above.append(self.peaks[part] - self.base if part in self.peaks else above[-1])
+        for part in range(len(self.layers) + 1):
+            present = self.inputs[:part][-1:] if self.offloads_inputs else self.inputs[:part]  # one arrives ahead
+            above.append(self.peaks[part] - self.base - sum(present) if part in self.peaks else above[-1])
         return above
 
 
@@ -123,7 +129,7 @@ class Activations:
         self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
         self.plan, self.current, self.link = None, None, None
         self.ahead, self.tokens, self.passes, self.refused_now = deque(MEASURED), 0, 0, False
-        self.stopped = False
+        self.stopped, self.large_inputs = False, False
         self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
         self.layers, self.former = layers, []
         self.take_layers()
@@ -188,20 +194,26 @@ class Activations:
         current = self.current
         index = len(current.layers)
         current.layers.append(layer)
-        contexts, frame, actions = checkpoint.noop_context_fn, None, ()
-        if current.phase == RECORD:
-            current.recorders.append(Recorder(layer, hidden, self.clock))
-            contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
-        elif self.plan is not None and current.phase not in MEASURED and self._is_planned(index, layer):
+        current.inputs.append(hidden.nbytes)
+        contexts, checkpoints, frame = checkpoint.noop_context_fn, True, Frame({}, self.transfers)
+        if current.phase in MEASURED:
+            if current.offloads_inputs and index < len(self.layers) - 1:
+                frame = Frame({}, self.transfers, hidden)
+            if current.phase == RECORD:
+                can_leave = self.transfers.can_copy(hidden) and any(x is hidden for x in args)
+                current.recorders.append(Recorder(layer, hidden, can_leave, self.clock))
+                contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
+        elif self.plan is not None and self._is_planned(index, layer):
             planned = self.plan.layers[index]
-            actions = planned.choice.actions
-            if actions:
+            checkpoints = planned.choice.actions is not None
+            if planned.choice.actions:
                 prove = functools.partial(self._refuse, planned.record) if current.phase == PROVE else None
-                frame = Frame(planned.actions(), self.transfers, prove)
-                contexts = frame.contexts
-        results = function(*args) if actions is None else checkpointed(function, args, contexts)
+                actions, leaving = planned.actions(), hidden if planned.choice.offloads_input else None
+                frame = Frame(actions, self.transfers, leaving, prove)
+                contexts = frame.contexts if actions else contexts
+        results = checkpointed(function, args, contexts, frame.saves_inputs) if checkpoints else function(*args)
         self._watch(current, index, results)
-        self.transfers.release(frame.offloaded if frame else 0)
+        self.transfers.release(frame.offloaded)
         current.frame = frame
         return results
 
@@ -243,9 +255,11 @@ class Activations:
         known = self.timelines.get(kind)
         base = self._allocated() if self.ahead or known is None or self.passes < WATCHED else 0
         grown, self.tokens = hidden.numel() > self.tokens, max(hidden.numel(), self.tokens)
-        if grown and self.records and not self.stopped:
-            logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
-            self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
+        if grown and not self.stopped:
+            if self.records:
+                logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
+                self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
+            self.large_inputs = self._has_large_inputs(hidden)
         elif self.plan is not None and known is None:
             self.ahead.appendleft(TIME)
         elif self.plan is not None and base > known[0] + GROWTH * self.plan.budget:
@@ -255,7 +269,9 @@ class Activations:
         self.passes += 1
         if phase in (WARM_UP, TIME, CHECK):
             self._peak()
-        self.current = Pass(phase, kind, base, hidden.numel(), self.clock.now() if phase != RUN else None)
+        start = self.clock.now() if phase != RUN else None
+        offloads = phase in MEASURED and self.large_inputs
+        self.current = Pass(phase, kind, base, hidden.numel(), offloads, start)
 
     def _finish(self, current):
         """End a pass: its backward is done."""
@@ -263,7 +279,9 @@ class Activations:
         if current.phase in (WARM_UP, TIME, CHECK):
             current.peaks[0] = self._peak()
         if current.phase == WARM_UP:
-            self._check_budget(max(current.peaks.values()))
+            timeline = current.timeline()
+            needed = max(timeline) if self.host_bytes else max(self._with_inputs(timeline, current.inputs))
+            self._check_budget(current.base + needed)
 
     def _conclude(self, done):
         if not done.complete:
@@ -277,7 +295,7 @@ class Activations:
             records = [recorder.record().scaled(scale) for recorder in done.recorders]
             self.records = list(zip(done.layers, records))
         elif done.phase == TIME:
-            self.timelines[done.kind] = done.base, [scale * above for above in done.timeline(len(self.records))]
+            self.timelines[done.kind] = done.base, [scale * above for above in done.timeline()]
             self.seconds = scale * self.clock.between(done.start, done.end)
             self._make_plan()
         elif done.phase == PROVE and self.refused_now:
@@ -320,14 +338,16 @@ class Activations:
             by_structure.setdefault(record.structure, []).append(record)
         typical = {structure: _typical(records) for structure, records in by_structure.items()}
         choices = {
-            structure: [NOTHING]  # ranks may plan differently, but must communicate alike
+            structure: [nothing(record)]  # ranks may plan differently, but must communicate alike
             if record.collective
             else choices_of(record, limits, len(self.records), self.refused.get(structure, ()))
             for structure, record in typical.items()
         }
         chosen = solve([choices[record.structure] for _, record in self.records], limits)
         if chosen is None and self.plan is None:
-            self._check_budget(max(base + max(above) for base, above in self.timelines.values()))
+            inputs = [record.input_bytes for _, record in self.records]
+            peaks = [base + max(self._with_inputs(above, inputs)) for base, above in self.timelines.values()]
+            self._check_budget(max(peaks), fits=False)
         elif chosen is None:
             logger.warning(
                 "liger_hw.activations: tensors outside the layers have grown, and nothing fits %.1f GiB any more, so "
@@ -360,14 +380,28 @@ class Activations:
             return free + torch.accelerator.memory_reserved(self.device) - MARGIN * total
         return self.budget
 
-    def _check_budget(self, peak):
-        """Refuse a budget below the `peak` of a pass that recomputes every layer."""
+    def _check_budget(self, peak, fits=True):
+        """Refuse a budget below the `peak` of a pass that recomputes every layer, or one that is known not to fit."""
         budget = self._budget_bytes()
-        if peak > budget:
+        if peak > budget or not fits:
             refuse(
                 "budget", f"{budget / GIB:.2f} GiB",
                 f"at least {peak / GIB:.2f} GiB, the peak of a pass that recomputes every layer; or a smaller batch",
             )  # fmt: skip
+
+    def _has_large_inputs(self, hidden):
+        """Tell whether the layers' inputs take much of the free memory, and the host has room for them."""
+        if not self._counts or buffer_bytes(hidden.nbytes) * len(self.layers) > self.host_bytes:
+            return False
+        room = torch.accelerator.get_memory_info(self.device)[0] + torch.accelerator.memory_reserved(self.device)
+        if self.budget != "auto":
+            room = min(room, self.budget)
+        return hidden.nbytes * len(self.layers) > LARGE_INPUTS * (room - self._allocated())
+
+    @staticmethod
+    def _with_inputs(timeline, inputs):
+        """Return the peaks of a pass that offloads nothing."""
+        return [above + sum(inputs[:part]) for part, above in enumerate(timeline)]
 
     # the device's memory ----------------------------------------------------------------------------------------------
 
@@ -404,4 +438,4 @@ def _typical(records) -> Record:
         for place, op in enumerate(records[0].operations)
     ]
     first, seconds = records[0], median(record.seconds for record in records)
-    return Record(operations, first.saved_bytes, first.input_bytes, seconds, first.collective)
+    return replace(first, operations=operations, seconds=seconds)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from liger_hw import console
-from liger_hw.checkpointing.solver import KEEP, OFFLOAD, Choice
+from liger_hw.checkpointing.solver import INPUT, KEEP, OFFLOAD, Choice
 
 MIB, GIB = 2**20, 2**30
 
@@ -26,14 +26,16 @@ class PlannedLayer:
     def actions(self) -> dict:
         """Return position -> (operation, whether its results go to host memory)."""
         operations = self.record.operations
-        return {place: (operations[place].operation, action == OFFLOAD) for place, action in self.choice.actions}
+        places = [(place, action == OFFLOAD) for place, action in self.choice.actions if place != INPUT]
+        return {place: (operations[place].operation, leaves) for place, leaves in places}
 
     def labels(self, action) -> str:
         """Name the operations with `action`."""
         if self.choice.actions is None:
             return "all that autograd saves" if action == KEEP else "-"
         chosen = [place for place, chosen in self.choice.actions if chosen == action]
-        names = Counter(self.record.operations[place].label.rpartition(".")[2] for place in chosen)
+        labels = ["input" if place == INPUT else self.record.operations[place].label for place in chosen]
+        names = Counter(label.rpartition(".")[2] for label in labels)
         return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in names.items()) or "-"
 
 
@@ -60,7 +62,7 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Return the device memory that the layers hold between forward and backward."""
-        return sum(planned.record.input_bytes + planned.choice.nbytes for planned in self.layers)
+        return sum(planned.choice.nbytes for planned in self.layers)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -83,10 +85,10 @@ class Plan:
         rows = []
         for members in groups.values():
             numbers, planned = [number for number, _ in members], members[0][1]
-            held, host = planned.record.input_bytes + planned.choice.nbytes, planned.choice.offloaded
+            choice = planned.choice
             rows.append((
-                _ranges(numbers), planned.labels(KEEP), planned.labels(OFFLOAD), f"{held / MIB:,.1f}",
-                f"{host / MIB:,.1f}", f"{planned.choice.seconds * 1e3:.2f}",
+                _ranges(numbers), planned.labels(KEEP), planned.labels(OFFLOAD), f"{choice.nbytes / MIB:,.1f}",
+                f"{choice.offloaded / MIB:,.1f}", f"{choice.seconds * 1e3:.2f}",
             ))  # fmt: skip
         header = "layers", "keeps beside its input", "offloads", "MiB", "MiB on the host", "ms saved"
         lines = [console.table(header, rows), ""]

@@ -40,6 +40,7 @@ class Record:
         input_bytes: memory of the hidden states that enter it.
         seconds: time of the forward.
         collective: it communicates with other ranks.
+        input_can_leave: the hidden states can be offloaded until the backward.
     """
 
     operations: list = field(default_factory=list)
@@ -47,6 +48,7 @@ class Record:
     input_bytes: int = 0
     seconds: float = 0.0
     collective: bool = False
+    input_can_leave: bool = False
 
     def scaled(self, factor):
         """Return the record of a call with `factor` times the tokens."""
@@ -54,12 +56,13 @@ class Record:
             replace(op, nbytes=round(factor * op.nbytes), seconds=factor * op.seconds) for op in self.operations
         ]
         sizes = (round(factor * size) for size in (self.saved_bytes, self.input_bytes))
-        return Record(operations, *sizes, factor * self.seconds, self.collective)
+        return Record(operations, *sizes, factor * self.seconds, self.collective, self.input_can_leave)
 
     @property
     def structure(self):
         """Return a value that calls with the same operations and sizes share."""
-        return tuple((op.operation, op.label, op.nbytes, op.keepable) for op in self.operations), self.saved_bytes
+        operations = tuple((op.operation, op.label, op.nbytes, op.keepable) for op in self.operations)
+        return operations, self.saved_bytes, self.input_bytes, self.input_can_leave
 
 
 class Clock:
@@ -90,13 +93,14 @@ class Recorder(TorchDispatchMode):
     Args:
         layer: the module.
         hidden: the hidden states that enter it.
+        can_leave: they can be offloaded.
         clock: the clock of their device.
     """
 
-    def __init__(self, layer, hidden, clock):
+    def __init__(self, layer, hidden, can_leave, clock):
         super().__init__()
         self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
-        self.input_bytes = hidden.nbytes
+        self.input_bytes, self.input_can_leave = hidden.nbytes, can_leave
         self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in layer.named_parameters() if is_plain(p)}
         self.made = {}  # memory -> the operation that allocated it, or None
         self.saved = []  # (a saved tensor, a reference to checkpointing's holder of it)
@@ -175,4 +179,7 @@ class Recorder(TorchDispatchMode):
         for operation, (start, end) in zip(self.operations, self.times):
             operation.seconds = self.clock.between(start, end)
         seconds = self.clock.between(self.start, self.end)
-        return Record(self.operations[: self.last], self.saved_bytes, self.input_bytes, seconds, self.collective)
+        operations = self.operations[: self.last]
+        return Record(
+            operations, self.saved_bytes, self.input_bytes, seconds, self.collective, self.input_can_leave
+        )  # fmt: skip

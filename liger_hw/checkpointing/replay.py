@@ -4,12 +4,15 @@
 numbered alike in both runs.
 """
 
+import contextlib
+import weakref
+
 import torch
 from torch.utils import checkpoint
 
 from liger_hw._torch import TorchDispatchMode, alias, backward_keeps_graph
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, tensors_in, written
-from liger_hw.checkpointing.transfers import Offloaded
+from liger_hw.checkpointing.transfers import CHANGED, Offloaded
 
 
 class Kept:
@@ -25,10 +28,7 @@ class Kept:
             RuntimeError: the program has written to it.
         """
         if self.x._version != self.version:
-            raise RuntimeError(
-                "a result of a layer's forward that liger_hw.activations kept was changed in place after the layer: "
-                "undo the plan (liger_hw.activations(model, None)), or change a copy"
-            )
+            raise RuntimeError(CHANGED)
         return alias(self.x)  # autograd gives the result of each recomputation a history
 
 
@@ -38,12 +38,31 @@ class Frame:
     Args:
         actions: position of an operation -> (operation, whether its results go to host memory).
         transfers: copies to host memory.
+        hidden: the layer's input, if it goes to host memory, or None.
         prove: function of positions whose kept results differ from recomputed ones. With it the recomputation runs
             kept operations too and compares; None: it uses kept results.
     """
 
-    def __init__(self, actions, transfers, prove=None):
+    def __init__(self, actions, transfers, hidden=None, prove=None):
         self.actions, self.transfers, self.prove, self.results = actions, transfers, prove, {}
+        self.hidden = hidden if hidden is not None and transfers.can_copy(hidden) else None
+        self.input = None  # a weak reference to the `Offloaded` of the layer's input
+
+    def saves_inputs(self):
+        """Return the context in which torch's checkpointing saves the layer's inputs."""
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            return contextlib.nullcontext()
+        identity = _identity(hidden)
+
+        def save(x):
+            if self.input is not None or _identity(x) != identity:
+                return x
+            offloaded = Offloaded(x, self.transfers)
+            self.input = weakref.ref(offloaded)
+            return offloaded
+
+        return torch.autograd.graph.saved_tensors_hooks(save, _saved_input)
 
     def contexts(self):
         """Return the contexts of the forward and of the recomputation, for `torch.utils.checkpoint`."""
@@ -100,14 +119,25 @@ class Frame:
     @property
     def offloaded(self) -> int:
         """Return the number of tensors in host memory."""
-        return sum(isinstance(x, Offloaded) for _, results in self.results.values() for x in _holders(results))
+        return len(self._offloaded())
 
     def prefetch(self):
-        """Start the copies of all offloaded results back to the device."""
-        for _, results in self.results.values():
-            for x in _holders(results):
-                if isinstance(x, Offloaded):
-                    x.prefetch()
+        """Start the copies of all offloaded tensors back to the device."""
+        for x in self._offloaded():
+            x.prefetch()
+
+    def _offloaded(self) -> list[Offloaded]:
+        holders = [x for _, results in self.results.values() for x in _holders(results)]
+        holders.append(self.input and self.input())
+        return [x for x in holders if isinstance(x, Offloaded)]
+
+
+def _identity(x):
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def _saved_input(held):
+    return held.take() if isinstance(held, Offloaded) else held
 
 
 def _holders(results):
@@ -176,6 +206,13 @@ class Replaying(_Numbering):
         return self.frame.take(self.next(), operation, lambda: operation(*args, **(kwargs or {})))
 
 
-def checkpointed(function, args, contexts=checkpoint.noop_context_fn):
-    """Call `function(*args)` under torch's checkpointing without reentrance."""
-    return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+def checkpointed(function, args, contexts=checkpoint.noop_context_fn, saves_inputs=contextlib.nullcontext):
+    """Call `function(*args)` under torch's checkpointing without reentrance.
+
+    Args:
+        contexts: function that returns the contexts of the forward and of the recomputation.
+        saves_inputs: function that returns the context in which `args` are saved; within the forward, hooks of the
+            checkpointing take its place.
+    """
+    with saves_inputs():
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)

@@ -4,11 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_hw.checkpointing.recording import Operation
+from liger_hw.checkpointing.transfers import buffer_bytes
+
 LARGEST_CHOICES = 11  # operations of a layer that have a choice: 3^11 combinations take 0.1 s on a CPU
 LINK_SHARE = 0.9  # of a layer's forward that copies to host memory may take: a longer copy delays the next layer
+COPY_COST = 0.02  # of a copy's time, which the step loses: of plans that save as much, the one with fewer copies wins
 CELLS = 8192  # of the memory that the layers share; rounding up costs each layer less than one of them
 
 RECOMPUTE, KEEP, OFFLOAD = range(3)
+INPUT = -1  # position of a layer's input among its operations
 
 
 @dataclass(frozen=True)
@@ -16,20 +21,27 @@ class Choice:
     """One way to run a layer.
 
     Attributes:
-        actions: (position of an operation, KEEP or OFFLOAD); all others are recomputed. None: the layer runs without
-            checkpointing, and autograd keeps what it saves.
-        nbytes: device memory that the layer holds until its backward, beyond its input.
+        actions: (position of an operation, KEEP or OFFLOAD); all others are recomputed. (INPUT, OFFLOAD) offloads the
+            layer's input, which stays on the device otherwise. None: the layer runs without checkpointing, and autograd
+            keeps what it saves.
+        nbytes: device memory that the layer holds until its backward, with its input.
         offloaded: bytes that go to host memory.
         seconds: time of recomputation that it saves.
     """
 
     actions: tuple | None
-    nbytes: int = 0
+    nbytes: int
     offloaded: int = 0
     seconds: float = 0.0
 
+    @property
+    def offloads_input(self):
+        return self.actions is not None and (INPUT, OFFLOAD) in self.actions
 
-NOTHING = Choice(())  # the layer keeps its input alone
+
+def nothing(record) -> Choice:
+    """Return the choice of a layer that keeps its input alone."""
+    return Choice((), record.input_bytes)
 
 
 @dataclass
@@ -37,8 +49,8 @@ class Limits:
     """What a plan may use.
 
     Attributes:
-        bytes_before: for each layer, the bytes that the layers before it may hold together during its backward; last,
-            those of all layers.
+        bytes_before: for each layer, the bytes that the layers before it may hold together during its backward, with
+            their inputs; last, those of all layers.
         host_bytes: bytes of host memory.
         link: bytes a second to host memory and back.
     """
@@ -65,18 +77,30 @@ def choices_of(record, limits, layers, refused=()) -> list[Choice]:
     host_bytes = min(limits.host_bytes / layers, LINK_SHARE * limits.link * record.seconds)
     states = torch.arange(3 if host_bytes > 0 else 2)
     actions = torch.cartesian_prod(*[states] * len(items)).view(-1, len(items)) if items else torch.zeros(1, 0)
-    nbytes = torch.tensor([op.nbytes for _, op in items], dtype=torch.float64)
-    seconds = torch.tensor([op.seconds for _, op in items], dtype=torch.float64)
-    kept, offloaded = ((actions == action).double() @ nbytes for action in (KEEP, OFFLOAD))
+    if host_bytes > 0 and record.input_can_leave:
+        items = [(INPUT, Operation(None, "input", record.input_bytes, True)), *items]
+        actions = torch.cat([torch.nn.functional.pad(actions, (1, 0), value=action) for action in (KEEP, OFFLOAD)])
+        of_input = 0  # it is among the items
+    else:
+        of_input = record.input_bytes
+    nbytes, on_host, seconds = torch.tensor(
+        [(op.nbytes, buffer_bytes(op.nbytes), op.seconds) for _, op in items], dtype=torch.float64
+    ).view(-1, 3).T  # fmt: skip
+    is_offloaded = (actions == OFFLOAD).double()
+    kept, offloaded = (actions == KEEP).double() @ nbytes + of_input, is_offloaded @ nbytes
     saved = (actions != RECOMPUTE).double() @ seconds
+    fits_host = is_offloaded @ on_host <= limits.host_bytes / layers
     choices = []
     for limit in [host_bytes / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
-        for row in _undominated(kept, saved, (offloaded <= limit).nonzero().flatten()):
+        for row in _undominated(kept, saved, ((offloaded <= limit) & fits_host).nonzero().flatten()):
             of_items = zip(items, actions[row].tolist())
-            chosen = tuple(sorted((position, action) for (position, _), action in of_items if action != RECOMPUTE))
+            chosen = {position: action for (position, _), action in of_items if action != RECOMPUTE}
+            if chosen.get(INPUT) == KEEP:
+                del chosen[INPUT]
+            chosen = tuple(sorted(chosen.items()))
             choices.append(Choice(chosen, int(kept[row]), int(offloaded[row]), float(saved[row])))
-    whole = Choice(None, record.saved_bytes, 0, sum(op.seconds for op in record.operations))
-    lean = [choice for choice in dict.fromkeys([NOTHING, *choices]) if choice.nbytes < whole.nbytes]
+    whole = Choice(None, record.saved_bytes + record.input_bytes, 0, sum(op.seconds for op in record.operations))
+    lean = [choice for choice in dict.fromkeys([nothing(record), *choices]) if choice.nbytes < whole.nbytes]
     return sorted([*lean, whole], key=lambda choice: choice.nbytes)
 
 
@@ -101,30 +125,36 @@ def solve(choices, limits) -> list[Choice] | None:
     Returns:
         the choices, or None where not even recomputing everything fits.
     """
-    if min(limits.bytes_before) < 0:
+    # the last layer's backward follows its forward at once, so it offloads nothing
+    choices = [*choices[:-1], [choice for choice in choices[-1] if not choice.offloaded]]
+    least = [min(choice.nbytes for choice in of_layer) for of_layer in choices]  # cells count what is beyond it
+    room = [limit - sum(least[:part]) for part, limit in enumerate(limits.bytes_before)]
+    if min(room) < 0:
         return None
-    largest = sum(max(choice.nbytes for choice in of_layer) for of_layer in choices)
-    cell = max(1.0, min(limits.bytes_before[-1], largest) / CELLS)
+    largest = sum(max(choice.nbytes for choice in of_layer) - few for of_layer, few in zip(choices, least))
+    cell = max(1.0, min(room[-1], largest) / CELLS)
     last_cell = CELLS + len(choices)  # each choice may round up by one
-    saved = torch.full((last_cell + 1,), -1.0, dtype=torch.float64)
+    saved = torch.full((last_cell + 1,), -torch.inf, dtype=torch.float64)
     saved[0] = 0.0
     picks = []
     for layer, of_layer in enumerate(choices):
-        after, pick = torch.full_like(saved, -1.0), torch.zeros(len(saved), dtype=torch.int32)
+        after, pick = torch.full_like(saved, -torch.inf), torch.zeros(len(saved), dtype=torch.int32)
         for number, choice in enumerate(of_layer):
-            cells = -int(-choice.nbytes // cell)
-            last = min(int((limits.bytes_before[layer + 1] - choice.offloaded) // cell), last_cell)
-            if choice.offloaded and layer == len(choices) - 1 or last < cells:
-                continue  # the last layer's backward follows its forward at once
-            sums = saved[: last + 1 - cells]
-            sums = torch.where(sums >= 0, sums + choice.seconds, sums)
+            cells = -int((least[layer] - choice.nbytes) // cell)
+            last = min(int((room[layer + 1] - choice.offloaded) // cell), last_cell)
+            if last < cells:
+                continue
+            copies = COPY_COST * choice.offloaded / limits.link if choice.offloaded else 0.0
+            sums = saved[: last + 1 - cells] + (choice.seconds - copies)
             better = sums > after[cells : last + 1]
             after[cells : last + 1][better] = sums[better]
             pick[cells : last + 1][better] = number
         saved, picks = after, [*picks, pick]
+    if saved.max() == -torch.inf:
+        return None
     place = int((saved == saved.max()).nonzero()[0])  # the first: the fewest bytes
     plan = []
-    for of_layer, pick in zip(reversed(choices), reversed(picks)):
+    for of_layer, few, pick in zip(reversed(choices), reversed(least), reversed(picks)):
         plan.insert(0, of_layer[int(pick[place])])
-        place += int(-plan[0].nbytes // cell)
+        place += int((few - plan[0].nbytes) // cell)
     return plan

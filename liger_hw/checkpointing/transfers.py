@@ -1,6 +1,7 @@
 """Copy tensors to host memory and back, beside the computation."""
 
 import time
+import weakref
 from collections import defaultdict, deque
 
 import torch
@@ -11,6 +12,15 @@ MEASURED_BYTES = 2**28  # of a copy that measures the link: 5 ms over PCIe 5
 
 
 AT_ONCE = 2.0**50  # bytes a second: a CPU does not wait for copies
+CHANGED = (
+    "an input or a result of a layer that liger_hw.activations kept was changed in place after the layer: undo the "
+    "plan (liger_hw.activations(model, None)), or change a copy"
+)
+
+
+def buffer_bytes(nbytes) -> int:
+    """Return the host memory of a buffer: torch rounds pinned memory up to a power of two."""
+    return 1 << max(nbytes - 1, 0).bit_length()
 
 
 class Transfers:
@@ -27,7 +37,7 @@ class Transfers:
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
         self.unused = defaultdict(list)  # bytes -> buffers
-        self.leaving = deque()  # (end of the copy, tensor), of the calls that have not been released
+        self.leaving = deque()  # (end of the copy, tensor, its version, its `Offloaded`), not yet released
 
     def can_copy(self, x) -> bool:
         """Tell whether `x` can go to host memory as one block."""
@@ -57,11 +67,14 @@ class Transfers:
     def release(self, count):
         """Give back the device memory of copied tensors, except of the last `count`.
 
-        The current stream waits for their copies, so that it can reuse the memory.
+        The current stream waits for their copies, so that it can reuse the memory. A tensor that the program wrote to
+        before is marked: the copy may have either values.
         """
         while len(self.leaving) > count:
-            end, _ = self.leaving.popleft()
+            end, x, version, offloaded = self.leaving.popleft()
             self.wait(end)
+            if x._version != version and offloaded() is not None:
+                offloaded().changed = True
 
     def measure(self) -> float:
         """Return the bytes a second of the slower direction, or AT_ONCE on a CPU."""
@@ -90,8 +103,9 @@ class Offloaded:
     def __init__(self, x, transfers):
         self.transfers, self.memory, self.like = transfers, memory_of(x), (x.shape, x.stride(), x.dtype)
         self.host = transfers.buffer(x.nbytes)
-        transfers.leaving.append((transfers.copy(self._as_tensor(self.host), x), x))
-        self.loaded = None
+        end = transfers.copy(self._as_tensor(self.host), x)
+        transfers.leaving.append((end, x, x._version, weakref.ref(self)))
+        self.loaded, self.changed = None, False
 
     def _as_tensor(self, memory):
         shape, strides, dtype = self.like
@@ -104,7 +118,13 @@ class Offloaded:
             self.loaded = memory, self.transfers.copy(memory, self.host)
 
     def take(self):
-        """Return the tensor on the device; it can be taken again."""
+        """Return the tensor on the device; it can be taken again.
+
+        Raises:
+            RuntimeError: the program wrote to it before the copy had ended.
+        """
+        if self.changed:
+            raise RuntimeError(CHANGED)
         self.prefetch()
         (memory, end), self.loaded = self.loaded, None
         self.transfers.wait(end)
