@@ -14,6 +14,8 @@ from liger_hw._torch import TorchDispatchMode, alias, backward_keeps_graph
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, tensors_in, written
 from liger_hw.checkpointing.transfers import CHANGED, Offloaded
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Kept:
     """Hold a tensor on its device until the backward needs it."""
@@ -156,8 +158,10 @@ def _taken(results):
 
 def _equal(a, b):
     """Tell whether two tensors have the same bits; NaNs may be equal."""
-    alike = a.shape == b.shape and a.dtype == b.dtype
-    return alike and torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = BITS.get(a.itemsize)  # torch.equal makes a byte for each element that it compares
+    return torch.equal(*(x.view(bits) if bits else x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 class _Numbering(TorchDispatchMode):
