@@ -83,7 +83,7 @@ def test_the_matrix_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
 
     evidence.write(tmp_path / "bad.json", RUN, [GOOD, BAD])
     status, shown = matrix(capsys, tmp_path, tmp_path / "bad.json")
-    assert status == 1 and "0 of 2 ops, 2 cases, fp32, 1 FAILED" in shown.out
+    assert status == 1 and "0 of 2 ops (not rms_norm, rope), 2 cases, fp32, 1 FAILED" in shown.out
     assert "rope on intel:bmg in fp32, interpreted: 1 of 3 cases failed: AssertionError: <worst> error" in shown.out
     text = (tmp_path / "report" / "matrix.html").read_text()
     assert 'class="bad"' in text and "<worst>" not in text and "&lt;worst&gt;" in text
@@ -127,9 +127,9 @@ def test_the_summary_joins_gpus_with_equal_evidence():
     every = [*cells("amd:gfx942", COMPILED), *cells("amd:gfx950", COMPILED), *cells("amd:gfx1100", COMPILED, 1),
              *cells("nvidia:sm90", COMPILED), *cells("nvidia:sm90", INTERPRETED, 1)]  # fmt: skip
     assert page.summary(every) == [
-        ["NVIDIA", "H200", "-", "-", "-", "1 of 2 ops", "2 of 2 ops"],
+        ["NVIDIA", "H200", "-", "-", "-", "1 of 2 ops (not rope)", "2 of 2 ops"],
         ["AMD", "MI300X, MI350X", "-", "-", "-", "-", "2 of 2 ops"],
-        ["AMD", "RX 7900", "-", "-", "-", "-", "1 of 2 ops"],
+        ["AMD", "RX 7900", "-", "-", "-", "-", "1 of 2 ops (not rope)"],
     ]
 
 
@@ -175,11 +175,11 @@ def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
     row = "| rope | rope_rotate, 2 waves | 43.3 | 16: 75%, 2: 25% | - | - | 113 | 81 | 62% |"
     assert "### gfx942\n\n| op | kernel |" in compiled_file.read_text() and row in compiled_file.read_text()
     assert hardware.main([str(file), "--check"]) == 0
-    amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of 2 ops, 3 cases, bf16 | - |"
-    intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of 2 ops, 2 cases, fp32 | - |"
+    amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of 2 ops (not rope), 3 cases, bf16 | - |"
+    intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of 2 ops (not rms_norm), 2 cases, fp32 | - |"
     summary = (
-        "| AMD | MI300X | - | - | - | 1 of 2 ops | - |\n"
-        "| Intel | Arc B580 | - | - | - | 1 of 2 ops | - |\n<!-- proven: end -->\nafter"
+        "| AMD | MI300X | - | - | - | 1 of 2 ops (not rope) | - |\n"
+        "| Intel | Arc B580 | - | - | - | 1 of 2 ops (not rms_norm) | - |\n<!-- proven: end -->\nafter"
     )
     assert "old" not in readme.read_text() and summary in readme.read_text()
     text = page_file.read_text()

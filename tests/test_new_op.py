@@ -86,11 +86,13 @@ def test_info_shows_its_launches(checkout):
 
 
 def test_the_op_of_a_program(tmp_path):
-    """Both programs of the guide; and their checks fail where a gradient is wrong."""
-    code, learned = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "own_op.md").read_text(), re.S)
+    """The programs of the guide; and their checks fail where a gradient is wrong."""
+    guide = (ROOT / "docs" / "guides" / "own_op.md").read_text()
+    code, learned, columns = re.findall(r"```python\n(.*?)```", guide, re.S)
     programs = {
         "own_op": code, "wrong": code.replace("2 * scale * x * dy", "scale * x * dy"),
         "learned": learned, "wrong_sum": learned.replace("tl.sum(x * x * dy)", "tl.sum(x * dy)"),
+        "columns": columns, "wrong_parts": columns.replace("tl.sum(x * x * dy, 0)", "tl.sum(x * dy, 0)"),
     }  # fmt: skip
     environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "", "PYTHONPATH": str(ROOT)}
     results = {}
@@ -98,7 +100,8 @@ def test_the_op_of_a_program(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
         command = [sys.executable, f"{name}.py"]
         results[name] = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    for name in ("own_op", "learned"):
+    for name in ("own_op", "learned", "columns"):
         assert results[name].returncode == 0 and results[name].stdout.count("passed") == 3, results[name].stderr
     assert "AssertionError: output 1 of scaled_square on nvidia" in results["wrong"].stderr
     assert "AssertionError: output 2 of learned_square on nvidia" in results["wrong_sum"].stderr
+    assert "AssertionError: output 2 of column_square on nvidia" in results["wrong_parts"].stderr

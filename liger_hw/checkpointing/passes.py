@@ -97,10 +97,10 @@ class Pass:
         return self.end is not None
 
     def timeline(self):
-        """Return the peak above the base in each part of the pass, without the inputs of the layers still to go.
+        """Return the peak in each part of the pass.
 
-        The first part is the first layer's backward, the last part the forward. A layer without gradients counts to the
-        part before.
+        It is above the base, without the inputs of the layers that are still to go backward. The first part is the
+        first layer's backward, the last part the forward. A layer without gradients counts to the part before.
         """
         above = []
         for part in range(len(self.layers) + 1):
@@ -381,7 +381,7 @@ class Activations:
         return self.budget
 
     def _check_budget(self, peak, fits=True):
-        """Refuse a budget below the `peak` of a pass that recomputes every layer, or one that is known not to fit."""
+        """Refuse a budget below the `peak` of recomputing every layer, or without a plan."""
         budget = self._budget_bytes()
         if peak > budget or not fits:
             refuse(
@@ -390,7 +390,7 @@ class Activations:
             )  # fmt: skip
 
     def _has_large_inputs(self, hidden):
-        """Tell whether the layers' inputs take much of the free memory, and the host has room for them."""
+        """Tell whether the layers' inputs take much memory that the host has."""
         if not self._counts or buffer_bytes(hidden.nbytes) * len(self.layers) > self.host_bytes:
             return False
         room = torch.accelerator.get_memory_info(self.device)[0] + torch.accelerator.memory_reserved(self.device)

@@ -19,7 +19,7 @@ CHANGED = (
 
 
 def buffer_bytes(nbytes) -> int:
-    """Return the host memory of a buffer: torch rounds pinned memory up to a power of two."""
+    """Return the host memory of a buffer; torch rounds up to a power of two."""
     return 1 << max(nbytes - 1, 0).bit_length()
 
 

@@ -68,9 +68,7 @@ class Columns:
         self.outside = self.counts & ((target < 0) | (target >= plan.vocabulary))
         self.here = self.counts & (local >= 0) & (local < cols)
         self.index = torch.where(self.here, local, torch.where(self.counts, 0, IGNORED))
-        self.scaling = Scaling(
-            IGNORED, *scaling[1:]
-        )  # Dynamo of torch 2.11 loses the items of _replace
+        self.scaling = Scaling(IGNORED, *scaling[1:])  # Dynamo of torch 2.11 loses the items of _replace
         own = slice(plan.first, plan.first + cols)
         self.class_weight = None if class_weight is None else widen(class_weight[own])
 

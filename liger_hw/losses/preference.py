@@ -110,7 +110,7 @@ def _check_answers(x, weight, labels, ignore_index):
 def preference_loss(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None,
     loss_type: str | Callable = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0, alpha: float = 0.0,
-    average_log_prob: bool = False, ref_x: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
+    average_log_prob: bool | None = None, ref_x: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
     ref_bias: torch.Tensor | None = None, ref_log_probs: torch.Tensor | None = None,
     nll_labels: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
     **loss_options,
@@ -123,13 +123,15 @@ def preference_loss(
         labels: (2P, T), the token that each position predicts (already shifted), `ignore_index` outside the answer.
         loss_type: a name of `PAIR_LOSSES`, or a function like those, (`Pairs`, beta, label_smoothing) -> (P,). A pair's
             loss must not depend on other pairs unless the function's attribute `whole_batch` is true (see
-            `@pair_loss`). "simpo" and "orpo" expect average_log_prob=True and no reference.
+            `@pair_loss`).
         beta: weight of the log-ratio; more than 0.
         label_smoothing: probability that a pair's order is wrong: 0 to 0.5, more than 0 for "exo_pair" and less than
             0.5 for "robust". These two, "sigmoid", "simpo", "aot" and "aot_pair" use it; the others take 0 alone.
         alpha: weight of the NLL.
-        average_log_prob: average an answer's token log-probabilities instead of summing them.
-        ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and head; no gradient.
+        average_log_prob: average an answer's token log-probabilities instead of summing them. Default: for "simpo" and
+            "orpo", as they are defined.
+        ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and head; no gradient. "simpo" and
+            "orpo" take no reference.
         ref_log_probs: (2P,) instead of these. Without either the reference's log-probabilities are 0.
         nll_labels: (2P, T) or (P, T) labels for the NLL if they differ from `labels` (ORPO's include the prompt).
         chunk_memory: bytes that a chunk of logits may take.
@@ -152,6 +154,10 @@ def preference_loss(
     allowed = "0 to 0.5" if smooths else f"0, as {loss_type} has no smoothing"
     check_numbers(allowed, least=0, most=0.5 if smooths else 0, label_smoothing=label_smoothing)
     check_numbers(alpha=alpha)
+    reference_free = getattr(formula.func, "reference_free", False)
+    average_log_prob = reference_free if average_log_prob is None else average_log_prob
+    for name, value in {"ref_x": ref_x, "ref_log_probs": ref_log_probs}.items():
+        check(value is None or not reference_free, name, value, f"None: {loss_type} has no reference model")
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     by_pair, labels_by_pair = reference.reshape(2, pairs), labels.reshape(2, pairs, -1)

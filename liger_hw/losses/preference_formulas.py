@@ -19,18 +19,20 @@ PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 
 def _registering(losses):
-    def decorator(function=None, *, whole_batch=False):
-        """Register a loss type under its name; set its `whole_batch`, `options` and `smooths`.
+    def decorator(function=None, *, whole_batch=False, reference_free=False):
+        """Register a loss type under its name; set `whole_batch`, `reference_free`, `options` and `smooths`.
 
         Args:
             whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
                 whole batch's log-probabilities until the backward. Or a function (options given) -> bool.
+            reference_free: it is defined of averaged log-probabilities, without a reference model.
         """
         if function is None:
-            return functools.partial(decorator, whole_batch=whole_batch)
+            return functools.partial(decorator, whole_batch=whole_batch, reference_free=reference_free)
         parameters = inspect.signature(function).parameters
         function.options = {name: p for name, p in parameters.items() if p.default is not p.empty}
-        function.whole_batch, function.smooths = whole_batch, "smoothing" in parameters
+        function.whole_batch, function.reference_free = whole_batch, reference_free
+        function.smooths = "smoothing" in parameters
         losses[function.__name__] = function
         return function
 
@@ -74,7 +76,7 @@ def sigmoid(pairs, beta, smoothing):
     return _smoothed(beta * (pairs.c - pairs.r), smoothing)
 
 
-@pair_loss
+@pair_loss(reference_free=True)
 def simpo(pairs, beta, smoothing, gamma: float = 0.5):
     """Compute SimPO, arXiv:2405.14734 eq. 6, from averaged log-probabilities without a reference."""
     return _smoothed(beta * (pairs.c - pairs.r) - gamma, smoothing)
@@ -174,7 +176,7 @@ def log_odds_ratio(pairs):
     return log_odds(pairs.c) - log_odds(pairs.r)
 
 
-@pair_loss
+@pair_loss(reference_free=True)
 def orpo(pairs, beta, _):
     """Compute ORPO, arXiv:2403.07691 eq. 7 without the NLL, from averaged log-probabilities."""
     return -beta * logsigmoid(log_odds_ratio(pairs))

@@ -16,6 +16,7 @@ def backends_of(cells: Iterable[Cell]) -> list[str]:
 
 
 HEADER = ["GPU", "cards", *LEVELS]
+NAMED = 3  # ops that a level lacks
 
 
 def rows(cells: list[Cell]) -> list[list[str]]:
@@ -59,11 +60,13 @@ def _cards(backend: str) -> str:
 
 
 def _ops(cells: list[Cell], every: set) -> str:
-    """Count the ops of which every case passed."""
+    """Count the ops of which every case passed; name the others if few."""
     if not cells:
         return "-"
     passed = {cell.op for cell in cells if cell.passed} - {cell.op for cell in cells if cell.failed}
-    return f"{len(passed)} of {len(every)} ops"
+    others = sorted(every - passed)
+    without = f" (not {', '.join(others)})" if 0 < len(others) <= NAMED else ""
+    return f"{len(passed)} of {len(every)} ops{without}"
 
 
 def _cell(cells: list[Cell], every: set) -> str:

@@ -352,6 +352,18 @@ def test_a_pair_loss_is_one_function(made_up, device):
         preference_loss(x, w, labels, b, "cubic", scale=1.0)
 
 
+@pytest.mark.parametrize("loss_type", NO_REFERENCE)
+def test_losses_without_reference_average_by_default_and_refuse_one(loss_type, device):
+    (x, w, b), _, labels = case(device=device)
+    default, averaged, summed = (
+        preference_loss(x, w, labels, b, loss_type, average_log_prob=average).loss for average in (None, True, False)
+    )
+    assert torch.equal(default, averaged) and not torch.equal(default, summed)
+    for name, options in {"ref_x": dict(ref_x=x), "ref_log_probs": dict(ref_log_probs=torch.zeros(len(x)))}.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            preference_loss(x, w, labels, b, loss_type, **options)
+
+
 def test_labels_of_the_nll(device):
     (x, w, b), _, labels = case(device=device)
     every = torch.randint(0, 31, labels.shape, device=device)
