@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import liger_hw
 from liger_hw import cli, console, dispatch
 from liger_hw._triton import interpreting
 from liger_hw.bench import charts, formatting, measure, operations, peers, snapshots, training
 from liger_hw.bench.run_file import environment
+from liger_hw.checkpointing.budget import BudgetTooSmall
 from liger_hw.kernels import load_all
 from liger_hw.testing.cases import CASES, DIFFERENTIABLE, model_cases
 
@@ -494,16 +496,22 @@ def test_training_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, BudgetTooSmall])
 @pytest.mark.parametrize("limit", [0, 1024, 1500, 70_000, 10**9])
-def test_the_longest_context_is_found(monkeypatch, limit):
+def test_the_longest_context_is_found(monkeypatch, limit, error):
     class Trained:
+        model, plans = None, []
+
         def step(self, batch):
+            self.plans[-1] += 1
             if batch > limit:
-                raise torch.OutOfMemoryError
+                raise error
 
     monkeypatch.setattr(training, "_batch", lambda made, batch, seq, device: seq)
     monkeypatch.setattr(training, "_free", lambda made: None)
-    found = training._longest(Trained(), torch.device("cpu"))
+    monkeypatch.setattr(liger_hw, "activations", lambda model, budget: Trained.plans.append(0))
+    found = training._longest(Trained(), torch.device("cpu"), "auto")
+    assert set(Trained.plans) <= {1, 2 + training.PLANNING}  # steps of each plan
     assert found <= limit and min(limit, training.POSITIONS) - found <= max(1024, found // 16)
 
 

@@ -24,7 +24,7 @@ from liger_hw.bench import demo, formatting, snapshots
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import LOSS_ALONE, OURS
 from liger_hw.bench.run_file import environment, saved_at_end, write
-from liger_hw.checkpointing.budget import bytes_of
+from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of
 from liger_hw.patching.flags import FLAGS
 from liger_hw.spelling import check_known
 
@@ -326,9 +326,10 @@ def _free(trained):
 
 
 def _measured(trained, planned, device) -> dict:
+    budget = planned.get("activations") if planned["provider"] == OURS else None
     if planned["seq"] is None:
-        return {"longest": _longest(trained, device)}
-    warm_up = WARM_UP + (PLANNING if planned["provider"] == OURS and planned.get("activations") else 0)
+        return {"longest": _longest(trained, device, budget)}
+    warm_up = WARM_UP + (PLANNING if budget else 0)
     batch = _batch(trained, planned["batch"], planned["seq"], device)
     result = _timed(trained, batch, planned["steps"], warm_up)
     if "snapshots" in planned:
@@ -380,19 +381,21 @@ def _timed(trained, batch, steps, warm_up) -> dict:
     }
 
 
-def _longest(trained, device) -> int:
+def _longest(trained, device, budget=None) -> int:
     """Return the longest sequence of which two steps fit, to within a sixteenth.
 
-    0 if 1,024 tokens do not fit.
+    0 if 1,024 tokens do not fit. With a `budget`, each length has a plan of its own for activations.
     """
 
     def fits(seq) -> bool:
+        if budget:
+            liger_hw.activations(trained.model, budget)
         try:
-            for _ in range(2):  # the second step also holds the optimiser's state
+            for _ in range(2 + (PLANNING if budget else 0)):  # the second step also holds the optimiser's state
                 trained.step(_batch(trained, 1, seq, device))
             demo.synchronize(device)
             return True
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, BudgetTooSmall):
             return False
         finally:
             _free(trained)

@@ -11,6 +11,10 @@ HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, b
 ALLOWED = 'bytes (an int, or "100GiB"), a share of the device\'s memory (a float up to 1) or "auto"'
 
 
+class BudgetTooSmall(ValueError):
+    """No plan fits the budget, not even one that recomputes every layer."""
+
+
 def bytes_of(budget, device):
     """Return a budget in bytes, or "auto".
 

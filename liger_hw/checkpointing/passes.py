@@ -13,14 +13,13 @@ from torch.utils import checkpoint
 
 from liger_hw._torch import at_end_of_backward
 from liger_hw.checkpointing import switch
-from liger_hw.checkpointing.budget import bytes_of
+from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of
 from liger_hw.checkpointing.operations import tensors_in
 from liger_hw.checkpointing.plan import GIB, Plan, PlannedLayer
 from liger_hw.checkpointing.recording import Clock, Record, Recorder
 from liger_hw.checkpointing.replay import Frame, checkpointed
 from liger_hw.checkpointing.solver import Limits, choices_of, nothing, solve
 from liger_hw.checkpointing.transfers import Transfers, buffer_bytes
-from liger_hw.checks import refuse
 
 logger = logging.getLogger("liger_hw")
 
@@ -384,10 +383,10 @@ class Activations:
         """Refuse a budget below the `peak` of recomputing every layer, or without a plan."""
         budget = self._budget_bytes()
         if peak > budget or not fits:
-            refuse(
-                "budget", f"{budget / GIB:.2f} GiB",
-                f"at least {peak / GIB:.2f} GiB, the peak of a pass that recomputes every layer; or a smaller batch",
-            )  # fmt: skip
+            raise BudgetTooSmall(
+                f"budget: got {budget / GIB:.2f} GiB, allowed: at least {peak / GIB:.2f} GiB, the peak of a pass that "
+                "recomputes every layer; or a smaller batch"
+            )
 
     def _has_large_inputs(self, hidden):
         """Tell whether the layers' inputs take much memory that the host has."""
