@@ -95,14 +95,14 @@ class Pass:
     def complete(self):
         return self.end is not None
 
-    def timeline(self):
-        """Return the peak in each part of the pass.
+    def timeline(self, count):
+        """Return the peak in each part of a pass of `count` layers.
 
         It is above the base, without the inputs of the layers that are still to go backward. The first part is the
         first layer's backward, the last part the forward. A layer without gradients counts to the part before.
         """
         above = []
-        for part in range(len(self.layers) + 1):
+        for part in range(count + 1):
             present = self.inputs[:part][-1:] if self.offloads_inputs else self.inputs[:part]  # one arrives ahead
             above.append(self.peaks[part] - self.base - sum(present) if part in self.peaks else above[-1])
         return above
@@ -188,7 +188,7 @@ class Activations:
                 "after a model moved; a model on several devices is not planned for"
             )
         if self.current is None or layer is self.current.layers[0]:
-            self._begin(hidden)
+            self._begin(hidden, self._can_leave(hidden, args))
         args = [None if hasattr(x, "get_seq_length") else x for x in args]  # a recomputation would fill a cache twice
         current = self.current
         index = len(current.layers)
@@ -199,8 +199,7 @@ class Activations:
             if current.offloads_inputs and index < len(self.layers) - 1:
                 frame = Frame({}, self.transfers, hidden)
             if current.phase == RECORD:
-                can_leave = self.transfers.can_copy(hidden) and any(x is hidden for x in args)
-                current.recorders.append(Recorder(layer, hidden, can_leave, self.clock))
+                current.recorders.append(Recorder(layer, hidden, self._can_leave(hidden, args), self.clock))
                 contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
         elif self.plan is not None and self._is_planned(index, layer):
             planned = self.plan.layers[index]
@@ -215,6 +214,10 @@ class Activations:
         self.transfers.release(frame.offloaded)
         current.frame = frame
         return results
+
+    def _can_leave(self, hidden, args):
+        """Tell whether a layer's input can be offloaded: checkpointing saves positional arguments."""
+        return self.transfers.can_copy(hidden) and any(x is hidden for x in args)
 
     def _is_planned(self, index, layer):
         return index < len(self.plan.layers) and self.plan.layers[index].layer is layer
@@ -244,7 +247,7 @@ class Activations:
 
     # one pass ---------------------------------------------------------------------------------------------------------
 
-    def _begin(self, hidden):
+    def _begin(self, hidden, can_leave):
         """Begin a forward of the model, and draw conclusions from the pass before."""
         before, self.current = self.current, None
         if before is not None:
@@ -258,7 +261,7 @@ class Activations:
             if self.records:
                 logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
                 self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
-            self.large_inputs = self._has_large_inputs(hidden)
+            self.large_inputs = can_leave and self._has_large_inputs(hidden)
         elif self.plan is not None and known is None:
             self.ahead.appendleft(TIME)
         elif self.plan is not None and base > known[0] + GROWTH * self.plan.budget:
@@ -278,7 +281,7 @@ class Activations:
         if current.phase in (WARM_UP, TIME, CHECK):
             current.peaks[0] = self._peak()
         if current.phase == WARM_UP:
-            timeline = current.timeline()
+            timeline = current.timeline(len(current.layers))
             needed = max(timeline) if self.host_bytes else max(self._with_inputs(timeline, current.inputs))
             self._check_budget(current.base + needed)
 
@@ -294,7 +297,7 @@ class Activations:
             records = [recorder.record().scaled(scale) for recorder in done.recorders]
             self.records = list(zip(done.layers, records))
         elif done.phase == TIME:
-            self.timelines[done.kind] = done.base, [scale * above for above in done.timeline()]
+            self.timelines[done.kind] = done.base, [scale * above for above in done.timeline(len(self.records))]
             self.seconds = scale * self.clock.between(done.start, done.end)
             self._make_plan()
         elif done.phase == PROVE and self.refused_now:
