@@ -120,7 +120,8 @@ def op_evidence(name: str, cells: list) -> str:
         grouped.setdefault(row, []).append(backend.partition(":")[2])
     rows = [[", ".join(gpus), *row] for row, gpus in grouped.items()]
     text = "Cases that passed. [The levels](../../guides/evidence.md#levels) say what each one proves."
-    return f"{text}\n\n{markdown(['GPU', *evidence.LEVELS], rows)}"
+    failed = "".join(f"\n- {line}" for line in page.problems(cell for cell in cells if cell.op == name))
+    return f"{text}\n\n{markdown(['GPU', *evidence.LEVELS], rows)}\n{failed}"
 
 
 def level_cell(totals: dict, name: str, backend: str, level: str) -> str:

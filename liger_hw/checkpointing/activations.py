@@ -25,7 +25,7 @@ def activations(model, budget="auto", host_budget=None):
             measured passes, less 5%. On a CPU, which does not count memory, the bytes that the layers keep beyond their
             inputs. None: give every layer its former checkpointing back.
         host_budget: the most host memory for offloaded results: bytes, or 0 to offload nothing. Default: half of the
-            free memory, divided by the processes of this host (LOCAL_WORLD_SIZE).
+            free memory, divided by the processes of this host (LOCAL_WORLD_SIZE); 0 for a model on a CPU.
 
     Returns:
         the `Activations`, with the `Plan` in its attribute `plan` from the fourth pass on; `print` shows a table, and
@@ -47,7 +47,8 @@ def activations(model, budget="auto", host_budget=None):
         raise ValueError(COMPILED)
     device = next(layers[0].parameters()).device
     moves = device.type == "meta" or device.type == "cpu" and torch.accelerator.is_available()
-    return Activations(model, layers, budget, host_bytes_of(host_budget), None if moves else device)
+    device = None if moves else device
+    return Activations(model, layers, budget, host_bytes_of(host_budget, device), device)
 
 
 def _layers(model):

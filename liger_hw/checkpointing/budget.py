@@ -8,7 +8,8 @@ from liger_hw.checks import check, refuse
 
 VARIABLE = "LIGER_HW_ACTIVATIONS"  # of the environment: the budget of models patched under liger_kernel's names
 HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, by default
-ALLOWED = 'bytes (an int, or "100GiB"), a share of the device\'s memory (a float up to 1) or "auto"'
+UNITS = {"MiB": 2**20, "GiB": 2**30}
+ALLOWED = 'bytes (an int, or "100GiB", "512MiB"), a share of the device\'s memory (a float up to 1) or "auto"'
 
 
 class BudgetTooSmall(ValueError):
@@ -44,19 +45,28 @@ def bytes_of(budget, device):
 
 
 def _number(text):
+    unit = UNITS.get(text[-3:])
     try:
-        return int(float(text[:-3]) * 2**30) if text.endswith("GiB") else int(text) if text.isdigit() else float(text)
+        return int(float(text[:-3]) * unit) if unit else int(text) if text.isdigit() else float(text)
     except (ValueError, OverflowError):  # no number, or infinity
         refuse("budget", repr(text), ALLOWED)
 
 
-def host_bytes_of(host_budget):
-    """Return the bytes of host memory that offloaded results may take.
+def size(nbytes) -> str:
+    """Write a number of bytes: 1.50 GiB, 12.3 MiB, 800 bytes."""
+    unit = next((unit for unit in ("GiB", "MiB") if nbytes >= UNITS[unit]), None)
+    return f"{nbytes / UNITS[unit]:,.2f} {unit}" if unit else f"{nbytes:.0f} bytes"
+
+
+def host_bytes_of(host_budget, device):
+    """Return the bytes of host memory for offloaded results; 0 by default on a CPU.
 
     Raises:
         ValueError: more than is free, or no number of bytes.
     """
     free = _free_host_memory()
+    if host_budget is None and device is not None and device.type == "cpu":
+        return 0
     if host_budget is None:
         return int(HOST_SHARE * free / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     in_range = isinstance(host_budget, int) and not isinstance(host_budget, bool) and 0 <= host_budget <= free

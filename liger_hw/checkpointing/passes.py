@@ -13,9 +13,9 @@ from torch.utils import checkpoint
 
 from liger_hw._torch import at_end_of_backward
 from liger_hw.checkpointing import switch
-from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of
+from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of, size
 from liger_hw.checkpointing.operations import tensors_in
-from liger_hw.checkpointing.plan import GIB, Plan, PlannedLayer
+from liger_hw.checkpointing.plan import Plan, PlannedLayer
 from liger_hw.checkpointing.recording import Clock, Record, Recorder
 from liger_hw.checkpointing.replay import Frame, checkpointed
 from liger_hw.checkpointing.solver import Limits, choices_of, nothing, solve
@@ -320,8 +320,8 @@ class Activations:
             self.ahead.clear()
             logger.warning(
                 "liger_hw.activations: the memory ran out under the plan, so every layer is recomputed from now on, as "
-                "before it. Call liger_hw.activations again with a smaller budget than %.1f GiB",
-                self.plan.budget / GIB,
+                "before it. Call liger_hw.activations again with a smaller budget than %s",
+                size(self.plan.budget),
             )
         self.ooms, self.plan, self.stopped = self._ooms(), None, self.plan is not None
 
@@ -352,8 +352,8 @@ class Activations:
             self._check_budget(max(peaks), fits=False)
         elif chosen is None:
             logger.warning(
-                "liger_hw.activations: tensors outside the layers have grown, and nothing fits %.1f GiB any more, so "
-                "every layer is recomputed from now on", budget / GIB,
+                "liger_hw.activations: tensors outside the layers have grown, and nothing fits %s any more, so every "
+                "layer is recomputed from now on", size(budget),
             )  # fmt: skip
             self.plan, self.stopped = None, True
             self.ahead.clear()
@@ -387,8 +387,8 @@ class Activations:
         budget = self._budget_bytes()
         if peak > budget or not fits:
             raise BudgetTooSmall(
-                f"budget: got {budget / GIB:.2f} GiB, allowed: at least {peak / GIB:.2f} GiB, the peak of a pass that "
-                "recomputes every layer; or a smaller batch"
+                f"budget: got {size(budget)}, allowed: at least {size(peak)}, the peak of a pass that recomputes every "
+                "layer; or a smaller batch"
             )
 
     def _has_large_inputs(self, hidden):

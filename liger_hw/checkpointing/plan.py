@@ -4,9 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from liger_hw import console
+from liger_hw.checkpointing.budget import size
 from liger_hw.checkpointing.solver import INPUT, KEEP, OFFLOAD, Choice
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 
 @dataclass
@@ -90,11 +91,12 @@ class Plan:
                 _ranges(numbers), planned.labels(KEEP), planned.labels(OFFLOAD), f"{choice.nbytes / MIB:,.1f}",
                 f"{choice.offloaded / MIB:,.1f}", f"{choice.seconds * 1e3:.2f}",
             ))  # fmt: skip
-        header = "layers", "keeps beside its input", "offloads", "MiB", "MiB on the host", "ms saved"
+        header = "layers", "keeps beside its input", "offloads", "MiB with its input", "MiB on the host", "ms saved"
+        inputs = sum(planned.record.input_bytes for planned in self.layers if not planned.choice.offloads_input)
         lines = [console.table(header, rows), ""]
         lines.append(
-            f"together {self.held_bytes / MIB:,.1f} MiB, {self.offloaded_bytes / MIB:,.1f} MiB on the host; "
-            f"{self.saved_seconds * 1e3:.1f} ms of recomputation saved"
+            f"together {size(self.held_bytes)}, of which inputs {size(inputs)}; {size(self.offloaded_bytes)} on the "
+            f"host; {self.saved_seconds * 1e3:.1f} ms of recomputation saved"
         )
         if self.seconds is not None:
             lines.append(_line("predicted", self.peak_bytes, self.seconds, self.budget))
@@ -104,7 +106,7 @@ class Plan:
 
 
 def _line(word, peak_bytes, seconds, budget):
-    memory = f", peak {peak_bytes / GIB:.2f} of {budget / GIB:.2f} GiB" if peak_bytes else ""
+    memory = f", peak {size(peak_bytes)} of {size(budget)}" if peak_bytes else ""
     return f"{word}: forward and backward {seconds * 1e3:.1f} ms{memory}"
 
 
