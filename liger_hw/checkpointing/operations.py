@@ -58,6 +58,13 @@ def written(operation, args, kwargs):
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
+def random_state(operation, device):
+    """Return the random generator's state if `operation` may draw, else None."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return None
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
 def memory_of(x) -> int:
     """Return the address of a tensor's storage."""
     return x.untyped_storage().data_ptr()

@@ -104,7 +104,8 @@ class Pass:
         above = []
         for part in range(count + 1):
             present = self.inputs[:part][-1:] if self.offloads_inputs else self.inputs[:part]  # one arrives ahead
-            above.append(self.peaks[part] - self.base - sum(present) if part in self.peaks else above[-1])
+            here = [peak for at, peak in self.peaks.items() if at == part or part == count < at]
+            above.append(max(here) - self.base - sum(present) if here else above[-1])
         return above
 
 
@@ -196,18 +197,20 @@ class Activations:
         current.inputs.append(hidden.nbytes)
         contexts, checkpoints, frame = checkpoint.noop_context_fn, True, Frame({}, self.transfers)
         if current.phase in MEASURED:
-            if current.offloads_inputs and index < len(self.layers) - 1:
+            can_leave = self._can_leave(hidden, args)
+            if can_leave and current.offloads_inputs and index < len(self.layers) - 1:
                 frame = Frame({}, self.transfers, hidden)
             if current.phase == RECORD:
-                current.recorders.append(Recorder(layer, hidden, self._can_leave(hidden, args), self.clock))
+                current.recorders.append(Recorder(layer, hidden, can_leave, self.clock))
                 contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
         elif self.plan is not None and self._is_planned(index, layer):
             planned = self.plan.layers[index]
             checkpoints = planned.choice.actions is not None
             if planned.choice.actions:
                 prove = functools.partial(self._refuse, planned.record) if current.phase == PROVE else None
-                actions, leaving = planned.actions(), hidden if planned.choice.offloads_input else None
-                frame = Frame(actions, self.transfers, leaving, prove)
+                leaves = planned.choice.offloads_input and self._can_leave(hidden, args)
+                actions = planned.actions()
+                frame = Frame(actions, self.transfers, hidden if leaves else None, prove)
                 contexts = frame.contexts if actions else contexts
         results = checkpointed(function, args, contexts, frame.saves_inputs) if checkpoints else function(*args)
         self._watch(current, index, results)
@@ -216,8 +219,9 @@ class Activations:
         return results
 
     def _can_leave(self, hidden, args):
-        """Tell whether a layer's input can be offloaded: checkpointing saves positional arguments."""
-        return self.transfers.can_copy(hidden) and any(x is hidden for x in args)
+        """Tell whether a layer's input, the only positional tensor, can be offloaded."""
+        alone = any(x is hidden for x in args) and len(list(tensors_in(args))) == 1
+        return alone and self.transfers.can_copy(hidden)
 
     def _is_planned(self, index, layer):
         return index < len(self.plan.layers) and self.plan.layers[index].layer is layer
@@ -225,7 +229,7 @@ class Activations:
     def _watch(self, current, index, results):
         """Let the gradient that reaches a layer's output start what the layers before it need."""
         output = next((x for x in tensors_in(results) if x.requires_grad), None)
-        if output is None:
+        if output is None or output.is_leaf:  # hooks of a leaf would outlive the pass
             return
         before = weakref.ref(current.frame) if current.frame is not None and current.frame.offloaded else None
         if before is None and current.phase == RUN and index < len(self.records) - 1:
@@ -286,7 +290,7 @@ class Activations:
             self._check_budget(current.base + needed)
 
     def _conclude(self, done):
-        if not done.complete:
+        if not done.complete or done.tokens == 0:
             if self._ooms() > self.ooms:
                 self._give_up()
             elif done.phase != RUN:
@@ -339,13 +343,14 @@ class Activations:
         for _, record in self.records:
             by_structure.setdefault(record.structure, []).append(record)
         typical = {structure: _typical(records) for structure, records in by_structure.items()}
-        choices = {
-            structure: [nothing(record)]  # ranks may plan differently, but must communicate alike
-            if record.collective
-            else choices_of(record, limits, len(self.records), self.refused.get(structure, ()))
-            for structure, record in typical.items()
-        }
-        chosen = solve([choices[record.structure] for _, record in self.records], limits)
+        with torch.device("cpu"):  # a program may set another default
+            choices = {
+                structure: [nothing(record)]  # ranks may plan differently, but must communicate alike
+                if record.collective
+                else choices_of(record, limits, len(self.records), self.refused.get(structure, ()))
+                for structure, record in typical.items()
+            }
+            chosen = solve([choices[record.structure] for _, record in self.records], limits)
         if chosen is None and self.plan is None:
             inputs = [record.input_bytes for _, record in self.records]
             peaks = [base + max(self._with_inputs(above, inputs)) for base, above in self.timelines.values()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from liger_hw._torch import TorchDispatchMode, is_plain, saved_tensors_hooks
-from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, tensors_in, written
+from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
             for x in written(operation, args, kwargs):
                 if isinstance(producer := self.made.get(memory_of(x)), Operation):
                     producer.keepable = False
-        random_before = self._random_state(operation) if numbered else None
+        random_before = random_state(operation, self.clock.device) if numbered else None
         start = self.clock.now() if numbered else None
         results = operation(*args, **kwargs)
         end = self.clock.now() if numbered else None
@@ -160,19 +160,12 @@ class Recorder(TorchDispatchMode):
         if numbered:
             keepable = bool(new) and len(new) == len(outputs)  # every result has memory of its own
             if random_before is not None:
-                keepable &= torch.equal(random_before, self._random_state(operation))
+                keepable &= torch.equal(random_before, random_state(operation, self.clock.device))
             self.times.append((start, end))
             name = operation.__name__.partition(".")[0].strip("_")
             self.operations.append(Operation(operation, part or name, sum(new.values()), keepable))
             self.made.update(dict.fromkeys(new, self.operations[-1]))
         return results
-
-    def _random_state(self, operation):
-        """Return the state of the random generator, if `operation` may draw from it."""
-        if torch.Tag.nondeterministic_seeded not in operation.tags:
-            return None
-        device = self.clock.device
-        return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def record(self) -> Record:
         """Return the record; waits for the device."""

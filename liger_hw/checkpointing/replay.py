@@ -11,7 +11,7 @@ import torch
 from torch.utils import checkpoint
 
 from liger_hw._torch import TorchDispatchMode, alias, backward_keeps_graph
-from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, tensors_in, written
+from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
 from liger_hw.checkpointing.transfers import CHANGED, Offloaded
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,8 @@ class Frame:
     Args:
         actions: position of an operation -> (operation, whether its results go to host memory).
         transfers: copies to host memory.
-        hidden: the layer's input, if it goes to host memory, or None.
+        hidden: the layer's input, if it goes to host memory, or None. It is the only tensor that checkpointing saves:
+            hooks take the place of torch's own checks of the others.
         prove: function of positions whose kept results differ from recomputed ones. With it the recomputation runs
             kept operations too and compares; None: it uses kept results.
     """
@@ -55,10 +56,9 @@ class Frame:
         hidden, self.hidden = self.hidden, None
         if hidden is None:
             return contextlib.nullcontext()
-        identity = _identity(hidden)
 
         def save(x):
-            if self.input is not None or _identity(x) != identity:
+            if not x.numel():  # checkpointing's dummy
                 return x
             offloaded = Offloaded(x, self.transfers)
             self.input = weakref.ref(offloaded)
@@ -72,15 +72,14 @@ class Frame:
 
     def keep(self, position, operation, results, offload):
         """Keep the results of one operation."""
+        self.results[position] = operation, self._kept(results, offload)
 
-        def kept(x):
-            if isinstance(x, (list, tuple)):
-                return type(x)(map(kept, x))
-            if not isinstance(x, torch.Tensor):
-                return x
-            return Offloaded(x, self.transfers) if offload and self.transfers.can_copy(x) else Kept(alias(x))
-
-        self.results[position] = operation, kept(results)
+    def _kept(self, x, offload):  # no function within `keep`: one that calls itself would hold the frame
+        if isinstance(x, (list, tuple)):
+            return type(x)(self._kept(part, offload) for part in x)
+        if not isinstance(x, torch.Tensor):
+            return x
+        return Offloaded(x, self.transfers) if offload and self.transfers.can_copy(x) else Kept(alias(x))
 
     def forget(self, changed):
         """Forget kept results that share memory with the tensors `changed`: they will be recomputed."""
@@ -132,10 +131,6 @@ class Frame:
         holders = [x for _, results in self.results.values() for x in _holders(results)]
         holders.append(self.input and self.input())
         return [x for x in holders if isinstance(x, Offloaded)]
-
-
-def _identity(x):
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 def _saved_input(held):
@@ -192,12 +187,18 @@ class Keeping(_Numbering):
         kind = kind_of(operation, args)
         if kind is MUTATES and self.frame.results:
             self.frame.forget(written(operation, args, kwargs or {}))
+        if kind is not NUMBERED:
+            return operation(*args, **(kwargs or {}))
+        position = self.next()
+        planned, offload = self.frame.actions.get(position, (None, False))
+        if planned is not operation:
+            return operation(*args, **(kwargs or {}))
+        device = self.frame.transfers.device
+        before = random_state(operation, device)
         results = operation(*args, **(kwargs or {}))
-        if kind is NUMBERED:
-            position = self.next()
-            planned, offload = self.frame.actions.get(position, (None, False))
-            if planned is operation:
-                self.frame.keep(position, operation, results, offload)
+        # what draws random numbers now, if not when it was recorded, is recomputed: the next ones depend on it
+        if before is None or torch.equal(before, random_state(operation, device)):
+            self.frame.keep(position, operation, results, offload)
         return results
 
 

@@ -47,7 +47,7 @@ class Transfers:
         """Return host memory of `nbytes`."""
         if self.unused[nbytes]:
             return self.unused[nbytes].pop()
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
     def copy(self, target, source):
         """Start a copy after the work that the current stream has; return its end."""
