@@ -90,6 +90,15 @@ def first_line(thing) -> str:
     return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
+def signature(thing) -> str:
+    """Write a callable's arguments with their defaults, without annotations; "-" for other things."""
+    if not callable(thing):
+        return "-"
+    parameters = inspect.signature(thing).parameters.values()
+    named = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(named)).replace("|", "\\|")
+
+
 def ops() -> dict:
     """Return the public ops by name, with the modules that define them."""
     load_all()
@@ -180,8 +189,9 @@ def names_of_liger_kernel(cells: list) -> str:
     for module in ("liger_hw.transformers", "liger_hw.chunked_loss", "liger_hw.transformers.functional"):
         package = importlib.import_module(module)
         functions = [name for name, thing in vars(package).items() if name.startswith("liger_") and callable(thing)]
-        rows = [[f"`{name}`", first_line(getattr(package, name))] for name in getattr(package, "__all__", functions)]
-        parts += [f"## `{module}`", markdown(["name", "description"], sorted(rows))]
+        things = {name: getattr(package, name) for name in getattr(package, "__all__", functions)}
+        rows = [[f"`{name}`", first_line(thing), f"`{signature(thing)}`"] for name, thing in things.items()]
+        parts += [f"## `{module}`", markdown(["name", "description", "arguments"], sorted(rows))]
     return "\n\n".join(parts)
 
 

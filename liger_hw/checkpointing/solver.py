@@ -90,8 +90,8 @@ def choices_of(record, limits, layers, refused=()) -> list[Choice]:
     kept, offloaded = (actions == KEEP).double() @ nbytes + of_input, is_offloaded @ nbytes
     saved = (actions != RECOMPUTE).double() @ seconds
     fits_host = is_offloaded @ on_host <= limits.host_bytes / layers
-    choices = []
-    for limit in [host_bytes / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
+    choices, most = [], min(host_bytes, float(nbytes.sum()))
+    for limit in [most / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
         for row in _undominated(kept, saved, ((offloaded <= limit) & fits_host).nonzero().flatten()):
             of_items = zip(items, actions[row].tolist())
             chosen = {position: action for (position, _), action in of_items if action != RECOMPUTE}

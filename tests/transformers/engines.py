@@ -210,14 +210,14 @@ def learn_alike(engine, of_rank=unequal, alone=None, counted=False, evaluate=Fal
                     p -= RATE * grad
 
 
-def learn_the_same_with_planned_activations(engine, budget, steps=5):
+def learn_the_same_with_planned_activations(engine, budget, host_budget, steps=5):
     """Hold a model under an engine and a budget of `liger_hw.activations` to itself without, bit for bit.
 
     Ranks whose batches differ plan in different passes, and must communicate alike all the same.
     """
-    model = tiny.model().to(device())
+    model = tiny.model(num_hidden_layers=4).to(device())
     engines = [prepare(copy.deepcopy(model), engine) for _ in range(2)]
-    planned = liger_hw.activations(engines[0].model, budget, 0)
+    planned = liger_hw.activations(engines[0].model, budget, host_budget)
     for _ in range(steps):
         found, expected = (step(each, unequal(dist.get_rank())) for each in engines)
         assert torch.equal(found.outputs.loss, expected.outputs.loss)
@@ -225,8 +225,10 @@ def learn_the_same_with_planned_activations(engine, budget, steps=5):
         for each in engines:
             each.step()
     assert planned.plan is not None
-    kept = sum(layer.choice.nbytes for layer in planned.plan.layers)
-    assert kept <= budget and (kept > 0) == (budget > 0)
+    choices = [layer.choice for layer in planned.plan.layers]
+    beyond_inputs = sum(layer.choice.nbytes - layer.record.input_bytes for layer in planned.plan.layers)
+    assert beyond_inputs <= budget and (budget + host_budget > 0) == any(choice.actions != () for choice in choices)
+    assert (planned.plan.offloaded_bytes > 0) == (host_budget > 0) == any(choice.offloads_input for choice in choices)
 
 
 def learn_alike_in_bf16(engine, precision, **config):

@@ -63,10 +63,13 @@ def test_fsdp2_with_the_embedding_in_the_head_s_unit(check):
     check(fsdp2, {"unit": ("model.embed_tokens", "lm_head"), "reshard": True}, **TIED)
 
 
-@pytest.mark.parametrize("budget", [0, 50_000, 2**40], ids=["recompute", "mixed", "keep"])
+PLANS = {"recompute": (0, 0), "mixed": (50_000, 0), "keep": (2**40, 0), "offload": (20_000, 2**28)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("engine", [fsdp2, ddp])
-def test_planned_activations(engine, budget, ranks):
-    ranks(2, learn_the_same_with_planned_activations, engine, budget)
+def test_planned_activations(engine, plan, ranks):
+    ranks(2, learn_the_same_with_planned_activations, engine, *PLANS[plan])
 
 
 @pytest.mark.parametrize("unit", UNITS)
