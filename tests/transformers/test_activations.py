@@ -94,7 +94,7 @@ def test_same_bits(family, plan):
         assert actions <= {KEEP} and 0 < activations.plan.saved_seconds
     else:
         assert OFFLOAD in actions and activations.plan.offloaded_bytes > 0
-        assert any(choice.offloads_input for choice in choices[:-1]) and not choices[-1].offloads_input
+        assert not choices[-1].offloaded
 
 
 def lora(base):
@@ -272,12 +272,11 @@ def test_large_inputs_leave_in_measured_passes_too(way, monkeypatch):
     test_same_bits_however_it_trains(way, "offload")
 
 
-def test_an_input_that_changes_after_it_was_offloaded(stack):
+def test_an_input_that_changes_after_it_was_offloaded(stack, monkeypatch):
     """Torch's checkpointing finds such a write by the tensor's version; a copy on the host has none."""
-    liger_hw.activations(stack, 3 * 2 * RESULT // 2, 2**24)
-    for _ in range(5):
-        step(stack)
-    assert stack.layers[1]._gradient_checkpointing_func.activations.plan.layers[1].choice.offloads_input
+    monkeypatch.setattr(passes.Activations, "_has_large_inputs", lambda self, hidden: True)
+    liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
+    step(stack)
 
     def write(layer, args, output):
         args[0].detach().add_(1)
