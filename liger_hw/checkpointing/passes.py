@@ -286,8 +286,9 @@ class Activations:
             current.peaks[0] = self._peak()
         if current.phase == WARM_UP:
             timeline = current.timeline(len(current.layers))
-            needed = max(timeline) if self.host_bytes else max(self._with_inputs(timeline, current.inputs))
-            self._check_budget(current.base + needed)
+            peak = max(self._with_inputs(timeline, current.inputs))
+            if current.base + (max(timeline) if self.host_bytes else peak) > self._budget_bytes():
+                self._refuse_budget(current.base + peak)
 
     def _conclude(self, done):
         if not done.complete or done.tokens == 0:
@@ -354,7 +355,7 @@ class Activations:
         if chosen is None and self.plan is None:
             inputs = [record.input_bytes for _, record in self.records]
             peaks = [base + max(self._with_inputs(above, inputs)) for base, above in self.timelines.values()]
-            self._check_budget(max(peaks), fits=False)
+            self._refuse_budget(max(peaks))
         elif chosen is None:
             logger.warning(
                 "liger_hw.activations: tensors outside the layers have grown, and nothing fits %s any more, so every "
@@ -387,14 +388,12 @@ class Activations:
             return free + torch.accelerator.memory_reserved(self.device) - MARGIN * total
         return self.budget
 
-    def _check_budget(self, peak, fits=True):
-        """Refuse a budget below the `peak` of recomputing every layer, or without a plan."""
-        budget = self._budget_bytes()
-        if peak > budget or not fits:
-            raise BudgetTooSmall(
-                f"budget: got {size(budget)}, allowed: at least {size(peak)}, the peak of a pass that recomputes every "
-                "layer; or a smaller batch"
-            )
+    def _refuse_budget(self, peak):
+        """Refuse the budget, and name the `peak` of recomputing every layer, which fits."""
+        raise BudgetTooSmall(
+            f"budget: got {size(self._budget_bytes())}, allowed: at least {size(peak)}, the peak of a pass that "
+            "recomputes every layer; or a smaller batch"
+        )
 
     def _has_large_inputs(self, hidden):
         """Tell whether the layers' inputs take much memory that the host has."""

@@ -48,7 +48,7 @@ class Frame:
 
     def __init__(self, actions, transfers, hidden=None, prove=None):
         self.actions, self.transfers, self.prove, self.results = actions, transfers, prove, {}
-        self.hidden = hidden if hidden is not None and transfers.can_copy(hidden) else None
+        self.hidden = hidden
         self.input = None  # a weak reference to the `Offloaded` of the layer's input
 
     def saves_inputs(self):
@@ -58,7 +58,7 @@ class Frame:
             return contextlib.nullcontext()
 
         def save(x):
-            if not x.numel():  # checkpointing's dummy
+            if not x.numel():  # checkpointing saves an empty tensor of its own
                 return x
             offloaded = Offloaded(x, self.transfers)
             self.input = weakref.ref(offloaded)

@@ -94,10 +94,8 @@ def choices_of(record, limits, layers, refused=()) -> list[Choice]:
     for limit in [most / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
         for row in _undominated(kept, saved, ((offloaded <= limit) & fits_host).nonzero().flatten()):
             of_items = zip(items, actions[row].tolist())
-            chosen = {position: action for (position, _), action in of_items if action != RECOMPUTE}
-            if chosen.get(INPUT) == KEEP:
-                del chosen[INPUT]
-            chosen = tuple(sorted(chosen.items()))
+            actions_of_items = [(position, action) for (position, _), action in of_items if action != RECOMPUTE]
+            chosen = tuple(sorted(pair for pair in actions_of_items if pair != (INPUT, KEEP)))  # an input stays anyway
             choices.append(Choice(chosen, int(kept[row]), int(offloaded[row]), float(saved[row])))
     whole = Choice(None, record.saved_bytes + record.input_bytes, 0, sum(op.seconds for op in record.operations))
     lean = [choice for choice in dict.fromkeys([nothing(record), *choices]) if choice.nbytes < whole.nbytes]
