@@ -32,6 +32,7 @@ _NAMES = {
     "kernels.hyper_connections": ("mhc_post_res", "mhc_pre"),
     "kernels.mhc_coefficients": ("mhc_coefficients",),
     "kernels.rope": ("rope",),
+    "kernels.qk_norm_rope": ("qk_norm_rope",),
     "kernels.routing": ("load_balancing_loss", "router", "router_z_loss"),
     "kernels.cross_entropy": ("CrossEntropyOutput", "cross_entropy"),
     "kernels.cross_entropy_tvd": ("cross_entropy_tvd",),

@@ -18,15 +18,21 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype, refuse
 from liger_hw.dispatch import Cost, Function, op, raw
 from liger_hw.kernels._math import in_row, rounded
+from liger_hw.kernels.rope.heads import (
+    LAYOUTS,
+    empty_outputs,
+    heads_and_strides,
+    heads_inside,
+    load_angles,
+    load_pairs,
+    store_pairs,
+)
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
-# layout -> whether x1 and x2 are neighbours (otherwise halves), in the input and in the output
-LAYOUTS = {"half": (False, False), "interleaved": (True, True), "interleaved_to_half": (True, False)}
 
-
-def _validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
+def validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     check(unsqueeze_dim in (1, 2), "unsqueeze_dim", unsqueeze_dim, (1, 2))
     check_known("layout", layout, LAYOUTS)
     check(q.ndim == 4 and q.is_floating_point(), "q", q, "four dimensions, floating point")
@@ -81,7 +87,7 @@ def rope(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, `layout` is unknown, or `cos` or `sin` requires grad.
     """
-    _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
+    validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))
 
@@ -125,40 +131,6 @@ def rope_rotate_config(heads, half, device):
 
 
 @triton.jit
-def _load_pairs(X, there, stride, half: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr):
-    """Load x1 and x2 of the rows at X, in fp32.
-
-    Neighbours are loaded together and then separated, so that accesses are full vectors.
-    """
-    HALF: tl.constexpr = triton.next_power_of_2(half)
-    col = tl.arange(0, HALF)[None, :]
-    if NEIGHBOURS:
-        both = tl.arange(0, 2 * HALF)[None, :]
-        x = tl.load(X + both * stride, there & in_row(both, 2 * half, 2 * HALF), other=0.0).to(tl.float32)
-        return tl.split(tl.reshape(x, [ROWS, HALF, 2]))
-    else:
-        mask = there & in_row(col, half, HALF)
-        return (
-            tl.load(X + col * stride, mask).to(tl.float32),
-            tl.load(X + (half + col) * stride, mask).to(tl.float32),
-        )
-
-
-@triton.jit
-def _store_pairs(OUT, x1, x2, there, half: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr):
-    HALF: tl.constexpr = triton.next_power_of_2(half)
-    col = tl.arange(0, HALF)[None, :]
-    if NEIGHBOURS:
-        both = tl.arange(0, 2 * HALF)[None, :]
-        x = tl.reshape(tl.join(x1, x2), [ROWS, 2 * HALF])
-        tl.store(OUT + both, x, there & in_row(both, 2 * half, 2 * HALF))
-    else:
-        mask = there & in_row(col, half, HALF)
-        tl.store(OUT + col, x1, mask)
-        tl.store(OUT + half + col, x2, mask)
-
-
-@triton.jit
 def _rotate_heads(
     X, OUT, cos1, cos2, sin1, sin2, batch, token, tokens, batch_stride, token_stride, head_stride, dim_stride,
     heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr, HEADS_INSIDE: tl.constexpr,
@@ -176,14 +148,14 @@ def _rotate_heads(
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         of_a_head = in_row(head, heads, HEADS)
-        x1, x2 = _load_pairs(X + head * head_stride, of_a_head, dim_stride, half, PAIRS_IN, HEADS)
+        x1, x2 = load_pairs(X + head * head_stride, of_a_head, dim_stride, half, PAIRS_IN, HEADS)
         if BACKWARD:
             out1 = rounded(x1 * cos1, dtype) + rounded(x2 * sin2, dtype)
             out2 = rounded(x2 * cos2, dtype) - rounded(x1 * sin1, dtype)
         else:
             out1 = rounded(x1 * cos1, dtype) - rounded(x2 * sin1, dtype)
             out2 = rounded(x2 * cos2, dtype) + rounded(x1 * sin2, dtype)
-        _store_pairs(OUT + head * out_head_stride, out1, out2, of_a_head, half, PAIRS_OUT, HEADS)
+        store_pairs(OUT + head * out_head_stride, out1, out2, of_a_head, half, PAIRS_OUT, HEADS)
         if rotary_dim < head_dim:
             REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
             rest = tl.arange(0, REST)[None, :]
@@ -205,21 +177,9 @@ def rope_rotate(
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     tokens = tokens.to(tl.int64)
-    half: tl.constexpr = rotary_dim // 2
-    HALF: tl.constexpr = triton.next_power_of_2(half)
-    col = tl.arange(0, HALF)[None, :]
-    there = in_row(col, half, HALF)
     at = batch * cos_batch_stride + token * cos_token_stride
-    if SHARED:
-        cos1 = tl.load(COS + at + col * cos_dim_stride, there).to(tl.float32)
-        sin1 = tl.load(SIN + at + col * cos_dim_stride, there).to(tl.float32)
-        cos2, sin2 = cos1, sin1
-    else:
-        PAIRS: tl.constexpr = PAIRS_IN if BACKWARD else PAIRS_OUT  # the tables have the layout of the forward's output
-        at1 = at + (2 * col if PAIRS else col) * cos_dim_stride
-        at2 = at + (2 * col + 1 if PAIRS else half + col) * cos_dim_stride
-        cos1, cos2 = tl.load(COS + at1, there).to(tl.float32), tl.load(COS + at2, there).to(tl.float32)
-        sin1, sin2 = tl.load(SIN + at1, there).to(tl.float32), tl.load(SIN + at2, there).to(tl.float32)
+    PAIRS: tl.constexpr = PAIRS_IN if BACKWARD else PAIRS_OUT  # the tables have the layout of the forward's output
+    cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, cos_dim_stride, rotary_dim // 2, PAIRS, SHARED)
     if Q is not None:
         _rotate_heads(
             Q, Q_OUT, cos1, cos2, sin1, sin2, batch, token, tokens,
@@ -236,36 +196,6 @@ def rope_rotate(
         )  # fmt: skip
 
 
-def _heads_inside(x, unsqueeze_dim):
-    """Tell whether heads of a token are closer in memory than tokens of a head."""
-    if x is None:
-        return False
-    strides = x.stride()
-    return strides[unsqueeze_dim] < strides[3 - unsqueeze_dim]
-
-
-def _empty_output(x, unsqueeze_dim, heads_inside):
-    """Return memory for a dense tensor like `x`, in the given order."""
-    batch, one, two, dim = shape = x.shape
-    in_order = heads_inside == (unsqueeze_dim == 2)
-    strides = (one * two * dim, two * dim, dim, 1) if in_order else (one * two * dim, dim, one * dim, 1)
-    # on an x86 CPU new_empty_strided takes 1.35 us, empty_like 1.19
-    return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)
-
-
-def _empty_outputs(cos, q, k, unsqueeze_dim, q_heads_inside, k_heads_inside):
-    q_out = cos.new_empty(0) if q is None else _empty_output(q, unsqueeze_dim, q_heads_inside)
-    return q_out, cos.new_empty(0) if k is None else _empty_output(k, unsqueeze_dim, k_heads_inside)
-
-
-def _layout(x, unsqueeze_dim):
-    """Return the head count and the batch, token, head and value strides; None: zeros."""
-    if x is None:
-        return 0, 0, 0, 0, 0
-    batch, one, two, dim = x.stride()
-    return (x.shape[1], batch, two, one, dim) if unsqueeze_dim == 1 else (x.shape[2], batch, one, two, dim)
-
-
 def _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, backward):
     cos_strides = cos.stride()
     if cos_strides != sin.stride():
@@ -274,8 +204,8 @@ def _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_i
     angles, tokens, rotary_dim = cos.shape
     rotary_dim *= 2 if shared else 1
     first = k if q is None else q
-    q_heads, *q_strides = _layout(q, unsqueeze_dim)
-    k_heads, *k_strides = _layout(k, unsqueeze_dim)
+    q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
+    k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
     pairs_in, pairs_out = LAYOUTS[layout][::-1] if backward else LAYOUTS[layout]
     config = rope_rotate_config(power_of_2(max(q_heads, k_heads)), power_of_2(rotary_dim // 2), device_of(first))
     launch(
@@ -288,7 +218,7 @@ def _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_i
 
 
 def _fake_forward(cos, sin, q, k, unsqueeze_dim, *options):
-    return _empty_outputs(cos, q, k, unsqueeze_dim, _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim))
+    return empty_outputs(cos, q, k, unsqueeze_dim, heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim))
 
 
 @raw(_fake_forward)
@@ -296,14 +226,14 @@ def _rope_forward(
     cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, unsqueeze_dim: int,
     layout: str, shared: bool, wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    q_inside, k_inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
-    outs = _empty_outputs(cos, q, k, unsqueeze_dim, q_inside, k_inside)
+    q_inside, k_inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
+    outs = empty_outputs(cos, q, k, unsqueeze_dim, q_inside, k_inside)
     _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_inside, k_inside, False)
     return outs
 
 
 def _fake_backward(cos, sin, dq_out, dk_out, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside):
-    return _empty_outputs(cos, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside)
+    return empty_outputs(cos, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside)
 
 
 @raw(_fake_backward)
@@ -328,7 +258,7 @@ class RopeFunction(Function):
             ctx.mark_non_differentiable(k_out if q_wanted else q_out)
         ctx.save_for_backward(cos, sin)
         # the gradients take the memory order of q and k, for the view that made those from a projection
-        orders = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        orders = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
         ctx.options = unsqueeze_dim, layout, shared, wide, *orders
         ctx.set_materialize_grads(False)
         return q_out, k_out
@@ -346,7 +276,7 @@ class RopeFunction(Function):
 
 @rope.register("triton")
 def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
-    _validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
+    validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
     if k is not None:
         check_kernel_dtype("k", k)
     sin = sin.resolve_neg()  # the memory of a conjugate's imaginary part lacks the sign
