@@ -179,7 +179,8 @@ def rope_rotate(
     tokens = tokens.to(tl.int64)
     at = batch * cos_batch_stride + token * cos_token_stride
     PAIRS: tl.constexpr = PAIRS_IN if BACKWARD else PAIRS_OUT  # the tables have the layout of the forward's output
-    cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, cos_dim_stride, rotary_dim // 2, PAIRS, SHARED)
+    one = tl.full((1, 1), True, tl.int1)
+    cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, one, cos_dim_stride, rotary_dim // 2, PAIRS, SHARED)
     if Q is not None:
         _rotate_heads(
             Q, Q_OUT, cos1, cos2, sin1, sin2, batch, token, tokens,

@@ -44,11 +44,11 @@ def store_pairs(OUT, x1, x2, there, half: tl.constexpr, NEIGHBOURS: tl.constexpr
 
 
 @triton.jit
-def load_angles(COS, SIN, stride, half: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr):
-    """Load cos and sin of a token for x1 and for x2, in fp32: cos1, cos2, sin1, sin2."""
+def load_angles(COS, SIN, there, stride, half: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr):
+    """Load cos and sin of the tokens at COS and SIN, for x1 and for x2, in fp32: cos1, cos2, sin1, sin2."""
     HALF: tl.constexpr = triton.next_power_of_2(half)
     col = tl.arange(0, HALF)[None, :]
-    there = in_row(col, half, HALF)
+    there &= in_row(col, half, HALF)
     if SHARED:
         cos = tl.load(COS + col * stride, there).to(tl.float32)
         sin = tl.load(SIN + col * stride, there).to(tl.float32)
