@@ -108,6 +108,12 @@ COSTS = {  # inputs, options -> elements of 2 bytes that a direction moves, as t
     ),
     "clamped_swiglu": ((meta(R, 2 * C),), {}, 3 * R * C, 5 * R * C),
     "rope": ((meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(1, 3, 8), meta(1, 3, 8)), {}, 2 * 240 + 48, 2 * 240 + 48),
+    "qk_norm_rope": (
+        (meta(2, 4, 3, 8), meta(2, 1, 3, 8), meta(8), meta(8), meta(1, 3, 8), meta(1, 3, 8)),
+        {},
+        2 * 240 + 16 + 48,
+        3 * 240 + 32 + 48,
+    ),
     "cross_entropy": ((meta(R, C), meta(R)), {}, R * C, 2 * R * C),
     "fused_linear_cross_entropy": ((meta(R, 8), meta(C, 8), meta(R)), {}, (R + C) * 8, 2 * (R + C) * 8),
 }

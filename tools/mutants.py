@@ -236,6 +236,15 @@ MUTANTS = {
         ),
         ("tables not laid out as the result", "PAIRS_IN if BACKWARD else PAIRS_OUT", "PAIRS_IN"),
     ],
+    "qk_norm_rope": [
+        ("backward turns on", "dout[1] * cos2 - dout[0] * sin1", "dout[1] * cos2 + dout[0] * sin1"),
+        ("mean of all heads over one", "tl.sum(total, 0) / (heads * head_dim)", "tl.sum(total, 0) / head_dim"),
+        (
+            "norm not rounded before it is turned",
+            "rounded(before_weight(normed, W, w[part], offset, dtype, CASTING), dtype)",
+            "before_weight(normed, W, w[part], offset, dtype, CASTING)",
+        ),
+    ],
     "cross_entropy": [
         (
             "gradient without the z-loss",
@@ -287,6 +296,7 @@ PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and te
     "gated_rms_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_gated_rms_norm.py"),
     "l2_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_l2_norm.py"),
     "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
+    "rope": ("kernels/rope/__init__.py", "kernels/test_rope.py"),
     "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
     "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
     "causal_softmax": ("kernels/softmax.py", "kernels/test_multi_token_attention.py"),

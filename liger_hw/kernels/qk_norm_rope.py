@@ -1,4 +1,4 @@
-r"""Normalise queries and keys and rotate them by their position, in one pass (Qwen3, Gemma 3, OLMo 2).
+r"""Normalise and rotate queries and keys in one pass (Qwen3, Gemma 3, OLMo 2).
 
     rstd = 1 / sqrt(mean(x^2) + eps)                        over a head, or over all heads of a token
     y    = x rstd (w + offset)                              rounded to x's dtype
@@ -131,8 +131,9 @@ def _(q, k, q_weight, k_weight, cos, sin, *options, **named):
 @tuned
 def qk_norm_rope_forward_config(head_dim, together, itemsize, device):
     # 32 heads, 32 values a lane: within 3% of any other choice on an H200
-    rows = max(together, min(32, max(1, 8192 // head_dim)))
-    return Config({"ROWS": rows}, row_warps(rows * head_dim, device, per_lane=32), fp_fusion=False)
+    rows = min(32, max(1, 8192 // head_dim))
+    elements = max(together, rows) * head_dim
+    return Config({"ROWS": rows}, row_warps(elements, device, per_lane=32), fp_fusion=False)
 
 
 @tuned
@@ -140,18 +141,18 @@ def qk_norm_rope_backward_config(head_dim, together, itemsize, device):
     # As a norm's of four tensors, because each head also reads cos and sin of its token; 16 values a lane. With 32,
     # heads of 256 values take 96 us instead of 62 on an H200 (2 x 4,096 tokens of 8 and 4 heads).
     config = norm_backward_config(head_dim, itemsize, device, read=4)
-    rows = max(together, config["ROWS"])
-    warps = row_warps(rows * head_dim, device, per_lane=16)
+    elements = max(together, config["ROWS"]) * head_dim
+    warps = row_warps(elements, device, per_lane=16)
     if together == 1:
-        return Config({"ROWS": rows, "STAGES": config["STAGES"]}, warps, programs=config.programs)
-    return Config({"ROWS": rows, "STAGES": 1}, warps, programs=max(1, 16384 // (rows * head_dim)))
+        return Config({"ROWS": config["ROWS"], "STAGES": config["STAGES"]}, warps, programs=config.programs)
+    return Config({"ROWS": config["ROWS"], "STAGES": 1}, warps, programs=max(1, 16384 // elements))
 
 
 @triton.jit
 def _heads_of(tile, tokens, all_tokens, heads: tl.constexpr, JOINT: tl.constexpr, ROWS: tl.constexpr):
-    """Return batch, token and head of a tile's rows, and whether they exist; each (ROWS, 1) or (1, 1).
+    """Return batch, token and head of a tile's rows, and whether they exist.
 
-    A tile is all heads of one token where those are normalised together, otherwise any ROWS heads.
+    Each is (ROWS, 1) or (1, 1). A tile is any ROWS heads, or all of one token where those are normalised together.
     """
     row = tl.arange(0, ROWS)[:, None]
     if JOINT:
@@ -165,7 +166,7 @@ def _heads_of(tile, tokens, all_tokens, heads: tl.constexpr, JOINT: tl.constexpr
 @triton.jit
 def _load_heads(X, there, stride, head_dim: tl.constexpr, rotary_dim: tl.constexpr, PAIRS: tl.constexpr,
                 ROWS: tl.constexpr):  # fmt: skip
-    """Load the heads at X in fp32 as tiles: x1, x2, and the values that are not rotated if there are any."""
+    """Load heads in fp32: x1, x2, and the values that are not rotated if any."""
     tiles = load_pairs(X, there, stride, rotary_dim // 2, PAIRS, ROWS)
     if rotary_dim < head_dim:
         REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
@@ -234,13 +235,14 @@ def _forward_heads(
     JOINT: tl.constexpr, CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = X.dtype.element_ty
+    TILE: tl.constexpr = triton.next_power_of_2(heads) if JOINT else ROWS
     of_product: tl.constexpr = dtype if dtype == COS.dtype.element_ty else tl.float32
-    batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
+    batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, TILE)
     x_at = X + batch * batch_stride + token * token_stride + head * head_stride
-    x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
+    x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, TILE)
     at = batch * cos_batch_stride + token * cos_token_stride
     cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, there, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False)
-    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
+    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, TILE)
     rstd = _rstd(x, there, eps, heads, head_dim, dtype, CASTING, JOINT)
     y = ()
     for part in tl.static_range(len(x)):
@@ -252,7 +254,7 @@ def _forward_heads(
     out2 = rounded(y[1] * cos2, of_product) + rounded(y[0] * sin2, of_product)
     out = (out1, out2) if len(y) == 2 else (out1, out2, y[2])
     out_at = OUT + _dense(batch, token, head, tokens.to(tl.int64), heads, head_dim, HEADS_INSIDE)
-    _store_heads(out_at, out, there, head_dim, rotary_dim, PAIRS_OUT, ROWS)
+    _store_heads(out_at, out, there, head_dim, rotary_dim, PAIRS_OUT, TILE)
 
 
 @triton.jit(do_not_specialize=["q_tiles", "tokens", "all_tokens"])
@@ -314,20 +316,21 @@ def _backward_heads(
     JOINT: tl.constexpr, CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of this program's heads to DX, and its sum for the weight to DW."""
+    """Write the gradient of this program's heads, and the weight's sums over them."""
     dtype: tl.constexpr = X.dtype.element_ty
+    TILE: tl.constexpr = triton.next_power_of_2(heads) if JOINT else ROWS
     HALF: tl.constexpr = triton.next_power_of_2(rotary_dim // 2)
-    dw = (tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32))
+    dw = (tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32))
     if rotary_dim < head_dim:
-        dw = dw + (tl.zeros((ROWS, triton.next_power_of_2(head_dim - rotary_dim)), tl.float32),)
-    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
-    tiles = all_tokens if JOINT else (all_tokens * heads + ROWS - 1) // ROWS
+        dw = dw + (tl.zeros((TILE, triton.next_power_of_2(head_dim - rotary_dim)), tl.float32),)
+    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, TILE)
+    tiles = all_tokens if JOINT else (all_tokens * heads + TILE - 1) // TILE
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
+        batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, TILE)
         x_at = X + batch * batch_stride + token * token_stride + head * head_stride
-        x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
+        x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, TILE)
         dout_at = DOUT + batch * dout_batch_stride + token * dout_token_stride + head * dout_head_stride
-        dout = _load_heads(dout_at, there, dout_dim_stride, head_dim, rotary_dim, PAIRS_OUT, ROWS)
+        dout = _load_heads(dout_at, there, dout_dim_stride, head_dim, rotary_dim, PAIRS_OUT, TILE)
         at = batch * cos_batch_stride + token * cos_token_stride
         cos1, cos2, sin1, sin2 = load_angles(
             COS + at, SIN + at, there, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False
@@ -347,9 +350,9 @@ def _backward_heads(
             dw = dw + (dw_before[part] + dy[part] * (normed if CASTING == "gemma" else rounded(normed, dtype)),)
         if DX is not None:
             dx_at = DX + _dense(batch, token, head, tokens.to(tl.int64), heads, head_dim, HEADS_INSIDE)
-            _store_heads(dx_at, dx, there, head_dim, rotary_dim, PAIRS_IN, ROWS)
+            _store_heads(dx_at, dx, there, head_dim, rotary_dim, PAIRS_IN, TILE)
     if DW is not None:
-        _store_dw(DW, dw, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
+        _store_dw(DW, dw, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, TILE)
 
 
 @triton.jit(do_not_specialize=["tokens", "all_tokens"])
@@ -390,7 +393,7 @@ def qk_norm_rope_backward(
 
 
 def _facts(q, k, q_weight, k_weight, unsqueeze_dim):
-    """Return the numbers of a configuration: values of a head, heads normalised together, and bytes of a value."""
+    """Return a configuration's numbers: head size, heads normalised together, bytes of a value."""
     together = [x.shape[unsqueeze_dim] for x, w in ((q, q_weight), (k, k_weight)) if _is_joint(x, w)]
     return power_of_2(q.shape[3]), power_of_2(max(together, default=1)), q.element_size()
 

@@ -1,4 +1,4 @@
-"""Read and write the heads of queries and keys, as pairs of values that a position rotates."""
+"""Read and write heads as pairs of values that a position rotates."""
 
 import torch
 
@@ -45,7 +45,7 @@ def store_pairs(OUT, x1, x2, there, half: tl.constexpr, NEIGHBOURS: tl.constexpr
 
 @triton.jit
 def load_angles(COS, SIN, there, stride, half: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr):
-    """Load cos and sin of the tokens at COS and SIN, for x1 and for x2, in fp32: cos1, cos2, sin1, sin2."""
+    """Load a token's angles in fp32: cos1, cos2, sin1, sin2, for x1 and x2."""
     HALF: tl.constexpr = triton.next_power_of_2(half)
     col = tl.arange(0, HALF)[None, :]
     there &= in_row(col, half, HALF)
@@ -71,7 +71,7 @@ def heads_inside(x, unsqueeze_dim):
 
 
 def empty_output(x, unsqueeze_dim, inside):
-    """Return memory for a dense tensor like `x`, with heads of a token side by side or not."""
+    """Return dense memory like `x`, with heads of a token side by side or not."""
     batch, one, two, dim = shape = x.shape
     in_order = inside == (unsqueeze_dim == 2)
     strides = (one * two * dim, two * dim, dim, 1) if in_order else (one * two * dim, dim, one * dim, 1)
