@@ -152,7 +152,7 @@ def qk_norm_rope_backward_config(head_dim, together, itemsize, device):
 def _heads_of(tile, tokens, all_tokens, heads: tl.constexpr, JOINT: tl.constexpr, ROWS: tl.constexpr):
     """Return batch, token and head of a tile's rows, and whether they exist.
 
-    Each is (ROWS, 1) or (1, 1). A tile is any ROWS heads, or all of one token where those are normalised together.
+    Each is (ROWS, 1) or (1, 1). A tile is any ROWS heads, or one token's where those are normalised together.
     """
     row = tl.arange(0, ROWS)[:, None]
     if JOINT:
@@ -235,14 +235,13 @@ def _forward_heads(
     JOINT: tl.constexpr, CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = X.dtype.element_ty
-    TILE: tl.constexpr = triton.next_power_of_2(heads) if JOINT else ROWS
     of_product: tl.constexpr = dtype if dtype == COS.dtype.element_ty else tl.float32
-    batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, TILE)
+    batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
     x_at = X + batch * batch_stride + token * token_stride + head * head_stride
-    x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, TILE)
+    x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
     at = batch * cos_batch_stride + token * cos_token_stride
     cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, there, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False)
-    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, TILE)
+    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
     rstd = _rstd(x, there, eps, heads, head_dim, dtype, CASTING, JOINT)
     y = ()
     for part in tl.static_range(len(x)):
@@ -254,7 +253,7 @@ def _forward_heads(
     out2 = rounded(y[1] * cos2, of_product) + rounded(y[0] * sin2, of_product)
     out = (out1, out2) if len(y) == 2 else (out1, out2, y[2])
     out_at = OUT + _dense(batch, token, head, tokens.to(tl.int64), heads, head_dim, HEADS_INSIDE)
-    _store_heads(out_at, out, there, head_dim, rotary_dim, PAIRS_OUT, TILE)
+    _store_heads(out_at, out, there, head_dim, rotary_dim, PAIRS_OUT, ROWS)
 
 
 @triton.jit(do_not_specialize=["q_tiles", "tokens", "all_tokens"])
@@ -265,21 +264,23 @@ def qk_norm_rope_forward(
     k_batch_stride, k_token_stride, k_head_stride, k_dim_stride, eps, offset,
     q_heads: tl.constexpr, k_heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr,
     Q_HEADS_INSIDE: tl.constexpr, K_HEADS_INSIDE: tl.constexpr, Q_JOINT: tl.constexpr, K_JOINT: tl.constexpr,
-    CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
+    together: tl.constexpr, CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < q_tiles:
         _forward_heads(
             COS, SIN, Q, Q_WEIGHT, Q_OUT, tile, tokens, all_tokens, cos_batch_stride, cos_token_stride, cos_dim_stride,
             q_batch_stride, q_token_stride, q_head_stride, q_dim_stride, eps, offset,
-            q_heads, head_dim, rotary_dim, Q_HEADS_INSIDE, Q_JOINT, CASTING, PAIRS_IN, PAIRS_OUT, ROWS,
+            q_heads, head_dim, rotary_dim, Q_HEADS_INSIDE, Q_JOINT, CASTING, PAIRS_IN, PAIRS_OUT,
+            together if Q_JOINT else ROWS,
         )  # fmt: skip
     else:
         _forward_heads(
             COS, SIN, K, K_WEIGHT, K_OUT, tile - q_tiles, tokens, all_tokens,
             cos_batch_stride, cos_token_stride, cos_dim_stride,
             k_batch_stride, k_token_stride, k_head_stride, k_dim_stride, eps, offset,
-            k_heads, head_dim, rotary_dim, K_HEADS_INSIDE, K_JOINT, CASTING, PAIRS_IN, PAIRS_OUT, ROWS,
+            k_heads, head_dim, rotary_dim, K_HEADS_INSIDE, K_JOINT, CASTING, PAIRS_IN, PAIRS_OUT,
+            together if K_JOINT else ROWS,
         )  # fmt: skip
 
 
@@ -318,19 +319,18 @@ def _backward_heads(
 ):  # fmt: skip
     """Write the gradient of this program's heads, and the weight's sums over them."""
     dtype: tl.constexpr = X.dtype.element_ty
-    TILE: tl.constexpr = triton.next_power_of_2(heads) if JOINT else ROWS
     HALF: tl.constexpr = triton.next_power_of_2(rotary_dim // 2)
-    dw = (tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32))
+    dw = (tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32))
     if rotary_dim < head_dim:
-        dw = dw + (tl.zeros((TILE, triton.next_power_of_2(head_dim - rotary_dim)), tl.float32),)
-    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, TILE)
-    tiles = all_tokens if JOINT else (all_tokens * heads + TILE - 1) // TILE
+        dw = dw + (tl.zeros((ROWS, triton.next_power_of_2(head_dim - rotary_dim)), tl.float32),)
+    w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
+    tiles = all_tokens if JOINT else (all_tokens * heads + ROWS - 1) // ROWS
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, TILE)
+        batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
         x_at = X + batch * batch_stride + token * token_stride + head * head_stride
-        x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, TILE)
+        x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
         dout_at = DOUT + batch * dout_batch_stride + token * dout_token_stride + head * dout_head_stride
-        dout = _load_heads(dout_at, there, dout_dim_stride, head_dim, rotary_dim, PAIRS_OUT, TILE)
+        dout = _load_heads(dout_at, there, dout_dim_stride, head_dim, rotary_dim, PAIRS_OUT, ROWS)
         at = batch * cos_batch_stride + token * cos_token_stride
         cos1, cos2, sin1, sin2 = load_angles(
             COS + at, SIN + at, there, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False
@@ -350,9 +350,9 @@ def _backward_heads(
             dw = dw + (dw_before[part] + dy[part] * (normed if CASTING == "gemma" else rounded(normed, dtype)),)
         if DX is not None:
             dx_at = DX + _dense(batch, token, head, tokens.to(tl.int64), heads, head_dim, HEADS_INSIDE)
-            _store_heads(dx_at, dx, there, head_dim, rotary_dim, PAIRS_IN, TILE)
+            _store_heads(dx_at, dx, there, head_dim, rotary_dim, PAIRS_IN, ROWS)
     if DW is not None:
-        _store_dw(DW, dw, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, TILE)
+        _store_dw(DW, dw, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
 
 
 @triton.jit(do_not_specialize=["tokens", "all_tokens"])
@@ -365,7 +365,8 @@ def qk_norm_rope_backward(
     dk_batch_stride, dk_token_stride, dk_head_stride, dk_dim_stride, eps, offset,
     q_heads: tl.constexpr, k_heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr,
     Q_HEADS_INSIDE: tl.constexpr, K_HEADS_INSIDE: tl.constexpr, Q_JOINT: tl.constexpr, K_JOINT: tl.constexpr,
-    CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    together: tl.constexpr, CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # A fixed number of programs stride over the heads; each sums its own gradients of the weights. The keys follow in
     # a loop of their own: the sums of both would take twice the registers. rstd is recomputed beside the sum that the
@@ -380,7 +381,8 @@ def qk_norm_rope_backward(
             cos_batch_stride, cos_token_stride, cos_dim_stride,
             q_batch_stride, q_token_stride, q_head_stride, q_dim_stride,
             dq_batch_stride, dq_token_stride, dq_head_stride, dq_dim_stride, eps, offset,
-            q_heads, head_dim, rotary_dim, Q_HEADS_INSIDE, Q_JOINT, CASTING, PAIRS_IN, PAIRS_OUT, ROWS, STAGES,
+            q_heads, head_dim, rotary_dim, Q_HEADS_INSIDE, Q_JOINT, CASTING, PAIRS_IN, PAIRS_OUT,
+            together if Q_JOINT else ROWS, STAGES,
         )  # fmt: skip
     if DK_OUT is not None:
         _backward_heads(
@@ -388,7 +390,8 @@ def qk_norm_rope_backward(
             cos_batch_stride, cos_token_stride, cos_dim_stride,
             k_batch_stride, k_token_stride, k_head_stride, k_dim_stride,
             dk_batch_stride, dk_token_stride, dk_head_stride, dk_dim_stride, eps, offset,
-            k_heads, head_dim, rotary_dim, K_HEADS_INSIDE, K_JOINT, CASTING, PAIRS_IN, PAIRS_OUT, ROWS, STAGES,
+            k_heads, head_dim, rotary_dim, K_HEADS_INSIDE, K_JOINT, CASTING, PAIRS_IN, PAIRS_OUT,
+            together if K_JOINT else ROWS, STAGES,
         )  # fmt: skip
 
 
@@ -416,14 +419,15 @@ def _qk_norm_rope_forward(
     (angles, tokens, rotary_dim), cos_strides = cos.shape, cos.stride()
     q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
     k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
-    config = qk_norm_rope_forward_config(*_facts(q, k, q_weight, k_weight, unsqueeze_dim), device_of(q))
+    head_dim, together, itemsize = _facts(q, k, q_weight, k_weight, unsqueeze_dim)
+    config = qk_norm_rope_forward_config(head_dim, together, itemsize, device_of(q))
     all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
     q_tiles, k_tiles = (_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
     launch(
         qk_norm_rope_forward, (q_tiles + k_tiles, 1, 1), config,
         cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, tokens, all_tokens,
         cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2], *q_strides, *k_strides, eps, offset,
-        q_heads, k_heads, q.shape[3], rotary_dim, q_inside, k_inside, *joint, casting_mode, *LAYOUTS[layout],
+        q_heads, k_heads, q.shape[3], rotary_dim, q_inside, k_inside, *joint, together, casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
     return q_out, k_out
 
@@ -455,7 +459,8 @@ def _qk_norm_rope_backward(
     k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
     _, *dq_strides = heads_and_strides(dq_out, unsqueeze_dim)
     _, *dk_strides = heads_and_strides(dk_out, unsqueeze_dim)
-    config = qk_norm_rope_backward_config(*_facts(q, k, q_weight, k_weight, unsqueeze_dim), device_of(q))
+    head_dim, together, itemsize = _facts(q, k, q_weight, k_weight, unsqueeze_dim)
+    config = qk_norm_rope_backward_config(head_dim, together, itemsize, device_of(q))
     all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
     tiles = max(_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
     programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(tiles)
@@ -466,7 +471,7 @@ def _qk_norm_rope_backward(
         cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, dw, tokens, all_tokens,
         cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2],
         *q_strides, *k_strides, *dq_strides, *dk_strides, eps, offset, q_heads, k_heads, q.shape[3], rotary_dim,
-        q_inside, k_inside, *joint, casting_mode, *LAYOUTS[layout],
+        q_inside, k_inside, *joint, together, casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
     absent = cos.new_empty(0)
     dw = reduce_partials(dw, q_weight.dtype) if weight_grad else absent
