@@ -57,8 +57,9 @@ def memory(record: dict | None) -> str:
 
 KERNELS = ["liger_hw", "of the limit", "fastest peer", "speed-up", "peak memory", "the peer's", "liger-kernel"]
 AXES = (
-    "A shape is rows x columns; for `rope` batch x tokens x heads of queries/heads of keys x their size; for losses "
-    "rows x vocabulary, and for products rows x input features x output features (of a head: the vocabulary)."
+    "A shape is rows x columns; for `rope` and `qk_norm_rope` batch x tokens x heads of queries/heads of keys x their "
+    "size; for losses rows x vocabulary, and for products rows x input features x output features (of a head: the "
+    "vocabulary)."
 )
 
 

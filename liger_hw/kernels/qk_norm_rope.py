@@ -395,8 +395,8 @@ def qk_norm_rope_backward(
         )  # fmt: skip
 
 
-def _facts(q, k, q_weight, k_weight, unsqueeze_dim):
-    """Return a configuration's numbers: head size, heads normalised together, bytes of a value."""
+def _numbers(q, k, q_weight, k_weight, unsqueeze_dim):
+    """Return a configuration's numbers: head size and heads normalised together, rounded up; bytes of a value."""
     together = [x.shape[unsqueeze_dim] for x, w in ((q, q_weight), (k, k_weight)) if _is_joint(x, w)]
     return power_of_2(q.shape[3]), power_of_2(max(together, default=1)), q.element_size()
 
@@ -419,17 +419,23 @@ def _qk_norm_rope_forward(
     (angles, tokens, rotary_dim), cos_strides = cos.shape, cos.stride()
     q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
     k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
-    head_dim, together, itemsize = _facts(q, k, q_weight, k_weight, unsqueeze_dim)
-    config = qk_norm_rope_forward_config(head_dim, together, itemsize, device_of(q))
+    numbers = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
+    config = qk_norm_rope_forward_config(*numbers, device_of(q))
     all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
     q_tiles, k_tiles = (_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
     launch(
         qk_norm_rope_forward, (q_tiles + k_tiles, 1, 1), config,
         cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, tokens, all_tokens,
         cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2], *q_strides, *k_strides, eps, offset,
-        q_heads, k_heads, q.shape[3], rotary_dim, q_inside, k_inside, *joint, together, casting_mode, *LAYOUTS[layout],
+        q_heads, k_heads, q.shape[3], rotary_dim, q_inside, k_inside, *joint, numbers[1], casting_mode,
+        *LAYOUTS[layout],
     )  # fmt: skip
     return q_out, k_out
+
+
+def _weight_cols(q_weight, k_weight, dq_out, dk_out):
+    """Return the columns of both weights' gradient; a result without a gradient has none."""
+    return sum(w.shape[0] for w, dout in ((q_weight, dq_out), (k_weight, dk_out)) if dout is not None)
 
 
 def _fake_backward(
@@ -437,7 +443,7 @@ def _fake_backward(
 ):
     q_grad, k_grad, weight_grad = wanted
     absent = cos.new_empty(0)
-    cols = sum(w.shape[0] for w, dout in ((q_weight, dq_out), (k_weight, dk_out)) if dout is not None)
+    cols = _weight_cols(q_weight, k_weight, dq_out, dk_out)
     return (
         empty_output(q, unsqueeze_dim, heads_inside(q, unsqueeze_dim)) if q_grad else absent,
         empty_output(k, unsqueeze_dim, heads_inside(k, unsqueeze_dim)) if k_grad else absent,
@@ -459,19 +465,19 @@ def _qk_norm_rope_backward(
     k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
     _, *dq_strides = heads_and_strides(dq_out, unsqueeze_dim)
     _, *dk_strides = heads_and_strides(dk_out, unsqueeze_dim)
-    head_dim, together, itemsize = _facts(q, k, q_weight, k_weight, unsqueeze_dim)
-    config = qk_norm_rope_backward_config(head_dim, together, itemsize, device_of(q))
+    numbers = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
+    config = qk_norm_rope_backward_config(*numbers, device_of(q))
     all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
     tiles = max(_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
     programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(tiles)
-    cols = sum(w.shape[0] for w, dout in ((q_weight, dq_out), (k_weight, dk_out)) if dout is not None)
+    cols = _weight_cols(q_weight, k_weight, dq_out, dk_out)
     dw = empty_partials(q, programs, cols, q_weight.dtype) if weight_grad else None
     launch(
         qk_norm_rope_backward, (programs, 1, 1), config,
         cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, dw, tokens, all_tokens,
         cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2],
         *q_strides, *k_strides, *dq_strides, *dk_strides, eps, offset, q_heads, k_heads, q.shape[3], rotary_dim,
-        q_inside, k_inside, *joint, together, casting_mode, *LAYOUTS[layout],
+        q_inside, k_inside, *joint, numbers[1], casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
     absent = cos.new_empty(0)
     dw = reduce_partials(dw, q_weight.dtype) if weight_grad else absent
@@ -519,7 +525,7 @@ def _(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="ll
     _validate(q, k, q_weight, k_weight, cos, sin, casting_mode, unsqueeze_dim, layout)
     check_kernel_dtype("k", k)
     options = eps, offset, casting_mode, unsqueeze_dim
-    head_dim, together, _ = _facts(q, k, q_weight, k_weight, unsqueeze_dim)
+    head_dim, together, _ = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
     if together * head_dim > widest_block(device_of(q), 4):  # a token's heads exceed the registers
         q, k = _normed(rms_norm, q, q_weight, *options), _normed(rms_norm, k, k_weight, *options)
         return rope(q, k, cos, sin, unsqueeze_dim, layout)
