@@ -396,7 +396,7 @@ def qk_norm_rope_backward(
 
 
 def _numbers(q, k, q_weight, k_weight, unsqueeze_dim):
-    """Return a configuration's numbers: head size and heads normalised together, rounded up; bytes of a value."""
+    """Return a configuration's numbers: head size, heads normalised together, bytes of a value."""
     together = [x.shape[unsqueeze_dim] for x, w in ((q, q_weight), (k, k_weight)) if _is_joint(x, w)]
     return power_of_2(q.shape[3]), power_of_2(max(together, default=1)), q.element_size()
 
