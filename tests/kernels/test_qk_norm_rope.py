@@ -1,5 +1,6 @@
 import pytest
 import torch
+from head_layouts import LAYOUTS, spread
 
 from liger_hw import qk_norm_rope, rms_norm, rope, use_backend
 from liger_hw._triton import interpreting
@@ -42,24 +43,6 @@ def test_rounding_order(dtype, casting_mode, backend, device):
     with use_backend(backend):
         found = qk_norm_rope(*inputs, 0.0, 1.0, casting_mode)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
-
-
-def tokens_first(x):
-    """Make (B, H, T, D) with a projection's memory order, as Hugging Face's attention does."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def of_a_fused_projection(x):
-    """(B, H, T, D) with other values between its tokens."""
-    return torch.cat((x, x.square()), 1).transpose(1, 2).contiguous().transpose(1, 2)[:, : x.shape[1]]
-
-
-def spread(x):
-    """Stride 2 in the last dimension."""
-    return torch.stack((x, x.square()), -1)[..., 0]
-
-
-LAYOUTS = [tokens_first, of_a_fused_projection, spread]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from head_layouts import LAYOUTS, spread
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -9,24 +10,6 @@ from liger_hw.testing.inputs import angles, randn
 from liger_hw.testing.parity import check, compare, run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def tokens_first(x):
-    """Make (B, H, T, D) with a projection's memory order, as Hugging Face's attention does."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def of_a_fused_projection(x):
-    """(B, H, T, D) with other values between its tokens."""
-    return torch.cat((x, x.square()), 1).transpose(1, 2).contiguous().transpose(1, 2)[:, : x.shape[1]]
-
-
-def spread(x):
-    """(B, H, T, D) with stride 2 inside a head."""
-    return torch.stack((x, x.square()), -1)[..., 0]
-
-
-LAYOUTS = [tokens_first, of_a_fused_projection, spread]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
