@@ -33,7 +33,7 @@ from liger_hw.kernels._math import (
 )
 from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.kernels.rms_norm.kernels import before_weight, rstd_of, square
-from liger_hw.kernels.rope import rope, validate
+from liger_hw.kernels.rope import rope, validate_rotation
 from liger_hw.kernels.rope.heads import (
     LAYOUTS,
     empty_output,
@@ -50,7 +50,7 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 
 def _validate(q, k, q_weight, k_weight, cos, sin, casting_mode, unsqueeze_dim, layout):
-    validate(q, k, cos, sin, unsqueeze_dim, layout)
+    validate_rotation(q, k, cos, sin, unsqueeze_dim, layout)
     check_known("casting_mode", casting_mode, CASTING_MODES)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         head_dim = x.shape[3]

@@ -1,3 +1,6 @@
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 from head_layouts import LAYOUTS, spread
@@ -8,6 +11,8 @@ from liger_hw.kernels.rms_norm import CASTING_MODES
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import angles, randn
 from liger_hw.testing.parity import check, compare, run
+
+module = importlib.import_module("liger_hw.kernels.qk_norm_rope")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -127,6 +132,27 @@ def test_bad_inputs(which, backend, device):
                 qk_norm_rope(*inputs)
         with pytest.raises(ValueError, match="^unknown casting_mode 'lama'"):
             qk_norm_rope(q, k, w, w, cos, sin, casting_mode="lama")
+
+
+def with_rows(rows, chosen):
+    """Return a choice of configurations that differs from `chosen` in ROWS, as an entry of a table could."""
+
+    def config(*numbers):
+        return replace(chosen(*numbers), meta=chosen(*numbers).meta | {"ROWS": rows})
+
+    return config
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_table_cannot_change_the_result(rows, joint, backend, device, monkeypatch):
+    """Heads that are normalised together stay in one tile, whatever ROWS an entry has."""
+    for name in ("qk_norm_rope_forward_config", "qk_norm_rope_backward_config"):
+        monkeypatch.setattr(module, name, with_rows(rows, getattr(module, name)))
+    torch.manual_seed(0)
+    heads = [randn(2, count, 3, 16, device=device) for count in (5, 2)]
+    weights = [randn(16 * count if joint else 16, device=device) for count in (5, 2)]
+    check(qk_norm_rope, (*heads, *weights, *angles(1, 3, 12, device=device)), {}, backend)
 
 
 def test_deterministic(backend, device):

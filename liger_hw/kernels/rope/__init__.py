@@ -32,7 +32,7 @@ from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
 
-def validate(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
+def validate_rotation(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False):
     check(unsqueeze_dim in (1, 2), "unsqueeze_dim", unsqueeze_dim, (1, 2))
     check_known("layout", layout, LAYOUTS)
     check(q.ndim == 4 and q.is_floating_point(), "q", q, "four dimensions, floating point")
@@ -87,7 +87,7 @@ def rope(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, `layout` is unknown, or `cos` or `sin` requires grad.
     """
-    validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
+    validate_rotation(q, k, cos, sin, unsqueeze_dim, layout, shared)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))
 
@@ -277,7 +277,7 @@ class RopeFunction(Function):
 
 @rope.register("triton")
 def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
-    validate(q, k, cos, sin, unsqueeze_dim, layout, shared)
+    validate_rotation(q, k, cos, sin, unsqueeze_dim, layout, shared)
     if k is not None:
         check_kernel_dtype("k", k)
     sin = sin.resolve_neg()  # the memory of a conjugate's imaginary part lacks the sign
