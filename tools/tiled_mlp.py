@@ -46,7 +46,9 @@ def steps_of(found, x, dy):
 
     def step(module, checkpointed=False):
         y = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
-        return torch.autograd.grad(y, [x, *module.parameters()], dy)
+        y.backward(dy)  # not torch.autograd.grad: the peer's pieces write the gradients of weights themselves
+        for tensor in (x, *module.parameters()):
+            tensor.grad = None
 
     steps = {name: lambda module=module: step(module) for name, module in found.items()}
     return steps | {"whole, checkpointed": lambda: step(found["whole"], True)}

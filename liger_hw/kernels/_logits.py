@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 from liger_hw._triton import tl, triton
-from liger_hw.kernels._math import in_row
+from liger_hw.kernels._math import LOG2_E, in_row
 from liger_hw.tuning import Config, power_of_2, row_warps
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)  # start of a running maximum: with -inf a row of -inf would compute inf - inf
 

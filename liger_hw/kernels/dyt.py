@@ -19,12 +19,14 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import (
+    LOG2_E,
     empty_rows,
     in_order,
     in_row,
     in_tile,
     load_parameter,
     programs_for_blocks,
+    reciprocal,
     reduce_partials,
     rows_and_cols,
     rows_of,
@@ -97,12 +99,12 @@ def _tile(cols, device, widest, per_lane, values=4096, **more):
 
 
 @triton.jit
-def tanh_and_slope(x):
-    """Compute tanh, by its series where 1 - e would cancel, and its derivative."""
+def tanh_and_slope(x, dtype: tl.constexpr):
+    """Compute tanh, by its series where 1 - e would cancel, and its derivative, for results rounded to `dtype`."""
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    e = tl.exp(-2.0 * tl.abs(x))
-    q = 1.0 / (1.0 + e)
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    q = reciprocal(1.0 + e, dtype)
     far = (1.0 - e) * q
     return tl.where(square < 0.09, series, tl.where(x < 0.0, -far, far)), 4.0 * e * q * q
 
@@ -124,7 +126,7 @@ def dyt_forward(
     x = tl.load(X + row[:, None] * x_stride + col, mask, other=0.0).to(tl.float32)
     gamma = load_parameter(GAMMA, col, 1.0, cols, COLS).to(tl.float32)
     beta = load_parameter(BETA, col, 0.0, cols, COLS).to(tl.float32)
-    t, _ = tanh_and_slope(tl.load(ALPHA).to(tl.float32) * x)
+    t, _ = tanh_and_slope(tl.load(ALPHA).to(tl.float32) * x, Y.dtype.element_ty)
     tl.store(Y + row[:, None] * cols + col, gamma * t + beta, mask)
 
 
@@ -144,7 +146,7 @@ def dyt_backward(
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
         x = tl.load(X + row[:, None] * x_stride + col, mask, other=0.0).to(tl.float32)
         dy = tl.load(DY + row[:, None] * dy_stride + col, mask, other=0.0).to(tl.float32)
-        t, slope = tanh_and_slope(alpha * x)
+        t, slope = tanh_and_slope(alpha * x, X.dtype.element_ty)
         ds = dy * gamma * slope
         if DX is not None:
             tl.store(DX + row[:, None] * cols + col, ds * alpha, mask)

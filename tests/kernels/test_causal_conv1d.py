@@ -24,10 +24,10 @@ def test_parity(dtype, backend, device):
 @pytest.mark.parametrize("dtype", [torch.float16] if interpreting() else DTYPES[1:], ids=str)  # it truncates to bf16
 def test_equals_torch(dtype, backend, device):
     torch.manual_seed(0)
-    x, w, bias = (torch.randn(*size, dtype=dtype, device=device) for size in ((2, 40, 24), (24, 4), (24,)))
+    x, w, bias = (torch.randn(*size, dtype=dtype, device=device) for size in ((2, 200, 24), (24, 4), (24,)))
     with use_backend(backend):
         y = causal_conv1d(x, w, bias, activation="silu")
-    wide = F.conv1d(x.float().transpose(1, 2), w.float()[:, None], bias.float(), padding=3, groups=24)[..., :40]
+    wide = F.conv1d(x.float().transpose(1, 2), w.float()[:, None], bias.float(), padding=3, groups=24)[..., :200]
     # fp32 operations in another order can move a result across a tie, rarely
     assert (y != F.silu(wide).transpose(1, 2).to(dtype)).float().mean() < 1e-3
 
@@ -134,13 +134,13 @@ def test_padding_has_no_result_and_no_gradient(backend, device):
         assert not x[0, absent].any() and x[0, ~absent].all()
 
 
-@pytest.mark.parametrize("rows, taps", [(1, 4), (2, 2), (4, 4)])
-def test_programs_share_sequences(rows, taps, backend, device):
+@pytest.mark.parametrize("rows, taps, stages", [(1, 4, 1), (2, 2, 3), (4, 4, 2)])
+def test_programs_share_sequences(rows, taps, stages, backend, device):
     """Divide the rows so that programs begin and end in every place of a sequence."""
     torch.manual_seed(0)
     inputs = every_input(device, torch.float32, (3, 23, 20), taps)
     options = {"activation": "silu", "return_final_states": True}
-    config = Config({"ROWS": rows, "COLS": 32}, num_warps=1, programs=1)
+    config = Config({"ROWS": rows, "COLS": 32, "STAGES": stages}, num_warps=1, programs=1)
     forward, backward = causal_conv1d_forward_config.key(20, 4, 3), causal_conv1d_backward_config.key(20, 4, 4)
     numbers = (torch.rand(3, 23) < 0.4).cumsum(1).to(device)
     with override(forward, config), override(backward, config):
