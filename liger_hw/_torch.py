@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "PLAIN", "TorchDispatchMode", "alias", "all_gathered", "at_end_of_backward", "autograd_records",
-    "backward_keeps_graph", "column_parallel_input", "constant_result", "dispatch_modes", "finish_collective",
-    "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_compiled", "is_dtensor",
-    "is_plain", "is_view_operation", "keep_unsharded", "process_group", "recorded_memory", "reshard_again",
-    "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active", "without_saved_tensors_hooks",
+    "backward_keeps_graph", "backward_number", "column_parallel_input", "constant_result", "dispatch_modes",
+    "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_compiled",
+    "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded", "process_group", "recorded_memory",
+    "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
+    "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -187,6 +188,11 @@ def is_view_operation(operation) -> bool:
 def backward_keeps_graph() -> bool:
     """Tell whether the backward that runs here was called with retain_graph=True."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def backward_number() -> int:
+    """Return the number of the backward that runs here; no two have the same."""
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(function) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from liger_hw import console
-from liger_hw.bench import measure, memory
+from liger_hw.bench import measure, memory, run_file
 from liger_hw.transformers import LigerSwiGLUMLP, LigerTiledSwiGLUMLP
 
 MIB = 2**20
@@ -78,12 +78,8 @@ def main():
             for name, step in steps.items()
         ]
         print(f"{tokens} tokens measured", flush=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    about = {
-        "device": name,
-        "torch": torch.__version__,
-        **{key: getattr(arguments, key) for key in ("hidden", "intermediate")},
-    }
+    about = run_file.environment(device) | {"command": f"python {' '.join(sys.argv)}", "dtype": "bfloat16"}
+    about |= {key: getattr(arguments, key) for key in ("hidden", "intermediate")}
     cells = [(f"{r['tokens']:,}", r["kind"], f"{r['ms']:.2f} ms", f"{r['bytes'] / MIB:,.0f} MiB") for r in rows]
     header = "tokens", "MLP", "forward and backward", "peak memory"
     if arguments.report:

@@ -12,9 +12,64 @@ ZeRO and users. Its sum over the pieces is rounded once a piece; up to 32 pieces
 """
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
+from liger_hw._torch import backward_number, is_plain
 from liger_hw.checks import check
+
+
+class _Gradient:
+    """Memory for the gradient of x, which the pieces share.
+
+    torch.chunk's backward would hold it twice: in pieces, and whole.
+    """
+
+    def __init__(self):
+        self.backward = self.memory = None
+
+
+class _Whole(torch.autograd.Function):
+    """x itself, for its pieces alone, so that torch adds no other gradient to an unfinished one."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        ctx.gradient.memory = None
+        return dx, None
+
+
+class _Piece(torch.autograd.Function):
+    """A piece of x, whose gradient goes into the memory of the whole one.
+
+    The first piece of a backward returns that memory, and torch waits for the others before it passes it on.
+    """
+
+    @staticmethod
+    def forward(ctx, x, start, size, gradient):
+        ctx.place, ctx.shape, ctx.gradient = (start, size), x.shape, gradient
+        return x.narrow(-2, start, size)
+
+    @staticmethod
+    def backward(ctx, d):
+        gradient, number, first = ctx.gradient, backward_number(), None
+        if gradient.memory is None or gradient.backward != number:  # an earlier backward may have ended in an error
+            gradient.backward, gradient.memory = number, d.new_zeros(ctx.shape)
+            first = gradient.memory
+        gradient.memory.narrow(-2, *ctx.place).copy_(d)
+        return first, None, None, None
+
+
+def _pieces(x, pieces):
+    """Yield the pieces of x, each when it is needed, so that its backward comes right after that of its result."""
+    gradient, size = _Gradient(), pieces[0].shape[-2]
+    x = _Whole.apply(x, gradient)
+    for i, piece in enumerate(pieces):
+        yield _Piece.apply(x, i * size, piece.shape[-2], gradient)
 
 
 def tiled(function, module, x, shards=None):
@@ -36,6 +91,8 @@ def tiled(function, module, x, shards=None):
     check(shards is None or isinstance(shards, int) and shards > 0, "shards", shards, "None or a positive integer")
     pieces = x.chunk(shards or max(1, -(-x.shape[-2] // x.shape[-1])), -2)
     if torch.is_grad_enabled():
+        if x.requires_grad and is_plain(x) and not is_compiling():
+            pieces = _pieces(x, pieces)
         return torch.cat([checkpoint(function, module, piece, use_reentrant=False) for piece in pieces], -2)
     part = function(module, pieces[0])
     y = part.new_empty(*part.shape[:-2], x.shape[-2], part.shape[-1])  # torch.cat would hold the result twice

@@ -70,6 +70,15 @@ def test_memory(kind):
         assert peak(lambda: tiled(x), device) < row * (HIDDEN + INTERMEDIATE) < peak(lambda: whole(x), device)
 
 
+def test_memory_of_the_gradient_of_x():
+    """It is written piece by piece into its own memory, beside one piece and the parameters' gradients."""
+    tiled, _ = pair(num_shards=64)
+    x = torch.randn(16384, HIDDEN, requires_grad=True)
+    y = tiled(x)
+    needed = peak(lambda: torch.autograd.grad(y, x, torch.ones_like(y)), torch.device("cpu"))
+    assert needed < 2.5 * x.nbytes  # ones, the gradient, and one piece
+
+
 def test_without_gradients():
     tiled, whole = pair()
     x = torch.randn(2, 37, HIDDEN)
@@ -137,6 +146,56 @@ def test_a_second_backward_and_second_order():
     first = torch.autograd.grad(y, x, retain_graph=True)[0]
     torch.testing.assert_close(torch.autograd.grad(y, x)[0], first, rtol=0, atol=0)
     torch.testing.assert_close(first, torch.autograd.grad(whole(x).square().sum(), x)[0])
+
+
+def test_gradient_of_a_gradient():
+    tiled, whole = pair()
+    x, gradients = torch.randn(2, 37, HIDDEN, requires_grad=True), []
+    for module in (tiled, whole):
+        (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        gradients.append(torch.autograd.grad(dx.square().sum(), (x, *module.parameters())))
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_backward_after_one_that_failed():
+    """The gradient is that of the later backward alone."""
+    layer, fails = torch.nn.Linear(4, 4), []
+
+    def refuse(gradient):
+        if fails:
+            raise RuntimeError("refused")
+
+    def function(module, x):
+        x.register_hook(refuse)
+        return module(x)
+
+    x = torch.randn(7, 4, requires_grad=True)
+    y = apply_tiled_mlp(function, layer, x * 1.0, 3)
+    expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    fails.append(True)
+    with pytest.raises(RuntimeError, match="refused"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    fails.clear()
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0], expected)
+
+
+def test_x_with_other_uses_and_pieces_without_a_gradient():
+    """Torch adds the gradient of a residual connection; pieces that the result does not depend on have zeros."""
+    layer, x = torch.nn.Linear(4, 4), torch.randn(7, 4, requires_grad=True)
+    seen = []
+
+    def function(module, piece):
+        seen.append(piece)
+        return module(piece if len(seen) % 3 else piece.detach())
+
+    y = apply_tiled_mlp(function, layer, x, 3) * 2 + x
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    kept = torch.ones(7, 1)
+    kept[6:] = 0
+    (expected,) = torch.autograd.grad((layer(x * kept + (x * (1 - kept)).detach()) * 2 + x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_hooks():
