@@ -56,7 +56,7 @@ MUTANTS = {
         ("the other half's stride", "u = _load(U, row * u_stride", "u = _load(U, row * g_stride"),
         ("activation not rounded", "    return rounded(y, dtype)", "    return y"),
         ("last tile unmasked", "mask = (row < rows) & (col < cols)", "mask = (row < rows) & (col < cols - 1)"),
-        ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "x * sigmoid(1.6 * x, dtype)"),
+        ("tanh form for both", "0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "0.5 * x * (1.0 + tanh(0.8 * x))"),
     ],
     "expert_glu": [
         ("the weighted gradient in the weights' own", "dw += d * y", "dw += dy * y"),
@@ -79,8 +79,8 @@ MUTANTS = {
         ("a cube rounded once", "rounded(rounded(x * x, dtype) * x, dtype)", "rounded(x * x * x, dtype)"),
         (
             "sigmoid not rounded",
-            "x * rounded(sigmoid(rounded(1.702 * x, dtype), dtype), dtype)",
-            "x * sigmoid(1.702 * x, dtype)",
+            "x * rounded(tl.sigmoid(rounded(1.702 * x, dtype)), dtype)",
+            "x * tl.sigmoid(1.702 * x)",
         ),
         ("not a number becomes zero", "y = tl.where(x < 0.0, 0.0, x)", "y = tl.where(x > 0.0, x, 0.0)"),
         ("quick GELU's slope", "s * (1.0 + 1.702 * x * (1.0 - s))", "s * (1.0 + x * (1.0 - s))"),

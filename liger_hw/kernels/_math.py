@@ -58,28 +58,29 @@ def sigmoid(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _half_of_gelu(x, dtype: tl.constexpr):
-    """Return (1 + tanh(u)) / 2 = sigmoid(2 u), with gelu's u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    return sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), dtype)
+def tanh(x):
+    """Compute tanh with an absolute error of about 1e-7.
+
+    libdevice has one for CUDA alone, and the interpreter has none.
+    """
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """Return f(x), rounded to `dtype` after each of torch's operations; in fp32."""
     if ACTIVATION == "silu":
-        y = x * sigmoid(x, dtype)
+        y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu_tanh":
-        y = x * _half_of_gelu(x, dtype)
+        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "gelu_erf":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_new":
         cube = rounded(rounded(x * x, dtype) * x, dtype)
         u = rounded(0.7978845608028654 * rounded(x + rounded(0.044715 * cube, dtype), dtype), dtype)
-        # libdevice has a tanh for CUDA alone, and the interpreter has none
-        t = rounded(2.0 * sigmoid(2.0 * u, dtype) - 1.0, dtype)
-        y = rounded(0.5 * x, dtype) * rounded(1.0 + t, dtype)
+        y = rounded(0.5 * x, dtype) * rounded(1.0 + rounded(tanh(u), dtype), dtype)
     elif ACTIVATION == "quick_gelu":
-        y = x * rounded(sigmoid(rounded(1.702 * x, dtype), dtype), dtype)
+        y = x * rounded(tl.sigmoid(rounded(1.702 * x, dtype)), dtype)
     else:
         tl.static_assert(ACTIVATION == "relu_squared")
         y = tl.where(x < 0.0, 0.0, x)  # keeps NaN, unlike a maximum
@@ -88,20 +89,20 @@ def activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def activated_with_slope(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return f(x) and f'(x), not rounded, for results that are rounded to `dtype`."""
+def activated_with_slope(x, ACTIVATION: tl.constexpr):
+    """Return f(x) and f'(x), not rounded."""
     if ACTIVATION == "silu":
-        s = sigmoid(x, dtype)
+        s = tl.sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == "gelu_tanh" or ACTIVATION == "gelu_new":
-        half = _half_of_gelu(x, dtype)
-        slope = 2.0 * half * (1.0 - half) * (0.7978845608028654 + 0.1070322243 * x * x)
-        return x * half, half + x * slope
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        half = 0.5 * (1.0 + t)
+        return x * half, half + 0.5 * x * (1.0 - t * t) * (0.7978845608028654 + 0.1070322243 * x * x)
     elif ACTIVATION == "gelu_erf":
         half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * half, half + x * tl.exp2(x * x * (-0.5 * LOG2_E)) * 0.3989422804014327
+        return x * half, half + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif ACTIVATION == "quick_gelu":
-        s = sigmoid(1.702 * x, dtype)
+        s = tl.sigmoid(1.702 * x)
         return x * s, s * (1.0 + 1.702 * x * (1.0 - s))
     else:
         tl.static_assert(ACTIVATION == "relu_squared")

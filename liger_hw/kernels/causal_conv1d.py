@@ -23,7 +23,6 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import (
-    activated_with_slope,
     empty_partials,
     empty_rows,
     in_order,
@@ -33,6 +32,7 @@ from liger_hw.kernels._math import (
     reduce_partials,
     rows_and_cols,
     rows_of,
+    sigmoid,
 )
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
@@ -367,7 +367,7 @@ def causal_conv1d_forward(
                 window = _of_sequence(window, row, opened, SEQ_IDX, SIZE)
                 y = _convolved(u, window, taps, bias, SIZE)
                 if ACTIVATION is not None:
-                    y, slope = activated_with_slope(y, X.dtype.element_ty, ACTIVATION)
+                    y *= sigmoid(y, X.dtype.element_ty)
                 y *= outputs[i].to(tl.float32)
                 if SEQ_IDX is not None:
                     y = tl.where(number < 0, 0.0, y)
@@ -405,8 +405,9 @@ def causal_conv1d_backward(
                 y = _convolved(u, window, taps, bias, SIZE)
                 ds = dy * outputs[i].to(tl.float32)
                 if ACTIVATION is not None:
-                    y, slope = activated_with_slope(y, X.dtype.element_ty, ACTIVATION)
-                    ds *= slope
+                    share = sigmoid(y, X.dtype.element_ty)
+                    ds *= share * (1.0 + y * (1.0 - share))
+                    y *= share
                 dgate, ds = dy * y, _where_within(ds, row, first, close)
                 if SEQ_IDX is not None:
                     ds, dgate = tl.where(number < 0, 0.0, ds), tl.where(number < 0, 0.0, dgate)

@@ -19,7 +19,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, widen
-from liger_hw.kernels._math import rounded, rows_of, sigmoid
+from liger_hw.kernels._math import rounded, rows_of
 from liger_hw.kernels.glu import own_tile, tile_config
 from liger_hw.launch import launch
 from liger_hw.tuning import power_of_2, tuned
@@ -101,9 +101,9 @@ def clamped_glu_backward_config(width, itemsize, device):
 @triton.jit
 def _activated(g, alpha, dtype: tl.constexpr, SILU: tl.constexpr):
     if SILU:
-        return rounded(g * sigmoid(g, dtype), dtype)
+        return rounded(g / (1.0 + tl.exp(-g)), dtype)
     else:
-        return rounded(g * rounded(sigmoid(rounded(g * alpha, dtype), dtype), dtype), dtype)
+        return rounded(g * rounded(1.0 / (1.0 + tl.exp(-rounded(g * alpha, dtype))), dtype), dtype)
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _backward_tile(
     col = start + tl.arange(0, COLS)[None, :]
     dy = tl.load(DY + row * dy_stride + col, mask).to(tl.float32)
     a = 1.0 if SILU else alpha
-    s = sigmoid(a * g, G.dtype.element_ty)
+    s = tl.sigmoid(a * g)
     dg = tl.where(gate <= limit, dy * u * s * (1.0 + a * g * (1.0 - s)), 0.0)
     du = tl.where((up <= limit) & (up >= -limit), dy * _activated(g, alpha, G.dtype.element_ty, SILU), 0.0)
     if INTERLEAVED:

@@ -47,7 +47,7 @@ def expert_glu_backward(
             u = 1.0
         d = tl.load(D + row * cols + col, mask, other=0.0).to(tl.float32)
         dy = rounded(w * d, D.dtype.element_ty)
-        f, slope = activated_with_slope(g, G.dtype.element_ty, ACTIVATION)
+        f, slope = activated_with_slope(g, ACTIVATION)
         y = rounded(activated(g, G.dtype.element_ty, ACTIVATION) * u, D.dtype.element_ty)  # bitwise equal to forward's
         tl.store(G + row * g_stride + col, dy * u * slope, mask)
         if U is not None:

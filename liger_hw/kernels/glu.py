@@ -216,7 +216,7 @@ def _backward_tile(
     g = tl.load(G + row * g_stride + col, mask).to(tl.float32)
     u = _load(U, row * u_stride + col, mask)
     dy = tl.load(DY + row * dy_stride + col, mask).to(tl.float32)
-    f, slope = activated_with_slope(g, G.dtype.element_ty, ACTIVATION)
+    f, slope = activated_with_slope(g, ACTIVATION)
     if DG is not None:
         tl.store(DG + row * dg_stride + col, dy * u * slope, mask)
     if DU is not None:

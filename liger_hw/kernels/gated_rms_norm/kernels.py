@@ -22,7 +22,6 @@ from liger_hw.kernels._math import (
     rounded,
     rows_and_cols,
     rows_of,
-    sigmoid,
     widest_block,
 )
 from liger_hw.kernels.rms_norm.kernels import before_weight, load_rows, rows_or_none, rstd_of, square
@@ -85,15 +84,14 @@ def modulation_gradients_config(cols, device):
 @triton.jit
 def gate_and_slope(gate, ACTIVATION: tl.constexpr):
     """Return the factor f(gate) and f'(gate), in fp32."""
-    dtype: tl.constexpr = gate.dtype
     gate = gate.to(tl.float32)
     if ACTIVATION == "modulation":
         return 1.0 + gate, tl.full(gate.shape, 1.0, tl.float32)
     elif ACTIVATION == "sigmoid":
-        s = sigmoid(gate, dtype)
+        s = tl.sigmoid(gate)
         return s, s * (1.0 - s)
     else:
-        return activated_with_slope(gate, dtype, ACTIVATION)
+        return activated_with_slope(gate, ACTIVATION)
 
 
 @triton.jit
