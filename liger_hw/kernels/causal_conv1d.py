@@ -173,10 +173,11 @@ def causal_conv1d_backward_config(cols, itemsize, tensors, device):
 
 
 def _one_warp(cols, itemsize, tensors, lane, each, most, stages, device):
-    """Return the configuration of one warp: a block of channels, and at most `most` tokens to load at once.
+    """Return the configuration of one warp.
 
-    A lane has `lane` channels. It needs 60 registers, and `each` for a channel; all programs run at once, as far as
-    shared memory holds their stages. Twice the bytes that the bandwidth needs are in flight.
+    It has a block of channels, and loads at most `most` tokens at once. A lane has `lane` channels. It needs 60
+    registers, and `each` for a channel; all programs run at once, as far as shared memory holds their stages. Twice
+    the bytes that the bandwidth needs are in flight.
     """
     # single values of 16 bits take a register each: at odd widths 8 channels with gates spill (compiled for sm90)
     lane = 4 if cols % 8 else lane
@@ -193,7 +194,7 @@ def _one_warp(cols, itemsize, tensors, lane, each, most, stages, device):
 
 @triton.jit
 def _own_columns(cols: tl.constexpr, COLS: tl.constexpr):
-    """Return this program's columns, their mask, its number and the count of programs of the same columns."""
+    """Return this program's columns and mask, its number, and how many share its columns."""
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
     col = tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :]
     return col, in_row(col, cols, COLS), tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
@@ -201,7 +202,7 @@ def _own_columns(cols: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _own_part(index, parts, length, ROWS: tl.constexpr):
-    """Return the batch entry of a part, its first and end row, and those of the part."""
+    """Return a part's batch entry, that entry's first and end row, and the part's."""
     entry, size = index // parts, ((length + ROWS - 1) // ROWS + parts - 1) // parts * ROWS
     begin, close = entry * length, entry * length + length
     first = tl.minimum(begin + index % parts * size, close)
@@ -275,9 +276,9 @@ def _pushed(window, value, SIZE: tl.constexpr):
 
 @triton.jit
 def _of_sequence(window, row, opened, SEQ_IDX, SIZE: tl.constexpr):
-    """Return `window`, values of the SIZE - 1 rows before `row`, with 0 for those before `opened`.
+    """Return `window` with 0 for rows before `opened`.
 
-    Without sequence numbers there are none.
+    It has values of the SIZE - 1 rows before `row`. Without sequence numbers there are none.
     """
     if SEQ_IDX is None:
         return window
@@ -450,7 +451,7 @@ def causal_conv1d_backward(
 
 
 def _parts(config, x, blocks):
-    """Return how many programs have the same columns, and in how many parts they share a batch entry."""
+    """Return how many programs share columns, and how many parts a batch entry has."""
     rows, _ = rows_and_cols(x)
     programs = programs_for_blocks(config, x.numel(), rows, blocks)
     parts = max(programs // len(x), 1)

@@ -100,7 +100,10 @@ def _tile(cols, device, widest, per_lane, values=4096, **more):
 
 @triton.jit
 def tanh_and_slope(x, dtype: tl.constexpr):
-    """Compute tanh, by its series where 1 - e would cancel, and its derivative, for results rounded to `dtype`."""
+    """Compute tanh and its derivative, for results rounded to `dtype`.
+
+    Its series serves where 1 - e would cancel.
+    """
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))

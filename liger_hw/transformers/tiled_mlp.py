@@ -30,7 +30,10 @@ class _Gradient:
 
 
 class _Whole(torch.autograd.Function):
-    """x itself, for its pieces alone, so that torch adds no other gradient to an unfinished one."""
+    """Pass x to its pieces alone.
+
+    So torch adds no other gradient to an unfinished one.
+    """
 
     @staticmethod
     def forward(ctx, x, gradient):
@@ -65,7 +68,10 @@ class _Piece(torch.autograd.Function):
 
 
 def _pieces(x, pieces):
-    """Yield the pieces of x, each when it is needed, so that its backward comes right after that of its result."""
+    """Yield each piece of x when it is needed.
+
+    So its backward comes right after that of its result.
+    """
     gradient, size = _Gradient(), pieces[0].shape[-2]
     x = _Whole.apply(x, gradient)
     for i, piece in enumerate(pieces):
