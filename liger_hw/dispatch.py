@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import constant_result, dispatch_modes, has_tangents, is_dtensor, is_plain, transforms_active
+from liger_hw._torch import PLAIN, constant_result, dispatch_modes, has_tangents, is_dtensor, transforms_active
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KERNEL_DTYPES, UnreadableTensor, explain, refuse_dtype
 from liger_hw.hooks import hooks
@@ -283,7 +283,7 @@ def raw(fake=None, mutates=()):
 
         @functools.wraps(function)
         def call(x, *args):
-            if is_compiling() or dispatch_modes() or not is_plain(x):
+            if is_compiling() or dispatch_modes() or type(x) not in PLAIN:
                 return opaque(x, *flatten(args))
             if hooks.observer is not None:
                 return run_observed(x, *args)
