@@ -85,7 +85,10 @@ def modulation_gradients_config(cols, device):
 
 @triton.jit
 def gate_and_slope(gate, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return the factor f(gate) and f'(gate), in fp32, for results in `dtype` and a gradient like the gate."""
+    """Return the factor f(gate) and f'(gate) in fp32.
+
+    They are as exact as results in `dtype` and a gradient like the gate need.
+    """
     narrowest: tl.constexpr = tl.float32 if gate.dtype == tl.float32 else dtype
     gate = gate.to(tl.float32)
     if ACTIVATION == "modulation":
