@@ -13,20 +13,11 @@ ZeRO and users. Its sum over the pieces is rounded once a piece; up to 32 pieces
 
 import torch
 from torch.compiler import is_compiling
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from liger_hw._torch import backward_number, is_plain
+from liger_hw._torch import backward_number, has_tangents, is_plain, saved_tensors_may_change, transforms_active
 from liger_hw.checks import check
-
-
-class _Gradient:
-    """Memory for the gradient of x, which the pieces share.
-
-    torch.chunk's backward would hold it twice: in pieces, and whole.
-    """
-
-    def __init__(self):
-        self.backward = self.memory = None
 
 
 class _Whole(torch.autograd.Function):
@@ -36,13 +27,13 @@ class _Whole(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gradient):
-        ctx.gradient = gradient
+    def forward(ctx, x, gradients):
+        ctx.gradients = gradients
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dx):
-        ctx.gradient.memory = None
+        del ctx.gradients[backward_number()]
         return dx, None
 
 
@@ -53,33 +44,74 @@ class _Piece(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, start, size, gradient):
-        ctx.place, ctx.shape, ctx.gradient = (start, size), x.shape, gradient
+    def forward(ctx, x, start, size, gradients):
+        ctx.place, ctx.shape, ctx.gradients = (start, size), x.shape, gradients
         return x.narrow(-2, start, size)
 
     @staticmethod
     def backward(ctx, d):
-        gradient, number, first = ctx.gradient, backward_number(), None
-        if gradient.memory is None or gradient.backward != number:  # an earlier backward may have ended in an error
-            gradient.backward, gradient.memory = number, d.new_zeros(ctx.shape)
-            first = gradient.memory
-        gradient.memory.narrow(-2, *ctx.place).copy_(d)
+        gradients, number, first = ctx.gradients, backward_number(), None
+        if number not in gradients:
+            first = gradients[number] = d.new_zeros(ctx.shape)
+        gradients[number].narrow(-2, *ctx.place).copy_(d)
         return first, None, None, None
 
 
 def _pieces(x, pieces):
     """Yield each piece of x when it is needed.
 
-    So its backward comes right after that of its result.
+    So its backward comes right after that of its result. torch.chunk's backward would hold the gradient of x twice: in
+    pieces, and whole.
     """
-    gradient, size = _Gradient(), pieces[0].shape[-2]
-    x = _Whole.apply(x, gradient)
+    # number of a backward -> memory for its gradient of x: hooks run a backward within another, and threads several
+    gradients, size = {}, pieces[0].shape[-2]
+    x = _Whole.apply(x, gradients)
     for i, piece in enumerate(pieces):
-        yield _Piece.apply(x, i * size, piece.shape[-2], gradient)
+        yield _Piece.apply(x, i * size, piece.shape[-2], gradients)
+
+
+class _Applied(torch.nn.Module):
+    """A function of a module and x, as a module."""
+
+    def __init__(self, function, module):
+        super().__init__()
+        self.function, self.module = function, module
+
+    def forward(self, x):
+        return self.function(self.module, x)
+
+
+def _with_these_weights(function, module):
+    """Return `function`, which later computes with the parameters that `module` has now.
+
+    It raises RuntimeError where one was changed in place since, as autograd does. FSDP's shards are the exception:
+    whole weights, views or no DTensors, are there only while the module runs.
+    """
+    then = {name: (x, x._version) for name, x in module.named_parameters() if is_plain(x)}
+
+    def run(module, x):
+        now, replaced = dict(module.named_parameters()), {}
+        for name, (parameter, version) in then.items():
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"{name} of an MLP by pieces was changed in place between the forward and the backward, which "
+                    "computes the MLP again: change parameters after the backward"
+                )
+            if now.get(name, parameter) is not parameter and is_plain(now[name]) and not now[name]._is_view():
+                replaced[f"module.{name}"] = parameter
+        if replaced:  # torch.func.functional_call gave the forward its own
+            return torch.func.functional_call(_Applied(function, module), replaced, (x,))
+        return function(module, x)
+
+    return run
 
 
 def tiled(function, module, x, shards=None):
     """Apply `function(module, x)` to pieces of x, recomputed in the backward.
+
+    Under torch.func's transforms, forward-mode AD and `allow_mutation_on_saved_tensors`, the backward cannot compute a
+    piece again, so the pieces keep what autograd keeps. A module with parametrizations, which may have a state
+    (spectral norm), runs whole. Hooks of submodules run once a piece, and again in the backward.
 
     Args:
         function: computes each token of its result from the same token of x alone. Random
@@ -92,13 +124,21 @@ def tiled(function, module, x, shards=None):
 
     Raises:
         ValueError: x has one dimension, or `shards` is no positive integer.
+        RuntimeError: in the backward, if a parameter was changed in place after the forward.
     """
     check(x.ndim >= 2, "x", x, "two dimensions or more: (..., T, H)")
-    check(shards is None or isinstance(shards, int) and shards > 0, "shards", shards, "None or a positive integer")
-    pieces = x.chunk(shards or max(1, -(-x.shape[-2] // x.shape[-1])), -2)
+    allowed = shards is None or isinstance(shards, int) and not isinstance(shards, bool) and shards > 0
+    check(allowed, "shards", shards, "None or a positive integer")
+    if any(map(is_parametrized, module.modules())):
+        return function(module, x)
+    pieces = x.chunk(shards or max(1, -(-x.shape[-2] // max(1, x.shape[-1]))), -2)
+    if transforms_active() or has_tangents((x, *module.parameters())) or saved_tensors_may_change():
+        return torch.cat([function(module, piece) for piece in pieces], -2)
     if torch.is_grad_enabled():
         if x.requires_grad and is_plain(x) and not is_compiling():
             pieces = _pieces(x, pieces)
+        if not is_compiling():
+            function = _with_these_weights(function, module)
         return torch.cat([checkpoint(function, module, piece, use_reentrant=False) for piece in pieces], -2)
     part = function(module, pieces[0])
     y = part.new_empty(*part.shape[:-2], x.shape[-2], part.shape[-1])  # torch.cat would hold the result twice

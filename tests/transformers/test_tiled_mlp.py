@@ -1,6 +1,7 @@
 """MLPs by pieces of the sequence: the results, gradients and side effects of the whole MLP, in less memory."""
 
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,6 +182,106 @@ def test_backward_after_one_that_failed():
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0], expected)
 
 
+def test_a_backward_within_a_backward():
+    """A hook between two pieces runs another backward through the same graph."""
+    layer, x, within = torch.nn.Linear(4, 4), torch.randn(7, 4, requires_grad=True), []
+
+    def hook(module, dx, dy):
+        if not within:
+            within.append(None)
+            within[0] = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+
+    layer.register_full_backward_hook(hook)
+    y = apply_tiled_mlp(lambda module, x: module(x), layer, x * 1.0, 3)
+    (found,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    layer._backward_hooks.clear()
+    torch.testing.assert_close(found, torch.autograd.grad(layer(x).square().sum(), x)[0])
+    torch.testing.assert_close(within[0], torch.autograd.grad(layer(x).sum(), x)[0])
+
+
+def test_backwards_of_several_threads():
+    layer, x = torch.nn.Linear(4, 4), torch.randn(64, 4, requires_grad=True)
+    y = apply_tiled_mlp(lambda module, x: module(x), layer, x * 1.0, 8)
+    (unit,) = torch.autograd.grad(layer(x).sum(), x)
+    with ThreadPoolExecutor(4) as pool:
+        scales = [float(i) for i in range(1, 41)]
+        found = pool.map(lambda s: torch.autograd.grad(y, x, torch.full_like(y, s), retain_graph=True)[0], scales)
+        for scale, gradient in zip(scales, found):
+            torch.testing.assert_close(gradient, unit * scale)
+
+
+def test_functional_call_with_other_weights():
+    """The backward computes with the weights of the forward, also after the module has its own again."""
+    tiled, whole = pair()
+    others = {name: (2 * p.detach()).requires_grad_() for name, p in whole.named_parameters()}
+    x, gradients = torch.randn(2, 37, HIDDEN, requires_grad=True), []
+    for module in (tiled, whole):
+        y = torch.func.functional_call(module, others, (x,)).square().sum()
+        gradients.append(torch.autograd.grad(y, (x, *others.values())))
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_weights_that_change_before_the_backward():
+    """In place: an error. A parameter that was replaced: the gradient of the former one."""
+    tiled, whole = pair()
+    x, gradients = torch.randn(2, 37, HIDDEN, requires_grad=True), []
+    y = tiled(x).square().sum()
+    with torch.no_grad():
+        tiled.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="up_proj.weight of an MLP by pieces was changed in place"):
+        y.backward()
+    tiled.load_state_dict(whole.state_dict())
+    for module in (tiled, whole):
+        y, former = module(x).square().sum(), module.up_proj.weight
+        module.up_proj.weight = torch.nn.Parameter(former.detach() * 2)
+        gradients.append(torch.autograd.grad(y, (x, former)))
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_saved_tensors_that_may_change():
+    tiled, whole = pair()
+    x, gradients = torch.randn(2, 37, HIDDEN), []
+    for module in (tiled, whole):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            leaf = x.clone().requires_grad_()
+            h = leaf * 1.0
+            y = module(h).square().sum()
+            with torch.no_grad():
+                h.zero_()
+                module.up_proj.weight.mul_(1.5)
+            gradients.append(torch.autograd.grad(y, (leaf, *module.parameters())))
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_transforms_and_forward_mode():
+    tiled, whole = pair()
+    x, direction = torch.randn(2, 7, HIDDEN), torch.randn(2, 7, HIDDEN)
+    apply = torch.func.grad, torch.func.jacrev, torch.func.vmap
+    for ours, expected in zip(*[[f(lambda x, m=m: m(x).square().sum())(x) for f in apply] for m in (tiled, whole)]):
+        torch.testing.assert_close(ours, expected)
+    tangents = []
+    for module in (tiled, whole):
+        with torch.autograd.forward_ad.dual_level():
+            y = module(torch.autograd.forward_ad.make_dual(x, direction))
+            tangents.append(torch.autograd.forward_ad.unpack_dual(y).tangent)
+    torch.testing.assert_close(*tangents)
+
+
+def test_a_parametrization_with_a_state():
+    """A piece more would be a step more of the power iteration."""
+    tiled, whole = pair()
+    x, results = torch.randn(2, 37, HIDDEN), []
+    for module in (tiled, whole):
+        torch.manual_seed(0)
+        torch.nn.utils.parametrizations.spectral_norm(module.up_proj)
+        results.append(step(module, x))
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_x_with_other_uses_and_pieces_without_a_gradient():
     """Torch adds the gradient of a residual connection; pieces that the result does not depend on have zeros."""
     layer, x = torch.nn.Linear(4, 4), torch.randn(7, 4, requires_grad=True)
@@ -252,7 +353,7 @@ def test_bad_input():
     tiled, _ = pair()
     with pytest.raises(ValueError, match="^x: got .*allowed: two dimensions or more"):
         tiled(torch.zeros(HIDDEN))
-    for shards in (0, -1, 2.5):
+    for shards in (0, -1, 2.5, True):
         tiled.num_shards = shards
         with pytest.raises(ValueError, match="^shards: got .*allowed: None or a positive integer"):
             tiled(torch.zeros(3, HIDDEN))
