@@ -20,6 +20,7 @@ from liger_hw.checkpointing.recording import Clock, Record, Recorder
 from liger_hw.checkpointing.replay import Frame, checkpointed
 from liger_hw.checkpointing.solver import Limits, choices_of, nothing, solve
 from liger_hw.checkpointing.transfers import Transfers, buffer_bytes
+from liger_hw.checkpointing.weights import can_recompute, with_these_weights
 
 logger = logging.getLogger("liger_hw")
 
@@ -179,7 +180,7 @@ class Activations:
             raise RuntimeError(COMPILED)
         keywords = getattr(function, "keywords", None) or {}
         hidden = next(tensors_in([*args, *keywords.values()]), None)
-        if hidden is None or not torch.is_grad_enabled():
+        if hidden is None or not torch.is_grad_enabled() or not can_recompute(*tensors_in([*args, *keywords.values()])):
             return function(*args)
         if self.device is None:
             self._settle(hidden.device)
@@ -212,6 +213,8 @@ class Activations:
                 actions = planned.actions()
                 frame = Frame(actions, self.transfers, hidden if leaves else None, prove)
                 contexts = frame.contexts if actions else contexts
+        if checkpoints:
+            function = with_these_weights(function, layer)
         results = checkpointed(function, args, contexts, frame.saves_inputs) if checkpoints else function(*args)
         self._watch(current, index, results)
         self.transfers.release(frame.offloaded)

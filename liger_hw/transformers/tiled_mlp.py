@@ -11,12 +11,15 @@ All pieces are part of one graph. So a parameter's gradient is complete when its
 ZeRO and users. Its sum over the pieces is rounded once a piece; up to 32 pieces it keeps to the parity rule in bf16.
 """
 
+import functools
+
 import torch
 from torch.compiler import is_compiling
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from liger_hw._torch import backward_number, has_tangents, is_plain, saved_tensors_may_change, transforms_active
+from liger_hw._torch import backward_number, is_plain
+from liger_hw.checkpointing.weights import can_recompute, with_these_weights
 from liger_hw.checks import check
 
 
@@ -70,42 +73,6 @@ def _pieces(x, pieces):
         yield _Piece.apply(x, i * size, piece.shape[-2], gradients)
 
 
-class _Applied(torch.nn.Module):
-    """A function of a module and x, as a module."""
-
-    def __init__(self, function, module):
-        super().__init__()
-        self.function, self.module = function, module
-
-    def forward(self, x):
-        return self.function(self.module, x)
-
-
-def _with_these_weights(function, module):
-    """Return `function`, which later computes with the parameters that `module` has now.
-
-    It raises RuntimeError where one was changed in place since, as autograd does. FSDP's shards are the exception:
-    whole weights, views or no DTensors, are there only while the module runs.
-    """
-    then = {name: (x, x._version) for name, x in module.named_parameters() if is_plain(x)}
-
-    def run(module, x):
-        now, replaced = dict(module.named_parameters()), {}
-        for name, (parameter, version) in then.items():
-            if parameter._version != version:
-                raise RuntimeError(
-                    f"{name} of an MLP by pieces was changed in place between the forward and the backward, which "
-                    "computes the MLP again: change parameters after the backward"
-                )
-            if now.get(name, parameter) is not parameter and is_plain(now[name]) and not now[name]._is_view():
-                replaced[f"module.{name}"] = parameter
-        if replaced:  # torch.func.functional_call gave the forward its own
-            return torch.func.functional_call(_Applied(function, module), replaced, (x,))
-        return function(module, x)
-
-    return run
-
-
 def tiled(function, module, x, shards=None):
     """Apply `function(module, x)` to pieces of x, recomputed in the backward.
 
@@ -132,14 +99,15 @@ def tiled(function, module, x, shards=None):
     if any(map(is_parametrized, module.modules())):
         return function(module, x)
     pieces = x.chunk(shards or max(1, -(-x.shape[-2] // max(1, x.shape[-1]))), -2)
-    if transforms_active() or has_tangents((x, *module.parameters())) or saved_tensors_may_change():
+    if not can_recompute(x, *module.parameters()):
         return torch.cat([function(module, piece) for piece in pieces], -2)
     if torch.is_grad_enabled():
         if x.requires_grad and is_plain(x) and not is_compiling():
             pieces = _pieces(x, pieces)
+        of_piece = functools.partial(function, module)
         if not is_compiling():
-            function = _with_these_weights(function, module)
-        return torch.cat([checkpoint(function, module, piece, use_reentrant=False) for piece in pieces], -2)
+            of_piece = with_these_weights(of_piece, module)
+        return torch.cat([checkpoint(of_piece, piece, use_reentrant=False) for piece in pieces], -2)
     part = function(module, pieces[0])
     y = part.new_empty(*part.shape[:-2], x.shape[-2], part.shape[-1])  # torch.cat would hold the result twice
     for i, of_piece in enumerate(y.split(pieces[0].shape[-2] or 1, -2)):

@@ -333,6 +333,53 @@ def test_passes_that_call_fewer_layers(stack):
         assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("budget", [0, 10**5])
+def test_functional_call_with_other_weights(budget):
+    """A layer is recomputed with the weights of its forward."""
+    gradients = []
+    for plans in (False, True):
+        stack = model()
+        if plans:
+            liger_hw.activations(stack, budget, 0)
+        train(stack, 6)
+        others = {name: (p.detach() * 1.5).requires_grad_() for name, p in stack.named_parameters()}
+        loss = torch.func.functional_call(stack, others, (), tokens()).loss
+        gradients.append(torch.autograd.grad(loss, list(others.values())))
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_weights_that_change_before_the_backward():
+    stack = model()
+    liger_hw.activations(stack, 0, 0)
+    train(stack, 2)
+    loss = stack(**tokens()).loss
+    with torch.no_grad():
+        stack.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_transforms():
+    """They compute without a plan."""
+    stack, results = model(), []
+    embeddings = stack.get_input_embeddings()(tokens()["input_ids"]).detach()
+    direction = torch.ones_like(embeddings)
+
+    def loss(x):
+        return stack(inputs_embeds=x, labels=tokens()["labels"]).loss
+
+    for plans in (False, True):
+        if plans:
+            liger_hw.activations(stack, 0, 0)
+            train(stack, 1)
+        results.append(torch.func.grad(loss)(embeddings))
+        with torch.autograd.forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            found = loss(torch.autograd.forward_ad.make_dual(embeddings, direction))
+            results.append(torch.autograd.forward_ad.unpack_dual(found).tangent)
+    torch.testing.assert_close(results[:2], results[2:], rtol=0, atol=0)
+
+
 def test_a_batch_without_rows(stack):
     plain = copy.deepcopy(stack)
     liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
