@@ -1,6 +1,7 @@
 """`liger-hw bench distributed`: processes over gloo, what ends them, and the table."""
 
 import json
+import math
 import os
 import re
 import time
@@ -18,7 +19,7 @@ if interpreting():
     pytest.skip("the same on a CPU with and without the interpreter, so it runs without", allow_module_level=True)
 
 CPU = torch.device("cpu")
-CELL = {"model": "tiny", "engine": "fsdp2", "gpus": 2, "provider": "liger_hw", "batch": 1, "steps": 1}
+CELL = {"model": "tiny", "engine": "fsdp2", "gpus": 2, "provider": "liger_hw", "batch": 1, "steps": 1, "loss": None}
 CELLS = [CELL | {"seq": 16}, CELL | {"seq": 32}]
 
 
@@ -49,6 +50,24 @@ def test_end_to_end(tmp_path, capsys):
     assert 'alt="tokens per second"' in text and not re.search(r"""(src|href)=["'](?!data:)""", text)
 
 
+@pytest.mark.parametrize("options", [["--loss", "dpo"], ["--loss", "grpo"], ["--engine", "vocabulary"]], ids=" ".join)
+def test_losses_of_hidden_states(options, tmp_path):
+    """Every provider computes the same loss; of DPO it is log 2, because the reference is the model."""
+    assert bench(*options, "--seq", "16", "--batch", "2", "--steps", "1", "--report", str(tmp_path)) == 0
+    found = json.loads((tmp_path / "distributed.json").read_text())["results"]
+    peers = ["eager", "loss_parallel"] if "vocabulary" in options else ["eager"]
+    assert [record["provider"] for record in found] == [*peers, "liger_hw"]
+    for record in found:
+        torch.testing.assert_close(record["losses"], found[0]["losses"], rtol=1e-5, atol=1e-6)
+        assert record["tokens_per_second"] > 0
+    (first, *_) = found[0]["losses"]
+    assert first == pytest.approx(math.log(2)) if "dpo" in options else abs(first) > 1e-4
+
+
+def one_rank(provider, loss):
+    return sharded.FSDP2([CELL | {"provider": provider, "loss": loss, "batch": 2, "seq": 16}], CPU)
+
+
 @pytest.fixture
 def process_group():
     import torch.distributed as dist
@@ -69,6 +88,30 @@ def test_a_sharded_model_is_the_model(provider, process_group):
     whole.load_state_dict(weights)
     ids = torch.randint(1000, (2, 24))
     torch.testing.assert_close(trained.step(ids), whole(input_ids=ids, labels=ids).loss.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("provider", ["eager", "liger_hw"])
+@pytest.mark.parametrize("loss", ["dpo", "grpo"])
+def test_post_training_trains_the_whole_model(loss, provider, process_group):
+    """Every weight of the model gets a gradient, the head's and the embedding's too; the reference gets none."""
+    trained = one_rank(provider, loss)
+    trained.step(trained.batch(CELL | {"batch": 2, "seq": 16}, CPU))
+    for name, p in trained.model.named_parameters():
+        assert (p.grad is None) == name.startswith("reference."), name
+        assert p.grad is None or p.grad.full_tensor().abs().max() > 0, name
+    assert any(name.startswith("reference.") for name, _ in trained.model.named_parameters()) == (loss == "dpo")
+
+
+def test_a_sharded_head_has_the_gradients_of_the_whole(process_group):
+    """Each provider's gradients of hidden states and head are those of torch's cross entropy."""
+    found = {}
+    for provider in ("eager", "loss_parallel", "liger_hw"):
+        head = sharded.Vocabulary([CELL | {"engine": "vocabulary", "provider": provider, "seq": 16}], CPU)
+        batch = head.batch(CELL | {"seq": 16}, CPU)
+        loss = head.step(batch)
+        found[provider] = loss, batch[0].grad, head.head.weight.grad.full_tensor()
+    for result in found.values():
+        torch.testing.assert_close(result, found["eager"], rtol=1e-4, atol=1e-6)
 
 
 # What ends a process group
@@ -181,6 +224,9 @@ def test_plan(monkeypatch):
         (["--against", "quack"], "unknown peer 'quack'. Peers: eager, liger"),
         (["--against", "liger"], "needs an accelerator"),
         (["--engine", "zero3"], "zero3, which needs deepspeed: pip install deepspeed"),
+        (["--loss", "dpo", "--engine", "zero3"], "--loss: got dpo with --engine zero3, allowed: with fsdp2"),
+        (["--loss", "dpo", "--batch", "3"], "--batch: got 3, allowed: an even number"),
+        (["--engine", "vocabulary", "--against", "liger"], "unknown peer 'liger'"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -19,37 +19,50 @@ from liger_hw.bench.formatting import size
 from liger_hw.bench.measure import spread
 from liger_hw.bench.peers import OURS
 from liger_hw.bench.run_file import environment, saved_at_end, write
+from liger_hw.bench.sharded import LOSS_PARALLEL
 from liger_hw.bench.training import EAGER, LIGER
 from liger_hw.spelling import check_known
 
-PEERS = (EAGER, LIGER)
+PEERS = {"fsdp2": (EAGER, LIGER), "zero3": (EAGER, LIGER), "vocabulary": (EAGER, LOSS_PARALLEL)}
 SEQS = (2048, 4096, 8192, 16384, 32768)
 TEXT_MODELS = [name for name, setting in training.SETTINGS.items() if not setting.images]
-LEAD = "Steps of sharded training, random weights and tokens, activation checkpointing, fused AdamW; tokens/s and \
-memory of one process. Every provider at every number of processes has its own process group."
+LEAD = "Steps of sharded training, random weights and tokens, activation checkpointing, fused AdamW (of the engine \
+vocabulary: forward and backward of the head's loss alone); tokens/s and memory of one process. Every provider at \
+every number of processes has its own process group."
 
 
-def plan(model, gpus, engine, providers, batch, seqs, steps, device) -> list[list[dict]]:
+def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None) -> list[list[dict]]:
     """List the cells of each process group.
 
     Args:
         model: name of a text model of training.SETTINGS.
         gpus: numbers of processes; empty means one for each accelerator, or 2 on a CPU.
-        engine: "fsdp2" or "zero3".
-        providers: "eager" and "liger"; empty means the installed ones. liger_hw is always included.
+        engine: "fsdp2", "zero3", or "vocabulary" for the loss of a head alone, sharded by vocabulary.
+        providers: "eager" and "liger", of a head alone "eager" and "loss_parallel"; empty means the installed ones.
+            liger_hw is always included.
         batch: sequences of one process.
         seqs: tokens of a sequence.
         steps: timed steps of a cell; fewer if they take longer than sharded.SECONDS.
+        loss: "dpo" or "grpo", or None for cross entropy of the next token.
 
     Raises:
-        ValueError: a name is unknown, a package is missing, or there are too few accelerators.
+        ValueError: a name is unknown, a package is missing, there are too few accelerators, the engine has no such
+            loss, or the batch of DPO has no pairs.
     """
     check_known("model", model, TEXT_MODELS)
+    if loss and engine != "fsdp2":
+        raise ValueError(f"--loss: got {loss} with --engine {engine}, allowed: with fsdp2")
+    if loss == "dpo" and batch % 2:
+        raise ValueError(f"--batch: got {batch}, allowed: an even number, because DPO compares pairs of sequences")
     if engine == "zero3" and find_spec("deepspeed") is None:
         raise ValueError("--engine: got zero3, which needs deepspeed: pip install deepspeed, or use fsdp2")
+    peers = PEERS[engine]
     for provider in providers:
-        check_known("peer", provider, PEERS)
-    providers = [provider for provider in training.choose(providers, device) if provider in (*PEERS, OURS)]
+        check_known("peer", provider, peers)
+    if engine == "vocabulary":
+        providers = [*(dict.fromkeys(providers) or peers), OURS]
+    else:
+        providers = [provider for provider in training.choose(providers, device) if provider in (*peers, OURS)]
     available = 2 if device.type == "cpu" else torch.accelerator.device_count()
     for count in gpus:
         if device.type != "cpu" and count > available:
@@ -58,7 +71,7 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device) -> list[lis
         [
             {
                 "model": model, "engine": engine, "gpus": count, "provider": provider, "batch": batch, "seq": seq,
-                "steps": steps,
+                "steps": steps, "loss": loss,
             }
             for seq in sorted(set(seqs))
         ]

@@ -186,11 +186,12 @@ def setting(run: dict) -> str:
     """Return the label of a training run, such as "llama-1b 8x1024".
 
     Others are "llama-8b longest context, checkpointing" and, of sharded training on 4 processes, "llama-8b 8x1024 fsdp2
-    on 4".
+    on 4, dpo".
     """
     sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
     if "engine" in run:
-        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}"
+        loss = f", {run['loss']}" if run.get("loss") else ""
+        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}{loss}"
     budget = f", activations within {run['activations']}" if run.get("activations") else ""
     compiled = f", compiled {run['compiled']}" if run.get("compiled") else ""
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}{compiled}"

@@ -77,18 +77,24 @@ def add(commands) -> None:
     dtype(option)
 
     option = command(
-        "bench distributed", bench_distributed, "eager,liger", "measure training steps of a sharded model",
-        "Time steps of a model sharded over the GPUs of this host by FSDP2 or ZeRO-3, for growing sequences until "
-        "memory ends, and check that the libraries' losses agree. It writes distributed.json and distributed.html.",
-        {"--seq 4096 8192": "Llama-8B on all GPUs", "--model llama-1b --gpus 2 --engine zero3": "ZeRO-3 on two GPUs"},
-        "minutes for each length and library; a length ends after 20 seconds of timed steps.",
+        "bench distributed", bench_distributed, "eager,liger; of a head alone eager,loss_parallel",
+        "measure training steps of a sharded model",
+        "Time steps of a model sharded over the GPUs of this host by FSDP2 or ZeRO-3, or the loss of a head alone that "
+        "is sharded by vocabulary, for growing sequences until memory ends, and check that the libraries' losses "
+        "agree. It writes distributed.json and distributed.html.",
+        {"--seq 4096 8192": "Llama-8B on all GPUs", "--model llama-1b --gpus 2 --engine zero3": "ZeRO-3 on two GPUs",
+         "--loss dpo --seq 2048": "DPO instead of cross entropy",
+         "--engine vocabulary --batch 1 --seq 8192": "a head sharded by vocabulary, against gathered logits"},
+        "minutes for each length and library; a length ends after 15 seconds of timed steps.",
     )  # fmt: skip
     option("--model", default="llama-8b", metavar="MODEL", help="llama-8b, llama-1b, ... (llama-8b)")
     option("--gpus", type=common.positive, nargs="+", default=[], metavar="N",
            help="GPUs to use (all; 2 processes on a CPU)")  # fmt: skip
     option("--seq", type=common.positive, nargs="+", default=[], metavar="N",
            help="tokens in a sequence (2048 4096 8192 16384 32768, until out of memory)")  # fmt: skip
-    option("--engine", choices=("fsdp2", "zero3"), default="fsdp2", help="sharding engine (fsdp2)")
+    option("--engine", choices=("fsdp2", "zero3", "vocabulary"), default="fsdp2",
+           help="fsdp2, zero3, or vocabulary: the loss of a head alone, sharded by vocabulary (fsdp2)")  # fmt: skip
+    option("--loss", choices=("dpo", "grpo"), help="of hidden states, instead of cross entropy of the next token")
     option("--batch", type=common.positive, default=8, metavar="N", help="sequences of a process (8)")
     option("--steps", type=common.positive, default=3, metavar="N", help="timed steps of a length (3)")
 
@@ -189,7 +195,9 @@ def bench_distributed(args) -> int | None:
 
     device, file = common.here(), args.report / "distributed.json"
     seqs = args.seq or distributed.SEQS
-    groups = distributed.plan(args.model, args.gpus, args.engine, _peers(args), args.batch, seqs, args.steps, device)
+    groups = distributed.plan(
+        args.model, args.gpus, args.engine, _peers(args), args.batch, seqs, args.steps, device, args.loss
+    )
     with console.progress() as progress:
         benchmark = distributed.run(groups, device, progress, file)
     problems, table = distributed.disagreements(benchmark), (distributed.HEADER, distributed.rows(benchmark))
