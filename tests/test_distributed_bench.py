@@ -11,7 +11,7 @@ import torch
 
 from liger_hw import cli
 from liger_hw._triton import interpreting
-from liger_hw.bench import distributed, sharded
+from liger_hw.bench import distributed, sharded, training
 
 for package in ("matplotlib", "rich", "transformers"):
     pytest.importorskip(package)
@@ -19,7 +19,8 @@ if interpreting():
     pytest.skip("the same on a CPU with and without the interpreter, so it runs without", allow_module_level=True)
 
 CPU = torch.device("cpu")
-CELL = {"model": "tiny", "engine": "fsdp2", "gpus": 2, "provider": "liger_hw", "batch": 1, "steps": 1, "loss": None}
+CELL = {"model": "tiny", "engine": "fsdp2", "gpus": 2, "provider": "liger_hw", "batch": 1, "steps": 1}
+CELL |= {"loss": None, "activations": None}
 CELLS = [CELL | {"seq": 16}, CELL | {"seq": 32}]
 
 
@@ -62,6 +63,17 @@ def test_losses_of_hidden_states(options, tmp_path):
         assert record["tokens_per_second"] > 0
     (first, *_) = found[0]["losses"]
     assert first == pytest.approx(math.log(2)) if "dpo" in options else abs(first) > 1e-4
+
+
+def test_activations_within_a_budget(tmp_path):
+    """A plan for each length, and the losses of whole layers recomputed."""
+    arguments = ["--activations", "512MiB", "--seq", "16", "32", "--batch", "1", "--steps", "1"]
+    assert bench(*arguments, "--report", str(tmp_path)) == 0
+    found = json.loads((tmp_path / "distributed.json").read_text())["results"]
+    for eager, ours in zip(found[:2], found[2:]):
+        assert len(ours["losses"]) == len(eager["losses"]) + training.PLANNING
+        torch.testing.assert_close(ours["losses"][:2], eager["losses"][:2], rtol=1e-6, atol=0)
+        assert len(set(ours["losses"])) == 1
 
 
 def one_rank(provider, loss):
@@ -225,6 +237,8 @@ def test_plan(monkeypatch):
         (["--against", "liger"], "needs an accelerator"),
         (["--engine", "zero3"], "zero3, which needs deepspeed: pip install deepspeed"),
         (["--loss", "dpo", "--engine", "zero3"], "--loss: got dpo with --engine zero3, allowed: with fsdp2"),
+        (["--activations", "1GiB", "--engine", "vocabulary"], "--activations: got 1GiB with --engine vocabulary"),
+        (["--activations", "much"], "budget: got 'much'"),
         (["--loss", "dpo", "--batch", "3"], "--batch: got 3, allowed: an even number"),
         (["--engine", "vocabulary", "--against", "liger"], "unknown peer 'liger'"),
     ],

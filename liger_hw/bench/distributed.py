@@ -21,6 +21,7 @@ from liger_hw.bench.peers import OURS
 from liger_hw.bench.run_file import environment, saved_at_end, write
 from liger_hw.bench.sharded import LOSS_PARALLEL
 from liger_hw.bench.training import EAGER, LIGER
+from liger_hw.checkpointing.budget import bytes_of
 from liger_hw.spelling import check_known
 
 PEERS = {"fsdp2": (EAGER, LIGER), "zero3": (EAGER, LIGER), "vocabulary": (EAGER, LOSS_PARALLEL)}
@@ -31,7 +32,7 @@ vocabulary: forward and backward of the head's loss alone); tokens/s and memory 
 every number of processes has its own process group."
 
 
-def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None) -> list[list[dict]]:
+def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None, activations=None) -> list[list[dict]]:
     """List the cells of each process group.
 
     Args:
@@ -44,14 +45,17 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None) 
         seqs: tokens of a sequence.
         steps: timed steps of a cell; fewer if they take longer than sharded.SECONDS.
         loss: "dpo" or "grpo", or None for cross entropy of the next token.
+        activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
 
     Raises:
         ValueError: a name is unknown, a package is missing, there are too few accelerators, the engine has no such
-            loss, or the batch of DPO has no pairs.
+            option, the budget has no known form, or the batch of DPO has no pairs.
     """
     check_known("model", model, TEXT_MODELS)
-    if loss and engine != "fsdp2":
-        raise ValueError(f"--loss: got {loss} with --engine {engine}, allowed: with fsdp2")
+    for option, value in {"--loss": loss, "--activations": activations}.items():
+        if value and engine != "fsdp2":
+            raise ValueError(f"{option}: got {value} with --engine {engine}, allowed: with fsdp2")
+    bytes_of(activations or "auto", None)
     if loss == "dpo" and batch % 2:
         raise ValueError(f"--batch: got {batch}, allowed: an even number, because DPO compares pairs of sequences")
     if engine == "zero3" and find_spec("deepspeed") is None:
@@ -71,7 +75,7 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None) 
         [
             {
                 "model": model, "engine": engine, "gpus": count, "provider": provider, "batch": batch, "seq": seq,
-                "steps": steps, "loss": loss,
+                "steps": steps, "loss": loss, "activations": activations,
             }
             for seq in sorted(set(seqs))
         ]

@@ -1,4 +1,4 @@
-"""Build a model in shards, or a head alone, and measure its steps, in one process."""
+"""Build a model or a head in shards and measure its steps, in one process."""
 
 import gc
 import math
@@ -9,12 +9,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+import liger_hw
 from liger_hw.bench import demo, loss_cases, training
 from liger_hw.bench.peers import OURS
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 LOSS_PARALLEL = "loss_parallel"
-WARM_UP = 2  # steps before the first length, which compile; later lengths need one
+WARM_UP = 2  # steps before the first length, which compile; later lengths need one; a plan of activations needs more
 SECONDS = 15  # a length ends after this time, with at least one timed step
 
 
@@ -49,14 +50,20 @@ def _run(rank, world, cells, folder, answers):
     else:
         torch.set_num_threads(max(1, os.cpu_count() // world))
         device = torch.device("cpu")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))  # DeepSpeed reads them
+    # DeepSpeed reads the first three, liger_hw.activations the last
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group(
         dist.get_default_backend_for_device(device), init_method=f"file://{folder}/store", rank=rank, world_size=world,
         device_id=device if kind else None,
     )  # fmt: skip
     trained = ENGINES[cells[0]["engine"]](cells, device)
     for cell in cells:
-        answers.send(_measure(trained, cell, WARM_UP if cell is cells[0] else 1, device))
+        warm_up = (WARM_UP if cell is cells[0] else 1) + (training.PLANNING if _planned(cell) else 0)
+        answers.send(_measure(trained, cell, warm_up, device))
+
+
+def _planned(cell) -> bool:
+    return cell["provider"] == OURS and cell["activations"] is not None
 
 
 @contextmanager
@@ -170,6 +177,8 @@ class FSDP2:
                 for p, of_trained in zip(reference.parameters(), trained.parameters()):
                     p.to_local().copy_(of_trained.to_local())
         self.model = root
+        if _planned(cells[0]):
+            liger_hw.activations(trained, cells[0]["activations"])
         # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
         self.optimizer = torch.optim.AdamW(trained.parameters(), lr=0.0, fused=True)
 

@@ -95,6 +95,9 @@ def add(commands) -> None:
     option("--engine", choices=("fsdp2", "zero3", "vocabulary"), default="fsdp2",
            help="fsdp2, zero3, or vocabulary: the loss of a head alone, sharded by vocabulary (fsdp2)")  # fmt: skip
     option("--loss", choices=("dpo", "grpo"), help="of hidden states, instead of cross entropy of the next token")
+    option("--activations", metavar="BUDGET",
+           help="train the model that liger_hw patches within this memory: 100GiB, a share such as 0.9, or auto",
+           )  # fmt: skip
     option("--batch", type=common.positive, default=8, metavar="N", help="sequences of a process (8)")
     option("--steps", type=common.positive, default=3, metavar="N", help="timed steps of a length (3)")
 
@@ -196,8 +199,9 @@ def bench_distributed(args) -> int | None:
     device, file = common.here(), args.report / "distributed.json"
     seqs = args.seq or distributed.SEQS
     groups = distributed.plan(
-        args.model, args.gpus, args.engine, _peers(args), args.batch, seqs, args.steps, device, args.loss
-    )
+        args.model, args.gpus, args.engine, _peers(args), args.batch, seqs, args.steps, device, args.loss,
+        args.activations,
+    )  # fmt: skip
     with console.progress() as progress:
         benchmark = distributed.run(groups, device, progress, file)
     problems, table = distributed.disagreements(benchmark), (distributed.HEADER, distributed.rows(benchmark))
