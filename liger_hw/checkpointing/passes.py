@@ -14,6 +14,7 @@ from torch.utils import checkpoint
 from liger_hw._torch import at_end_of_backward
 from liger_hw.checkpointing import switch
 from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of, size
+from liger_hw.checkpointing.forward_mode import hooks_of, is_whole_call
 from liger_hw.checkpointing.operations import tensors_in
 from liger_hw.checkpointing.plan import Plan, PlannedLayer
 from liger_hw.checkpointing.recording import Clock, Record, Recorder
@@ -133,6 +134,7 @@ class Activations:
         self.stopped, self.large_inputs = False, False
         self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
         self.layers, self.former = layers, []
+        self.hooks = [hook for layer in layers for hook in hooks_of(layer)]
         self.take_layers()
         self.watched = switch.watch(model.modules(), plans_of)
         if device is not None:
@@ -156,6 +158,8 @@ class Activations:
             for name in FLAGS:
                 vars(layer).pop(name, None)
             vars(layer).update(former)
+        for hook in self.hooks:
+            hook.remove()
         switch.unwatch(self.watched)
         self.layers, self.former, self.watched, self.current = [], [], [], None
 
@@ -197,12 +201,13 @@ class Activations:
         current.layers.append(layer)
         current.inputs.append(hidden.nbytes)
         contexts, checkpoints, frame = checkpoint.noop_context_fn, True, Frame({}, self.transfers)
+        hooked = is_whole_call(function)
         if current.phase in MEASURED:
             can_leave = self._can_leave(hidden, args)
             if can_leave and current.offloads_inputs and index < len(self.layers) - 1:
                 frame = Frame({}, self.transfers, hidden)
             if current.phase == RECORD:
-                current.recorders.append(Recorder(layer, hidden, can_leave, self.clock))
+                current.recorders.append(Recorder(layer, hidden, can_leave, self.clock, hooked))
                 contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
         elif self.plan is not None and self._is_planned(index, layer):
             planned = self.plan.layers[index]
@@ -212,7 +217,7 @@ class Activations:
                 leaves = planned.choice.offloads_input and self._can_leave(hidden, args)
                 actions = planned.actions()
                 frame = Frame(actions, self.transfers, hidden if leaves else None, prove)
-                contexts = frame.contexts if actions else contexts
+                contexts = functools.partial(frame.contexts, hooked) if actions else contexts
         if checkpoints:
             function = with_these_weights(function, layer)
         results = checkpointed(function, args, contexts, frame.saves_inputs) if checkpoints else function(*args)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, is_plain, saved_tensors_hooks
+from liger_hw._torch import is_plain, saved_tensors_hooks
+from liger_hw.checkpointing.forward_mode import ForwardMode
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
 
 
@@ -87,7 +88,7 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(ForwardMode):
     """Record one call of `layer` within torch's checkpointing, whose hooks still get all saved tensors.
 
     Args:
@@ -95,13 +96,15 @@ class Recorder(TorchDispatchMode):
         hidden: the hidden states that enter it.
         can_leave: they can be offloaded.
         clock: the clock of their device.
+        hooked: of `ForwardMode`.
     """
 
-    def __init__(self, layer, hidden, can_leave, clock):
-        super().__init__()
+    def __init__(self, layer, hidden, can_leave, clock, hooked):
+        super().__init__(hooked)
+        self.layer = layer
         self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
         self.input_bytes, self.input_can_leave = hidden.nbytes, can_leave
-        self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in layer.named_parameters() if is_plain(p)}
+        self.parts = {}  # memory of a parameter -> the part of the layer
         self.made = {}  # memory -> the operation that allocated it, or None
         self.saved = []  # (a saved tensor, a reference to checkpointing's holder of it)
 
@@ -118,25 +121,26 @@ class Recorder(TorchDispatchMode):
 
         self.hooks = torch.autograd.graph.saved_tensors_hooks(record, unpack)
         self.hooks.__enter__()
-        self.start = self.clock.now()
         return super().__enter__()
+
+    def begin(self):
+        parameters = self.layer.named_parameters()  # FSDP has just made them whole
+        self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in parameters if is_plain(p)}
+        self.start = self.clock.now()
+
+    def leave_forward(self):
+        super().leave_forward()
+        self.end = self.clock.now()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self.end = self.clock.now()
         self.hooks.__exit__(*error)
         self.hooks = None  # it refers to this recorder: the cycle would hold the layer's input beyond the pass
         storages = [x.untyped_storage() for x, packed in self.saved if packed() is not None]  # in a graph that is alive
         self.saved_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.saved.clear()
 
-    @classmethod
-    def ignore_compile_internals(cls):
-        """Let compiled functions that a layer calls run compiled."""
-        return True
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def see(self, operation, args, kwargs):
         kind = kind_of(operation, args)
         numbered = kind is NUMBERED
         if kind is MUTATES:

@@ -10,7 +10,8 @@ import weakref
 import torch
 from torch.utils import checkpoint
 
-from liger_hw._torch import TorchDispatchMode, alias, backward_keeps_graph
+from liger_hw._torch import alias, backward_keeps_graph
+from liger_hw.checkpointing.forward_mode import ForwardMode
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
 from liger_hw.checkpointing.transfers import CHANGED, Offloaded
 
@@ -66,9 +67,13 @@ class Frame:
 
         return torch.autograd.graph.saved_tensors_hooks(save, _saved_input)
 
-    def contexts(self):
-        """Return the contexts of the forward and of the recomputation, for `torch.utils.checkpoint`."""
-        return Keeping(self), Replaying(self)
+    def contexts(self, hooked):
+        """Return the contexts of the forward and of the recomputation, for `torch.utils.checkpoint`.
+
+        Args:
+            hooked: of `ForwardMode`.
+        """
+        return Keeping(self, hooked), Replaying(self, hooked)
 
     def keep(self, position, operation, results, offload):
         """Keep the results of one operation."""
@@ -159,21 +164,15 @@ def _equal(a, b):
     return torch.equal(*(x.view(bits) if bits else x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
-class _Numbering(TorchDispatchMode):
+class _Numbering(ForwardMode):
     """Number the operations of a layer."""
 
-    def __init__(self, frame):
-        super().__init__()
+    def __init__(self, frame, hooked):
+        super().__init__(hooked)
         self.frame, self.position = frame, 0
 
-    def __enter__(self):
+    def begin(self):
         self.position = 0  # a second recomputation begins anew
-        return super().__enter__()
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        """Let compiled functions that a layer calls run compiled."""
-        return True
 
     def next(self):
         self.position += 1
@@ -183,19 +182,19 @@ class _Numbering(TorchDispatchMode):
 class Keeping(_Numbering):
     """Run a layer's forward and keep the results that the plan names."""
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def see(self, operation, args, kwargs):
         kind = kind_of(operation, args)
         if kind is MUTATES and self.frame.results:
-            self.frame.forget(written(operation, args, kwargs or {}))
+            self.frame.forget(written(operation, args, kwargs))
         if kind is not NUMBERED:
-            return operation(*args, **(kwargs or {}))
+            return operation(*args, **kwargs)
         position = self.next()
         planned, offload = self.frame.actions.get(position, (None, False))
         if planned is not operation:
-            return operation(*args, **(kwargs or {}))
+            return operation(*args, **kwargs)
         device = self.frame.transfers.device
         before = random_state(operation, device)
-        results = operation(*args, **(kwargs or {}))
+        results = operation(*args, **kwargs)
         # what draws random numbers now, if not when it was recorded, is recomputed: the next ones depend on it
         if before is None or torch.equal(before, random_state(operation, device)):
             self.frame.keep(position, operation, results, offload)
@@ -205,10 +204,10 @@ class Keeping(_Numbering):
 class Replaying(_Numbering):
     """Recompute a layer, except for the operations whose results are kept."""
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def see(self, operation, args, kwargs):
         if kind_of(operation, args) is not NUMBERED:
-            return operation(*args, **(kwargs or {}))
-        return self.frame.take(self.next(), operation, lambda: operation(*args, **(kwargs or {})))
+            return operation(*args, **kwargs)
+        return self.frame.take(self.next(), operation, lambda: operation(*args, **kwargs))
 
 
 def checkpointed(function, args, contexts=checkpoint.noop_context_fn, saves_inputs=contextlib.nullcontext):

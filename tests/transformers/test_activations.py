@@ -1,9 +1,11 @@
 """liger_hw.activations: no plan changes a number, and the plan predicts what the layers hold."""
 
 import copy
+import functools
 import gc
 import json
 import pickle
+import types
 
 import pytest
 import torch
@@ -436,6 +438,46 @@ def test_a_pass_leaves_no_tensors(stack):
             assert not left, phase
     finally:
         gc.enable()
+
+
+class WholeCall(Layer):
+    """A layer of which checkpointing runs the hooks too, as before transformers 5.24."""
+
+    gradient_checkpointing = property(lambda self: False, lambda self, value: None)
+
+    def __call__(self, *args):
+        function = functools.partial(types.MethodType(torch.nn.Module.__call__, self))
+        return self._gradient_checkpointing_func(function, *args) if self.checkpoints else function(*args)
+
+    checkpoints = property(lambda self: "_gradient_checkpointing_func" in vars(self))
+
+
+def gather(layer, args):
+    """Run an operation in the forward alone, as FSDP2's hook does."""
+    if torch._C._current_graph_task_id() == -1:
+        torch.ones(8) * 2
+
+
+@pytest.mark.parametrize("budget, host", [(PLENTY, 0), (3 * 2 * RESULT, 0), (3 * RESULT, 2**24)])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_within_the_checkpoint(late, budget, host):
+    """The plan is that of layers without hooks, which run in the forward and not in the recomputation."""
+    torch.manual_seed(0)
+    model = Stack()
+    model.layers = torch.nn.ModuleList(WholeCall() for _ in range(3))
+    plain = copy.deepcopy(model)
+    for layer in () if late else model.layers:
+        layer.register_forward_pre_hook(gather, prepend=True)
+    activations = liger_hw.activations(model, budget, host)
+    for layer in model.layers if late else ():
+        layer.register_forward_pre_hook(gather, prepend=True)
+    for number in range(7):
+        assert_same_bits(step(model, seed=number), step(plain, seed=number))
+    assert any(layer.choice.actions != () for layer in activations.plan.layers) and not activations.refused
+    record = activations.plan.layers[0].record
+    assert [op.label for op in record.operations] == ["up", "sigmoid", "mul", "down"][: len(record.operations)]
+    activations.undo()
+    assert all(len(layer._forward_pre_hooks) == 1 and not layer._forward_hooks for layer in model.layers)
 
 
 def test_copies_checkpoint_whole_layers(stack):

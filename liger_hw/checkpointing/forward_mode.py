@@ -1,0 +1,79 @@
+"""See the operations of a layer's forward, without those of the layer's hooks.
+
+Older versions of transformers checkpoint the whole call of a layer. Its hooks then run within the checkpoint: FSDP2's,
+for example, gather the weights in the forward, and not in the recomputation. transformers 5.24 checkpoints `forward`.
+"""
+
+import torch
+
+from liger_hw._torch import TorchDispatchMode, current_dispatch_mode
+
+
+class ForwardMode(TorchDispatchMode):
+    """Call `begin` where a layer's forward begins, and `see` for each of its operations.
+
+    Args:
+        hooked: the layer's hooks run within this mode, and `hooks_of` was called for the layer.
+    """
+
+    def __init__(self, hooked):
+        super().__init__()
+        self.hooked, self.inside = hooked, False
+
+    def __enter__(self):
+        self.inside = False
+        if not self.hooked:
+            self.enter_forward()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        if self.inside:
+            self.leave_forward()
+
+    def enter_forward(self):
+        self.inside = True
+        self.begin()
+
+    def leave_forward(self):
+        self.inside = False
+
+    def begin(self):
+        """Prepare for the first operation."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Let compiled functions that a layer calls run compiled."""
+        return True
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return self.see(operation, args, kwargs) if self.inside else operation(*args, **kwargs)
+
+
+def is_whole_call(function) -> bool:
+    """Tell whether `function`, which transformers checkpoints, also runs the layer's hooks."""
+    method = getattr(function, "func", None)
+    return getattr(method, "__func__", None) is torch.nn.Module.__call__
+
+
+def hooks_of(layer) -> list:
+    """Tell the mode around a call of `layer` where its forward begins and ends; return handles of the hooks.
+
+    The first follows FSDP2's hook, the second precedes it. There are none where transformers checkpoints `forward`.
+    """
+    if type(layer).__call__ is torch.nn.Module.__call__:
+        return []
+    return [layer.register_forward_pre_hook(_enter), layer.register_forward_hook(_leave, prepend=True)]
+
+
+def _enter(layer, args):
+    mode = current_dispatch_mode()
+    if isinstance(mode, ForwardMode):
+        mode.enter_forward()
+
+
+def _leave(layer, args, output):
+    mode = current_dispatch_mode()
+    if isinstance(mode, ForwardMode):
+        mode.leave_forward()
