@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_d
 __all__ = [
     "PLAIN", "TorchDispatchMode", "alias", "all_gathered", "at_end_of_backward", "autograd_records",
     "backward_keeps_graph", "backward_number", "column_parallel_input", "constant_result", "current_dispatch_mode",
-    "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents", "has_wide_products", "is_compiled",
-    "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded", "process_group", "recorded_memory",
-    "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced", "transforms_active",
-    "without_saved_tensors_hooks",
+    "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents",
+    "has_wide_products", "is_compiled", "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded",
+    "process_group", "recorded_memory", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
+    "transforms_active", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -81,6 +81,14 @@ class Reference:
         by_weights = [p.detach() * g for p, g in zip(model.parameters(), self.step.gradients) if g is not None]
         self.room_of_loss = ROOM * EPS * (_norm([self.step.outputs.loss]) + _norm(by_weights))
         self.moved_outputs = [m.outputs for m in moved]
+        self.shares_of_plain = ""
+
+    def widen(self, factor, found):
+        """Allow `factor` times the difference of `found`, a `Step` of a plain model that runs in another way."""
+        loss, (gradients, name) = self.loss(found.outputs.loss), self.gradients(found.gradients)
+        self.shares_of_plain = f"; plain: {loss:.3g}, {gradients:.3g} ({name})"
+        self.room_of_loss *= max(1, factor * loss)
+        self.moved *= max(1, factor * gradients)
 
     def loss(self, found):
         """The difference of a loss as a share of what is allowed."""
@@ -108,9 +116,11 @@ class Reference:
     def assert_same(self, found):
         """Hold the `Step` of another model to this one's."""
         share = self.loss(found.outputs.loss)
-        assert share <= 1, f"loss {found.outputs.loss} instead of {self.step.outputs.loss}: {share:.3g} of its room"
+        beside = self.shares_of_plain
+        expected = self.step.outputs.loss
+        assert share <= 1, f"loss {found.outputs.loss} instead of {expected}: {share:.3g} of its room{beside}"
         share, name = self.gradients(found.gradients)
-        assert share <= 1, f"gradient of {name}: its difference is {share:.3g} of its room"
+        assert share <= 1, f"gradient of {name}: its difference is {share:.3g} of its room{beside}"
 
 
 def _share(difference, room):

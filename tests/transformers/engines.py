@@ -171,7 +171,9 @@ def prepare(model, engine, checkpointed=None, patch=True):
     return engine(model)
 
 
-def learn_alike(engine, of_rank=unequal, alone=None, counted=False, evaluate=False, change=None, **options):
+def learn_alike(
+    engine, of_rank=unequal, alone=None, counted=False, evaluate=False, change=None, beside_plain=False, **options
+):
     """Hold two steps of a patched model under an engine to those of the plain model.
 
     Args:
@@ -181,6 +183,7 @@ def learn_alike(engine, of_rank=unequal, alone=None, counted=False, evaluate=Fal
         counted: divide the sum of the losses by the number of labels of all ranks.
         evaluate: compute the loss without gradients between backward and optimizer step.
         change: a function of the plain model before the copy, which returns it.
+        beside_plain: the patched model may differ by twice as much as the plain model under the same engine.
         options: `checkpointed`, and the model's configuration.
     """
     checkpointed = options.pop("checkpointed", None)
@@ -192,10 +195,14 @@ def learn_alike(engine, of_rank=unequal, alone=None, counted=False, evaluate=Fal
     def run(model):
         return SimpleNamespace(loss=sum(sum(losses(model, alone(rank), num_items)) for rank in range(world)) / world)
 
+    unpatched = prepare(copy.deepcopy(plain), engine, checkpointed, patch=False) if beside_plain else None
     engine = prepare(copy.deepcopy(plain), engine, checkpointed)
     for _ in range(2):
         reference = alike.Reference(plain, run)
         found = step(engine, of_rank(rank), num_items)
+        if unpatched:
+            reference.widen(2, step(unpatched, of_rank(rank), num_items))
+            unpatched.step()
         if found.gradients is None:  # the second loss shows an error of the first gradients
             assert reference.loss(found.outputs.loss) <= 1
         else:

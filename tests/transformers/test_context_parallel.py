@@ -52,7 +52,7 @@ def part_of_batch(lengths, rank):
     (inputs,) = whole_batch(0)
     shift_labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     inputs |= {"shift_labels": shift_labels, "position_ids": torch.arange(LENGTH, device=device()).expand(2, -1)}
-    return [{name: x.split(lengths, 1)[rank] for name, x in inputs.items()}]
+    return [{name: x.split(lengths, 1)[rank].contiguous() for name, x in inputs.items()}]
 
 
 def split(engine, model, **options):
@@ -70,7 +70,10 @@ def learn_alike_in_parts(engine, lengths):
     AttentionInterface.register("context_parallel", functools.partial(attention, lengths))
     AttentionMaskInterface.register("context_parallel", lambda *args, **kwargs: None)
     of_rank = functools.partial(part_of_batch, lengths)
-    learn_alike(functools.partial(split, engine), of_rank, whole_batch, counted=True, change=attends_by_formula)
+    learn_alike(
+        functools.partial(split, engine), of_rank, whole_batch, counted=True, change=attends_by_formula,
+        beside_plain=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (8, 4), (3, 9)], ids=str)
