@@ -20,7 +20,7 @@ if interpreting():
 
 CPU = torch.device("cpu")
 CELL = {"model": "tiny", "engine": "fsdp2", "gpus": 2, "provider": "liger_hw", "batch": 1, "steps": 1}
-CELL |= {"loss": None, "activations": None}
+CELL |= {"objective": None, "activations": None}
 CELLS = [CELL | {"seq": 16}, CELL | {"seq": 32}]
 
 
@@ -77,7 +77,7 @@ def test_activations_within_a_budget(tmp_path):
 
 
 def one_rank(provider, loss):
-    return sharded.FSDP2([CELL | {"provider": provider, "loss": loss, "batch": 2, "seq": 16}], CPU)
+    return sharded.FSDP2([CELL | {"provider": provider, "objective": loss, "batch": 2, "seq": 16}], CPU)
 
 
 @pytest.fixture

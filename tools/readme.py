@@ -6,7 +6,9 @@
     python tools/readme.py docs/models_speed.md benchmarks/{models,llama,train,longest,sweep}-*h200*.json
                                                                                  models, of `liger-hw bench train`
     python tools/readme.py docs/losses.md benchmarks/h200-losses.json            losses, of `liger-hw bench losses`
-    python tools/readme.py docs/distributed.md benchmarks/distributed-4xh200.json  of `liger-hw bench distributed`
+    python tools/readme.py docs/distributed.md \
+        benchmarks/distributed-{4xh200,2xh200,2xh200-{zero3,dpo,grpo,vocabulary}}.json
+                                                                                 of `liger-hw bench distributed`
 
 The text between the page's two markers is replaced. Pictures go beside the results.
 """
@@ -123,12 +125,14 @@ def sweep(page: Path, benchmark: dict, stem: Path) -> str:
     return "\n\n".join([f"`{benchmark['command']}`, {benchmark['date']}:", *pictures])
 
 
-def sharded_table(benchmark: dict) -> str:
-    """Return the table of a run of `liger-hw bench distributed`: a row for each length."""
+def sharded(page: Path, benchmark: dict, stem: Path) -> str:
+    """Return the table of a run of `liger-hw bench distributed`, and the picture of several lengths."""
+    first, *_ = benchmark["results"]
+    providers = dict.fromkeys(record["provider"] for record in benchmark["results"])
     rows = []
     for records in formatting.by_setting(benchmark).values():
         ours, cells, gains = records[OURS], [], []
-        for record in map(records.get, TRAINED):
+        for record in map(records.get, providers):
             if "error" in record:
                 cells.append("" if record["error"].startswith("not tried") else record["error"])
                 gains.append("")
@@ -137,8 +141,15 @@ def sharded_table(benchmark: dict) -> str:
             speed = ours["tokens_per_second"] / record["tokens_per_second"]
             gains.append(f"{speed:.3f}x, {(record['peak_bytes'] - ours['peak_bytes']) / 2**30:+.1f} GiB")
         rows.append([f"{ours['seq']:,}", *cells, *gains[:-1]])  # without ours over ours
-    header = ["tokens of a sequence", "plain", "liger-kernel", "liger_hw", "over plain", "over liger-kernel"]
-    return markdown(header, rows)
+    peers = [NAMES.get(name, name) for name in providers]
+    header = ["tokens of a sequence", *peers, *(f"over {name}" for name in peers[:-1])]
+    lead = f"{first['gpus']} x {benchmark['device']['name']}, `{benchmark['command']}`, {benchmark['date'].split()[0]}:"
+    pictures = [
+        _save(page, figure, stem, "by sequence")
+        for name, figure in charts.training_figures(benchmark)
+        if " by seq" in name and "vocabulary" not in name
+    ]
+    return "\n\n".join([lead, markdown(header, rows), *pictures])
 
 
 def _save(page: Path, figure, stem: Path, name: str) -> str:
@@ -221,7 +232,7 @@ def text_of(page: Path, benchmarks: dict) -> str:
     if "ceilings" in first:
         return "\n\n".join(operations(page, benchmark, stem) for stem, benchmark in benchmarks.items())
     if "engine" in first["results"][0]:
-        return "\n\n".join(map(sharded_table, benchmarks.values()))
+        return "\n\n".join(sharded(page, benchmark, stem) for stem, benchmark in benchmarks.items())
     if page.name == "README.md":
         return headline(page, benchmarks)
     sweeps = {stem: run for stem, run in benchmarks.items() if "sweep" in run["results"][0]}

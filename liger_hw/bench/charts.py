@@ -238,20 +238,29 @@ def training_figures(benchmark: dict):
 
 
 def _sweeps(benchmark, pyplot):
-    """Yield a figure of lines for each model that was swept over batches or sequences."""
+    """Yield a figure of lines for each model that was swept over batches or sequences.
+
+    Sharded training is swept over sequences if it was measured at several lengths.
+    """
     groups, end = {}, ": lines end where the memory does" if benchmark.get("complete") else ""
     for record in benchmark["results"]:
         if "sweep" in record:
-            groups.setdefault((record["model"], record["checkpointing"], record["sweep"]), []).append(record)
-    for (model, checkpointing, swept), records in groups.items():
-        figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+            more = ", checkpointing" if record["checkpointing"] else ""
+            groups.setdefault((record["model"], record["sweep"], more), []).append(record)
+        elif "engine" in record:
+            more = formatting.setting(record).partition(f"x{record['seq']}")[2].replace(" ", ", ", 1)
+            groups.setdefault((record["model"], "seq", f"{more} GPUs"), []).append(record)
+    for (model, swept, more), records in groups.items():
         ticks = sorted({record[swept] for record in records})
+        if len(ticks) == 1 and "engine" in records[0]:
+            continue
+        figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
         fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
-        title = f"{model}, {fixed}{', checkpointing' if checkpointing else ''}{end}"
+        title = f"{model}, {fixed}{more}{end}"
         figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
         for axis, name, unit in zip(axes, ("tokens_per_second", "peak_bytes"), (1, GIB)):
             for provider in dict.fromkeys(record["provider"] for record in records):
-                line = [(r[swept], r[name] / unit) for r in records if r["provider"] == provider and name in r]
+                line = [(r[swept], r[name] / unit) for r in records if r["provider"] == provider and r.get(name)]
                 if line:
                     axis.plot(*zip(*line), "o-", color=COLOURS[provider], label=provider, markersize=4)
             axis.set_xscale("log", base=2)
@@ -267,7 +276,7 @@ def _sweeps(benchmark, pyplot):
         figure.legend(
             *axes[0].get_legend_handles_labels(), frameon=False, ncols=5, loc="outside lower left", fontsize=9
         )
-        yield f"{model} by {swept}{' checkpointing' if checkpointing else ''}", figure
+        yield f"{model} by {swept}{more.replace(',', '')}", figure
 
 
 def memory_figures(benchmark: dict):

@@ -32,7 +32,9 @@ vocabulary: forward and backward of the head's loss alone); tokens/s and memory 
 every number of processes has its own process group."
 
 
-def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None, activations=None) -> list[list[dict]]:
+def plan(
+    model, gpus, engine, providers, batch, seqs, steps, device, objective=None, activations=None
+) -> list[list[dict]]:
     """List the cells of each process group.
 
     Args:
@@ -44,7 +46,7 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None, 
         batch: sequences of one process.
         seqs: tokens of a sequence.
         steps: timed steps of a cell; fewer if they take longer than sharded.SECONDS.
-        loss: "dpo" or "grpo", or None for cross entropy of the next token.
+        objective: "dpo" or "grpo", or None for cross entropy of the next token.
         activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
 
     Raises:
@@ -52,11 +54,11 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None, 
             option, the budget has no known form, or the batch of DPO has no pairs.
     """
     check_known("model", model, TEXT_MODELS)
-    for option, value in {"--loss": loss, "--activations": activations}.items():
+    for option, value in {"--loss": objective, "--activations": activations}.items():
         if value and engine != "fsdp2":
             raise ValueError(f"{option}: got {value} with --engine {engine}, allowed: with fsdp2")
     bytes_of(activations or "auto", None)
-    if loss == "dpo" and batch % 2:
+    if objective == "dpo" and batch % 2:
         raise ValueError(f"--batch: got {batch}, allowed: an even number, because DPO compares pairs of sequences")
     if engine == "zero3" and find_spec("deepspeed") is None:
         raise ValueError("--engine: got zero3, which needs deepspeed: pip install deepspeed, or use fsdp2")
@@ -75,7 +77,7 @@ def plan(model, gpus, engine, providers, batch, seqs, steps, device, loss=None, 
         [
             {
                 "model": model, "engine": engine, "gpus": count, "provider": provider, "batch": batch, "seq": seq,
-                "steps": steps, "loss": loss, "activations": activations,
+                "steps": steps, "objective": objective, "activations": activations,
             }
             for seq in sorted(set(seqs))
         ]

@@ -191,8 +191,8 @@ def setting(run: dict) -> str:
     sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
     budget = f", activations within {run['activations']}" if run.get("activations") else ""
     if "engine" in run:
-        loss = f", {run['loss']}" if run.get("loss") else ""
-        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}{loss}{budget}"
+        objective = f", {run['objective']}" if run.get("objective") else ""
+        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}{objective}{budget}"
     compiled = f", compiled {run['compiled']}" if run.get("compiled") else ""
     return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}{compiled}"
 

@@ -19,8 +19,9 @@ Buffers of the engine, in bytes (b = 2: bf16; r = 4 for mixed, 2 for bf16):
 
     fsdp2  b R from the forward to the end of the backward, b A of the layer in work, b A of the prefetched layer, and
            r A of the last reduce-scatter's input (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
-    zero2  two buckets of 5e8 elements (reduce_bucket_size with overlap_comm); zero3: these and 1e9 live parameters
-           (stage3_max_live_parameters), both DeepSpeed's defaults and not above P
+    zero2  two buckets of 5e8 elements (reduce_bucket_size with overlap_comm)
+    zero3  one such bucket, and from 2 GPUs 1e9 live parameters (stage3_max_live_parameters); the gradients' shards are
+           there in the whole step. The numbers are DeepSpeed's defaults, and not above P
 
 Kept activations, in bytes of a token of a layer, where nothing is recomputed:
 
@@ -32,7 +33,8 @@ Kept activations, in bytes of a token of a layer, where nothing is recomputed:
 
 With activation checkpointing a layer keeps its input, 2 H, and the layer in the backward keeps the above once more.
 In its MLP's backward it also holds the gradient of its output, 2 H, liger_hw 2 I / t (dy, over which y is
-recomputed), eager 4 I / t (two gradients beside the product's), and the gradient of the last projection's weight.
+recomputed; under zero3 y is kept, 2 I / t more), eager 4 I / t (two gradients beside the product's), and the gradient
+of the last projection's weight.
 
 Loss layer, in bytes; M rows are a chunk, as `kernels.chunked_head.chunk_rows` chooses them:
 
@@ -302,6 +304,7 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
     """Return moment of a step -> part of PARTS -> bytes of one GPU."""
     sizes, parts, engine, ours = run.sizes, run.parts, run.engine, run.provider == OURS
     layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
+    zero3 = engine == "zero3"
     wide = 4 if run.mixed else 2
     if engine == "fsdp2":
         weights, gradient, states = wide / run.shards, wide / run.shards, 2 * wide / run.shards
@@ -311,18 +314,24 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
         weights = 2 if engine == "zero2" else 2 / run.shards
         gradient, states = 2 / run.shards, 12 / run.shards
     resident = {"parameters": weights * every, "optimizer": states * every, "workspace": WORKSPACE}
+    if zero3:
+        resident["gradients"] = gradient * every
     fsdp = engine == "fsdp2"
     if engine == "ddp":
         buffers = 2 * every if run.gpus > 1 else 0
     elif fsdp:
         buffers = 2 * other
+    elif zero3:
+        buffers = 2 * min(BUCKET, every) + (2 * min(LIVE, every) if run.gpus > 1 else 0)
     else:
-        buffers = 2 * 2 * min(BUCKET, every) + (2 * min(LIVE, every) if engine == "zero3" else 0)
+        buffers = 2 * 2 * min(BUCKET, every)
     hidden = 2 * run.tokens * sizes.hidden
     kept = hidden if run.checkpointing else kept_of_layer(run)
     head_gradient = sizes.vocabulary // parts * sizes.hidden * 2
     in_work = hidden + run.tokens * (2 if ours else 4) * sizes.intermediate // parts
     in_work += 2 * sizes.hidden * sizes.intermediate // parts
+    if zero3 and ours:  # its hooks on the last projection need the input, which other engines let it compute anew
+        in_work += 2 * run.tokens * sizes.intermediate // parts
     if run.checkpointing:
         in_work += kept_of_layer(run) - (hidden if ours else 0)  # its input counts among the kept
 
@@ -331,8 +340,9 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
         of_layers = 0
         if fsdp:
             of_layers = 2 * layer * (2 if index else 1) + (wide * layer if after else 0)
+        gradients = resident.get("gradients", gradient * layer * after)
         return resident | {
-            "gradients": gradient * layer * after + (head_gradient if engine in ("fsdp2", "ddp") else 0),
+            "gradients": gradients + (head_gradient if engine != "zero2" else 0),
             "unsharded and buffers": buffers + of_layers, "kept activations": kept * (index + 1),
             "layer in the backward": in_work,
         }  # fmt: skip
@@ -534,12 +544,14 @@ def against(results: list[dict]) -> list[dict]:
     Args:
         results: records of `bench train` and `bench distributed`.
 
-    Records of other models, of other libraries, of budgets and without a peak are left out. `bench train` measures
-    parameters, states and a step's allocations, so its prediction is without WORKSPACE.
+    Records of other models, engines, losses and libraries, of budgets and without a peak are left out. `bench train`
+    measures parameters, states and a step's allocations, so its prediction is without WORKSPACE.
     """
     compared = []
     for record in results:
-        covered = record["model"] in MODELS and record["provider"] in PROVIDERS and "activations" not in record
+        covered = record["model"] in MODELS and record["provider"] in PROVIDERS
+        covered &= record.get("engine", ENGINES[0]) in ENGINES
+        covered &= not (record.get("activations") or record.get("objective"))
         if covered and record.get("peak_bytes"):
             moment, by_part = peak(of_record(record))
             predicted = sum(by_part.values()) - (0 if "engine" in record else WORKSPACE)

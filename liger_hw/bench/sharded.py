@@ -112,7 +112,7 @@ class PostTraining(torch.nn.Module):
 
     Args:
         model: the trained model.
-        cell: its "loss" is "dpo" or "grpo"; "provider" chooses who computes it.
+        cell: its "objective" is "dpo" or "grpo"; "provider" chooses who computes it.
         reference: a model of the same class, which DPO compares with; GRPO gets its log-probabilities instead.
     """
 
@@ -123,7 +123,7 @@ class PostTraining(torch.nn.Module):
         sizes = loss_cases.Sizes(
             batch, length, length, config.hidden_size, config.hidden_size, config.vocab_size, config.vocab_size
         )
-        case, *_ = loss_cases.cases([cell["loss"]], sizes)
+        case, *_ = loss_cases.cases([cell["objective"]], sizes)
         self.loss = case.providers[loss_cases.TORCH if cell["provider"] == training.EAGER else cell["provider"]]
 
     def forward(self, input_ids, labels):
@@ -154,11 +154,11 @@ class FSDP2:
     def __init__(self, cells, device):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        loss = cells[0]["loss"]
+        objective = cells[0]["objective"]
         with _parameters_on_meta():
             trained = root = _model(cells)
-            reference = _model(cells).requires_grad_(False) if loss == "dpo" else None
-        if loss:
+            reference = _model(cells).requires_grad_(False) if objective == "dpo" else None
+        if objective:
             root = PostTraining(trained, cells[0], reference)
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
         options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": precision}

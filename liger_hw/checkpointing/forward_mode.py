@@ -58,9 +58,12 @@ def is_whole_call(function) -> bool:
 
 
 def hooks_of(layer) -> list:
-    """Tell the mode around a call of `layer` where its forward begins and ends; return handles of the hooks.
+    """Tell the mode around a call of `layer` where its forward begins and ends.
 
-    The first follows FSDP2's hook, the second precedes it. There are none where transformers checkpoints `forward`.
+    The first hook follows FSDP2's, the second precedes it. There are none where transformers checkpoints `forward`.
+
+    Returns:
+        the handles of the hooks.
     """
     if type(layer).__call__ is torch.nn.Module.__call__:
         return []
