@@ -57,7 +57,8 @@ def test_every_row_about_several_gpus_names_its_test():
     tests = {
         name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
     }
-    text = (ROOT / "docs/distributed.md").read_text().partition("<!-- measured: end -->")[2]  # tables of speed precede it
+    # tables of speed precede the marker
+    text = (ROOT / "docs/distributed.md").read_text().partition("<!-- measured: end -->")[2]
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     tables = [[line.strip("|").split(" | ") for line in table.splitlines()] for table in tables]
     for (titles, _, *rows), first in zip(tables, [1, *[-1] * len(tables)]):

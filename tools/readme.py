@@ -126,7 +126,7 @@ def sweep(page: Path, benchmark: dict, stem: Path) -> str:
 
 
 def sharded(page: Path, benchmark: dict, stem: Path) -> str:
-    """Return the table of a run of `liger-hw bench distributed`, and the picture of several lengths."""
+    """Return the table of `liger-hw bench distributed`, and a picture if there are several lengths."""
     first, *_ = benchmark["results"]
     providers = dict.fromkeys(record["provider"] for record in benchmark["results"])
     rows = []
