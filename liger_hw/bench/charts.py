@@ -248,8 +248,8 @@ def _sweeps(benchmark, pyplot):
             more = ", checkpointing" if record["checkpointing"] else ""
             groups.setdefault((record["model"], record["sweep"], more), []).append(record)
         elif "engine" in record:
-            more = formatting.setting(record).partition(f"x{record['seq']}")[2].replace(" ", ", ", 1)
-            groups.setdefault((record["model"], "seq", f"{more} GPUs"), []).append(record)
+            more = f", {record['engine']} on {record['gpus']} GPUs{formatting.options(record)}"
+            groups.setdefault((record["model"], "seq", more), []).append(record)
     for (model, swept, more), records in groups.items():
         ticks = sorted({record[swept] for record in records})
         if len(ticks) == 1 and "engine" in records[0]:

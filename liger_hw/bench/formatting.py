@@ -189,12 +189,15 @@ def setting(run: dict) -> str:
     on 4, dpo".
     """
     sizes = f"{run['batch']}x{run['seq']}" if run["seq"] else "longest context"
-    budget = f", activations within {run['activations']}" if run.get("activations") else ""
     if "engine" in run:
-        objective = f", {run['objective']}" if run.get("objective") else ""
-        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}{objective}{budget}"
-    compiled = f", compiled {run['compiled']}" if run.get("compiled") else ""
-    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{budget}{compiled}"
+        return f"{run['model']} {sizes} {run['engine']} on {run['gpus']}{options(run)}"
+    return f"{run['model']} {sizes}{', checkpointing' if run['checkpointing'] else ''}{options(run)}"
+
+
+def options(run: dict) -> str:
+    """Return the end of a run's label: ", dpo, activations within 100GiB", for example."""
+    texts = {"objective": "{}", "activations": "activations within {}", "compiled": "compiled {}"}
+    return "".join(f", {text.format(run[name])}" for name, text in texts.items() if run.get(name))
 
 
 def file_name(text: str, kind: str) -> str:

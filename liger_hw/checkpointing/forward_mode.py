@@ -51,10 +51,11 @@ class ForwardMode(TorchDispatchMode):
         return self.see(operation, args, kwargs) if self.inside else operation(*args, **kwargs)
 
 
-def is_whole_call(function) -> bool:
-    """Tell whether `function`, which transformers checkpoints, also runs the layer's hooks."""
+def runs_hooks(function, layer) -> bool:
+    """Tell whether `function`, which transformers checkpoints, runs the hooks of `layer`, those of `hooks_of` too."""
     method = getattr(function, "func", None)
-    return getattr(method, "__func__", None) is torch.nn.Module.__call__
+    whole_call = getattr(method, "__func__", None) is torch.nn.Module.__call__
+    return whole_call and _enter in layer._forward_pre_hooks.values()
 
 
 def hooks_of(layer) -> list:

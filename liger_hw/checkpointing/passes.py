@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 from liger_hw._torch import at_end_of_backward
 from liger_hw.checkpointing import switch
 from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of, size
-from liger_hw.checkpointing.forward_mode import hooks_of, is_whole_call
+from liger_hw.checkpointing.forward_mode import hooks_of, runs_hooks
 from liger_hw.checkpointing.operations import tensors_in
 from liger_hw.checkpointing.plan import Plan, PlannedLayer
 from liger_hw.checkpointing.recording import Clock, Record, Recorder
@@ -201,7 +201,7 @@ class Activations:
         current.layers.append(layer)
         current.inputs.append(hidden.nbytes)
         contexts, checkpoints, frame = checkpoint.noop_context_fn, True, Frame({}, self.transfers)
-        hooked = is_whole_call(function)
+        hooked = runs_hooks(function, layer)
         if current.phase in MEASURED:
             can_leave = self._can_leave(hidden, args)
             if can_leave and current.offloads_inputs and index < len(self.layers) - 1:
