@@ -563,7 +563,8 @@ def show_against(compared: list[dict]) -> str:
     """Format the records of `against` as text."""
     rows = [
         [
-            record["model"], record.get("gpus", 1), f"{record['batch']} x {record['seq']:,}", record["provider"],
+            record["model"], f"{record['gpus']}, {record['engine']}" if "engine" in record else "1",
+            f"{record['batch']} x {record['seq']:,}", record["provider"],
             f"{record['predicted_bytes'] / GIB:.2f}", f"{record['peak_bytes'] / GIB:.2f}",
             f"{record['predicted_bytes'] / record['peak_bytes'] - 1:+.1%}", record["moment"],
         ]
