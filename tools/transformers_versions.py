@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = ("4.57.3", "5.6.0", "5.16.1", "5.23.0")
+VERSIONS = ("4.57.3", "5.6.0", "5.16.1", "5.23.0", "5.24.0")
 TESTS = ["tests/transformers", "tests/integrations"]
 
 

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from packaging.version import Version
 from ranks import device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,6 +23,7 @@ import liger_hw
 from liger_hw._triton import interpreting
 
 BACKENDS = ["nvidia"] if interpreting() else [None]
+VERSION = Version(transformers.__version__)
 
 
 def tokens():
@@ -85,6 +87,8 @@ def learn_alike_by_a_plan(sequence_parallel, patch_first):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_plans_of_torch(sequence_parallel, patch_first, forced, ranks):
+    if sequence_parallel and VERSION < Version("5"):
+        pytest.skip("transformers 4.57 makes a mask of the rank's part of the sequence, unpatched too")
     ranks(2, learn_alike_by_a_plan, sequence_parallel, patch_first, backend=forced)
 
 
@@ -103,5 +107,10 @@ def learn_alike_by_auto(folder):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_plans_of_transformers(family, forced, ranks, tmp_path):
+    if VERSION < Version("5.16"):
+        pytest.skip(
+            "transformers 5.6 shards into plain tensors; 4.57 gathers the logits and adds up no gradients of norms of "
+            "heads, unpatched too"
+        )
     tiny.model(family, num_hidden_layers=1).save_pretrained(tmp_path)
     ranks(2, learn_alike_by_auto, str(tmp_path), backend=forced)
