@@ -109,8 +109,8 @@ def learn_alike_by_auto(folder):
 def test_plans_of_transformers(family, forced, ranks, tmp_path):
     if VERSION < Version("5.16"):
         pytest.skip(
-            "transformers 5.6 shards into plain tensors; 4.57 gathers the logits and adds up no gradients of norms of "
-            "heads, unpatched too"
+            "transformers 5.6 and older leave the head whole and shard into plain tensors; 4.57 adds up no gradients "
+            "of norms of heads, unpatched too"
         )
     tiny.model(family, num_hidden_layers=1).save_pretrained(tmp_path)
     ranks(2, learn_alike_by_auto, str(tmp_path), backend=forced)
