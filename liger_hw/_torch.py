@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode  # the innermost, or None
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes  # innermost last
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "alias", "all_gathered", "at_end_of_backward", "autograd_records",
-    "backward_keeps_graph", "backward_number", "column_parallel_input", "constant_result", "current_dispatch_mode",
+    "PLAIN", "TorchDispatchMode", "active_dispatch_modes", "alias", "all_gathered", "at_end_of_backward",
+    "autograd_records", "backward_keeps_graph", "backward_number", "column_parallel_input", "constant_result",
     "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents",
     "has_wide_products", "is_compiled", "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded",
     "process_group", "recorded_memory", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced",

@@ -12,12 +12,12 @@ def activations(model, budget="auto", host_budget=None):
     """Decide which results of `model`'s decoder layers to keep, recompute, or offload to the host.
 
     Where torch's operations are deterministic, losses and gradients stay bitwise equal to those without it. The first
-    three training passes (a forward with its backward) recompute every layer, as `gradient_checkpointing_enable` does,
-    and measure: the time of each operation of a layer, the bytes of its results, and the memory over the pass. The
-    fourth pass follows the plan and proves it, by recomputing what it keeps, too. A batch with more tokens than before
-    is measured anew. A layer is recomputed with the weights of its forward; one that was changed in place since raises
-    an error in the backward. Under torch.func's transforms, forward-mode AD and `allow_mutation_on_saved_tensors` the
-    layers run without a plan.
+    three training passes (a forward with its backward) recompute every layer, as `gradient_checkpointing_enable`
+    does, and measure: the time of each operation of a layer, the bytes of its results, and the memory over the pass.
+    The fourth pass follows the plan and proves it, by recomputing what it keeps, too. A batch with more tokens than
+    before is measured anew. A layer is recomputed with the parameters and buffers of its forward; one that the
+    program changed in place since raises an error in the backward. Under torch.func's transforms, forward-mode AD and
+    `allow_mutation_on_saved_tensors` the layers run without a plan.
 
     Args:
         model: a `PreTrainedModel`, or a module around one such as a PEFT model. One that is not on its device yet may

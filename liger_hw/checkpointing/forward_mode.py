@@ -6,7 +6,7 @@ for example, gather the weights in the forward, and not in the recomputation. tr
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, current_dispatch_mode
+from liger_hw._torch import TorchDispatchMode, active_dispatch_modes
 
 
 class ForwardMode(TorchDispatchMode):
@@ -72,12 +72,15 @@ def hooks_of(layer) -> list:
 
 
 def _enter(layer, args):
-    mode = current_dispatch_mode()
-    if isinstance(mode, ForwardMode):
+    if (mode := _current()) is not None:
         mode.enter_forward()
 
 
 def _leave(layer, args, output):
-    mode = current_dispatch_mode()
-    if isinstance(mode, ForwardMode):
+    if (mode := _current()) is not None:
         mode.leave_forward()
+
+
+def _current():
+    """Return the innermost `ForwardMode`, around which a hook may have entered other modes."""
+    return next((mode for mode in reversed(active_dispatch_modes()) if isinstance(mode, ForwardMode)), None)

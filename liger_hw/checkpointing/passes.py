@@ -50,6 +50,16 @@ class LayerCall:
         return functools.partial, (checkpointed_whole,)
 
 
+class WhileRecording:
+    """Be true while autograd records.
+
+    Older transformers take the cache from a layer whose `gradient_checkpointing` is true, also without gradients.
+    """
+
+    def __bool__(self):
+        return torch.is_grad_enabled()
+
+
 def plans_of(module):
     """Return the `Activations` that run layers within a module."""
     calls = [vars(m).get("_gradient_checkpointing_func") for m in module.modules()]
@@ -103,11 +113,11 @@ class Pass:
         It is above the base, without the inputs of the layers that are still to go backward. The first part is the
         first layer's backward, the last part the forward. A layer without gradients counts to the part before.
         """
-        above = []
+        above, peak = [], 0
         for part in range(count + 1):
             present = self.inputs[:part][-1:] if self.offloads_inputs else self.inputs[:part]  # one arrives ahead
-            here = [peak for at, peak in self.peaks.items() if at == part or part == count < at]
-            above.append(max(here) - self.base - sum(present) if here else above[-1])
+            peak = max((peak for at, peak in self.peaks.items() if at == part or part == count < at), default=peak)
+            above.append(peak - self.base - sum(present))
         return above
 
 
@@ -150,7 +160,7 @@ class Activations:
         """Run the layers from now on, and remember the checkpointing that they have."""
         self.former = [{name: vars(layer)[name] for name in FLAGS if name in vars(layer)} for layer in self.layers]
         for layer in self.layers:  # not the model, whose masks for packed sequences depend on it
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, LayerCall(self, layer)
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = WhileRecording(), LayerCall(self, layer)
 
     def undo(self):
         """Give every layer its former checkpointing back."""

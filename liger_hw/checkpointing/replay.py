@@ -1,10 +1,12 @@
 """Keep chosen results of a layer's forward, and give them to its recomputation.
 
 `torch.utils.checkpoint` runs the forward under `Keeping` and the recomputation under `Replaying`. Operations are
-numbered alike in both runs.
+numbered alike in both runs. Where the recomputation has come to a kept result by other operations than the forward, it
+computes the result again.
 """
 
 import contextlib
+import functools
 import weakref
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils import checkpoint
 from liger_hw._torch import alias, backward_keeps_graph
 from liger_hw.checkpointing.forward_mode import ForwardMode
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
+from liger_hw.checkpointing.trace import Trace
 from liger_hw.checkpointing.transfers import CHANGED, Offloaded
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,9 +78,9 @@ class Frame:
         """
         return Keeping(self, hooked), Replaying(self, hooked)
 
-    def keep(self, position, operation, results, offload):
-        """Keep the results of one operation."""
-        self.results[position] = operation, self._kept(results, offload)
+    def keep(self, position, digest, results, offload):
+        """Keep the results of one operation; `digest` is of the operations up to it."""
+        self.results[position] = digest, self._kept(results, offload)
 
     def _kept(self, x, offload):  # no function within `keep`: one that calls itself would hold the frame
         if isinstance(x, (list, tuple)):
@@ -93,20 +96,19 @@ class Frame:
             if any(x.memory in memory for x in _holders(results)):
                 del self.results[position]
 
-    def take(self, position, operation, recompute):
+    def take(self, position, operation, digest, recompute):
         """Return the kept results of an operation, or `recompute()`.
 
-        Raises:
-            RuntimeError: the recomputation runs another operation than the forward.
+        Args:
+            digest: of the recomputation's operations up to this one.
         """
         if position not in self.results:
             return recompute()
         before, results = self.results[position]
-        if before is not operation:
-            raise RuntimeError(
-                f"a layer's recomputation runs {operation} where its forward ran {before}: its forward depends on "
-                "something that changed since. Undo the plan with liger_hw.activations(model, None)"
-            )
+        if before != digest:
+            if self.prove is not None:
+                self.prove(position)
+            return recompute()
         if self.prove is None:
             results = _taken(results)
         else:
@@ -172,7 +174,7 @@ class _Numbering(ForwardMode):
         self.frame, self.position = frame, 0
 
     def begin(self):
-        self.position = 0  # a second recomputation begins anew
+        self.position, self.trace = 0, Trace()  # a second recomputation begins anew
 
     def next(self):
         self.position += 1
@@ -187,17 +189,23 @@ class Keeping(_Numbering):
         if kind is MUTATES and self.frame.results:
             self.frame.forget(written(operation, args, kwargs))
         if kind is not NUMBERED:
-            return operation(*args, **kwargs)
+            results = operation(*args, **kwargs)
+            self.trace.passed(operation, results)
+            return results
         position = self.next()
+        self.trace.add(operation, args, kwargs)
         planned, offload = self.frame.actions.get(position, (None, False))
         if planned is not operation:
-            return operation(*args, **kwargs)
+            results = operation(*args, **kwargs)
+            self.trace.made(results)
+            return results
         device = self.frame.transfers.device
         before = random_state(operation, device)
         results = operation(*args, **kwargs)
+        self.trace.made(results)
         # what draws random numbers now, if not when it was recorded, is recomputed: the next ones depend on it
         if before is None or torch.equal(before, random_state(operation, device)):
-            self.frame.keep(position, operation, results, offload)
+            self.frame.keep(position, self.trace.digest, results, offload)
         return results
 
 
@@ -206,8 +214,14 @@ class Replaying(_Numbering):
 
     def see(self, operation, args, kwargs):
         if kind_of(operation, args) is not NUMBERED:
-            return operation(*args, **kwargs)
-        return self.frame.take(self.next(), operation, lambda: operation(*args, **kwargs))
+            results = operation(*args, **kwargs)
+            self.trace.passed(operation, results)
+            return results
+        self.trace.add(operation, args, kwargs)
+        recompute = functools.partial(operation, *args, **kwargs)
+        results = self.frame.take(self.next(), operation, self.trace.digest, recompute)
+        self.trace.made(results)
+        return results
 
 
 def checkpointed(function, args, contexts=checkpoint.noop_context_fn, saves_inputs=contextlib.nullcontext):

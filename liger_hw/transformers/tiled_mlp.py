@@ -77,8 +77,8 @@ def tiled(function, module, x, shards=None):
     """Apply `function(module, x)` to pieces of x, recomputed in the backward.
 
     Under torch.func's transforms, forward-mode AD and `allow_mutation_on_saved_tensors`, the backward cannot compute a
-    piece again, so the pieces keep what autograd keeps. A module with parametrizations, which may have a state
-    (spectral norm), runs whole. Hooks of submodules run once a piece, and again in the backward.
+    piece again, so the pieces keep what autograd keeps. A module with parametrizations or buffers, which may be a state
+    (spectral norm), runs whole. Hooks of submodules run once a piece, and again in the backward; remove one after it.
 
     Args:
         function: computes each token of its result from the same token of x alone. Random
@@ -96,7 +96,7 @@ def tiled(function, module, x, shards=None):
     check(x.ndim >= 2, "x", x, "two dimensions or more: (..., T, H)")
     allowed = shards is None or isinstance(shards, int) and not isinstance(shards, bool) and shards > 0
     check(allowed, "shards", shards, "None or a positive integer")
-    if any(map(is_parametrized, module.modules())):
+    if any(map(is_parametrized, module.modules())) or next(module.buffers(), None) is not None:
         return function(module, x)
     pieces = x.chunk(shards or max(1, -(-x.shape[-2] // max(1, x.shape[-1]))), -2)
     if not can_recompute(x, *module.parameters()):

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_hw
 from liger_hw.checkpointing import passes
@@ -389,6 +390,146 @@ def test_a_batch_without_rows(stack):
     liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
     for number, rows in enumerate([0, 32, 0, 32, 0, 32, 32, 0, 32, 32]):
         assert_same_bits(step(stack, rows, number)[1:], step(plain, rows, number)[1:]) if rows else step(stack, rows)
+
+
+class Longer(Layer):
+    """Its forward runs one operation more than its recomputation, once for each number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        del self.up, self.down
+        self.parts, self.masks = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(3)), {}
+
+    def forward(self, x):
+        rows = len(x)
+        if rows not in self.masks:
+            self.masks[rows] = torch.ones(rows, 128).tril()
+        a, b, c = (part(x) for part in self.parts)
+        return x + a.sin() * b.sin() * self.masks[rows] * c.sin()
+
+
+def test_forwards_that_run_more_operations_than_their_recomputation():
+    """The operations behind it move by one, onto others of the same kind and size."""
+    for budget in range(0, 4 * 3 * 64 * 128 * 4, 64 * 128 * 4):
+        torch.manual_seed(0)
+        model = Stack()
+        model.layers = torch.nn.ModuleList(Longer() for _ in range(3))
+        plain = copy.deepcopy(model)
+        activations = liger_hw.activations(model, budget, 0)
+        for number in range(10):
+            rows = 64 if number < 6 else 63 - number
+            assert_same_bits(step(model, rows, number), step(plain, rows, number))
+        assert activations.plan is not None
+
+
+@pytest.mark.parametrize("budget, host", [(0, 0), (167936, 0), (184320, 0), (299008, 0), (PLENTY, 0), (10**5, 2**24)])
+def test_hooks_that_log_in_the_forward_alone(budget, host):
+    def logged(plan):
+        results, log = model("llama"), []
+        now = [0]
+
+        def norm(module, args, output):
+            if now[0] >= 6 and len(log) < 3 * (now[0] - 5):
+                log.append(output.detach().abs().mean())
+
+        for layer in results.model.layers:
+            layer.input_layernorm.register_forward_hook(norm)
+        if plan:
+            liger_hw.activations(results, budget, host)
+        found = []
+        for now[0] in range(9):
+            found += train(results, 1, tokens(seed=now[0]))
+        return found
+
+    assert_same_bits(logged(True), logged(False))
+
+
+class Normed(torch.nn.Module):
+    """A part with a batch norm, or with a buffer that scales."""
+
+    def __init__(self, inner, kind):
+        super().__init__()
+        self.inner, self.norm = inner, torch.nn.BatchNorm1d(64) if kind == "batch norm" else None
+        self.register_buffer("scale", torch.ones(64))
+
+    def forward(self, x):
+        y = self.inner(x) * self.scale
+        return y if self.norm is None else self.norm(y.mT).mT
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["spectral norm", "old spectral norm", "batch norm", "replaced"])
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_layers_with_a_state(kind, plan):
+    """The recomputation has the buffers that the forward found, and leaves them as the forward did."""
+    plain = model()
+    for layer in plain.model.layers:
+        if "spectral" in kind:
+            utils = torch.nn.utils
+            (utils if kind == "old spectral norm" else utils.parametrizations).spectral_norm(layer.self_attn.q_proj)
+        else:
+            layer.mlp = Normed(layer.mlp, kind)
+    other = copy.deepcopy(plain)
+    budget, host_budget = PLANS[plan]
+    liger_hw.activations(other, 10**5 if budget == HALF else budget, host_budget)
+    for number in range(7):
+        results = []
+        for each in (other, plain):
+            each.zero_grad()
+            loss = each(**tokens(seed=number)).loss
+            if kind == "replaced":
+                for layer in each.model.layers:
+                    layer.mlp.scale = layer.mlp.scale * 1.1
+            loss.backward()
+            results.append([loss.detach(), *(p.grad.clone() for p in each.parameters()), *each.buffers()])
+        assert_same_bits(*results)
+
+
+def test_buffers_that_change_before_the_backward():
+    other = model()
+    for layer in other.model.layers:
+        layer.mlp = Normed(layer.mlp, "scaled")
+    liger_hw.activations(other, 0, 0)
+    loss = other(**tokens()).loss
+    other.model.layers[1].mlp.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="scale of Normed was changed in place.*change parameters and buffers after"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("budget", [0, PLENTY])
+def test_a_backward_that_does_not_reach_the_first_layers(budget):
+    plain = frozen_below(model())
+    other = copy.deepcopy(plain)
+    activations = liger_hw.activations(other, budget, 0)
+    assert_same_bits(train(other, 7), train(plain, 7))
+    assert activations.plan is not None
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return operation(*args, **(kwargs or {}))
+
+
+def test_hooks_that_enter_a_mode():
+    plain = model()
+    other, modes = copy.deepcopy(plain), []
+    for layer in other.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: modes.append(Counting().__enter__()))
+        layer.register_forward_hook(lambda module, args, output: modes.pop().__exit__(None, None, None))
+    activations = liger_hw.activations(other, PLENTY, 0)
+    assert_same_bits(train(other, 7), train(plain, 7))
+    assert any(layer.choice.actions is None for layer in activations.plan.layers)
+
+
+def test_generation_in_training_mode():
+    """Without gradients a layer keeps its cache; older versions of transformers take it from checkpointed layers."""
+    plain = model()
+    other = copy.deepcopy(plain)
+    liger_hw.activations(other, 0, 0)
+    prompt = tokens(1, 5)["input_ids"]
+    with torch.no_grad():
+        found, expected = (m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (other, plain))
+    assert torch.equal(found, expected)
 
 
 class Random(Layer):
