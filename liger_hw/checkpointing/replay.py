@@ -171,14 +171,10 @@ class _Numbering(ForwardMode):
 
     def __init__(self, frame, hooked):
         super().__init__(hooked)
-        self.frame, self.position = frame, 0
+        self.frame, self.trace = frame, None
 
     def begin(self):
-        self.position, self.trace = 0, Trace()  # a second recomputation begins anew
-
-    def next(self):
-        self.position += 1
-        return self.position - 1
+        self.trace = Trace()  # a second recomputation begins anew
 
 
 class Keeping(_Numbering):
@@ -192,8 +188,7 @@ class Keeping(_Numbering):
             results = operation(*args, **kwargs)
             self.trace.passed(operation, results)
             return results
-        position = self.next()
-        self.trace.add(operation, args, kwargs)
+        position = self.trace.add(operation, args, kwargs)
         planned, offload = self.frame.actions.get(position, (None, False))
         if planned is not operation:
             results = operation(*args, **kwargs)
@@ -217,9 +212,8 @@ class Replaying(_Numbering):
             results = operation(*args, **kwargs)
             self.trace.passed(operation, results)
             return results
-        self.trace.add(operation, args, kwargs)
-        recompute = functools.partial(operation, *args, **kwargs)
-        results = self.frame.take(self.next(), operation, self.trace.digest, recompute)
+        position, recompute = self.trace.add(operation, args, kwargs), functools.partial(operation, *args, **kwargs)
+        results = self.frame.take(position, operation, self.trace.digest, recompute)
         self.trace.made(results)
         return results
 

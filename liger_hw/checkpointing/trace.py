@@ -24,9 +24,10 @@ class Trace:
         self.sources = {}  # memory -> number of the operation that made it, or of other memory: -1, -2, ...
 
     def add(self, operation, args, kwargs):
-        """Count an operation that runs now."""
+        """Count an operation that runs now; return how many ran before it."""
         self.digest = hash((self.digest, operation, self._described((args, tuple(kwargs.items())))))
         self.count += 1
+        return self.count - 1
 
     def made(self, results):
         """Note the results of the operation that was added last."""

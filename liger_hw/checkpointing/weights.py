@@ -95,7 +95,8 @@ class _Buffer:
         self.owner, self.name, self.x, self.has_run = owner, name, owner._buffers[name], False
         self.copy, self.version = None, None
         if self.x is not None:
-            self.copy, self.version = self.x.detach().clone(), _version(self.x)
+            self.version = _version(self.x)
+            self.copy = None if self.x.requires_grad else self.x.clone()
 
     def after_forward(self):
         """Drop the copy if the forward left the buffer as it was."""
@@ -110,10 +111,11 @@ class _Buffer:
     def of_forward(self):
         """Return its values before the forward, in memory that the recomputation may write to.
 
-        torch's batch norm writes to its running statistics without counting a version.
+        torch's batch norm writes to its running statistics without counting a version. A buffer that functional_call
+        replaced by a tensor with a gradient stays that tensor.
         """
         x = self.x if self.copy is None else self.copy
-        return None if x is None else x.detach().clone()
+        return x if x is None or x.requires_grad else x.clone()
 
 
 def _version(x):

@@ -485,6 +485,24 @@ def test_layers_with_a_state(kind, plan):
         assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("budget", [0, 10**5, PLENTY])
+def test_a_buffer_with_a_gradient(budget):
+    """functional_call may put a tensor that learns in the place of a buffer."""
+    plain = model()
+    for layer in plain.model.layers:
+        layer.mlp = Normed(layer.mlp, "scaled")
+    other = copy.deepcopy(plain)
+    liger_hw.activations(other, budget, 0)
+    for number in range(6):
+        results = []
+        for each in (other, plain):
+            scale = torch.full((64,), 1.0 + number, requires_grad=True)
+            tensors = {"model.layers.1.mlp.scale": scale}
+            torch.func.functional_call(each, tensors, kwargs=tokens(seed=number)).loss.backward()
+            results.append([scale.grad])
+        assert_same_bits(*results)
+
+
 def test_buffers_that_change_before_the_backward():
     other = model()
     for layer in other.model.layers:
