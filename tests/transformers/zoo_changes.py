@@ -42,6 +42,7 @@ CHANGES = {  # model type -> arguments of its configuration, of parts of it as d
         "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dory": {"initializer_range": 0.3},  # the size of its scales, which noise of 0.2 would make ten times as large
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
