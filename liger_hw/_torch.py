@@ -9,17 +9,20 @@ from torch._C import _are_functorch_transforms_active as transforms_active  # of
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes  # innermost last
 
 __all__ = [
-    "PLAIN", "TorchDispatchMode", "active_dispatch_modes", "alias", "all_gathered", "at_end_of_backward",
-    "autograd_records", "backward_keeps_graph", "backward_number", "column_parallel_input", "constant_result",
-    "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents",
+    "BatchNormBase", "PLAIN", "StorageWeakRef", "TorchDispatchMode", "active_dispatch_modes", "alias", "all_gathered",
+    "at_end_of_backward", "autograd_records", "backward_keeps_graph", "backward_number", "column_parallel_input",
+    "constant_result", "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents",
     "has_wide_products", "is_compiled", "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded",
     "process_group", "recorded_memory", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
-    "transforms_active", "without_saved_tensors_hooks",
+    "transforms_active", "without_dispatch_modes", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

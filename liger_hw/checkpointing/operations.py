@@ -66,5 +66,5 @@ def random_state(operation, device):
 
 
 def memory_of(x) -> int:
-    """Return the address of a tensor's storage."""
-    return x.untyped_storage().data_ptr()
+    """Return the address of a tensor's storage; 0 of a sparse tensor, which has several."""
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided else 0

@@ -227,7 +227,7 @@ class Activations:
                 leaves = planned.choice.offloads_input and self._can_leave(hidden, args)
                 actions = planned.actions()
                 frame = Frame(actions, self.transfers, hidden if leaves else None, prove)
-                contexts = functools.partial(frame.contexts, hooked) if actions else contexts
+                contexts = functools.partial(frame.contexts, hooked, layer) if actions else contexts
         if checkpoints:
             function = with_these_weights(function, layer)
         results = checkpointed(function, args, contexts, frame.saves_inputs) if checkpoints else function(*args)

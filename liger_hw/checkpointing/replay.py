@@ -70,13 +70,15 @@ class Frame:
 
         return torch.autograd.graph.saved_tensors_hooks(save, _saved_input)
 
-    def contexts(self, hooked):
+    def contexts(self, hooked, layer):
         """Return the contexts of the forward and of the recomputation, for `torch.utils.checkpoint`.
 
         Args:
             hooked: of `ForwardMode`.
+            layer: the module.
         """
-        return Keeping(self, hooked), Replaying(self, hooked)
+        traces = functools.partial(Trace, layer, {})
+        return Keeping(self, hooked, traces), Replaying(self, hooked, traces)
 
     def keep(self, position, digest, results, offload):
         """Keep the results of one operation; `digest` is of the operations up to it."""
@@ -169,12 +171,21 @@ def _equal(a, b):
 class _Numbering(ForwardMode):
     """Number the operations of a layer."""
 
-    def __init__(self, frame, hooked):
+    def __init__(self, frame, hooked, traces):
         super().__init__(hooked)
-        self.frame, self.trace = frame, None
+        self.frame, self.traces, self.trace = frame, traces, None
 
     def begin(self):
-        self.trace = Trace()  # a second recomputation begins anew
+        self.trace = self.traces()  # a second recomputation begins anew
+
+    def pass_by(self, kind, operation, args, kwargs):
+        """Run an operation that has no number."""
+        if kind is MUTATES:
+            self.trace.mutates(operation, args, kwargs)
+        results = operation(*args, **kwargs)
+        if kind is not MUTATES:
+            self.trace.passed(operation, args, results)
+        return results
 
 
 class Keeping(_Numbering):
@@ -185,9 +196,7 @@ class Keeping(_Numbering):
         if kind is MUTATES and self.frame.results:
             self.frame.forget(written(operation, args, kwargs))
         if kind is not NUMBERED:
-            results = operation(*args, **kwargs)
-            self.trace.passed(operation, results)
-            return results
+            return self.pass_by(kind, operation, args, kwargs)
         position = self.trace.add(operation, args, kwargs)
         planned, offload = self.frame.actions.get(position, (None, False))
         if planned is not operation:
@@ -208,10 +217,9 @@ class Replaying(_Numbering):
     """Recompute a layer, except for the operations whose results are kept."""
 
     def see(self, operation, args, kwargs):
-        if kind_of(operation, args) is not NUMBERED:
-            results = operation(*args, **kwargs)
-            self.trace.passed(operation, results)
-            return results
+        kind = kind_of(operation, args)
+        if kind is not NUMBERED:
+            return self.pass_by(kind, operation, args, kwargs)
         position, recompute = self.trace.add(operation, args, kwargs), functools.partial(operation, *args, **kwargs)
         results = self.frame.take(position, operation, self.trace.digest, recompute)
         self.trace.made(results)

@@ -1,8 +1,17 @@
-"""Recompute a module with the weights that its forward had."""
+"""Recompute a module with the parameters and buffers that its forward had."""
+
+import contextlib
 
 import torch
 
-from liger_hw._torch import has_tangents, is_plain, saved_tensors_may_change, transforms_active
+from liger_hw._torch import (
+    BatchNormBase,
+    has_tangents,
+    is_plain,
+    saved_tensors_may_change,
+    transforms_active,
+    without_dispatch_modes,
+)
 
 
 def can_recompute(*tensors) -> bool:
@@ -39,7 +48,7 @@ def with_these_weights(function, module):
         for name, x in owner._parameters.items()
         if x is not None and is_plain(x)
     ]
-    buffers = [_Buffer(owner, name) for owner in module.modules() for name, x in owner._buffers.items() if is_plain(x)]
+    buffers = _Buffers(module)
 
     def changed(owner, name):
         raise RuntimeError(
@@ -48,23 +57,16 @@ def with_these_weights(function, module):
         )
 
     def run(*args):
-        if not buffers:
+        if not buffers.entries:
             return run_with_parameters(*args)
-        if not buffers[0].has_run:
+        if not buffers.forward_is_over:
             result = run_with_parameters(*args)
-            for buffer in buffers:
-                buffer.after_forward()
+            buffers.after_forward()
             return result
-        now = [buffer.owner._buffers.get(buffer.name) for buffer in buffers]
-        try:
-            for buffer in buffers:
-                if buffer.was_changed():
-                    changed(buffer.owner, buffer.name)
-                buffer.owner._buffers[buffer.name] = buffer.of_forward()
+        for owner, name in buffers.changed():
+            changed(owner, name)
+        with buffers.of_forward():
             return run_with_parameters(*args)
-        finally:
-            for buffer, x in zip(buffers, now):
-                buffer.owner._buffers[buffer.name] = x
 
     def run_with_parameters(*args):
         replaced = []
@@ -83,40 +85,70 @@ def with_these_weights(function, module):
     return run
 
 
-class _Buffer:
-    """A buffer as a forward finds it.
+class _Buffers:
+    """The buffers of a module as a forward finds them.
 
     Attributes:
-        has_run: the forward is over.
-        copy: its values before a forward that changes it, else None.
+        entries: (its owner, its name, the tensor or None, its version) of each.
+        copies: memory -> its values before a forward that writes to it. Buffers may share memory.
+        forward_is_over: `after_forward` was called.
     """
 
-    def __init__(self, owner, name):
-        self.owner, self.name, self.x, self.has_run = owner, name, owner._buffers[name], False
-        self.copy, self.version = None, None
-        if self.x is not None:
-            self.version = _version(self.x)
-            self.copy = None if self.x.requires_grad else self.x.clone()
+    def __init__(self, module):
+        self.entries = [
+            (owner, name, x, _version(x))
+            for owner in module.modules()
+            for name, x in owner._buffers.items()
+            if x is None or is_plain(x) and x.layout is torch.strided and not x.is_meta
+        ]
+        memories = [x.untyped_storage() for _, _, x, _ in self.entries if x is not None and not x.requires_grad]
+        self.copies = {memory._cdata: memory.clone() for memory in memories}
+        self.forward_is_over = False
 
     def after_forward(self):
-        """Drop the copy if the forward left the buffer as it was."""
-        self.has_run = True
-        if self.owner._buffers.get(self.name) is self.x and (self.x is None or _version(self.x) == self.version):
-            self.copy = None
+        """Drop the copies of what the forward left as it was.
 
-    def was_changed(self):
-        """Tell whether the program wrote to the buffer after the forward."""
-        return self.copy is None and self.x is not None and _version(self.x) != self.version
-
-    def of_forward(self):
-        """Return its values before the forward, in memory that the recomputation may write to.
-
-        torch's batch norm writes to its running statistics without counting a version. A buffer that functional_call
-        replaced by a tensor with a gradient stays that tensor.
+        torch's batch norm writes to its running statistics without counting a version.
         """
-        x = self.x if self.copy is None else self.copy
-        return x if x is None or x.requires_grad else x.clone()
+        self.forward_is_over = True
+        written = {
+            x.untyped_storage()._cdata
+            for owner, _, x, version in self.entries
+            if x is not None and (_version(x) != version or isinstance(owner, BatchNormBase))
+        }
+        self.copies = {memory: copy for memory, copy in self.copies.items() if memory in written}
+
+    def changed(self):
+        """List the owners and names of buffers that the program wrote to after the forward."""
+        return [
+            (owner, name) for owner, name, x, version in self.entries
+            if x is not None and x.untyped_storage()._cdata not in self.copies and _version(x) != version
+        ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def of_forward(self):
+        """Give the module the buffers of before the forward; copies of those that it wrote to."""
+        now = [(owner, name, owner._buffers.get(name, _MISSING)) for owner, name, _, _ in self.entries]
+        try:
+            with without_dispatch_modes():
+                copies = {memory: copy.clone() for memory, copy in self.copies.items()}
+                for owner, name, x, _ in self.entries:
+                    copy = None if x is None else copies.get(x.untyped_storage()._cdata)
+                    if copy is not None:
+                        like = x.storage_offset(), x.shape, x.stride()
+                        x = torch.empty(0, dtype=x.dtype, device=x.device).set_(copy, *like)
+                    owner._buffers[name] = x
+            yield
+        finally:
+            for owner, name, x in now:
+                if x is _MISSING:
+                    owner._buffers.pop(name, None)
+                else:
+                    owner._buffers[name] = x
+
+
+_MISSING = object()
 
 
 def _version(x):
-    return None if x.is_inference() else x._version
+    return None if x is None or x.is_inference() else x._version

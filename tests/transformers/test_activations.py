@@ -444,6 +444,112 @@ def test_hooks_that_log_in_the_forward_alone(budget, host):
     assert_same_bits(logged(True), logged(False))
 
 
+class Probing(Layer):
+    """From step 6 on, the forward alone runs more operations, on another weight, dimension or written memory."""
+
+    now = 0
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.times = kind, 0
+
+    def forward(self, x):
+        probes = self.times < Probing.now - 5
+        self.times += probes
+        w = torch.nn.functional.linear
+        if self.kind == "weight":
+            if probes:
+                w(x.detach(), self.up.weight.detach() + 1, self.up.bias.detach())
+            return x + w(w(x, self.up.weight + 0, self.up.bias).sin(), self.down.weight, self.down.bias)
+        if self.kind == "dimension":
+            if probes:
+                x.detach().softmax(-2)
+            return x + self.down(self.up(x.softmax(-1)).sin())
+        written = torch.zeros(x.shape)
+        if probes:
+            other = torch.zeros(x.shape)
+            other.copy_(x.detach())
+            other.mul_(2)
+            w(other, self.up.weight.detach(), self.up.bias.detach())
+        written.copy_(x)
+        return written + self.down(self.up(written).sin())
+
+
+@pytest.mark.parametrize("kind", ["weight", "dimension", "written"])
+def test_operations_of_the_forward_alone(kind):
+    """No other operation counts as the one whose result is kept: its options and sources differ."""
+    for budget in [0, *range(RESULT // 2, 4 * RESULT, RESULT // 2)]:
+        torch.manual_seed(0)
+        stack = Stack()
+        stack.layers = torch.nn.ModuleList(Probing(kind) for _ in range(3))
+        plain = copy.deepcopy(stack)
+        liger_hw.activations(stack, budget, 0)
+        for Probing.now in range(9):
+            expected, found = step(plain, seed=Probing.now), step(stack, seed=Probing.now)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected) if a.numel() > 1)
+
+
+class Buffered(Layer):
+    """A layer that writes to, or reads, buffers of unusual kinds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("a", torch.rand(2, 512))
+        b = {"same": self.a, "view": self.a[1], "strided": torch.rand(512, 64)[:, ::2]}
+        b |= {"expanded": torch.rand(512, 1).expand(512, 99), "sparse": torch.eye(512).to_sparse()}
+        self.register_buffer("b", b.get(kind, torch.rand(512)))
+
+    def forward(self, x):
+        y = self.up(x)
+        if self.kind in ("same", "view"):
+            self.a.mul_(1.1)
+            y = y * self.b.clone().flatten()[:512]
+        elif self.kind == "sparse":
+            y = torch.sparse.mm(self.b, y.mT).mT
+        elif self.kind != "deleted":
+            y = y * self.b.sum(1)
+        elif hasattr(self, "b"):
+            y = y * self.b
+        return x + self.down(y.sin())
+
+
+@pytest.mark.parametrize("kind", ["same", "view", "strided", "expanded", "sparse", "deleted"])
+@pytest.mark.parametrize("budget", [0, 4 * RESULT, PLENTY])
+def test_buffers_of_unusual_kinds(kind, budget):
+    torch.manual_seed(0)
+    model = Stack()
+    model.layers = torch.nn.ModuleList(Buffered(kind) for _ in range(3))
+    plain = copy.deepcopy(model)
+    activations = liger_hw.activations(model, budget, 0)
+    for number in range(7):
+        results = []
+        for each in (model, plain):
+            each.zero_grad()
+            y = each(torch.randn(32, 128, generator=torch.Generator().manual_seed(number)))
+            if kind == "deleted" and number == 5:
+                for layer in each.layers:
+                    del layer.b
+            y.square().mean().backward()
+            results.append([y.detach(), *(p.grad.clone() for p in each.parameters())])
+            results[-1] += [b.to_dense() for b in each.buffers()]
+        assert_same_bits(*results)
+    assert not activations.refused
+    assert all(hasattr(layer, "b") == (kind != "deleted") for layer in model.layers)
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "glm4_moe"])
+def test_layers_with_buffers_keep_results(family):
+    MODELS["gpt_neo"] = dict(hidden_size=64, num_layers=2, num_heads=4, vocab_size=128, max_position_embeddings=64)
+    MODELS["gpt_neo"] |= dict(attention_types=[[["global", "local"], 1]], window_size=8)
+    MODELS["glm4_moe"] = TINY | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    plain = model(family)
+    other = copy.deepcopy(plain)
+    activations = liger_hw.activations(other, 10**5, 0)
+    assert_same_bits(train(other, 7), train(plain, 7))
+    assert not activations.refused and any(layer.choice.actions for layer in activations.plan.layers)
+
+
 class Normed(torch.nn.Module):
     """A part with a batch norm, or with a buffer that scales."""
 
@@ -471,7 +577,7 @@ def test_layers_with_a_state(kind, plan):
             layer.mlp = Normed(layer.mlp, kind)
     other = copy.deepcopy(plain)
     budget, host_budget = PLANS[plan]
-    liger_hw.activations(other, 10**5 if budget == HALF else budget, host_budget)
+    activations = liger_hw.activations(other, 10**5 if budget == HALF else budget, host_budget)
     for number in range(7):
         results = []
         for each in (other, plain):
@@ -483,6 +589,7 @@ def test_layers_with_a_state(kind, plan):
             loss.backward()
             results.append([loss.detach(), *(p.grad.clone() for p in each.parameters()), *each.buffers()])
         assert_same_bits(*results)
+    assert not activations.refused
 
 
 @pytest.mark.parametrize("budget", [0, 10**5, PLENTY])
