@@ -127,7 +127,7 @@ class _Buffers:
 
     @contextlib.contextmanager
     def of_forward(self):
-        """Give the module the buffers of before the forward; copies of those that it wrote to."""
+        """Give the module the buffers of before the forward; copies of written ones."""
         now = [(owner, name, owner._buffers.get(name, _MISSING)) for owner, name, _, _ in self.entries]
         try:
             with without_dispatch_modes():
