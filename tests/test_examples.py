@@ -53,11 +53,11 @@ def learn_alike_on_ranks(name, folder):
     results = {}
     for provider in ("plain", "liger_hw"):
         sys.argv = [name, "--tiny", "--steps", "3", "--provider", provider, "--output", f"{folder}/{provider}"]
-        results[provider] = importlib.import_module(name).main()
-        if name == "fsdp2_sft":
+        if name == "fsdp2_sft":  # accelerate remembers the engine of an earlier run, or of another test
             from accelerate.state import AcceleratorState
 
             AcceleratorState._reset_state(True)
+        results[provider] = importlib.import_module(name).main()
     for key in ("losses", "gradient_norms"):
         plain, patched = (torch.tensor(results[provider][key]) for provider in ("plain", "liger_hw"))
         assert len(plain) == 3
