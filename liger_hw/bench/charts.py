@@ -242,7 +242,7 @@ def _sweeps(benchmark, pyplot):
 
     Sharded training is swept over sequences if it was measured at several lengths.
     """
-    groups, end = {}, ": lines end where the memory does" if benchmark.get("complete") else ""
+    groups = {}
     for record in benchmark["results"]:
         if "sweep" in record:
             more = ", checkpointing" if record["checkpointing"] else ""
@@ -256,7 +256,8 @@ def _sweeps(benchmark, pyplot):
             continue
         figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
         fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
-        title = f"{model}, {fixed}{more}{end}"
+        end = "lines that end early ran out of memory" if "engine" in records[0] else "lines end where the memory does"
+        title = f"{model}, {fixed}{more}{': ' + end if benchmark.get('complete') else ''}"
         figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
         for axis, name, unit in zip(axes, ("tokens_per_second", "peak_bytes"), (1, GIB)):
             for provider in dict.fromkeys(record["provider"] for record in records):

@@ -1,7 +1,8 @@
 """See the operations of a layer's forward, without those of the layer's hooks.
 
 Older versions of transformers checkpoint the whole call of a layer. Its hooks then run within the checkpoint: FSDP2's,
-for example, gather the weights in the forward, and not in the recomputation. transformers 5.24 checkpoints `forward`.
+for example, gather the weights in the forward, and not in the recomputation. transformers 5.17 is such a version; 5.23
+checkpoints `forward`.
 """
 
 import torch

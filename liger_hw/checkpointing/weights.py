@@ -50,7 +50,7 @@ def with_these_weights(function, module):
     ]
     buffers = _Buffers(module)
 
-    def changed(owner, name):
+    def refuse(owner, name):
         raise RuntimeError(
             f"{name} of {type(owner).__name__} was changed in place between the forward and the backward, which "
             "recomputes the layer: change parameters and buffers after the backward"
@@ -64,7 +64,7 @@ def with_these_weights(function, module):
             buffers.after_forward()
             return result
         for owner, name in buffers.changed():
-            changed(owner, name)
+            refuse(owner, name)
         with buffers.of_forward():
             return run_with_parameters(*args)
 
@@ -72,7 +72,7 @@ def with_these_weights(function, module):
         replaced = []
         for owner, name, x, version in then:
             if x._version != version and not x._is_view():
-                changed(owner, name)
+                refuse(owner, name)
             now = owner._parameters.get(name)
             if now is not x and now is not None and is_plain(now) and not now._is_view():
                 replaced.append((owner, name, x))

@@ -709,7 +709,7 @@ def test_a_pass_leaves_no_tensors(stack):
 
 
 class WholeCall(Layer):
-    """A layer of which checkpointing runs the hooks too, as before transformers 5.24."""
+    """A layer of which checkpointing runs the hooks too, as in transformers 5.17."""
 
     gradient_checkpointing = property(lambda self: False, lambda self, value: None)
 
