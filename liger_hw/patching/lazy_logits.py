@@ -21,7 +21,7 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
 
-from liger_hw._torch import PLAIN
+from liger_hw._torch import PLAIN, backward_keeps_graph
 from liger_hw.dispatch import Function
 from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
@@ -94,7 +94,8 @@ class Access:
     """Weak reference to a `Source`, so that a loss does not keep hidden states.
 
     Attributes:
-        kept: the Source, once a backward may need it: an operation read the logits or may read their gradient.
+        kept: the Source, once a backward may need it: an operation read the logits or may read their gradient. The
+            head's backward lets go of it, unless the graph is retained.
         gradient_stays: whether the gradient of the logits outlives the backward, so that it must have values.
     """
 
@@ -459,12 +460,15 @@ class HeadFunction(FunctionOfLazyLogits):
     def backward(ctx, grad):
         if grad is None:
             return None, None, None
+        source = ctx.access.kept
+        if not backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
+            ctx.access.kept = None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
                 return grad.cell.gradients_of_operands()
             grad = grad.cell.values
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
-        source = ctx.access.source()
+        source = source or ctx.access.source()
         source.check_unchanged()
         (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
         x, w = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
@@ -572,6 +576,7 @@ class GradientCell:
         self.fused, self.incoming = fused, incoming
         self.shape, self.dtype, self.device = shape, dtype, device
         self.level = len(fused[3]) if level is None else level
+        self.source = fused[2].kept  # the head's backward lets go of it; a hook may hold this gradient longer
         self.values = None
 
     def before(self, shape, dtype):
@@ -588,7 +593,7 @@ class GradientCell:
         if self.values is None:
             _, _, access, steps, ordinary = self.fused
             with torch.no_grad():
-                leaf = access.source().logits(steps[: self.level])
+                leaf = (self.source or access.source()).logits(steps[: self.level])
             with torch.enable_grad():
                 leaf.requires_grad_()
                 value = ordinary(apply_steps(leaf, steps[self.level :]))

@@ -550,6 +550,35 @@ def test_nothing_waits_for_the_collector(hook):
         gc.enable()
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_hidden_states_and_weight_go_before_the_layers_backward(retain_graph):
+    """Hooks on logits, as DeepSpeed's ZeRO-3, keep neither for the layers' backward; a retained graph does."""
+    head, seen = torch.nn.Linear(8, 12), []
+    hidden = torch.randn(10, 8, requires_grad=True)
+    rows = hidden * 2
+    logits = HeadFunction.apply(rows, head.weight, head.bias)
+    source = weakref.ref(logits.cell.source)
+    logits.register_hook(lambda grad: None)
+    hidden.register_hook(lambda grad: seen.append(source() is None))
+    loss = torch.nn.functional.cross_entropy(logits, torch.arange(10))
+    del logits, rows
+    loss.backward(retain_graph=retain_graph)
+    assert seen == [not retain_graph]
+
+
+def test_a_gradient_that_a_hook_keeps_has_values_after_the_backward():
+    head, kept = torch.nn.Linear(8, 12), []
+    hidden, target = torch.randn(10, 8, requires_grad=True), torch.arange(10)
+    logits = HeadFunction.apply(hidden, head.weight, head.bias)
+    logits.register_hook(kept.append)
+    loss = torch.nn.functional.cross_entropy(logits, target)
+    del logits
+    loss.backward()
+    plain = torch.nn.functional.linear(hidden, head.weight, head.bias).detach().requires_grad_()
+    torch.nn.functional.cross_entropy(plain, target).backward()
+    torch.testing.assert_close(kept[0] + 0, plain.grad)
+
+
 def test_saving(tmp_path):
     plain, patched, inputs = _models()
     outs = [tiny.call(model, **inputs) for model in (plain, patched)]
