@@ -98,6 +98,12 @@ class Plan:
             f"together {size(self.held_bytes)}, of which inputs {size(inputs)}; {size(self.offloaded_bytes)} on the "
             f"host; {self.saved_seconds * 1e3:.1f} ms of recomputation saved"
         )
+        communicate = [number for number, planned in enumerate(self.layers) if planned.record.collective]
+        if communicate:
+            lines.append(
+                f"layers {_ranges(communicate)} communicate with other ranks in their forward (ZeRO-3, tensor or expert "
+                "parallelism), so they are recomputed whole"
+            )
         if self.seconds is not None:
             lines.append(_line("predicted", self.peak_bytes, self.seconds, self.budget))
         if self.measured_seconds is not None:

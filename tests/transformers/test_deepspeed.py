@@ -9,7 +9,15 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from engines import Engine, labels_of_one_batch, learn_alike, learn_alike_in_bf16, prepare
+from engines import (
+    PLANS,
+    Engine,
+    labels_of_one_batch,
+    learn_alike,
+    learn_alike_in_bf16,
+    learn_the_same_with_planned_activations,
+    prepare,
+)
 from ranks import device
 
 import liger_hw
@@ -145,6 +153,14 @@ def test_divisor_of_zero(stage, check):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_of_zero(reentrant, check):
     check(functools.partial(zero, stage=3), checkpointed=reentrant)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_planned_activations_of_zero(stage, plan, ranks):
+    """Layers of ZeRO-3 gather weights, in the same order on all ranks only where each recomputes all of them."""
+    engine = functools.partial(zero, stage=stage)
+    ranks(2, learn_the_same_with_planned_activations, engine, *PLANS[plan], stage == 3)
 
 
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from engines import (
+    PLANS,
     accelerate_fsdp2,
     ddp,
     fsdp1,
@@ -61,9 +62,6 @@ def test_fsdp2_with_the_head_in_a_unit(unit, reshard, check):
 
 def test_fsdp2_with_the_embedding_in_the_head_s_unit(check):
     check(fsdp2, {"unit": ("model.embed_tokens", "lm_head"), "reshard": True}, **TIED)
-
-
-PLANS = {"recompute": (0, 0), "mixed": (50_000, 0), "keep": (2**40, 0), "offload": (20_000, 2**28)}
 
 
 @pytest.mark.parametrize("plan", PLANS)
