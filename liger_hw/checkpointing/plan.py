@@ -101,8 +101,8 @@ class Plan:
         communicate = [number for number, planned in enumerate(self.layers) if planned.record.collective]
         if communicate:
             lines.append(
-                f"layers {_ranges(communicate)} communicate with other ranks in their forward (ZeRO-3, tensor or expert "
-                "parallelism), so they are recomputed whole"
+                f"layers {_ranges(communicate)} communicate with other ranks in their forward (ZeRO-3, tensor or "
+                "expert parallelism), so they are recomputed whole"
             )
         if self.seconds is not None:
             lines.append(_line("predicted", self.peak_bytes, self.seconds, self.budget))
