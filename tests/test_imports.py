@@ -35,6 +35,11 @@ def test_import_runs_nothing():
     assert out.strip() == "[]"
 
 
+def test_a_public_name_is_looked_up_once():
+    out = passes("import liger_hw; liger_hw.rms_norm; print(vars(liger_hw)['rms_norm'] is liger_hw.rms_norm)")
+    assert out.strip() == "True"
+
+
 def test_the_stand_in_loads_no_torch():
     """Every Python below `python -m liger_hw.run` installs it at its start."""
     out = passes("import liger_hw.stand_in.finder as f; f.install(); print('torch' in sys.modules)")
