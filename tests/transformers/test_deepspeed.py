@@ -197,7 +197,8 @@ def train_by_logits(config, hooked):
     assert hooked or type(outputs.logits) is LazyLogits and outputs.logits.cell.values is None
     expected = plain(**inputs)
     torch.testing.assert_close(outputs.loss, expected.loss)
-    torch.testing.assert_close(outputs.logits.detach() + 0, expected.logits, rtol=1e-4, atol=1e-5)
+    # logits up to 10, whose fp32 roundings make 2e-5 in the plain model alone (against fp64)
+    torch.testing.assert_close(outputs.logits.detach() + 0, expected.logits, rtol=1e-4, atol=4e-5)
     (expected.loss + expected.logits.logsumexp(-1).mean()).backward()
     engine.backward(outputs.loss + outputs.logits.logsumexp(-1).mean(), True)
     for found, p in zip(engine.gradients(), plain.parameters(), strict=True):
