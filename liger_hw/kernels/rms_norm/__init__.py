@@ -16,7 +16,7 @@ Both are bound by memory. A row too wide for a program is read twice.
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.checks import check, refuse
+from liger_hw.checks import check
 from liger_hw.dispatch import Cost, Function, op, raw, widen
 from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
 from liger_hw.kernels.rms_norm.kernels import backward_rows, forward_rows
@@ -29,15 +29,13 @@ CASTING_MODES = ("llama", "gemma", "none")
 
 
 def _validate(x, weight, casting_mode, residual=None):
-    shape = x.shape
-    if not (shape and x.is_floating_point()):
-        refuse("x", x, "floating point rows")
-    if casting_mode not in CASTING_MODES:
-        check_known("casting_mode", casting_mode, CASTING_MODES)
-    if weight is not None and (weight.shape != shape[-1:] or weight.device != x.device):
-        refuse("weight", weight, "one value for each column of x, on its device")
+    check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
+    check_known("casting_mode", casting_mode, CASTING_MODES)
+    if weight is not None:
+        fits = weight.shape == x.shape[-1:] and weight.device == x.device
+        check(fits, "weight", weight, "one value for each column of x, on its device")
     if residual is not None:
-        like = residual.shape == shape and residual.dtype == x.dtype and residual.device == x.device
+        like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
         check(like, "residual", residual, x)
 
 
