@@ -32,7 +32,6 @@ LARGE_INPUTS = 0.25  # of the free memory: if the inputs of all layers take more
 MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
 GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
 WATCHED = 64  # passes after a plan in which that memory is watched; the optimizer's state appears in the first ones
-SHORT = 3  # passes under a plan in which the allocator waits for the device to free its unused blocks
 
 
 class LayerCall:
@@ -83,7 +82,6 @@ class Pass:
         tokens: values of the hidden states.
         offloads_inputs: of its layers, except of the last.
         start, end: points of time.
-        retries: how often the allocator had freed its unused blocks at its start; None after the watched passes.
         layers: called so far.
         inputs: bytes of the hidden states that enter each of them.
         recorders: of the layers.
@@ -97,7 +95,6 @@ class Pass:
     tokens: int
     offloads_inputs: bool
     start: object
-    retries: int | None = None
     end: object = None
     layers: list = field(default_factory=list)
     inputs: list = field(default_factory=list)
@@ -144,7 +141,7 @@ class Activations:
         self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
         self.plan, self.current, self.link = None, None, None
         self.ahead, self.tokens, self.passes, self.refused_now = deque(MEASURED), 0, 0, False
-        self.stopped, self.large_inputs, self.short_passes, self.left_free = False, False, 0, 0
+        self.stopped, self.large_inputs = False, False
         self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
         self.layers, self.former = layers, []
         self.hooks = [hook for layer in layers for hook in hooks_of(layer)]
@@ -277,9 +274,6 @@ class Activations:
         before, self.current = self.current, None
         if before is not None:
             self._conclude(before)
-        retries = self._retries() if self.plan is not None and self.passes < WATCHED else None
-        if before is not None and before.phase == RUN and None not in (retries, before.retries):
-            self._watch_allocator(retries > before.retries)
         has_grads = self.a_parameter is not None and self.a_parameter.grad is not None
         kind = has_grads, before is not None and not before.complete
         known = self.timelines.get(kind)
@@ -289,7 +283,6 @@ class Activations:
             if self.records:
                 logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
                 self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
-                self.short_passes, self.left_free = 0, 0
             self.large_inputs = can_leave and self._has_large_inputs(hidden)
         elif self.plan is not None and known is None:
             self.ahead.appendleft(TIME)
@@ -302,7 +295,7 @@ class Activations:
             self._peak()
         start = self.clock.now() if phase != RUN else None
         offloads = phase in MEASURED and self.large_inputs
-        self.current = Pass(phase, kind, base, hidden.numel(), offloads, start, retries)
+        self.current = Pass(phase, kind, base, hidden.numel(), offloads, start)
 
     def _finish(self, current):
         """End a pass: its backward is done."""
@@ -355,29 +348,6 @@ class Activations:
             )
         self.ooms, self.plan, self.stopped = self._ooms(), None, self.plan is not None
 
-    def _watch_allocator(self, is_short):
-        """Count a pass under the plan in which the allocator lacked room; after some, leave it more or say so.
-
-        Its unused blocks do not count to the budget: 8 to 18 GiB under FSDP2 (Llama-8B, two H200s). A plan for 130 of
-        140 GiB took 11% longer than predicted there, one for 103 GiB 1%.
-        """
-        self.short_passes += is_short
-        if self.short_passes < SHORT:
-            return
-        self.short_passes = 0
-        unused = max(self._reserved() - self.plan.peak_bytes, 0)
-        if self.budget == "auto":
-            self.left_free += max(unused, int(GROWTH * self.plan.budget))
-            logger.info("liger_hw.activations: the allocator's unused blocks need %s, so it plans anew", size(unused))
-            self._make_plan()
-        else:
-            self.short_passes = -WATCHED  # say it once
-            logger.warning(
-                "liger_hw.activations: the allocator frees its unused blocks in every pass, because they do not fit "
-                'beside the plan; that waits for the device. A smaller budget is faster: about %s, or "auto"',
-                size(max(self.plan.budget - unused, 0)),
-            )
-
     # planning ---------------------------------------------------------------------------------------------------------
 
     def _make_plan(self):
@@ -406,8 +376,8 @@ class Activations:
             self._refuse_budget(max(peaks))
         elif chosen is None:
             logger.warning(
-                "liger_hw.activations: tensors outside the layers or the allocator's unused blocks have grown, and "
-                "nothing fits %s any more, so every layer is recomputed from now on", size(budget),
+                "liger_hw.activations: tensors outside the layers have grown, and nothing fits %s any more, so every "
+                "layer is recomputed from now on", size(budget),
             )  # fmt: skip
             self.plan, self.stopped = None, True
             self.ahead.clear()
@@ -433,7 +403,7 @@ class Activations:
     def _budget_bytes(self):
         if self.budget == "auto":
             free, total = torch.accelerator.get_memory_info(self.device)
-            return free + self._reserved() - MARGIN * total - self.left_free
+            return free + torch.accelerator.memory_reserved(self.device) - MARGIN * total
         return self.budget
 
     def _refuse_budget(self, peak):
@@ -447,7 +417,7 @@ class Activations:
         """Tell whether the layers' inputs take much memory that the host has."""
         if not self._counts or buffer_bytes(hidden.nbytes) * len(self.layers) > self.host_bytes:
             return False
-        room = torch.accelerator.get_memory_info(self.device)[0] + self._reserved()
+        room = torch.accelerator.get_memory_info(self.device)[0] + torch.accelerator.memory_reserved(self.device)
         if self.budget != "auto":
             room = min(room, self.budget)
         return hidden.nbytes * len(self.layers) > LARGE_INPUTS * (room - self._allocated())
@@ -474,12 +444,6 @@ class Activations:
         peak = torch.accelerator.max_memory_allocated(self.device)
         torch.accelerator.reset_peak_memory_stats(self.device)
         return peak
-
-    def _reserved(self):
-        return torch.accelerator.memory_reserved(self.device) if self._counts else 0
-
-    def _retries(self):
-        return torch.accelerator.memory_stats(self.device).get("num_alloc_retries", 0) if self._counts else 0
 
     def _ooms(self):
         return torch.accelerator.memory_stats(self.device).get("num_ooms", 0) if self._counts else 0

@@ -258,33 +258,6 @@ def test_out_of_memory_returns_to_recomputing(stack, monkeypatch, caplog):
     assert str(activations) == "no plan: every layer is recomputed"
 
 
-@pytest.mark.parametrize("budget", [3 * 2 * RESULT, "auto"])
-def test_an_allocator_without_room(budget, stack, monkeypatch, caplog):
-    """Where every pass frees unused blocks, "auto" plans with less, and any other budget is answered with advice."""
-    expected = step(stack)
-    activations = liger_hw.activations(stack, 3 * 2 * RESULT, 0)
-    for _ in range(5):
-        step(stack)
-    first = activations.plan
-    if budget == "auto":  # which a CPU refuses
-        activations.budget = "auto"
-        monkeypatch.setattr(
-            passes.Activations, "_budget_bytes", lambda self: 3 * 2 * RESULT + self._reserved() - self.left_free
-        )
-    monkeypatch.setattr(passes.Activations, "_reserved", lambda self: 2 * RESULT)
-    monkeypatch.setattr(passes.Activations, "_retries", lambda self: self.passes)
-    caplog.set_level("INFO", "liger_hw")
-    for _ in range(12):
-        assert_same_bits(step(stack), expected)
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    if budget == "auto":
-        assert "plans anew" in caplog.text and not warnings
-        assert activations.plan.held_bytes < first.held_bytes
-    else:
-        assert len(warnings) == 1 and "A smaller budget is faster" in warnings[0]
-        assert activations.plan is first
-
-
 def test_a_second_backward(stack):
     """A graph that is kept gives the same gradients again."""
     expected = step(stack)
