@@ -87,9 +87,9 @@ def test_whose_rows_must_be_read_in_whole_vectors():
 
 
 TTIR = """
-#loc = loc("/x/liger_hw/kernels/rms_norm.py":10:1)
-#loc1 = loc("/x/liger_hw/kernels/rms_norm.py":12:9)
-#loc2 = loc("/x/liger_hw/kernels/cross_entropy/kernels.py":40:13)
+#loc = loc("/x/liger_hw/kernels/norms/rms_norm.py":10:1)
+#loc1 = loc("/x/liger_hw/kernels/norms/rms_norm.py":12:9)
+#loc2 = loc("/x/liger_hw/kernels/vocabulary/cross_entropy/kernels.py":40:13)
 #loc3 = loc("x"(#loc2))
 #loc4 = loc(callsite(#loc3 at #loc1))
 module {
@@ -124,8 +124,8 @@ PTX = """
 	@%p2 ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd2 + 0 ];
 	.loc	1 12 9
 	st.global.v2.b32 [ %rd3 + 0 ], { %r2, %r3 };
-	.file	1 "/x/liger_hw/kernels/rms_norm.py"
-	.file	2 "/x/liger_hw/kernels/cross_entropy/kernels.py"
+	.file	1 "/x/liger_hw/kernels/norms/rms_norm.py"
+	.file	2 "/x/liger_hw/kernels/vocabulary/cross_entropy/kernels.py"
 """
 AMD = """
 	.file	1 "/x/liger_hw/kernels" "rms_norm.py"

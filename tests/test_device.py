@@ -9,12 +9,12 @@ from liger_hw import tuning
 from liger_hw._triton import interpreting
 from liger_hw.backends import detected
 from liger_hw.dispatch import OPS
-from liger_hw.kernels.cross_entropy import cross_entropy
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.kernels.glu import geglu, swiglu
-from liger_hw.kernels.layer_norm import layer_norm
-from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from liger_hw.kernels.rope import rope
+from liger_hw.kernels.attention.rope import rope
+from liger_hw.kernels.mlp.glu import geglu, swiglu
+from liger_hw.kernels.norms.layer_norm import layer_norm
+from liger_hw.kernels.norms.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.testing.cases import CASES, training_cases
 from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import check, run

@@ -11,7 +11,7 @@ from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
 from liger_hw.checks import check
 from liger_hw.dispatch import OPS, op
-from liger_hw.kernels.rms_norm import rms_norm
+from liger_hw.kernels.norms.rms_norm import rms_norm
 from liger_hw.losses.sequences import token_loss
 from liger_hw.testing.cases import CASES, DIFFERENTIABLE, small_cases
 from liger_hw.testing.inputs import flat

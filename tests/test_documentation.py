@@ -105,8 +105,8 @@ def test_a_page_that_loads_from_another_host_fails_the_build(documentation, tag,
 
 def test_the_page_of_an_op(documentation, cells):
     benchmark = documentation.json.loads((documentation.RESULTS / "h200.json").read_text())
-    text = documentation.op_page("rms_norm", "liger_hw.kernels.rms_norm", cells, {"h200.json": benchmark})
-    assert "::: liger_hw.kernels.rms_norm.rms_norm" in text and "rstd = 1 / sqrt(mean(s^2) + eps)" in text
+    text = documentation.op_page("rms_norm", "liger_hw.kernels.norms.rms_norm", cells, {"h200.json": benchmark})
+    assert "::: liger_hw.kernels.norms.rms_norm.rms_norm" in text and "rstd = 1 / sqrt(mean(s^2) + eps)" in text
     (sm90,) = re.findall(r"^\| sm90 \| (.*) \|$", text, re.MULTILINE)
     assert re.match(r"\d+: bf16 \| \d+: fp32 bf16 fp16 \|", sm90)  # measured, executed
     figures = r"^\| 16384x4096 \| forward and backward \| [\d.]+ ms \| \d+% \| \w+, [\d.]+ ms \| [\d.]+x \|"

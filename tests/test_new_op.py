@@ -49,7 +49,7 @@ def run(checkout, *command, **variables):
 
 def test_its_code_is_clean(checkout):
     pytest.importorskip("ruff")
-    files = [f"liger_hw/kernels/{OP}.py", f"liger_hw/testing/cases/{OP}.py", f"tests/kernels/test_{OP}.py"]
+    files = [f"liger_hw/kernels/attention/{OP}.py", f"liger_hw/testing/cases/{OP}.py", f"tests/kernels/test_{OP}.py"]
     run(checkout, "ruff", "check", *files)
     run(checkout, "ruff", "format", "--check", *files)
 

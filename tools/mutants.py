@@ -290,26 +290,23 @@ MUTANTS = {
         ("gradient of no group", "row.copy_(grad)", "row.copy_(0 * grad)"),
     ],
 }
-PLACES = {  # source and tests of mutants that are not in kernels/NAME.py and tests/kernels/test_NAME.py
-    "cross_entropy": ("kernels/cross_entropy/kernels.py", "kernels/test_cross_entropy.py"),
+PLACES = {  # source and tests of mutants where they are not those of an op of this name
     "activate": ("kernels/_math.py", "kernels/test_activate.py"),
-    "mhc_coefficients": ("kernels/mhc_coefficients/kernels.py", "kernels/test_mhc_coefficients.py"),
-    "gated_rms_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_gated_rms_norm.py"),
-    "l2_norm": ("kernels/gated_rms_norm/kernels.py", "kernels/test_l2_norm.py"),
-    "rms_norm": ("kernels/rms_norm/kernels.py", "kernels/test_rms_norm.py"),
-    "rope": ("kernels/rope/__init__.py", "kernels/test_rope.py"),
-    "selective_log_softmax": ("kernels/selective_log_softmax/kernels.py", "kernels/test_selective_log_softmax.py"),
-    "divergence": ("kernels/divergence/__init__.py", "kernels/test_divergence.py"),
-    "causal_softmax": ("kernels/softmax.py", "kernels/test_multi_token_attention.py"),
-    "of_logits": ("kernels/divergence/of_logits.py", "losses/test_distillation.py"),
-    "of_probabilities": ("kernels/divergence/of_probabilities.py", "losses/test_offline_distillation.py"),
+    "l2_norm": ("kernels/norms/gated_rms_norm/kernels.py", "kernels/test_l2_norm.py"),
+    "causal_softmax": ("kernels/attention/softmax.py", "kernels/test_multi_token_attention.py"),
+    "of_logits": ("kernels/vocabulary/divergence/of_logits.py", "losses/test_distillation.py"),
+    "of_probabilities": ("kernels/vocabulary/divergence/of_probabilities.py", "losses/test_offline_distillation.py"),
     "sequences": ("losses/sequences.py", "losses/test_sequences.py"),
 }
 
 
 def sources(name, package: Path) -> list[Path]:
     """Return the files that may hold a kernel's mutants, the likelier first."""
-    return [package / PLACES.get(name, (f"kernels/{name}.py",))[0], package / "kernels/_math.py"]
+    if name in PLACES:
+        files = [package / PLACES[name][0]]
+    else:
+        files = [*package.glob(f"kernels/*/{name}.py"), *package.glob(f"kernels/*/{name}/*.py")]
+    return [*files, package / "kernels/_math.py"]
 
 
 def survivor(name: str, description: str, old: str, new: str) -> str | None:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from liger_hw import dispatch
 from liger_hw._torch import grouped_mm
-from liger_hw.kernels.experts import sort_by_expert
-from liger_hw.kernels.grouped_mm import multiply_groups, multiply_rows
+from liger_hw.kernels.moe.experts import sort_by_expert
+from liger_hw.kernels.moe.grouped_mm import multiply_groups, multiply_rows
 from liger_hw.spelling import check_known
 from liger_hw.testing.case import Case
 

@@ -77,7 +77,7 @@ from liger_hw.bench.peers import OURS
 from liger_hw.bench.training import EAGER
 from liger_hw.checks import check
 from liger_hw.console import table
-from liger_hw.kernels.chunked_head import ROUNDINGS, MiB, chunk_rows
+from liger_hw.kernels.vocabulary.chunked_head import ROUNDINGS, MiB, chunk_rows
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.spelling import check_known
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import liger_hw
 from liger_hw.bench import demo, loss_cases, training
 from liger_hw.bench.peers import OURS
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 LOSS_PARALLEL = "loss_parallel"
 WARM_UP = 2  # steps before the first length, which compile; later lengths need one; a plan of activations needs more

@@ -4,7 +4,7 @@ import torch
 
 from liger_hw.chunked_loss.functional import items_of_all_ranks, reference_of
 from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
 __all__ = ["LigerFusedLinearPPOBase"]

@@ -12,7 +12,7 @@ import importlib
 
 import torch
 
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 SERVED = {"log_probs", "entropy", "mean_logits"}
 FUNCTION = "_ChunkedLogProbFunction"  # the name under which `trl.trainer.utils` calls it

@@ -6,8 +6,8 @@ import sys
 import torch
 
 from liger_hw.checks import check
-from liger_hw.kernels.chunked_head import prepare_head
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels
+from liger_hw.kernels.vocabulary.chunked_head import prepare_head
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
 
 LARGEST = sys.float_info.max
 

@@ -11,11 +11,11 @@ from torch.nn.functional import cross_entropy, linear
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
-from liger_hw.kernels._autograd import rows_by_autograd
-from liger_hw.kernels.chunked_head import ChunkedHead, prepare_head, wide_dtype
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES, check_labels
-from liger_hw.kernels.divergence import kind_of
-from liger_hw.kernels.divergence.of_logits import divergence_rows, largest_soft_gradient, soft_rows
+from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
+from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
+from liger_hw.kernels.vocabulary.divergence import kind_of
+from liger_hw.kernels.vocabulary.divergence.of_logits import divergence_rows, largest_soft_gradient, soft_rows
 from liger_hw.losses.arguments import check_numbers
 from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known

@@ -17,10 +17,10 @@ import torch
 
 from liger_hw._torch import traced, without_saved_tensors_hooks
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels._fp16 import largest_finite
-from liger_hw.kernels._in_forward import GradientsInForward
-from liger_hw.kernels.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.vocabulary._fp16 import largest_finite
+from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
+from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 CHUNK_MEMORY = 512 * MiB
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels.cross_entropy.formula import check_labels
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.losses.arguments import check_head, check_numbers
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.sequences import token_loss

@@ -15,13 +15,13 @@ from torch.nn.functional import linear
 from liger_hw._torch import traced
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
-from liger_hw.kernels._autograd import rows_by_autograd
-from liger_hw.kernels._fp16 import largest_finite
-from liger_hw.kernels.chunked_head import prepare_head, wide_dtype
-from liger_hw.kernels.cross_entropy.formula import TARGET_DTYPES
-from liger_hw.kernels.divergence.of_probabilities import Form, kl_by_row, kl_rows
-from liger_hw.kernels.selective_log_softmax.formula import Scaling, empty_rows
-from liger_hw.kernels.selective_log_softmax.kernels import backward_rows, forward_rows
+from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
+from liger_hw.kernels.vocabulary._fp16 import largest_finite
+from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_by_row, kl_rows
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
+from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
 from liger_hw.losses.arguments import check_numbers, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 

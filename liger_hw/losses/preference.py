@@ -12,8 +12,8 @@ from typing import NamedTuple, get_args
 import torch
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels.cross_entropy.formula import check_labels
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_head, check_numbers, prepare_reference
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.preference_formulas import (

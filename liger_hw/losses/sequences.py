@@ -18,9 +18,12 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax, row_functions
-from liger_hw.kernels.selective_log_softmax.formula import Scaling, check_tokens, empty_rows
+from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import (
+    fused_linear_selective_log_softmax,
+    row_functions,
+)
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, check_tokens, empty_rows
 from liger_hw.losses.engine import CHUNK_MEMORY, detached, plan_of, taken, with_gradients
 
 

@@ -1,6 +1,6 @@
 """Replace activations of several operations, each of which saves a tensor, by one op."""
 
-from liger_hw.kernels.glu import activate
+from liger_hw.kernels.mlp.glu import activate
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
 

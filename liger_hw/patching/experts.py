@@ -9,8 +9,8 @@ import itertools
 import torch
 
 from liger_hw._torch import is_plain
-from liger_hw.kernels import experts
-from liger_hw.kernels.glu import ACTIVATIONS, activate
+from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
+from liger_hw.kernels.moe import experts
 from liger_hw.patching import gates, probing
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_hw.kernels.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTING_MODES, gated_rms_norm
+from liger_hw.kernels.norms.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTING_MODES, gated_rms_norm
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
 from liger_hw.patching.norms import PROBE_EPS, PROBE_ROWS, PROBE_WIDTH

@@ -1,7 +1,7 @@
 """List the gated units of MLPs and experts, and the module attributes that they read."""
 
-from liger_hw.kernels.clamped_glu import clamped_swiglu
-from liger_hw.kernels.glu import ACTIVATIONS, GELU, activate, geglu, swiglu
+from liger_hw.kernels.mlp.clamped_glu import clamped_swiglu
+from liger_hw.kernels.mlp.glu import ACTIVATIONS, GELU, activate, geglu, swiglu
 
 OPS = {op.__name__: op for op in (swiglu, geglu, clamped_swiglu)}
 WITHOUT_NUMBERS = ((swiglu, {}), *((geglu, {"approximate": approximate}) for approximate in GELU))

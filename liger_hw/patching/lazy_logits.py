@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from liger_hw._torch import PLAIN, backward_keeps_graph
 from liger_hw.dispatch import Function
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
 

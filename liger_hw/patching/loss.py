@@ -13,8 +13,8 @@ import warnings
 import torch
 
 from liger_hw.checks import KERNEL_DTYPES, refuse
-from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.head import armed, match_head
 from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
 from liger_hw.patching.match import Match

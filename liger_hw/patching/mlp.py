@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_hw.kernels.glu import activate, unit
+from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_hw.kernels.layer_norm import layer_norm
-from liger_hw.kernels.rms_norm import CASTING_MODES, rms_norm
+from liger_hw.kernels.norms.layer_norm import layer_norm
+from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
 

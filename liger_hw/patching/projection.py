@@ -3,8 +3,8 @@
 from torch import nn
 
 from liger_hw._torch import is_plain
-from liger_hw.kernels.glu import unit
-from liger_hw.kernels.glu_linear import glu_linear
+from liger_hw.kernels.mlp.glu import unit
+from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.patching.hooks import is_intercepted
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from liger_hw.kernels.rope import LAYOUTS, rope
+from liger_hw.kernels.attention.rope import LAYOUTS, rope
 from liger_hw.patching.probing import DTYPES, generator, random_rows
 
 LEADING = {  # form of a function -> names of its leading parameters, None allows any name

@@ -14,7 +14,7 @@ import torch
 
 from liger_hw import backends, dispatch
 from liger_hw._triton import interpreting
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.patch import patch, unpatch
 from liger_hw.patching.report import build_without_weights
 from liger_hw.patching.rotary import rotary_functions

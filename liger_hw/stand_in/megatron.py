@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
-from liger_hw.kernels.rms_norm import rms_norm
+from liger_hw.kernels.norms.rms_norm import rms_norm
 from liger_hw.stand_in.function_class import function_class
 from liger_hw.stand_in.ops import LigerFusedGateUpSiLUMulFunction
 from liger_hw.transformers.op_modules import LigerVocabParallelCrossEntropy

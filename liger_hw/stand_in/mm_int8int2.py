@@ -1,7 +1,7 @@
 """Define the functions of `liger_kernel.ops.experimental.mm_int8int2`, which multiply by weights of 2 bits."""
 
 from liger_hw.checks import check
-from liger_hw.kernels.int2_matmul import int2_matmul, pack_int2, unpack_int2
+from liger_hw.kernels.mlp.int2_matmul import int2_matmul, pack_int2, unpack_int2
 
 
 def pack_weights(intweights, bits=2):

@@ -5,11 +5,11 @@ docs/adapters_and_trainers.md lists the arguments without effect, and why that i
 
 import torch
 
-from liger_hw.kernels.cross_entropy_tvd import cross_entropy_tvd
-from liger_hw.kernels.embedding import embedding
-from liger_hw.kernels.experts import experts
-from liger_hw.kernels.glu import swiglu
-from liger_hw.kernels.selective_log_softmax import selective_log_softmax
+from liger_hw.kernels.mlp.glu import swiglu
+from liger_hw.kernels.moe.experts import experts
+from liger_hw.kernels.vocabulary.cross_entropy_tvd import cross_entropy_tvd
+from liger_hw.kernels.vocabulary.embedding import embedding
+from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
 from liger_hw.stand_in.function_class import function_class
 from liger_hw.transformers import functional, loss_utils, rotary_names
 from liger_hw.transformers.grpo_loss import triton_grpo_loss

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from liger_hw.kernels.cross_entropy_tvd import cross_entropy_tvd
+from liger_hw.kernels.vocabulary.cross_entropy_tvd import cross_entropy_tvd
 from liger_hw.losses.options import OptionsModule
 from liger_hw.transformers.functional import (
     liger_fused_linear_jsd,

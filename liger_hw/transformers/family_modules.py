@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_hw.kernels.experts import experts
+from liger_hw.kernels.moe.experts import experts
 from liger_hw.patching.projection import project_down
 from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
 from liger_hw.transformers.tiled_mlp import tiled

@@ -7,26 +7,28 @@ import torch
 from torch.nn._reduction import legacy_get_string
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels.attention_residual import attention_residual
-from liger_hw.kernels.chunked_head import prepare_head, wide_dtype
-from liger_hw.kernels.cross_entropy import CrossEntropyOutput as CrossEntropyOutput  # programs import it from here
-from liger_hw.kernels.cross_entropy import cross_entropy
-from liger_hw.kernels.divergence import jsd, kl_div, tvd
-from liger_hw.kernels.dyt import dyt
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.kernels.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
-from liger_hw.kernels.glu import activate, geglu, swiglu
-from liger_hw.kernels.group_norm import group_norm
-from liger_hw.kernels.hyper_connections import mhc_post_res, mhc_pre
-from liger_hw.kernels.layer_norm import layer_norm
-from liger_hw.kernels.mhc_coefficients import mhc_coefficients
-from liger_hw.kernels.multi_token_attention import multi_token_attention
-from liger_hw.kernels.neighborhood_attention import neighborhood_attention
-from liger_hw.kernels.poly_norm import poly_norm
-from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from liger_hw.kernels.rope import rope
-from liger_hw.kernels.softmax import softmax, sparsemax
+from liger_hw.kernels.attention.multi_token_attention import multi_token_attention
+from liger_hw.kernels.attention.neighborhood_attention import neighborhood_attention
+from liger_hw.kernels.attention.rope import rope
+from liger_hw.kernels.attention.softmax import softmax, sparsemax
+from liger_hw.kernels.mlp.glu import activate, geglu, swiglu
+from liger_hw.kernels.norms.dyt import dyt
+from liger_hw.kernels.norms.gated_rms_norm import modulated_rms_norm
+from liger_hw.kernels.norms.group_norm import group_norm
+from liger_hw.kernels.norms.layer_norm import layer_norm
+from liger_hw.kernels.norms.poly_norm import poly_norm
+from liger_hw.kernels.norms.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.kernels.residual.attention_residual import attention_residual
+from liger_hw.kernels.residual.hyper_connections import mhc_post_res, mhc_pre
+from liger_hw.kernels.residual.mhc_coefficients import mhc_coefficients
+from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
+from liger_hw.kernels.vocabulary.cross_entropy import (
+    CrossEntropyOutput as CrossEntropyOutput,  # programs import it from here
+)
+from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
+from liger_hw.kernels.vocabulary.divergence import jsd, kl_div, tvd
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_numbers, prepare_labels
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY

@@ -6,8 +6,8 @@ logits (see `loss`).
 
 import torch
 
-from liger_hw.kernels.cross_entropy import CrossEntropyOutput
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.loss import refuse_unserved
 
 OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
-from liger_hw.kernels.dyt import dyt
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.kernels.gated_rms_norm import modulated_rms_norm
-from liger_hw.kernels.group_norm import group_norm
-from liger_hw.kernels.l2_norm import l2_norm
-from liger_hw.kernels.layer_norm import layer_norm
-from liger_hw.kernels.poly_norm import poly_norm
-from liger_hw.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.kernels.norms.dyt import dyt
+from liger_hw.kernels.norms.gated_rms_norm import modulated_rms_norm
+from liger_hw.kernels.norms.group_norm import group_norm
+from liger_hw.kernels.norms.l2_norm import l2_norm
+from liger_hw.kernels.norms.layer_norm import layer_norm
+from liger_hw.kernels.norms.poly_norm import poly_norm
+from liger_hw.kernels.norms.rms_norm import fused_add_rms_norm, rms_norm
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.losses.options import OptionsModule
 from liger_hw.patching.projection import project_down
 from liger_hw.transformers.functional import liger_cross_entropy

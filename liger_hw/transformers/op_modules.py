@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
-from liger_hw.kernels.embedding import embedding
+from liger_hw.kernels.vocabulary.embedding import embedding
 from liger_hw.transformers import functional
 from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy

@@ -1,6 +1,6 @@
 """Define rotary embeddings under liger_kernel's names for families with other tables."""
 
-from liger_hw.kernels.rope import rope
+from liger_hw.kernels.attention.rope import rope
 from liger_hw.patching.flags import FLAGS
 from liger_hw.patching.patch import patch
 from liger_hw.transformers.functional import liger_qwen2vl_mrope as liger_multimodal_rotary_pos_emb

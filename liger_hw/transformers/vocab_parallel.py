@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from liger_hw._torch import is_compiling
 from liger_hw.checks import check
-from liger_hw.kernels.chunked_head import Plan
-from liger_hw.kernels.cross_entropy.formula import check_labels
-from liger_hw.kernels.selective_log_softmax import selective_log_softmax
-from liger_hw.kernels.selective_log_softmax.formula import Scaling
-from liger_hw.kernels.vocabulary_parallel import Columns
+from liger_hw.kernels.vocabulary.chunked_head import Plan
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
+from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling
+from liger_hw.kernels.vocabulary.vocabulary_parallel import Columns
 
 LN_2 = math.log(2)
 

@@ -5,8 +5,8 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.glu import ACTIVATIONS, activate
-from liger_hw.kernels.glu_linear import glu_linear
+from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
+from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
 

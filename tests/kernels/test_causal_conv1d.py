@@ -5,7 +5,11 @@ from torch.nn import functional as F
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.hooks import hooks
-from liger_hw.kernels.causal_conv1d import causal_conv1d, causal_conv1d_backward_config, causal_conv1d_forward_config
+from liger_hw.kernels.attention.causal_conv1d import (
+    causal_conv1d,
+    causal_conv1d_backward_config,
+    causal_conv1d_forward_config,
+)
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw import use_backend
-from liger_hw.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw import use_backend
-from liger_hw.kernels.divergence import jsd, kl_div, tvd
+from liger_hw.kernels.vocabulary.divergence import jsd, kl_div, tvd
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import log_probs, targets
 from liger_hw.testing.parity import check

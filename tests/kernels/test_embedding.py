@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_hw import embedding, use_backend
-from liger_hw.kernels.embedding import _chunk_of
+from liger_hw.kernels.vocabulary.embedding import _chunk_of
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn, tokens
 from liger_hw.testing.parity import check, compare, run
@@ -61,7 +61,7 @@ def test_all_different(count, backend, device):
 
 def test_chunks_grow_with_the_number_of_tokens(monkeypatch, backend, device):
     assert [_chunk_of(n) for n in (1, 2**15, 2**15 + 1, 2**17, 10**6)] == [32, 32, 64, 128, 1024]
-    monkeypatch.setattr("liger_hw.kernels.embedding._chunk_of", lambda count: 4 * CHUNK)
+    monkeypatch.setattr("liger_hw.kernels.vocabulary.embedding._chunk_of", lambda count: 4 * CHUNK)
     torch.manual_seed(0)
     for vocabulary in (1, 3, 40):
         drawn = tokens(9 * CHUNK, vocabulary=vocabulary, device=device)

@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import widen
-from liger_hw.kernels.expert_glu import expert_glu_backward_in_place
-from liger_hw.kernels.glu import ACTIVATIONS
+from liger_hw.kernels.mlp.glu import ACTIVATIONS
+from liger_hw.kernels.moe.expert_glu import expert_glu_backward_in_place
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import compare
 

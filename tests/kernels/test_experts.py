@@ -4,8 +4,8 @@ from saved import saved_bytes
 
 from liger_hw import experts, use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.experts import sort_by_expert
-from liger_hw.kernels.routing import sort_pairs
+from liger_hw.kernels.moe.experts import sort_by_expert
+from liger_hw.kernels.moe.routing import sort_pairs
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import chosen_experts, randn
 from liger_hw.testing.parity import check, run

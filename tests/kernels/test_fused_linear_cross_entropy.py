@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import CPU, nvidia
-from liger_hw.kernels import chunked_head
-from liger_hw.kernels.chunked_head import MiB, chunk_rows
-from liger_hw.kernels.cross_entropy import CrossEntropyOutput
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary import chunked_head
+from liger_hw.kernels.vocabulary.chunked_head import MiB, chunk_rows
+from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput
+from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run

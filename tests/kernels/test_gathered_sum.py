@@ -3,7 +3,7 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.gathered_sum import sum_gathered
+from liger_hw.kernels.moe.gathered_sum import sum_gathered
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import compare
 

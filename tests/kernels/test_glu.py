@@ -3,7 +3,7 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.glu import geglu, swiglu
+from liger_hw.kernels.mlp.glu import geglu, swiglu
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
 

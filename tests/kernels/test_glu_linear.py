@@ -6,8 +6,8 @@ from saved import saved_bytes
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.glu import geglu, swiglu
-from liger_hw.kernels.glu_linear import glu_linear
+from liger_hw.kernels.mlp.glu import geglu, swiglu
+from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, run
 

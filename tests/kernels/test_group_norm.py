@@ -3,7 +3,7 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.group_norm import group_norm, group_norm_moments_config
+from liger_hw.kernels.norms.group_norm import group_norm, group_norm_moments_config
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run

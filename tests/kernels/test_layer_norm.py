@@ -3,7 +3,7 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.layer_norm import layer_norm, layer_norm_backward_config, layer_norm_forward_config
+from liger_hw.kernels.norms.layer_norm import layer_norm, layer_norm_backward_config, layer_norm_forward_config
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_hw import multi_token_attention, use_backend
-from liger_hw.kernels import softmax
+from liger_hw.kernels.attention import softmax
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run

@@ -3,7 +3,7 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
+from liger_hw.kernels.norms.rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check
 

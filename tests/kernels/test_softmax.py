@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_hw import use_backend
-from liger_hw.kernels.softmax import softmax, sparsemax
+from liger_hw.kernels.attention.softmax import softmax, sparsemax
 from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.transformers.functional import liger_sparsemax

@@ -2,7 +2,7 @@ import pytest
 import torch
 from naive import hold, token_log_probs
 
-from liger_hw.kernels.chunked_head import ChunkedHead
+from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead
 from liger_hw.losses import sequences
 from liger_hw.losses.sequences import sequence_loss
 from liger_hw.testing.inputs import randn

@@ -71,7 +71,7 @@ def test_gradient_checkpointing(family, backend, device):
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
 @pytest.mark.parametrize("family", MIXTURES_OF)
 def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
-    from liger_hw.kernels import experts
+    from liger_hw.kernels.moe import experts
 
     plain, patched = (m.to(device) for m in tiny.pair(family, **MIXTURES_OF[family], **MIXTURES))
     for model in (plain, patched):
@@ -101,7 +101,7 @@ def test_hooks_on_the_activation_of_patched_experts_fire(family, backend, device
 
 
 def test_checkpointing_projects_no_experts_again(backend, device, monkeypatch):
-    from liger_hw.kernels import experts
+    from liger_hw.kernels.moe import experts
 
     _, patched = tiny.pair("mixtral", num_local_experts=4, num_hidden_layers=1, **MIXTURES)
     patched.to(device).gradient_checkpointing_enable({"use_reentrant": False})

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 import liger_hw
-from liger_hw.kernels.gated_rms_norm import gated_rms_norm
+from liger_hw.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_hw.patching import gated_norms, probing, rotation, swapping
 from liger_hw.patching.rebinding import innermost
 from liger_hw.patching.rotary import match_rotation

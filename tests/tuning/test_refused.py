@@ -11,7 +11,7 @@ from made_up import H200, KEY, NEEDS_TRITON, entry, made_up_config, ship
 from liger_hw import backends, dispatch, launch, tuning
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
-from liger_hw.kernels import _in_place
+from liger_hw.kernels.mlp import _in_place
 from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import HEURISTIC, SHIPPED
 

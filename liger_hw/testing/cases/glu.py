@@ -4,7 +4,7 @@ from math import inf, nan
 
 import torch
 
-from liger_hw.kernels.glu import ACTIVATIONS
+from liger_hw.kernels.mlp.glu import ACTIVATIONS
 from liger_hw.testing.case import OpCases, Shape
 from liger_hw.testing.inputs import put
 from liger_hw.testing.models import MODELS, TOKENS

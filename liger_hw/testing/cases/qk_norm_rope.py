@@ -1,6 +1,6 @@
 """Cases of the norm of queries and keys with their rotation."""
 
-from liger_hw.kernels.rms_norm import CASTING_MODES
+from liger_hw.kernels.norms.rms_norm import CASTING_MODES
 from liger_hw.testing.case import OpCases, Shape
 from liger_hw.testing.models import MODELS, TOKENS
 

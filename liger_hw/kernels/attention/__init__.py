@@ -1,0 +1,1 @@
+"""Ops around attention: rotary embeddings, short convolutions, softmax and windows."""

@@ -1,0 +1,1 @@
+"""Activations and gated products of MLPs, with or without their projections."""

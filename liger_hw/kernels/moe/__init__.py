@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, grouped products, gates and sums."""

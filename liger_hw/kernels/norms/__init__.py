@@ -1,0 +1,1 @@
+"""Norms of rows: RMS, layer, group, L2, polynomial and gated norms, and dynamic tanh."""

@@ -1,0 +1,235 @@
+r"""Compute root-mean-square norms with a gate, or with a scale and shift of rows.
+
+    u    = x, or x f(gate) where the gate is first          f: silu or sigmoid; 1 + scale in a modulated norm
+    rstd = 1 / sqrt(mean(u^2) + eps)                        over a row, or over each group of its columns
+    n    = u rstd (w + offset)
+    y    = n f(gate) (+ shift), or n where the gate is first
+
+    dn    = dy f(gate), or dy where the gate is first
+    m     = dn (w + offset)
+    du    = rstd (m - u rstd mean(m u rstd))                dx = du, or du f(gate) where the gate is first
+    dgate = dy n f'(gate), or du x f'(gate) where the gate is first
+    dw    = sum over rows of dn u rstd
+
+Rows that share a scale and shift give them the gradients dscale = (w + offset) D and dshift = sum of dy, where D is the
+sum of dy u rstd over these rows; dw is then the sum of (1 + scale) D over groups of rows.
+
+Letters: R rows of C columns. Traffic: a gated norm reads x and gate and writes y (3RC); its backward reads x, gate and
+dy and writes dx and dgate (5RC). A scale of few rows leaves 2RC and 3RC. Each backward writes one or two fp32 partial
+sums a program. All are bound by memory. A row too wide for a program is read twice.
+"""
+
+import torch
+
+from liger_hw.checks import check, check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._math import empty_rows, in_order, rows_and_cols
+from liger_hw.kernels.norms.gated_rms_norm.kernels import Form, backward_rows, forward_rows
+from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
+from liger_hw.spelling import check_known
+
+__all__ = ["gated_rms_norm", "modulated_rms_norm"]
+
+GATE_ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+GATED_CASTING_MODES = ("llama", "gemma")
+
+
+def _validate(x, weight):
+    check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
+    if weight is not None:
+        fits = weight.shape == x.shape[-1:] and weight.device == x.device
+        check(fits, "weight", weight, "one value for each column of x, on its device")
+
+
+def _validate_gated(x, gate, weight, activation, casting_mode, group_size):
+    _validate(x, weight)
+    like = gate.shape == x.shape and gate.is_floating_point() and gate.device == x.device
+    check(like, "gate", gate, f"floating point of shape {tuple(x.shape)} on {x.device}")
+    check_known("activation", activation, GATE_ACTIVATIONS)
+    check_known("casting_mode", casting_mode, GATED_CASTING_MODES)
+    divides = group_size is None or group_size > 0 and x.shape[-1] % group_size == 0
+    check(divides, "group_size", group_size, f"a divisor of the {x.shape[-1]} columns of x, or None")
+
+
+def _validate_modulated(x, weight, scale, shift, casting_mode):
+    _validate(x, weight)
+    check_known("casting_mode", casting_mode, CASTING_MODES)
+    rows, cols = rows_and_cols(x)
+    for name, m in (("scale", scale), ("shift", shift)):
+        if m is not None:
+            fits = m.ndim and m.shape[-1] == cols and m.is_floating_point() and m.device == x.device
+            check(fits, name, m, f"floating point rows of {cols} columns on {x.device}")
+            of_m = rows_and_cols(m)[0]
+            check(rows % of_m == 0 if of_m else not rows, name, f"{of_m} rows", f"a divisor of x's {rows}")
+
+
+@op
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6,
+    activation: str = "silu", gate_first: bool = False, casting_mode: str = "llama", group_size: int | None = None,
+):  # fmt: skip
+    """Compute RMSNorm and multiply its output or its input by an activated gate.
+
+    Args:
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
+        gate: of the shape of `x`, any floating dtype.
+        weight: (C,), any floating dtype, or None for no scale.
+        eps: added to the mean square.
+        activation: "silu" or "sigmoid", of the gate in fp32.
+        gate_first: whether the gate multiplies x before the norm (Mamba-2), in fp32; otherwise the norm's output
+            (gated DeltaNet).
+        casting_mode: "llama" rounds to `x.dtype` the normalised row, its product with the weight and, after a gate,
+            the result (Qwen3NextRMSNormGated, MambaRMSNormGated with `gate_first`). "gemma" computes everything in
+            fp32 and rounds once (KimiLinearRMSNormGated, with "sigmoid").
+        group_size: number of consecutive columns that are normalised alone; None: all of a row.
+
+    Returns:
+        (..., C) in `x.dtype`.
+
+    Raises:
+        ValueError: `gate` or `weight` does not fit `x`, `group_size` does not divide C, or an option is unknown.
+    """
+    _validate_gated(x, gate, weight, activation, casting_mode, group_size)
+    factor = GATE_ACTIVATIONS[activation](widen(gate))
+    y = widen(x) * factor if gate_first else widen(x)
+    if group_size is not None:
+        y = y.unflatten(-1, (-1, group_size))
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    y = y if group_size is None else y.flatten(-2)
+    if casting_mode != "gemma":
+        y = widen(y.to(x.dtype))
+    y = y if weight is None else widen(weight) * y
+    if gate_first:
+        return y.to(x.dtype)
+    if casting_mode != "gemma":
+        y = widen(y.to(x.dtype))
+    return (y * factor).to(x.dtype)
+
+
+@op
+def modulated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+):  # fmt: skip
+    """Compute rms_norm(x) (1 + scale) + shift, as diffusion transformers do (adaLN, arXiv:2212.09748).
+
+    Args:
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
+        weight: (C,), any floating dtype, or None for no scale.
+        scale: (..., C), any floating dtype, whose number of rows divides that of x: each serves as many consecutive
+            rows. One row serves all; (B, 1, C) a row for each of B sequences; the shape of x a row for each row.
+        shift: as `scale`, or None for no shift. It may have another number of rows, which costs a copy.
+        eps, offset, casting_mode: as in `rms_norm`, whose output is rounded to `x.dtype`.
+
+    Returns:
+        (..., C) in `x.dtype`; scaled and shifted in fp32 and rounded once.
+
+    Raises:
+        ValueError: `weight`, `scale` or `shift` does not fit `x`, or `casting_mode` is unknown.
+    """
+    _validate_modulated(x, weight, scale, shift, casting_mode)
+    y = widen(rms_norm.reference(x, weight, eps, offset, casting_mode))
+    y = y * (1 + widen(_for_each_row(scale, x)).view_as(x))
+    return (y if shift is None else y + widen(_for_each_row(shift, x)).view_as(x)).to(x.dtype)
+
+
+def _for_each_row(m, x):
+    """Repeat each row of `m`, to the number of rows of `x`."""
+    of_m, cols = rows_and_cols(m)
+    repeats = rows_and_cols(x)[0] // of_m if of_m else 1
+    return m.reshape(of_m, 1, cols).expand(-1, repeats, -1).reshape(-1, cols)
+
+
+gated_rms_norm.shards(x="... H", gate="... H", weight="H", returns="x")
+modulated_rms_norm.shards(x="... H", weight="H", scale="...? H", shift="...? H", returns="x")
+
+
+@gated_rms_norm.cost
+def _(x, gate, weight=None, *options, **named):
+    w = 0 if weight is None else weight.nbytes
+    moved = 2 * x.nbytes + gate.nbytes
+    return Cost(moved + w, moved + x.nbytes + gate.nbytes + 2 * w, 9 * x.numel(), 18 * x.numel())
+
+
+@modulated_rms_norm.cost
+def _(x, weight, scale, shift=None, *options, **named):
+    scale_shift = scale.nbytes + (0 if shift is None else shift.nbytes)
+    w = 0 if weight is None else weight.nbytes
+    read = 2 * x.nbytes + scale.nbytes + w
+    return Cost(
+        2 * x.nbytes + scale_shift + w, read + x.nbytes + scale_shift + w, 7 * x.numel(), 13 * x.numel()
+    )  # fmt: skip
+
+
+@raw(lambda x, *options: empty_rows(x))
+def _gated_rms_norm_forward(
+    x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None, form: Form
+) -> torch.Tensor:
+    y = empty_rows(x)
+    forward_rows(x, gate, shift, weight, y, form)
+    return y
+
+
+def _empty_gradients(x, gate, shift, weight, dy, form, gate_grad, shift_grad, weight_grad):
+    absent = dy.new_empty(0)
+    optional = ((gate, gate_grad), (shift, shift_grad), (weight, weight_grad))
+    return empty_rows(x), *(empty_rows(of) if wanted else absent for of, wanted in optional)
+
+
+@raw(_empty_gradients)
+def _gated_rms_norm_backward(
+    x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None,
+    dy: torch.Tensor, form: Form, gate_grad: bool, shift_grad: bool, weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dx, dgate, dshift, dw = _empty_gradients(x, gate, shift, weight, dy, form, gate_grad, shift_grad, False)
+    of_weight = backward_rows(
+        x, gate, weight, dy, dx, dgate if gate_grad else None, dshift if shift_grad else None, form, weight_grad
+    )
+    return dx, dgate, dshift, of_weight if weight_grad else dw
+
+
+class GatedRMSNormFunction(Function):
+    @staticmethod
+    def forward(ctx, x, gate, shift, weight, form):
+        ctx.save_for_backward(x, gate, shift, weight)
+        ctx.form = form
+        return _gated_rms_norm_forward(x, gate, shift, weight, form)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, gate, shift, weight = ctx.saved_tensors
+        _, gate_grad, shift_grad, weight_grad, _ = ctx.needs_input_grad
+        of_each_row = shift_grad and ctx.form.gate_rows == rows_and_cols(x)[0]  # the gradient of such a shift is dy
+        dx, dgate, dshift, dw = _gated_rms_norm_backward(
+            x, gate, shift, weight, dy, ctx.form, gate_grad, shift_grad and not of_each_row, weight_grad
+        )
+        if of_each_row:
+            dshift = dy.reshape(shift.shape).to(shift.dtype)
+        return dx, dgate if gate_grad else None, dshift if shift_grad else None, dw if weight_grad else None, None
+
+
+def normalise(x, form, gate=None, shift=None, weight=None):
+    """Compute a norm of the rows of `x` in the given `Form` with the kernels."""
+    return GatedRMSNormFunction.apply(x, gate, shift, in_order(weight), form)
+
+
+@gated_rms_norm.register("triton")
+def _(x, gate, weight=None, eps=1e-6, activation="silu", gate_first=False, casting_mode="llama", group_size=None):
+    _validate_gated(x, gate, weight, activation, casting_mode, group_size)
+    check_kernel_dtype("gate", gate)
+    rows, cols = rows_and_cols(x)
+    groups = cols // group_size if group_size else 1
+    form = Form(eps, 0.0, casting_mode, activation, gate_first, groups, rows)
+    return normalise(x, form, gate, weight=weight)
+
+
+@modulated_rms_norm.register("triton")
+def _(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    _validate_modulated(x, weight, scale, shift, casting_mode)
+    check_kernel_dtype("scale", scale)
+    rows = rows_and_cols(scale)[0]
+    if shift is not None:
+        check_kernel_dtype("shift", shift)
+        if rows_and_cols(shift)[0] != rows:
+            scale, shift, rows = _for_each_row(scale, x), _for_each_row(shift, x), rows_and_cols(x)[0]
+    return normalise(x, Form(eps, offset, casting_mode, "modulation", False, 1, rows), scale, shift, weight)

@@ -1,0 +1,192 @@
+r"""Compute the root-mean-square norm over the last dimension, alone or after a residual addition.
+
+    s    = x (+ residual)                                   rounded to x's dtype
+    rstd = 1 / sqrt(mean(s^2) + eps)
+    y    = s rstd (w + offset)
+
+    m  = dy (w + offset)
+    ds = rstd (m - s rstd mean(m s rstd)) (+ ds_out)        dx = dresidual = ds
+    dw = sum over rows of dy s rstd
+
+Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC); a residual adds one read and one write (4RC).
+Backward reads s and dy and writes ds (3RC), plus one fp32 partial dw a program; a residual adds a read of ds_out (4RC).
+Both are bound by memory. A row too wide for a program is read twice.
+"""
+
+import torch
+
+from liger_hw.backends import device_of
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
+from liger_hw.kernels.norms.rms_norm.kernels import backward_rows, forward_rows
+from liger_hw.kernels.norms.rms_norm.wide import wide_backward_rows
+from liger_hw.spelling import check_known
+
+__all__ = ["CASTING_MODES", "fused_add_rms_norm", "rms_norm"]
+
+CASTING_MODES = ("llama", "gemma", "none")
+
+
+def _validate(x, weight, casting_mode, residual=None):
+    check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
+    check_known("casting_mode", casting_mode, CASTING_MODES)
+    if weight is not None:
+        fits = weight.shape == x.shape[-1:] and weight.device == x.device
+        check(fits, "weight", weight, "one value for each column of x, on its device")
+    if residual is not None:
+        like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
+        check(like, "residual", residual, x)
+
+
+@op
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama",
+):  # fmt: skip
+    """Scale each row to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
+
+    Args:
+        x: (..., C), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
+        weight: (C,), any floating dtype, or None for no scale.
+        eps: added to the mean square.
+        offset: added to the weight; Gemma stores its weight minus one and passes 1.0.
+        casting_mode: "llama" rounds the normalised row to `x.dtype`, then scales it in fp32 by `weight + offset`,
+            itself in fp32, and rounds the product (LlamaRMSNorm). "gemma" rounds the product alone (GemmaRMSNorm with
+            offset 1, T5-style and Olmo2RMSNorm with 0). "none" rounds to `x.dtype` after every operation.
+
+    Returns:
+        (..., C) in `x.dtype`.
+
+    Raises:
+        ValueError: `weight` does not fit `x`, or `casting_mode` is unknown.
+    """
+    _validate(x, weight, casting_mode)
+    if casting_mode == "none":
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return y if weight is None else (y * (weight.to(x.dtype) + offset)).to(x.dtype)
+    wide = widen(x)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y if casting_mode == "gemma" else widen(y.to(x.dtype))
+        y = y * (widen(weight) + offset)
+    return y.to(x.dtype)
+
+
+@op
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama",
+):  # fmt: skip
+    """Compute `x + residual` and its `rms_norm`, as a pre-norm transformer block does.
+
+    Args:
+        x: (..., C).
+        residual: like `x`.
+        weight, eps, offset, casting_mode: as in `rms_norm`.
+
+    Returns:
+        (y, s): the normalised sum and the sum, both (..., C) in `x.dtype`; s is rounded before it is normalised.
+
+    Raises:
+        ValueError: `residual` is not like `x`, `weight` does not fit, or `casting_mode` is unknown.
+    """
+    _validate(x, weight, casting_mode, residual)
+    s = x + residual
+    return rms_norm.reference(s, weight, eps, offset, casting_mode), s
+
+
+rms_norm.shards(x="... H", weight="H", returns="x")
+fused_add_rms_norm.shards(x="... H", residual="... H", weight="H", returns=("x", "x"))
+
+
+@rms_norm.cost
+def _(x, weight=None, *options, **named):
+    tensor, w = x.nbytes, 0 if weight is None else weight.nbytes
+    return Cost(2 * tensor + w, 3 * tensor + 2 * w, 4 * x.numel(), 9 * x.numel())
+
+
+@fused_add_rms_norm.cost
+def _(x, residual, weight=None, *options, **named):
+    tensor, w = x.nbytes, 0 if weight is None else weight.nbytes
+    return Cost(4 * tensor + w, 4 * tensor + 2 * w, 5 * x.numel(), 10 * x.numel())
+
+
+@raw(fake=lambda x, *options: empty_rows(x))
+def _rms_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
+) -> torch.Tensor:
+    y = empty_rows(x)
+    forward_rows(x, None, weight, y, None, eps, offset, casting_mode)
+    return y
+
+
+@raw(fake=lambda x, *options: (empty_rows(x), empty_rows(x)))
+def _fused_add_rms_norm_forward(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, s = empty_rows(x), empty_rows(x)
+    forward_rows(x, residual, weight, y, s, eps, offset, casting_mode)
+    return y, s
+
+
+def _fake_backward(s, weight, dy, ds_out, eps, offset, casting_mode, weight_grad):
+    return empty_rows(dy), empty_rows(weight) if weight_grad else dy.new_empty(0)
+
+
+@raw(_fake_backward)
+def _rms_norm_backward(
+    s: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, ds_out: torch.Tensor | None,
+    eps: float, offset: float, casting_mode: str, weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ds = empty_rows(dy)
+    one_kernel = in_registers(dy.shape[-1], s.element_size(), device_of(dy))
+    launch_backward = backward_rows if one_kernel else wide_backward_rows
+    dw = launch_backward(s, weight, dy, ds_out, ds, eps, offset, casting_mode, weight_grad)
+    return ds, reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0)
+
+
+class RMSNormFunction(Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, casting_mode):
+        ctx.save_for_backward(x, weight)
+        ctx.options = eps, offset, casting_mode
+        return _rms_norm_forward(x, weight, eps, offset, casting_mode)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        weight_grad = ctx.needs_input_grad[1]
+        dx, dw = _rms_norm_backward(x, weight, dy, None, *ctx.options, weight_grad)
+        return dx, dw if weight_grad else None, None, None, None
+
+
+class FusedAddRMSNormFunction(Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, casting_mode):
+        y, s = _fused_add_rms_norm_forward(x, residual, weight, eps, offset, casting_mode)
+        ctx.save_for_backward(s, weight)
+        ctx.options = eps, offset, casting_mode
+        ctx.set_materialize_grads(False)
+        return y, s
+
+    @staticmethod
+    def backward(ctx, dy, ds_out):
+        s, weight = ctx.saved_tensors
+        if dy is None:  # no gradient reaches the normalised rows
+            return ds_out, ds_out, None, None, None, None
+        weight_grad = ctx.needs_input_grad[2]
+        ds, dw = _rms_norm_backward(s, weight, dy, ds_out, *ctx.options, weight_grad)
+        return ds, ds, dw if weight_grad else None, None, None, None
+
+
+@rms_norm.register("triton")
+def _(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    _validate(x, weight, casting_mode)
+    return RMSNormFunction.apply(x, in_order(weight), eps, offset, casting_mode)
+
+
+@fused_add_rms_norm.register("triton")
+def _(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    _validate(x, weight, casting_mode, residual)
+    return FusedAddRMSNormFunction.apply(x, residual, in_order(weight), eps, offset, casting_mode)

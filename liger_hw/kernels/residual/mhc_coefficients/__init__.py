@@ -1,0 +1,256 @@
+r"""Compute the coefficients of hyper-connections from their streams (arXiv:2512.24880).
+
+    mix    = (x phi) rstd,  rstd = 1 / sqrt(mean(x^2) + eps)        x: all streams of a token as one row
+    z      = alpha mix + b                                          of 2S + S S values, three parts with an alpha each
+    h_pre  = sigmoid(z_pre) + pre_eps
+    h_post = post_mult sigmoid(z_post)
+    h_res  = N_2T-2 ... N_1 N_0 (softmax of each row of z_res + e)  T = tmax; N_k divides columns (even k) or rows (odd)
+                                                                    by d_k, their sums + e
+
+    N_k    dM = (dM' - sum of dM' M') / d_k,  M = M' d_k            M' = N_k(M), sums over the same columns or rows
+    dmix   = alpha dz,  g = dmix rstd
+    dx     = g phi^T - x rstd^2 sum(dmix mix) / (S C)
+    dphi   = sum over rows of x^T g,  db = sum over rows of dz,  dalpha = sum over rows of dz mix
+
+Letters: R rows of S streams of C columns, K = S C, N = S S + 2 S. The forward reads x once (RK) in a product with few
+columns, whose programs share a row's K columns and sum the squares in the same read. A second kernel adds these fp32
+partial sums in a fixed order and computes the coefficients. The backward gets RN sums, repeats that kernel for the
+divisors d_k (2 T S values a row, freed at the end), inverts the divisions, and reads x once more and writes dx (2RK):
+its last kernel computes dx and partial sums of dphi from the same read. Matrix units multiply 16-bit x and phi without
+an error. g is fp32: with 16-bit x and phi, which TF32 holds, two products keep 22 of its bits. Where a tensor is fp32,
+or Triton has no TF32, everything but 16-bit x times phi is multiplied in fp32: three products of TF32 missed the parity
+rule by a factor of two (H200).
+"""
+
+import math
+
+import torch
+
+from liger_hw.backends import device_of
+from liger_hw.checks import check, check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._math import empty_partials, in_order, reduce_partials, rows_of
+from liger_hw.kernels.residual.hyper_connections import check_streams, wide_product
+from liger_hw.kernels.residual.mhc_coefficients.kernels import (
+    mhc_coefficients_backward,
+    mhc_coefficients_backward_config,
+    mhc_coefficients_forward,
+    mhc_coefficients_forward_config,
+    mhc_project,
+    mhc_project_backward,
+    mhc_project_backward_config,
+    mhc_project_config,
+    phi_columns,
+)
+from liger_hw.launch import launch
+from liger_hw.tuning import power_of_2
+
+
+def _validate(x, phi, b, alphas, tmax):
+    check_streams(x)
+    streams, cols = x.shape[-2:]
+    count = streams * (streams + 2)
+    for name, tensor, shape in (("phi", phi, (streams * cols, count)), ("b", b, (count,))):
+        fits = tensor.is_floating_point() and tensor.shape == shape and tensor.device == x.device
+        check(fits, name, tensor, f"floating point of shape {shape} on {x.device}")
+    for name, alpha in zip(("alpha_pre", "alpha_post", "alpha_res"), alphas):
+        fits = alpha.is_floating_point() and alpha.shape in ((), (1,)) and alpha.device == x.device
+        check(fits, name, alpha, f"one floating point value on {x.device}")
+    check(tmax >= 1, "tmax", tmax, "at least 1")
+
+
+@op
+def mhc_coefficients(
+    x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+):  # fmt: skip
+    """Compute the coefficients by which hyper-connections mix S streams of C columns.
+
+    Every parameter is part of every output's graph, so an unused output gives it a gradient of zero, not None.
+
+    Args:
+        x: (..., S, C), 1 to 16 streams, any strides and floating dtype; plain torch computes dtypes other than fp32,
+            fp16 and bf16.
+        phi: (S C, S S + 2 S), any floating dtype. Its columns are those of h_pre, h_post and the rows of h_res.
+        b: (S S + 2 S,), any floating dtype.
+        alpha_pre, alpha_post, alpha_res: () or (1,), any floating dtype.
+        tmax: Sinkhorn iterations, at least 1. The first divides columns alone.
+        rms_eps: added to the mean square.
+        pre_eps: added to h_pre.
+        sinkhorn_eps: added to the softmax and to the sums that divide.
+        post_mult: the largest h_post.
+
+    Returns:
+        h_pre (..., S), h_post (..., S) and h_res (..., S, S), whose rows and columns add up to 1, in fp32.
+
+    Raises:
+        ValueError: `x` has no streams or more than 16, another tensor does not fit it, or `tmax` is less than 1.
+    """
+    _validate(x, phi, b, (alpha_pre, alpha_post, alpha_res), tmax)
+    streams = x.shape[-2]
+    flat = widen(x.flatten(-2))
+    mix = wide_product(flat, phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    sizes = (streams, streams, streams * streams)
+    alphas = torch.cat([widen(a).expand(size) for a, size in zip((alpha_pre, alpha_post, alpha_res), sizes)])
+    pre, post, res = (mix * alphas + widen(b)).split(sizes, -1)
+    matrix = res.unflatten(-1, (streams, streams)).softmax(-1) + sinkhorn_eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
+    for _ in range(tmax - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + sinkhorn_eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
+    return pre.sigmoid() + pre_eps, post.sigmoid() * post_mult, matrix
+
+
+mhc_coefficients.shards(
+    x="... S C", phi="", b="", alpha_pre="", alpha_post="", alpha_res="", returns=("... S", "... S", "... S S")
+)
+
+
+@mhc_coefficients.cost
+def _(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, *options, **named):
+    streams, cols = x.shape[-2:]
+    count = phi.shape[1]
+    rows = math.prod(x.shape[:-2])
+    parameters = sum(p.nbytes for p in (phi, b, alpha_pre, alpha_post, alpha_res))
+    forward = 2 * x.numel() * (count + 1) + 4 * rows * tmax * streams**2
+    backward = 2 * x.numel() * (2 * count + 1) + 8 * rows * tmax * streams**2
+    small = 4 * rows * count
+    return Cost(x.nbytes + parameters + small, 2 * x.nbytes + 2 * parameters + small, forward, backward)
+
+
+def _precision(device, *dtypes):
+    """Return the precision of products: no error for 16-bit tensors, that of fp32 for others."""
+    return "tf32" if device.tf32 and torch.float32 not in dtypes else "ieee"
+
+
+def _sizes(x):
+    """Return rows, streams, columns of all streams, coefficients, and values in a row of sums."""
+    streams, cols = x.shape[-2:]
+    count = streams * (streams + 2)
+    return math.prod(x.shape[:-2]), streams, streams * cols, count, -(-(count + 3) // 8) * 8
+
+
+def _fake_forward(x, *options):
+    rows, streams, _, _, width = _sizes(x)
+    shapes = x.shape[:-1], x.shape[:-1], (*x.shape[:-1], streams), (rows * width,)
+    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@raw(_fake_forward)
+def _mhc_coefficients_forward(
+    x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute h_pre, h_post, h_res, and for each row x phi and its sum of squares."""
+    rows, streams, depth, count, width = _sizes(x)
+    h_pre, h_post, h_res, _ = _fake_forward(x)
+    device = device_of(x)
+    config = mhc_project_config(depth, streams, x.element_size(), device)
+    tiles, steps = -(-rows // config["ROWS"]), -(-depth // config["DEPTH"])
+    parts = max(config.grid_for(tiles * steps) // max(tiles, 1), 1)
+    partial = x.new_empty((parts, rows * width), dtype=torch.float32)
+    flat, x_stride = rows_of(x.flatten(-2))
+    launch(
+        mhc_project, (tiles, parts, 1), config, flat, phi, partial, rows, x_stride, depth, count, width,
+        _precision(device, x.dtype, phi.dtype), phi_columns(streams),
+    )  # fmt: skip
+    whole = None if parts == 1 else partial.new_empty(rows * width)
+    _launch_coefficients(
+        x, partial, b, alpha_pre, alpha_post, alpha_res, whole, h_pre, h_post, h_res, None, parts, tmax, rms_eps,
+        pre_eps, sinkhorn_eps, post_mult,
+    )  # fmt: skip
+    return h_pre, h_post, h_res, partial.view(-1) if whole is None else whole
+
+
+def _launch_coefficients(
+    x, partial, b, a_pre, a_post, a_res, sums, h_pre, h_post, h_res, divisors, parts, tmax, *options
+):  # fmt: skip
+    rows, streams, depth, _, width = _sizes(x)
+    config = mhc_coefficients_forward_config(streams, device_of(x))
+    launch(
+        mhc_coefficients_forward, (-(-rows // config["ROWS"]), 1, 1), config, partial, b, a_pre, a_post, a_res,
+        sums, h_pre, h_post, h_res, divisors, rows, parts, depth, tmax, *options, streams, width, power_of_2(streams),
+    )  # fmt: skip
+
+
+def _fake_backward(x, phi, *more):
+    *_, x_grad, phi_grad = more
+    _, _, _, _, width = _sizes(x)
+    return (
+        x.new_empty(x.shape if x_grad else 0), phi.new_empty(phi.shape if phi_grad else 0),
+        x.new_empty(width, dtype=torch.float32),
+    )  # fmt: skip
+
+
+@raw(_fake_backward)
+def _mhc_coefficients_backward(
+    x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor, sums: torch.Tensor, h_res: torch.Tensor, dpre: torch.Tensor, dpost: torch.Tensor,
+    dres: torch.Tensor, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, x_grad: bool,
+    phi_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute dx, dphi, and in fp32 db and the gradients of the three alphas."""
+    rows, streams, cols, count, width = _sizes(x)
+    device, alphas = device_of(x), (alpha_pre, alpha_post, alpha_res)
+    divisors = sums.new_empty(2 * tmax - 1, rows, streams)
+    _launch_coefficients(
+        x, sums, b, *alphas, None, None, None, None, divisors, 1, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    )  # fmt: skip
+    config = mhc_coefficients_backward_config(streams, device)
+    programs = config.grid_for(-(-rows // config["ROWS"]))
+    g, partial = torch.empty_like(sums), empty_partials(sums, programs, width, torch.float32)
+    launch(
+        mhc_coefficients_backward, (programs, 1, 1), config, sums, b, *alphas, h_res, divisors, dpre.contiguous(),
+        dpost.contiguous(), dres.contiguous(), g, partial, rows, cols, tmax, rms_eps, post_mult, streams, width,
+        power_of_2(streams),
+    )  # fmt: skip
+    small = reduce_partials(partial, torch.float32)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if x_grad else x.new_empty(0)
+    if not (x_grad or phi_grad):
+        return dx, phi.new_empty(0), small
+    config = mhc_project_backward_config(cols, streams, x.element_size(), device)
+    blocks, tiles = -(-cols // config["COLS"]), -(-rows // config["DEPTH"])
+    parts = max(config.grid_for(blocks * tiles) // max(blocks, 1), 1)
+    partial = empty_partials(phi, parts, cols * count, phi.dtype) if phi_grad else None
+    flat, x_stride = rows_of(x.flatten(-2))
+    launch(
+        mhc_project_backward, (blocks, parts, 1), config, flat, phi, g, dx if x_grad else None, partial, rows, x_stride,
+        cols, count, width, _precision(device, x.dtype, phi.dtype), phi_columns(streams),
+    )  # fmt: skip
+    return dx, reduce_partials(partial, phi.dtype).view(phi.shape) if phi_grad else phi.new_empty(0), small
+
+
+class MHCCoefficientsFunction(Function):
+    @staticmethod
+    def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, *options):
+        *outputs, sums = _mhc_coefficients_forward(x, phi, b, alpha_pre, alpha_post, alpha_res, *options)
+        ctx.save_for_backward(x, phi, b, alpha_pre, alpha_post, alpha_res, sums, outputs[2])
+        ctx.options = options
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, dpre, dpost, dres):
+        x, phi, *parameters = ctx.saved_tensors[:6]
+        x_grad, phi_grad = ctx.needs_input_grad[:2]
+        dx, dphi, small = _mhc_coefficients_backward(
+            *ctx.saved_tensors, dpre, dpost, dres, *ctx.options, x_grad, phi_grad
+        )
+        parts = small[: phi.shape[1] + 3].split([phi.shape[1], 1, 1, 1])
+        of_parameters = [part.to(like.dtype).view(like.shape) for part, like in zip(parts, parameters)]
+        gradients = dx, dphi, *of_parameters
+        wanted = zip(gradients, ctx.needs_input_grad)
+        return *(gradient if grad else None for gradient, grad in wanted), *(None,) * len(ctx.options)
+
+
+@mhc_coefficients.register("triton")
+def _(
+    x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
+):
+    alphas = alpha_pre, alpha_post, alpha_res
+    _validate(x, phi, b, alphas, tmax)
+    for name, tensor in zip(("phi", "b", "alpha_pre", "alpha_post", "alpha_res"), (phi, b, *alphas)):
+        check_kernel_dtype(name, tensor)
+    return MHCCoefficientsFunction.apply(
+        x, in_order(phi), in_order(b), *alphas, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    )

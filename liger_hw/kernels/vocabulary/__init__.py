@@ -1,0 +1,1 @@
+"""Ops over the vocabulary: embeddings, heads, and losses of logits."""

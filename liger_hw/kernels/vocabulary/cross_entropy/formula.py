@@ -1,0 +1,237 @@
+"""Define the cross entropy of a row, its options and its outputs for both ops.
+
+`call` is a named tuple of all arguments of one of the two ops.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from liger_hw._torch import is_dtensor, traced
+from liger_hw._triton import interpreting
+from liger_hw.backends import forced
+from liger_hw.checks import check, refuse
+from liger_hw.dispatch import widen
+from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
+from liger_hw.kernels.vocabulary._fp16 import largest_finite
+from liger_hw.kernels.vocabulary.cross_entropy.totals import divisors
+from liger_hw.spelling import check_known
+
+REDUCTIONS = ("none", "sum", "mean")
+TARGET_DTYPES = (torch.int64, torch.int32)
+
+
+class CrossEntropyOutput(NamedTuple):
+    """Output of the loss functions; attributes that no `return_*` asks for are None.
+
+    Attributes:
+        loss: the loss, z-loss included.
+        z_loss: the z-loss alone, reduced like the loss, for logging: it has no gradient.
+        token_accuracy: share of the rows not ignored whose largest logit is the target's; by row under "none".
+        predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored. Of a row
+            with NaN, whose loss is NaN, any column.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+class Formula(NamedTuple):
+    """Numbers in the loss of a row, in the order in which kernels take them."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float | None
+    logit_scale: float
+    token_scaling: bool
+
+    @classmethod
+    def of(cls, call, token_scaling=False):
+        """Take the numbers of a call; raise ValueError for a number out of range."""
+        smoothing, softcap = call.label_smoothing, call.softcap
+        check(0 <= smoothing <= 1, "label_smoothing", smoothing, "0 to 1")
+        check(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
+        softcap = None if softcap is None else float(softcap)
+        square, scale = float(call.lse_square_scale), float(call.logit_scale)
+        return cls(int(call.ignore_index), float(smoothing), square, softcap, scale, bool(token_scaling))
+
+
+class Targets(NamedTuple):
+    """Tensors in the loss of a row beside its logits, in the kernels' order.
+
+    Attributes:
+        target: (N,). class_weight: (V,). weight_sum: () of the class weights.
+        denominator: () divides the losses, and the z-losses too where count is None.
+        count: () divides the z-losses.
+    """
+
+    target: torch.Tensor
+    class_weight: torch.Tensor | None
+    weight_sum: torch.Tensor | None
+    denominator: torch.Tensor | None
+    count: torch.Tensor | None
+
+    @classmethod
+    def of(cls, call, class_weight, reduction, with_kernels=False):
+        """Make the tensors of a call on its device, without a host wait."""
+        target, num_items, weight_sum, denominator, count = call.target.contiguous(), call.num_items, None, None, None
+        if class_weight is not None:
+            class_weight = class_weight.detach().contiguous()  # kernels read it with unit stride
+            weight_sum = widen(class_weight).sum()
+        if num_items is not None:
+            if torch.is_tensor(num_items):
+                denominator = num_items.to(target.device, torch.float32).reshape(())
+            else:
+                denominator = torch.full((), num_items, dtype=torch.float32, device=target.device)
+        elif reduction == "mean" and with_kernels:
+            denominator, *counts = divisors(target, class_weight, call.ignore_index)
+            count = counts[0] if counts else None
+        elif reduction == "mean":
+            counted = target != call.ignore_index
+            denominator = counted.sum().clamp(min=1)
+            if class_weight is not None:
+                count = denominator
+                of_targets = widen(class_weight)[target.long().clamp(0, class_weight.shape[0] - 1)]
+                denominator = torch.where(counted, of_targets, 0).sum()
+                denominator = torch.where(denominator == 0, 1, denominator)
+        return cls(target, class_weight, weight_sum, denominator, count)
+
+    def largest_gradient(self, formula, vocabulary):
+        """Bound the gradient of an fp16 logit, () fp32, without a wait for the device."""
+        weight = self.class_weight
+        of_loss = torch.ones((), device=self.target.device) if weight is None else largest_finite(weight)
+        of_loss = of_loss if self.denominator is None else of_loss / self.denominator.abs()
+        of_lse = 0.0
+        if formula.lse_square_scale:
+            largest_logit = formula.softcap or abs(formula.logit_scale) * torch.finfo(torch.float16).max
+            of_lse = 2 * abs(formula.lse_square_scale) * (largest_logit + math.log(vocabulary))
+            count = self.denominator if self.count is None else self.count
+            of_lse = of_lse if count is None else of_lse / count.abs()
+        return (of_loss + of_lse) * abs(formula.logit_scale)
+
+    def times(self, factor):
+        """Return targets that make losses and gradients `factor` () times as large."""
+        count = None if self.count is None else self.count / factor
+        denominator = 1 / factor if self.denominator is None else self.denominator / factor
+        return self._replace(denominator=denominator, count=count)
+
+
+def check_labels(name, labels, classes, ignore_index):
+    """Refuse labels that are not integers and, on a CPU, labels outside the vocabulary.
+
+    Elsewhere, and in a compiled graph, a label outside makes the loss NaN.
+    """
+    check(labels.dtype in TARGET_DTYPES, name, labels, "int64 or int32")
+    if labels.device.type != "cpu" or traced(labels):
+        return
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
+    check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
+
+
+def check_labels_of_op(name, labels, classes, ignore_index):
+    """Apply `check_labels`, but not to a backend forced in the interpreter, whose kernels write NaN."""
+    if not (interpreting() and forced()):
+        check_labels(name, labels, classes, ignore_index)
+
+
+def check_call(call, rows_name, weight_name, vocabulary):
+    """Refuse arguments that neither op can compute; errors use the names of the caller's arguments."""
+    rows, target = getattr(call, rows_name), call.target
+    class_weight, num_items = getattr(call, weight_name), call.num_items
+    count, device = rows.shape[0], rows.device
+    if not (target.dtype in TARGET_DTYPES and target.shape == (count,) and target.device == device):
+        refuse("target", target, f"int64 or int32 of shape ({count},) on {device}, one for each row of {rows_name}")
+    check_labels_of_op("target", target, vocabulary, call.ignore_index)
+    if class_weight is not None:
+        fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
+        fits = fits and class_weight.device == device
+        check(fits, weight_name, class_weight, f"floating point of shape ({vocabulary},) on {device}")
+    check_known("reduction", call.reduction, REDUCTIONS)
+    if num_items is not None:
+        check(call.reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
+        fits = not torch.is_tensor(num_items) or num_items.numel() == 1
+        check(fits, "num_items", num_items, "a number, or a tensor of one")
+
+
+def shard_rows(call, rows_name, weight_name, **rule):
+    """Return the call and its rule for DTensors whose rows are sharded.
+
+    The divisor of a mean is that of all ranks. Rows stay whole where a rank's mean of them cannot be added to others'.
+    """
+    weighted_mean = call.reduction == "mean" and call.num_items is None and getattr(call, weight_name) is not None
+    n = "N" if weighted_mean or call.return_token_accuracy and call.reduction != "none" else "n"
+    if call.reduction == "mean" and is_dtensor(call.target) and call.num_items is None and not weighted_mean:
+        call = call._replace(num_items=(call.target != call.ignore_index).sum().full_tensor().clamp(min=1))
+    of_rows = n if call.reduction == "none" else ""
+    rule |= {"target": n, weight_name: "V", "returns": (of_rows, of_rows, of_rows, n)}
+    return call, {rows_name: f"{n} {'V' if rows_name == 'logits' else 'H'}"} | rule
+
+
+def output_of(call, loss, z_loss, predicted):
+    """Return a call's loss, or a CrossEntropyOutput; `loss` may hold rows or a total."""
+    by_row = call.reduction == "none"
+    if not by_row and loss.ndim:
+        loss = loss.sum()
+    if not (call.return_z_loss or call.return_token_accuracy or call.return_predicted_tokens):
+        return loss
+    accuracy = None
+    if call.return_token_accuracy:
+        counted = call.target != call.ignore_index
+        accuracy = ((predicted == call.target) & counted).float()
+        accuracy = accuracy if by_row else accuracy.sum() / counted.sum().clamp(min=1)
+    if call.return_z_loss and not by_row and z_loss.ndim:
+        z_loss = z_loss.sum()
+    return CrossEntropyOutput(
+        loss, z_loss if call.return_z_loss else None, accuracy, predicted if call.return_predicted_tokens else None
+    )
+
+
+def row_losses(logits, targets, formula, predict=True):
+    """Define each row's loss and z-loss, divided by the denominators, and predicted token or None."""
+    target, class_weight, _, denominator, count = targets
+    vocabulary, e = logits.shape[1], formula.label_smoothing
+    ignored = target == formula.ignore_index
+    outside = ~ignored & ((target < 0) | (target >= vocabulary))
+    y = torch.where(ignored | outside, 0, target).long()
+    scaled = widen(logits).masked_fill(ignored[:, None], 0)
+    scaled = scaled if formula.logit_scale == 1 else scaled * formula.logit_scale
+    z = scaled if formula.softcap is None else formula.softcap * torch.tanh(scaled / formula.softcap)
+    log_p = torch.log_softmax(z, -1)
+    log_p_y = log_p.gather(1, y[:, None])[:, 0]
+    loss = -(1 - e) * log_p_y if class_weight is None else -(1 - e) * widen(class_weight)[y] * log_p_y
+    if e:
+        loss = loss - e / vocabulary * (log_p if class_weight is None else log_p * widen(class_weight)).sum(-1)
+    z_loss = torch.zeros_like(loss)
+    if formula.lse_square_scale:
+        z_loss = formula.lse_square_scale * torch.logsumexp(z, -1).square()
+    if denominator is not None:
+        loss, z_loss = loss / denominator, z_loss / (denominator if count is None else count)
+    if formula.token_scaling:
+        p_y = log_p_y.detach().exp()
+        loss, z_loss = loss * p_y, z_loss * p_y
+    loss = torch.where(ignored, 0, (loss + z_loss) * torch.where(outside, float("nan"), 1.0).to(loss.dtype))
+    predicted = torch.where(ignored, -1, scaled.argmax(-1)) if predict else None
+    return loss, torch.where(ignored, 0, z_loss).detach(), predicted
+
+
+def forward_rows(logits, targets, formula, loss, z_loss, partition, predicted=None, gradient=False):
+    """Compute `kernels.forward_rows` without Triton. The backward needs no partition."""
+
+    def rows(logits, part):
+        return row_losses(logits, targets._replace(target=targets.target[part]), formula, predicted is not None)
+
+    rows_by_autograd(rows, logits, (loss, z_loss, predicted), (torch.ones_like(loss),) if gradient else None)
+
+
+def backward_rows(logits, targets, formula, partition, dloss):
+    """Compute `kernels.backward_rows` without Triton, over the logits."""
+
+    def rows(logits, part):
+        return row_losses(logits, targets._replace(target=targets.target[part]), formula, False)
+
+    rows_by_autograd(rows, logits, (), (dloss,))

@@ -1,0 +1,245 @@
+r"""Compute cross entropy and total variation distance of each row of logits at once.
+
+    q = softmax(s),   p = softmax(t)
+    ce = -log q_y,    tvd = sum_j |q_j - p_j| / 2
+    ds_j = dce (q_j - [j = y]) + dtvd (a_j - q_j sum_i a_i),     a_j = q_j sign(q_j - p_j) / 2
+
+Letters: N rows of V columns. The forward reads both rows twice, for the sums of powers and, backwards so that L2 holds
+the first columns, for the distance. It keeps five numbers a row. The backward reads both once and writes the gradient
+(3NV), so the incoming gradients may be any, one for each row.
+"""
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import check, check_kernel_dtype
+from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.kernels._logits import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    add_powers,
+    over_vectors,
+    padded_columns,
+    padded_rows,
+    row_gradient_config,
+)
+from liger_hw.kernels._math import in_row
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels_of_op
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, selected_rows
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+NUMBERS = 5  # of a row: peak and total of the student's powers, of the teacher's, and the sum of a_j
+
+
+def _validate(student, teacher, target, ignore_index):
+    check(student.ndim == 2 and student.is_floating_point(), "student_logits", student, "floats (N, V)")
+    fits = teacher.shape == student.shape and teacher.is_floating_point() and teacher.device == student.device
+    check(fits, "teacher_logits", teacher, f"floats of shape {tuple(student.shape)} on {student.device}")
+    fits = target.dtype in TARGET_DTYPES and target.shape == student.shape[:1] and target.device == student.device
+    check(fits, "target", target, f"int64 or int32 of shape ({len(student)},) on {student.device}, one for each row")
+    check_labels_of_op("target", target, student.shape[1], ignore_index)
+
+
+@op
+def cross_entropy_tvd(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
+):
+    """Compute each row's cross entropy and its total variation distance from a teacher (arXiv:2307.15190).
+
+    Args:
+        student_logits: (N, V), any strides and floating dtype; plain torch computes dtypes other than fp32, fp16 and
+            bf16. Rows that do not begin at 16-byte boundaries are copied once.
+        teacher_logits: (N, V), any floating dtype; a constant.
+        target: (N,) int64 or int32. Both losses and the gradient of a row are 0 where it is `ignore_index`.
+
+    Returns:
+        (cross entropy, total variation distance), both (N,) in fp32 (fp64 for fp64 inputs), both with a gradient. A
+        second backward is right.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit or, on a CPU, a target is outside the vocabulary. Elsewhere the
+            cross entropy is then NaN.
+    """
+    _validate(student_logits, teacher_logits, target, ignore_index)
+    log_probs, _, _ = selected_rows(student_logits, target, Scaling(ignore_index, None, 1.0, 1.0))
+    ignored = (target == ignore_index)[:, None]
+    logits = (widen(x).masked_fill(ignored, 0) for x in (student_logits, teacher_logits.detach()))
+    q, p = (x.softmax(-1) for x in logits)
+    return -log_probs, (q - p).masked_fill(ignored, 0).abs().sum(-1) / 2
+
+
+cross_entropy_tvd.shards(student_logits="N V", teacher_logits="N V", target="N", returns=("target", "target"))
+
+
+@cross_entropy_tvd.cost
+def _(student_logits, teacher_logits, *options, **named):
+    size, both = student_logits.numel(), student_logits.nbytes + teacher_logits.nbytes
+    return Cost(both, both + student_logits.nbytes, 12 * size, 10 * size)
+
+
+@tuned
+def cross_entropy_tvd_forward_config(cols, itemsize, device):
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+
+
+@tuned
+def cross_entropy_tvd_backward_config(cols, itemsize, device):
+    return row_gradient_config(max(cols, 16), itemsize, device)
+
+
+@triton.jit
+def _row(X, row, stride):
+    VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    return X + tl.multiple_of(row * stride, VECTOR)
+
+
+@triton.jit
+def _scores(X, at, cols: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
+    """Load columns in units of ln 2, -inf beyond the row."""
+    return padded_columns(X, at, float("-inf"), cols, COLS, POLICY) * LOG2_E
+
+
+@triton.jit
+def _slope(q, p):
+    return tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
+
+
+@triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
+def cross_entropy_tvd_forward(
+    S, T, TARGET, CE, TVD, STATE, s_stride, t_stride, ignore_index, cols: tl.constexpr, COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    S_ROW, T_ROW = _row(S, row, s_stride), _row(T, row, t_stride)
+    lane = tl.arange(0, COLS)
+    y = tl.load(TARGET + row)
+    ce = tl.full((), 0.0, tl.float32)
+    distance = ce
+    if y != ignore_index:
+        VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+        s_peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_total = tl.zeros((COLS // VECTOR,), tl.float32)
+        t_peak, t_total = s_peak, s_total
+        for start in range(0, cols, COLS):
+            s_peak, s_total = add_powers(
+                _scores(S_ROW, start + lane, cols, COLS, "evict_last"), s_peak, s_total, VECTOR
+            )
+            t_peak, t_total = add_powers(
+                _scores(T_ROW, start + lane, cols, COLS, "evict_last"), t_peak, t_total, VECTOR
+            )
+        s_top, s_sum = over_vectors(s_peak, s_total)
+        t_top, t_sum = over_vectors(t_peak, t_total)
+        distances, slopes = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
+        last = (cols - 1) // COLS * COLS
+        for start in range(0, cols, COLS):
+            at = last - start + lane
+            q = tl.exp2(_scores(S_ROW, at, cols, COLS, "evict_first") - s_top) * (1.0 / s_sum)
+            p = tl.exp2(_scores(T_ROW, at, cols, COLS, "evict_first") - t_top) * (1.0 / t_sum)
+            distances += tl.abs(q - p)
+            slopes += _slope(q, p)
+        distance = 0.5 * tl.sum(distances, 0)
+        inside = (y >= 0) & (y < cols)
+        z_y = tl.load(S_ROW + y, inside, other=0.0).to(tl.float32) * LOG2_E
+        ce = tl.where(inside, (tl.log2(s_sum) - (z_y - s_top)) * LN_2, float("nan"))
+        STATE += row * 5
+        tl.store(STATE, s_top)
+        tl.store(STATE + 1, s_sum)
+        tl.store(STATE + 2, t_top)
+        tl.store(STATE + 3, t_sum)
+        tl.store(STATE + 4, tl.sum(slopes, 0))
+    tl.store(CE + row, ce)
+    tl.store(TVD + row, distance)
+
+
+@triton.jit(do_not_specialize=["s_stride", "t_stride", "ds_stride", "ignore_index"])
+def cross_entropy_tvd_backward(
+    S, T, TARGET, STATE, D_CE, D_TVD, DS, s_stride, t_stride, ds_stride, ignore_index, cols: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (cols + VECTOR - 1) // VECTOR * VECTOR
+    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    DS_ROW = _row(DS, row, ds_stride)
+    y = tl.load(TARGET + row)
+    if y == ignore_index:
+        tl.store(DS_ROW + at, tl.zeros((COLS,), tl.float32), in_row(at, padded, COLS))
+    else:
+        STATE += row * 5
+        q = tl.exp2(_scores(_row(S, row, s_stride), at, cols, COLS, "") - tl.load(STATE)) / tl.load(STATE + 1)
+        p = tl.exp2(_scores(_row(T, row, t_stride), at, cols, COLS, "") - tl.load(STATE + 2)) / tl.load(STATE + 3)
+        of_ce = tl.load(D_CE + row).to(tl.float32)
+        of_ce = tl.where((y >= 0) & (y < cols), of_ce, float("nan"))
+        ds = of_ce * (q - tl.where(at == y, 1.0, 0.0))
+        ds += tl.load(D_TVD + row).to(tl.float32) * (_slope(q, p) - q * tl.load(STATE + 4))
+        tl.store(DS_ROW + at, tl.where(at < cols, ds, 0.0), in_row(at, padded, COLS))
+
+
+def _fake_forward(student, teacher, target, ignore_index):
+    ce = student.new_empty(len(student), dtype=torch.float32)
+    return ce, torch.empty_like(ce), ce.new_empty(len(student), NUMBERS)
+
+
+@raw(_fake_forward)
+def _cross_entropy_tvd(
+    student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ce, tvd, state = _fake_forward(student, teacher, target, ignore_index)
+    (rows, cols), student, teacher = student.shape, padded_rows(student), padded_rows(teacher)
+    config = cross_entropy_tvd_forward_config(cols, student.element_size(), device_of(student))
+    launch(
+        cross_entropy_tvd_forward, (rows, 1, 1), config,
+        student, teacher, target, ce, tvd, state, student.stride(0), teacher.stride(0), ignore_index, cols,
+    )  # fmt: skip
+    return ce, tvd, state
+
+
+def _fake_backward(student, *others):
+    vector = 16 // student.element_size()
+    rows, cols = student.shape
+    return student.new_empty(rows, -(-cols // vector) * vector)
+
+
+@raw(_fake_backward)
+def _cross_entropy_tvd_backward(
+    student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, state: torch.Tensor, dce: torch.Tensor,
+    dtvd: torch.Tensor, ignore_index: int,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient, padded to whole vectors."""
+    ds, (rows, cols) = _fake_backward(student), student.shape
+    student, teacher = padded_rows(student), padded_rows(teacher)
+    config = cross_entropy_tvd_backward_config(cols, student.element_size(), device_of(student))
+    launch(
+        cross_entropy_tvd_backward, (rows, -(-cols // config["COLS"]), 1), config,
+        student, teacher, target, state, dce.contiguous(), dtvd.contiguous(), ds, student.stride(0), teacher.stride(0),
+        ds.stride(0), ignore_index, cols,
+    )  # fmt: skip
+    return ds
+
+
+class CrossEntropyTVDFunction(Function):
+    @staticmethod
+    def forward(ctx, student, teacher, target, ignore_index):
+        ce, tvd, state = _cross_entropy_tvd(student, teacher, target, ignore_index)
+        ctx.save_for_backward(student, teacher, target, state)
+        ctx.ignore_index = ignore_index
+        return ce, tvd
+
+    @staticmethod
+    def backward(ctx, dce, dtvd):
+        student, *others = ctx.saved_tensors
+        ds = _cross_entropy_tvd_backward(student, *others, dce, dtvd, ctx.ignore_index)
+        return ds[:, : student.shape[1]], None, None, None
+
+
+@cross_entropy_tvd.register("triton")
+def _(student_logits, teacher_logits, target, ignore_index=-100):
+    _validate(student_logits, teacher_logits, target, ignore_index)
+    check_kernel_dtype("teacher_logits", teacher_logits)
+    return CrossEntropyTVDFunction.apply(
+        student_logits, teacher_logits.detach(), target.contiguous(), int(ignore_index)
+    )

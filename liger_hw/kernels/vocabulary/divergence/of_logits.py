@@ -1,0 +1,268 @@
+r"""Compute divergence and cross entropy of rows of logits at once, with the student's gradient.
+
+    q = softmax(s / T),   p = softmax(t / T)                    the shorter row is padded with logits of 0
+    soft = divergence(q, p),     hard = -log softmax(s)_y
+    ds   = soft_factor / T (a - q sum_j a_j) + hard_factor (softmax(s) - [j = y])       a_j = dsoft / dlog q_j
+
+The cosine distance takes the logits as they are, as temperature cancels:
+
+    soft = 1 - s.t / (|s| |t|),     dsoft/ds = (s.t / |s|^2 s - t) / (|s| |t|)
+
+Traffic of a student's row and a teacher's, of V columns: a kernel reads both three times, for the sums of powers, the
+divergence and the gradient. The second pass runs backwards and the third forwards, so that each finds in L2 the last
+columns of the one before. The student's row is written once. The cosine needs no middle pass.
+"""
+
+import math
+
+import torch
+
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import widen
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, add_powers, over_vectors
+from liger_hw.kernels._math import in_row
+from liger_hw.kernels.vocabulary.divergence import divergence_element, elements
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+
+def _row_config(cols, device):
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
+    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+
+
+@tuned
+def divergence_of_logits_config(cols, itemsize, device):
+    return _row_config(cols, device)
+
+
+@triton.jit
+def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
+          VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Load columns of both rows in units of ln 2, -inf beyond either's end.
+
+    Rows are readable up to a multiple of VECTOR.
+    """
+    if student_cols == teacher_cols and cols % VECTOR == 0:  # nothing to pad
+        mask = in_row(at, cols, COLS)
+        s, t = tl.load(S + at, mask, other=float("-inf")), tl.load(T + at, mask, other=float("-inf"))
+        return s.to(tl.float32) * scale, t.to(tl.float32) * scale
+    s = tl.load(S + at, in_row(at, (student_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    t = tl.load(T + at, in_row(at, (teacher_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    s = tl.where(at < student_cols, s * scale, tl.where(at < cols, 0.0, float("-inf")))
+    return s, tl.where(at < teacher_cols, t * scale, tl.where(at < cols, 0.0, float("-inf")))
+
+
+@triton.jit
+def _log_sum(peak, total):
+    """Return log2 of a row's sum from those of its vectors."""
+    top, row_total = over_vectors(peak, total)
+    return top + tl.log2(row_total)
+
+
+@triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
+def divergence_of_logits(
+    S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, beta, temperature, KIND: tl.constexpr,
+    GRADIENT: tl.constexpr, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (student_cols + VECTOR - 1) // VECTOR * VECTOR
+    S += tl.multiple_of(row * s_stride, VECTOR)
+    T += tl.multiple_of(row * t_stride, VECTOR)
+    lane = tl.arange(0, COLS)
+    y = tl.load(LABELS + row)
+    soft = tl.full((), 0.0, tl.float32)
+    hard = soft
+    if y == ignore_index:
+        if GRADIENT:
+            for start in range(0, student_cols, COLS):
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+    else:
+        scale = LOG2_E / temperature
+        s_peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_total = tl.zeros((COLS // VECTOR,), tl.float32)
+        t_peak, hard_peak = s_peak, s_peak
+        t_total, hard_total = s_total, s_total
+        for start in range(0, cols, COLS):
+            at = start + lane
+            s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+            s_peak, s_total = add_powers(s, s_peak, s_total, VECTOR)
+            t_peak, t_total = add_powers(t, t_peak, t_total, VECTOR)
+            if HARD is not None:
+                cold = tl.where(at < student_cols, s * temperature, float("-inf"))
+                hard_peak, hard_total = add_powers(cold, hard_peak, hard_total, VECTOR)
+        s_lse, t_lse = _log_sum(s_peak, s_total), _log_sum(t_peak, t_total)
+        values = tl.zeros((COLS,), tl.float32)
+        slopes = tl.zeros((COLS,), tl.float32)
+        last = (cols - 1) // COLS * COLS
+        slope_sum = tl.full((), -1.0, tl.float32)  # for "kl" it is -sum p, known without a pass
+        if KIND != "kl" or not GRADIENT:
+            for start in range(0, cols, COLS):
+                s, t = _pair(S, T, last - start + lane, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+                value, slope, _ = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                values += value
+                slopes += slope
+            slope_sum = tl.sum(slopes, 0)
+        hard_lse = s_lse
+        if HARD is not None:
+            inside = (y >= 0) & (y < student_cols)
+            hard_lse = _log_sum(hard_peak, hard_total)
+            z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
+            hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
+        if GRADIENT:
+            of_soft = tl.load(FACTORS).to(tl.float32) / temperature
+            of_hard = tl.load(FACTORS + 1).to(tl.float32)
+            of_hard = tl.where(hard == hard, of_hard, float("nan"))
+            tl.debug_barrier()  # every lane has read the label's logit
+            for start in range(0, cols, COLS):
+                at = start + lane
+                if KIND == "kl":
+                    at = last - start + lane
+                s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
+                value, slope, q = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                if KIND == "kl":
+                    values += value
+                ds = of_soft * (slope - q * slope_sum)
+                if HARD is not None:
+                    p = tl.exp2(s * temperature - hard_lse)
+                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0))
+                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+        soft = tl.sum(values, 0)
+    tl.store(SOFT + row, soft)
+    if HARD is not None:
+        tl.store(HARD + row, hard)
+
+
+@tuned
+def cosine_of_logits_config(cols, itemsize, device):
+    return _row_config(cols, device)
+
+
+@triton.jit
+def _values(X, at, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
+    """Load columns of a row, 0 beyond its end.
+
+    Rows are readable up to a multiple of VECTOR.
+    """
+    x = tl.load(X + at, in_row(at, (cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    return tl.where(at < cols, x, 0.0)
+
+
+@triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
+def cosine_of_logits(
+    S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, GRADIENT: tl.constexpr,
+    student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    padded: tl.constexpr = (student_cols + VECTOR - 1) // VECTOR * VECTOR
+    S += tl.multiple_of(row * s_stride, VECTOR)
+    T += tl.multiple_of(row * t_stride, VECTOR)
+    lane = tl.arange(0, COLS)
+    y = tl.load(LABELS + row)
+    soft = tl.full((), 0.0, tl.float32)
+    hard = soft
+    if y == ignore_index:
+        if GRADIENT:
+            for start in range(0, student_cols, COLS):
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+    else:
+        products = tl.zeros((COLS,), tl.float32)
+        s_squares, t_squares = products, products
+        peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        total = tl.zeros((COLS // VECTOR,), tl.float32)
+        for start in range(0, cols, COLS):
+            at = start + lane
+            s = _values(S, at, student_cols, VECTOR, COLS)
+            t = _values(T, at, teacher_cols, VECTOR, COLS)
+            products += s * t
+            s_squares += s * s
+            t_squares += t * t
+            if HARD is not None:
+                peak, total = add_powers(tl.where(at < student_cols, s * LOG2_E, float("-inf")), peak, total, VECTOR)
+        s_square = tl.sum(s_squares, 0)
+        # torch's lower bound of a norm
+        norms = tl.maximum(tl.sqrt(s_square), 1e-8) * tl.maximum(tl.sqrt(tl.sum(t_squares, 0)), 1e-8)
+        cosine = tl.sum(products, 0) / norms
+        soft = 1.0 - cosine
+        hard_lse = soft
+        if HARD is not None:
+            inside = (y >= 0) & (y < student_cols)
+            hard_lse = _log_sum(peak, total)
+            z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
+            hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
+        if GRADIENT:
+            of_soft, of_hard = tl.load(FACTORS).to(tl.float32), tl.load(FACTORS + 1).to(tl.float32)
+            of_s = tl.where(s_square > 0, of_soft * cosine / s_square, 0.0)
+            of_t = of_soft / norms
+            of_hard = tl.where(hard == hard, of_hard, float("nan"))
+            tl.debug_barrier()  # every lane has read the label's logit
+            last = (student_cols - 1) // COLS * COLS
+            for start in range(0, student_cols, COLS):
+                at = last - start + lane
+                s = _values(S, at, student_cols, VECTOR, COLS)
+                ds = of_s * s - of_t * _values(T, at, teacher_cols, VECTOR, COLS)
+                if HARD is not None:
+                    p = tl.exp2(s * LOG2_E - hard_lse)
+                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0))
+                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+    tl.store(SOFT + row, soft)
+    if HARD is not None:
+        tl.store(HARD + row, hard)
+
+
+def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, temperature, ignore_index, gradient):
+    """Write the soft and hard losses of rows, and optionally the student's gradient in place.
+
+    Args:
+        student, teacher: (N, V), (N, V'); rows begin at 16-byte boundaries and are readable up to the next boundary.
+        labels: (N,), rows of `ignore_index` have loss 0 and gradient 0. factors: (2,) fp32 of soft and hard gradients.
+        soft, hard: (N,) fp32; hard may be None.
+        kind: a kind of divergence, or "cosine".
+    """
+    cols = max(student.shape[1], teacher.shape[1])
+    if kind == "cosine":
+        config = cosine_of_logits_config(cols, student.element_size(), device_of(student))
+        launch(
+            cosine_of_logits, (student.shape[0], 1, 1), config,
+            student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, gradient,
+            student.shape[1], teacher.shape[1], cols,
+        )  # fmt: skip
+        return
+    config = divergence_of_logits_config(cols, student.element_size(), device_of(student))
+    launch(
+        divergence_of_logits, (student.shape[0], 1, 1), config,
+        student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, beta,
+        temperature, kind, gradient, student.shape[1], teacher.shape[1], cols,
+    )  # fmt: skip
+
+
+def soft_rows(student, teacher, kind, beta, temperature):
+    """Define each row's divergence or, for the kind "cosine", 1 - the cosine."""
+    student, teacher = widen(student) / temperature, widen(teacher).detach() / temperature
+    further = student.shape[1] - teacher.shape[1]
+    teacher = torch.nn.functional.pad(teacher, (0, max(further, 0)))
+    student = torch.nn.functional.pad(student, (0, max(-further, 0)))
+    if kind == "cosine":
+        return 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1)
+    return elements(student.log_softmax(-1), teacher.log_softmax(-1), kind, beta).sum(-1)
+
+
+def largest_soft_gradient(student, teacher, keep, kind, temperature):
+    """Bound a student logit's gradient in any row's soft loss, a number or () fp32.
+
+    Args:
+        student, teacher: (N, V), (N, V') logits. keep: (N,), the rows that count; other rows may hold any values.
+    """
+    if kind == "cosine":
+        norms = torch.linalg.vector_norm(student, dim=1, dtype=torch.float32).clamp(min=1e-8)
+        return 2 / norms.masked_fill(~keep, float("inf")).amin()
+    if kind == "reverse_kl":  # q_j |log q_j - log p_j - KL|; -log p_j and KL are at most the teacher's range + log V
+        least, most = teacher.aminmax(dim=1)
+        reach = (most.float().clamp(min=0) - least.float().clamp(max=0)).masked_fill(~keep, 0).amax() / temperature
+        return (reach + math.log(max(student.shape[1], teacher.shape[1])) + 1) / temperature
+    return 1 / temperature

@@ -1,0 +1,228 @@
+r"""Compute the cross entropy of a linear layer's output without all logits in memory.
+
+    logits = x W^T + b           a chunk of rows at a time, in one buffer that every chunk uses
+    loss   = cross_entropy(logits, target)
+    dx     = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
+
+For "sum" and "mean" the forward computes the gradients, and writes dlogits over the chunk's logits; the backward
+multiplies them by the incoming gradient unless that is 1. For "none" the backward recomputes the logits.
+In fp16, which needs a loss scale, dlogits are stored times a power of two, and the gradients wait in fp32 for the
+incoming gradient. That takes 2NH + 2VH bytes more than bf16 until the backward, and there 2 max(NH, VH) beside them.
+
+Letters: N rows of H features, V columns. Operations: 2NVH for each of logits, dx and dW; a frozen input costs nothing.
+Memory beside the gradients: one chunk of logits. Traffic of a chunk of M rows: 2MV written and read for the logits, as
+much for their gradient, and dW read and written. So few large chunks are fast; `chunk_memory` bounds their size.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
+from liger_hw.kernels.vocabulary.chunked_head import (
+    ChunkedHead,
+    MiB,
+    Plan,
+    empty_gradients,
+    needed_gradients,
+    prepare_head,
+    wide_dtype,
+)
+from liger_hw.kernels.vocabulary.cross_entropy import formula as by_autograd
+from liger_hw.kernels.vocabulary.cross_entropy import kernels
+from liger_hw.kernels.vocabulary.cross_entropy.formula import (
+    Formula,
+    Targets,
+    check_call,
+    output_of,
+    row_losses,
+    shard_rows,
+)
+from liger_hw.kernels.vocabulary.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
+from liger_hw.kernels.vocabulary.vocabulary_parallel import CrossEntropyRows
+
+
+@op
+def fused_linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, reduction: str = "mean",
+    num_items: torch.Tensor | float | None = None, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    group: "torch.distributed.ProcessGroup | None" = None,
+):  # fmt: skip
+    """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
+
+    Args:
+        x: (N, H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
+        weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
+        target: (N,) int64 or int32, as in `cross_entropy`, the token that each row predicts (already shifted). A value
+            outside [0, V) is an error on a CPU, and elsewhere makes the loss NaN, and with it every gradient that its
+            row reaches.
+        bias: (V,) in the dtype of `x`, or None.
+        ce_weight: (V,) class weights, or None.
+        ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in
+            `cross_entropy`.
+        accum_dtype: torch.float32 accumulates the chunks' weight gradients in fp32, which takes an fp32 copy of the
+            weight. None does so for more than 32 chunks. Up to 32, rounding the sum to the weight's dtype after each
+            chunk stays within half of the error that two roundings of a single large product may make.
+        use_token_scaling: loss, z-loss and gradient of a row are multiplied by the probability of its target, as a
+            constant (arXiv:2508.05629).
+        chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
+        group: process group whose ranks hold equal parts of the vocabulary, in the order of ranks: `weight` and `bias`
+            are this rank's rows, and every other argument is the same on all ranks. A weight that is a DTensor
+            with Shard(0) needs none, and its parts may differ by torch's rule. Loss and gradient of `x` are then those
+            of the whole vocabulary, on every rank.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
+        RuntimeError: a second backward through a "sum" or "mean", as the first one releases the gradients.
+    """
+    call = fused_linear_cross_entropy.arguments(**locals())
+    if needs_distribution(call):
+        return distributed(fused_linear_cross_entropy, call)
+    (x, weight, bias), formula = _prepare(call)
+    logits = all_columns(torch.nn.functional.linear(x, weight, bias), call.group)
+    return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, reduction), formula))
+
+
+def _prepare(call):
+    head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True)
+    check_call(call, "x", "ce_weight", vocabulary_of(call))
+    check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
+    return head, Formula.of(call, call.use_token_scaling)
+
+
+@fused_linear_cross_entropy.shards
+def _(call):
+    return shard_rows(call, "x", "ce_weight", weight="v H", bias="v", reduces="v")
+
+
+@fused_linear_cross_entropy.cost
+def _(x, weight, *options, **named):
+    inputs, product = x.nbytes + weight.nbytes, 2 * x.numel() * weight.shape[0]
+    return Cost(inputs, 2 * inputs, product, 2 * product)
+
+
+def _empty_rows(x, predict):
+    """Return memory for each row's loss, z-loss, partition (see `forward_rows`) and predicted token."""
+    loss = x.new_empty(x.shape[0], dtype=wide_dtype(x))
+    predicted = loss.new_empty(loss.shape if predict else 0, dtype=torch.int64)
+    return loss, torch.empty_like(loss), loss.new_empty(x.shape[0], 2), predicted
+
+
+def _rows(plan):
+    """Return what has `forward_rows` and `backward_rows` for a chunk's logits."""
+    if plan.group:
+        return CrossEntropyRows(plan)
+    return kernels if plan.with_kernels else by_autograd
+
+
+def _fake_forward(x, weight, bias, targets, formula, plan, predict, needs_grad):
+    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needs_grad, True)
+
+
+@raw(_fake_forward)
+def _fused_linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, formula: Formula, plan: Plan,
+    predict: bool, needs_grad: Sequence[bool],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    loss, z_loss, partition, predicted = _empty_rows(x, predict)
+
+    def step(part, logits, gradients):
+        of_part = targets._replace(target=targets.target[part])
+        if gradients.scales:
+            factor = gradients.factor(targets.largest_gradient(formula, plan.vocabulary or len(weight)))
+            of_part = of_part.times(factor)
+        _rows(plan).forward_rows(
+            logits, of_part, formula, loss[part], z_loss[part], partition[part], predicted[part] if predict else None,
+            any(needs_grad),
+        )  # fmt: skip
+        if gradients.scales:
+            loss[part] /= factor
+            z_loss[part] /= factor
+
+    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needs_grad, True)
+
+
+def _fake_backward(x, weight, bias, targets, partition, dloss, formula, plan, needs_grad):
+    return empty_gradients(x, weight, bias, needs_grad)
+
+
+@raw(_fake_backward)
+def _fused_linear_cross_entropy_backward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, partition: torch.Tensor,
+    dloss: torch.Tensor, formula: Formula, plan: Plan, needs_grad: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    def step(part, logits, _):
+        of_part = targets._replace(target=targets.target[part])
+        _rows(plan).backward_rows(logits, of_part, formula, partition[part], dloss[part])
+
+    return ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
+
+
+class FusedLinearCrossEntropyFunction(GradientsInForward):
+    """Autograd function of the rows' summed loss, with gradients computed in the forward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, formula, plan, predict, needs_grad):
+        loss, z_loss, _, predicted, *gradients = _fused_linear_cross_entropy(
+            x, weight, bias, targets, formula, plan, predict, needs_grad
+        )
+        again = "call it again, or use reduction='none' and reduce its result"
+        FusedLinearCrossEntropyFunction.keep(
+            ctx, gradients, "fused_linear_cross_entropy", x.dtype, plan.with_kernels, again=again
+        )
+        ctx.mark_non_differentiable(z_loss, predicted)
+        return loss.sum(), z_loss, predicted
+
+
+class FusedLinearCrossEntropyRowsFunction(Function):
+    """Autograd function of the rows' losses, whose backward recomputes the logits and their gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, formula, plan, predict, needs_grad):
+        loss, z_loss, partition, predicted, *_ = _fused_linear_cross_entropy(
+            x, weight, bias, targets, formula, plan, predict, (False, False, False)
+        )
+        ctx.save_for_backward(x, weight, bias, partition, *targets)
+        ctx.options = formula, plan, needs_grad
+        ctx.mark_non_differentiable(z_loss, predicted)
+        return loss, z_loss, predicted
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        x, weight, bias, partition, *targets = ctx.saved_tensors
+        formula, plan, needs_grad = ctx.options
+        gradients = _fused_linear_cross_entropy_backward(
+            x, weight, bias, Targets(*targets), partition, dloss, formula, plan, needs_grad
+        )
+        return *(gradient if needed else None for gradient, needed in zip(gradients, needs_grad)), *[None] * 5
+
+
+def _by_chunks(with_kernels, call):
+    if needs_distribution(call):
+        return distributed(fused_linear_cross_entropy, call)
+    (x, weight, bias), formula = _prepare(call)
+    targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
+    plan = Plan(int(call.chunk_memory), with_kernels, call.accum_dtype is not None, *call.group or ())
+    predict = call.return_predicted_tokens or call.return_token_accuracy
+    by_row = call.reduction == "none"
+    function = FusedLinearCrossEntropyRowsFunction if by_row else FusedLinearCrossEntropyFunction
+    needs_grad = needed_gradients(x, weight, bias)
+    loss, z_loss, predicted = function.apply(x, weight, bias, targets, formula, plan, predict, needs_grad)
+    return output_of(call, loss, z_loss, predicted)
+
+
+fused_linear_cross_entropy.register("triton", bound=True)(functools.partial(_by_chunks, True))
+fused_linear_cross_entropy.register("cpu", bound=True)(functools.partial(_by_chunks, False))

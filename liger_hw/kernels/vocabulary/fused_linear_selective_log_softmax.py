@@ -1,0 +1,168 @@
+r"""Compute log-probabilities of tokens from a linear layer's input, without all logits in memory.
+
+    logits = x W^T + b           a chunk of rows at a time, in one buffer that every chunk uses
+    log_probs, entropy, lse = selective_log_softmax(logits, tokens)
+    dx = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
+
+The backward recomputes each chunk's logits and writes their gradient over them, so the incoming gradient may depend on
+all rows. Letters: N rows of H features, V columns. Operations: 2NVH in the forward; 2NVH for each of logits, dx and dW
+in the backward. Memory beside the gradients: one chunk of logits.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels.vocabulary.chunked_head import (
+    ChunkedHead,
+    MiB,
+    Plan,
+    empty_gradients,
+    needed_gradients,
+    prepare_head,
+    wide_dtype,
+)
+from liger_hw.kernels.vocabulary.selective_log_softmax import formula as by_autograd
+from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
+    Scaling,
+    check_tokens,
+    empty_rows,
+    output_of,
+    selected_rows,
+)
+from liger_hw.kernels.vocabulary.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
+from liger_hw.kernels.vocabulary.vocabulary_parallel import SelectedRows
+
+
+@op
+def fused_linear_selective_log_softmax(
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
+    chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
+    group: "torch.distributed.ProcessGroup | None" = None,
+):  # fmt: skip
+    """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
+
+    All outputs have a gradient, and a second backward is right.
+
+    Args:
+        x: (..., H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
+        weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
+        tokens: (...) int64 or int32, as in `selective_log_softmax`, the token that each row predicts (already shifted).
+        bias: (V,) in the dtype of `x`, or None.
+        temperature, softcap, logit_scale, ignore_index, return_entropy, return_lse: as in `selective_log_softmax`.
+        chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
+        group: as in `fused_linear_cross_entropy`.
+
+    Returns:
+        log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
+    """
+    call = fused_linear_selective_log_softmax.arguments(**locals())
+    if needs_distribution(call):
+        return distributed(fused_linear_selective_log_softmax, call)
+    x, weight, bias, tokens, scaling = _prepare(call)
+    logits = all_columns(torch.nn.functional.linear(x, weight, bias), call.group)
+    return output_of(call, *selected_rows(logits, tokens, scaling))
+
+
+def _prepare(call):
+    x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory)
+    check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
+    scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
+    return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
+
+
+fused_linear_selective_log_softmax.shards(
+    x="... H", weight="v H", bias="v", tokens="...", returns=("tokens",) * 3, reduces="v"
+)
+
+
+@fused_linear_selective_log_softmax.cost
+def _(x, weight, *options, **named):
+    inputs, product = x.nbytes + weight.nbytes, 2 * x.numel() * weight.shape[0]
+    return Cost(inputs, 2 * inputs, product, 3 * product)
+
+
+def row_functions(plan):
+    """Return what has `forward_rows` and `backward_rows` for a chunk's logits."""
+    if plan.group:
+        return SelectedRows(plan)
+    return kernels if plan.with_kernels else by_autograd
+
+
+def _fake_forward(x, weight, bias, tokens, scaling, plan, entropy_needed):
+    return empty_rows(x, entropy_needed, wide_dtype(x))
+
+
+@raw(_fake_forward)
+def _fused_linear_selective_log_softmax(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scaling: Scaling,
+    plan: Plan, entropy_needed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    outputs = log_probs, entropy, lse, partition = empty_rows(x, entropy_needed, wide_dtype(x))
+
+    def step(part, logits, _):
+        of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
+        row_functions(plan).forward_rows(logits, tokens[part], scaling, *of_part)
+
+    ChunkedHead(x, weight, bias, plan).run(step)
+    return outputs
+
+
+def _fake_backward(x, weight, bias, *others):
+    return empty_gradients(x, weight, bias, others[-1])
+
+
+@raw(_fake_backward)
+def _fused_linear_selective_log_softmax_backward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, entropy: torch.Tensor,
+    partition: torch.Tensor, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
+    scaling: Scaling, plan: Plan, needs_grad: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    def step(part, logits, _):
+        of_rows = entropy[part] if dentropy is not None else None, partition[part]
+        incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
+        row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)
+
+    return ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
+
+
+class FusedLinearSelectiveLogSoftmaxFunction(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, tokens, scaling, plan, return_entropy, return_lse, needs_grad):
+        log_probs, entropy, lse, partition = _fused_linear_selective_log_softmax(
+            x, weight, bias, tokens, scaling, plan, return_entropy
+        )
+        ctx.save_for_backward(x, weight, bias, tokens, entropy, partition)
+        ctx.options = scaling, plan, return_entropy, return_lse, needs_grad
+        return log_probs, entropy, lse
+
+    @staticmethod
+    def backward(ctx, dlog_probs, dentropy, dlse):
+        scaling, plan, return_entropy, return_lse, needs_grad = ctx.options
+        incoming = dlog_probs, dentropy if return_entropy else None, dlse if return_lse else None
+        gradients = _fused_linear_selective_log_softmax_backward(
+            *ctx.saved_tensors, *incoming, scaling, plan, needs_grad
+        )
+        return *(gradient if needed else None for gradient, needed in zip(gradients, needs_grad)), *[None] * 6
+
+
+def _by_chunks(with_kernels, call):
+    if needs_distribution(call):
+        return distributed(fused_linear_selective_log_softmax, call)
+    x, weight, bias, tokens, scaling = _prepare(call)
+    rows = FusedLinearSelectiveLogSoftmaxFunction.apply(
+        x, weight, bias, tokens, scaling, Plan(int(call.chunk_memory), with_kernels, False, *call.group or ()),
+        call.return_entropy, call.return_lse, needed_gradients(x, weight, bias),
+    )  # fmt: skip
+    return output_of(call, *rows)
+
+
+fused_linear_selective_log_softmax.register("triton", bound=True)(functools.partial(_by_chunks, True))
+fused_linear_selective_log_softmax.register("cpu", bound=True)(functools.partial(_by_chunks, False))

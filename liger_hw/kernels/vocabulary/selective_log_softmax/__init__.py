@@ -1,0 +1,164 @@
+r"""Compute log-probabilities of given tokens from logits, for alignment and reinforcement learning.
+
+    z    = softcap tanh(logit_scale x / softcap) / temperature         softcap None: z = logit_scale x / temperature
+    lse  = log sum_j exp(z_j),   p_j = exp(z_j - lse)
+    log_prob = z_y - lse,        entropy = -sum_j p_j log p_j
+
+    dz_j = dlog_prob ([j = y] - p_j) - dentropy p_j (log p_j + entropy) + dlse p_j
+    dx_j = dz_j logit_scale / temperature (1 - (z_j temperature / softcap)^2)
+
+Letters: N rows of V columns, token y. Traffic: the forward reads the logits (NV), the backward reads them and writes
+the gradient (2NV), on request over them. Ignored rows are not read. Exponentials are powers of two, with log2(e) folded
+into the scale of the logits.
+"""
+
+import torch
+
+from liger_hw.checks import check
+from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
+    Scaling,
+    SelectedLogProbs,
+    check_tokens,
+    empty_rows,
+    output_of,
+    selected_rows,
+)
+from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
+
+__all__ = ["SelectedLogProbs", "selective_log_softmax"]
+
+
+@op
+def selective_log_softmax(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False, return_lse: bool = False,
+    in_place: bool = False,
+):  # fmt: skip
+    """Compute `log_softmax(logits, -1).gather(-1, tokens)`, without the log-softmax in memory.
+
+    All outputs have a gradient.
+
+    Args:
+        logits: (..., V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
+            between rows of a (N, V) view costs no copy.
+        tokens: (...) int64 or int32, of each row (already shifted). A value outside [0, V) other than `ignore_index` is
+            an error on a CPU. Elsewhere, and in a compiled graph, it makes that row's log-probability and gradient NaN:
+            nothing is read out of bounds, and the host waits for no check.
+        temperature: the logits are divided by it, last.
+        softcap: logits become `softcap * tanh(logits / softcap)` first (Gemma2ForCausalLM), after `logit_scale`.
+        logit_scale: logits are multiplied by it first, in fp32 (CohereForCausalLM).
+        ignore_index: rows with this token have log-probability, entropy, lse and gradient 0 for any logits.
+        return_entropy: also return the entropy of each row.
+        return_lse: also return the log-sum-exp of each row's scaled logits.
+        in_place: the backward writes the gradient over `logits`. The caller must own them: they are lost, and the
+            gradient takes no memory. Under torch.compile this changes nothing, as the compiler plans memory.
+
+    Returns:
+        log-probabilities (...) in fp32 (fp64 for fp64 logits); a `SelectedLogProbs` if any `return_*` is set.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
+        RuntimeError: a second backward through an `in_place` call.
+    """
+    call = selective_log_softmax.arguments(**locals())
+    return output_of(call, *selected_rows(*_prepare(call)))
+
+
+def _prepare(call):
+    logits, tokens = call.logits, call.tokens
+    check(logits.ndim >= 1 and logits.is_floating_point() and logits.shape[-1] > 0, "logits", logits, "floats (..., V)")
+    check_tokens(tokens, logits.shape[:-1], logits, logits.shape[-1], call.ignore_index)
+    scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
+    return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), scaling
+
+
+selective_log_softmax.shards(logits="... V", tokens="...", returns=("tokens",) * 3)
+
+
+@selective_log_softmax.cost
+def _(logits, *options, **named):
+    read = written = logits.nbytes
+    done = 4 * logits.numel()
+    return Cost(read, read + written, done, done)
+
+
+def _fake_forward(logits, tokens, scaling, entropy_needed):
+    return empty_rows(logits, entropy_needed)
+
+
+@raw(_fake_forward)
+def _selective_log_softmax(
+    logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy_needed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    outputs = log_probs, entropy, lse, partition = empty_rows(logits, entropy_needed)
+    forward_rows(logits, tokens, scaling, log_probs, entropy if entropy_needed else None, lse, partition)
+    return outputs
+
+
+def _empty_gradient(logits, *others):
+    """Return memory for the gradient, with padded rows as in `logits`, for whole vectors."""
+    cols, vector = logits.shape[1], 16 // logits.element_size()
+    stride = cols if logits.stride(0) % vector else -(-cols // vector) * vector
+    return logits.new_empty(logits.shape[0], stride)[:, :cols]
+
+
+@raw(_empty_gradient)
+def _selective_log_softmax_backward(
+    logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy: torch.Tensor, partition: torch.Tensor,
+    dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    dx = _empty_gradient(logits)
+    backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse, dx)
+    return dx
+
+
+@raw(mutates=["logits"])
+def _selective_log_softmax_backward_in_place(
+    logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy: torch.Tensor, partition: torch.Tensor,
+    dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
+) -> None:  # fmt: skip
+    backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse)
+
+
+class SelectiveLogSoftmaxFunction(Function):
+    @staticmethod
+    def forward(ctx, logits, tokens, scaling, return_entropy, return_lse, in_place):
+        log_probs, entropy, lse, partition = _selective_log_softmax(logits, tokens, scaling, return_entropy)
+        ctx.logits = None
+        if in_place:  # autograd would refuse a saved tensor that this backward overwrites
+            ctx.logits, logits = logits.detach(), None
+        ctx.save_for_backward(logits, tokens, entropy, partition)
+        ctx.options = scaling, return_entropy, return_lse, in_place
+        return log_probs, entropy, lse
+
+    @staticmethod
+    def backward(ctx, dlog_probs, dentropy, dlse):
+        logits, tokens, entropy, partition = ctx.saved_tensors
+        scaling, return_entropy, return_lse, in_place = ctx.options
+        incoming = dlog_probs, dentropy if return_entropy else None, dlse if return_lse else None
+        if not in_place:
+            dx = _selective_log_softmax_backward(logits, tokens, scaling, entropy, partition, *incoming)
+            return dx, *[None] * 5
+        if ctx.logits is None:
+            raise RuntimeError(
+                "selective_log_softmax(in_place=True) has written its gradient over the logits in a first backward: "
+                "for a second one pass in_place=False"
+            )
+        logits, ctx.logits = ctx.logits, None
+        _selective_log_softmax_backward_in_place(logits, tokens, scaling, entropy, partition, *incoming)
+        torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
+        return logits, *[None] * 5
+
+
+@selective_log_softmax.register("triton", bound=True)
+def _(call):
+    logits, tokens, scaling = _prepare(call)
+    rows, cols = logits.shape
+    if (cols > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < cols):
+        logits = logits.contiguous()
+    in_place = call.in_place and not torch.compiler.is_compiling()
+    rows = SelectiveLogSoftmaxFunction.apply(
+        logits, tokens.contiguous(), scaling, call.return_entropy, call.return_lse, in_place
+    )
+    return output_of(call, *rows)

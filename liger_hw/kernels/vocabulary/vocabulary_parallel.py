@@ -1,0 +1,269 @@
+r"""Compute losses of a vocabulary sharded over ranks from small statistics of each shard.
+
+    a rank's columns:   peak_r = max z_j,  total_r = sum exp(z_j - peak_r),  and what a row's options need
+    of all ranks:       peak = max peak_r,  total = sum total_r exp(peak_r - peak),  log p_y = z_y - peak - log total
+    dz_j = P p_j - E w_j - T [j = y]        P, E, T from the statistics of all ranks, p_j = exp(z_j - peak) / total
+
+One all-gather a chunk exchanges 4 to 9 numbers a row, after which every rank computes the same loss from the same bits.
+The gradient needs no communication, and no rank holds the logits of another.
+
+Kernels: those of `selective_log_softmax` on a rank's columns, with the partition of all ranks in the backward, and the
+forward of `cross_entropy` for predicted tokens. Label smoothing runs in torch. Peaks are in units of ln 2.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from liger_hw._torch import all_gathered
+from liger_hw.dispatch import widen
+from liger_hw.kernels.vocabulary.cross_entropy import kernels as ce_kernels
+from liger_hw.kernels.vocabulary.cross_entropy.formula import Formula, Targets
+from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling
+
+LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
+LOWEST = -3.0e38  # peak of a shard whose logits are all -inf, as in the kernels
+IGNORED = -1  # local index of a row that does not count
+SLICE_BYTES = {"cpu": 2**18}  # of fp32 logits that torch works on at once: they fit a CPU's cache
+LARGE_SLICE_BYTES = 2**25  # elsewhere, ten times beside a chunk
+
+
+class Statistics(NamedTuple):
+    """Statistics of rows over all ranks, (M,) each.
+
+    Attributes:
+        peak, total: sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
+        distance: -log2 p_y; NaN for a target outside the vocabulary.
+        entropy: in nats. smoothed: sum_j w_j (lse - z_j). predicted: column of the largest logit. None: not asked for.
+    """
+
+    peak: torch.Tensor
+    total: torch.Tensor
+    distance: torch.Tensor
+    entropy: torch.Tensor | None
+    smoothed: torch.Tensor | None
+    predicted: torch.Tensor | None
+
+    @property
+    def lse(self):
+        return (self.peak + self.total.log2()) * LN_2
+
+
+class Columns:
+    """A rank's columns of the logits of a chunk.
+
+    Args:
+        plan: a `Plan` with a shard; without a group the columns are the whole vocabulary.
+        logits: (M, V_r). target: (M,) in the whole vocabulary. scaling: a `Scaling`.
+        smooths: label smoothing is on. class_weight: (V,), or None for 1; only smoothing reads it here.
+    """
+
+    def __init__(self, plan, logits, target, scaling, smooths=False, class_weight=None):
+        self.plan, self.logits, self.scaling, self.smooths = plan, logits, scaling, smooths
+        self.with_kernels = plan.with_kernels and not smooths
+        cols, local = logits.shape[1], target.long() - plan.first
+        self.counts = target != scaling.ignore_index
+        self.outside = self.counts & ((target < 0) | (target >= plan.vocabulary))
+        self.here = self.counts & (local >= 0) & (local < cols)
+        self.index = torch.where(self.here, local, torch.where(self.counts, 0, IGNORED))
+        self.scaling = Scaling(IGNORED, *scaling[1:])  # Dynamo of torch 2.11 loses the items of _replace
+        own = slice(plan.first, plan.first + cols)
+        self.class_weight = None if class_weight is None else widen(class_weight[own])
+
+    def statistics(self, entropy_needed=False, predict=False):
+        """Return the `Statistics` of the rows, the same bits on every rank."""
+        local = self._by_kernels if self.with_kernels else self._by_torch
+        peak, total, distance, moment, smoothed, col = local(entropy_needed, predict)
+        numbers = [peak, total, torch.where(self.here, distance, 0), self.here]
+        if entropy_needed:
+            numbers += [moment]
+        if self.smooths:
+            weight = self.logits.shape[1] if self.class_weight is None else self.class_weight.sum()
+            numbers += [smoothed, torch.zeros_like(peak) + weight]
+        if predict:
+            best = widen(self.logits.gather(1, col.clamp(min=0)[:, None])[:, 0]) * self.scaling.logit_scale
+            numbers += [best, col + self.plan.first]
+        numbers = torch.stack([number.to(peak.dtype) for number in numbers], -1)
+        of_ranks = all_gathered(numbers, self.plan.group) if self.plan.group else numbers[None]
+        return self._of_all_ranks(*of_ranks.unbind(-1), entropy_needed=entropy_needed, predict=predict)
+
+    def _of_all_ranks(self, peaks, totals, distances, here, *others, entropy_needed, predict):
+        peak = peaks.amax(0)
+        scale = (peaks - peak).exp2()
+        total = (totals * scale).sum(0)
+        log_total = total.log2()
+        # a rank whose logits are all -inf knows no distance from them: its targets have probability 0
+        distances = torch.where(peaks == -torch.inf, torch.inf, distances + (peak - peaks))
+        distance = torch.where(here > 0, distances, 0).sum(0) + log_total
+        distance = distance.masked_fill(self.outside, float("nan"))
+        entropy = smoothed = predicted = None
+        if entropy_needed:
+            moments, *others = others
+            moments = torch.where(totals * scale > 0, (moments + (peaks - peak) * totals) * scale, 0)
+            entropy = (log_total - moments.sum(0) / total) * LN_2
+        if self.smooths:
+            smoothed, weights, *others = others
+            smoothed = (smoothed + weights * (peak + log_total - peaks)).sum(0) * LN_2
+        if predict:
+            best, cols = others
+            cols = torch.where(best == best.amax(0), cols, self.plan.vocabulary - 1).amin(0).long()
+            predicted = torch.where(self.counts, cols, -1)
+        return Statistics(peak, total, distance, entropy, smoothed, predicted)
+
+    def _by_kernels(self, entropy_needed, predict):
+        nll, lse = (self.logits.new_empty(len(self.logits), dtype=torch.float32) for _ in range(2))
+        partition, entropy, col = nll.new_empty(len(nll), 2), torch.empty_like(nll) if entropy_needed else None, None
+        if predict:
+            col = torch.empty_like(self.index)
+            formula = Formula(IGNORED, 0.0, 0.0, self.scaling.softcap, self.scaling.logit_scale, False)
+            targets = Targets(self.index, None, None, None, None)
+            ce_kernels.forward_rows(self.logits, targets, formula, nll, None, partition, col)
+        else:
+            kernels.forward_rows(self.logits, self.index, self.scaling, nll, entropy, lse, partition)
+            nll = -nll
+        peak, total = partition.unbind(-1)
+        masked = (peak == -torch.inf) | (total == 0)  # all logits of the row on this rank are -inf
+        peak, total = peak.masked_fill(masked, -torch.inf), total.masked_fill(masked, 0)
+        moment = total * (total.log2() - entropy * LOG2_E) if entropy_needed else None
+        return peak, total, nll * LOG2_E - total.log2(), moment, None, col
+
+    def _by_torch(self, entropy_needed, predict):
+        slices = []
+        for part in self._slices():
+            z, _ = self._scaled(part)
+            peak = z.amax(-1).clamp(min=LOWEST)
+            below = z - peak[:, None]
+            power = below.exp2()
+            distance = -below.gather(1, self.index[part].clamp(min=0)[:, None])[:, 0]
+            moment = torch.where(power > 0, power * below, 0).sum(-1) if entropy_needed else None
+            weighted = below if self.class_weight is None else below * self.class_weight
+            smoothed = -weighted.sum(-1) if self.smooths else None
+            col = (widen(self.logits[part]) * self.scaling.logit_scale).argmax(-1) if predict else None
+            slices.append((peak, power.sum(-1), distance, moment, smoothed, col))
+        return [None if numbers[0] is None else torch.cat(numbers) for numbers in zip(*slices)]
+
+    def write_gradient(self, partition, entropy, dlog_probs, dentropy, dlse, of_each=None):
+        """Write the gradient of the logits over them.
+
+        Args:
+            dlog_probs: (M,) gradient of log p_y; the others are those of the entropy and of the log-sum-exp.
+            partition: (M, 2) of all ranks. entropy: (M,) or None.
+            dentropy, dlse: or None. of_each: (M,) E, or None for 0.
+        """
+        of_token = torch.where(self.here, dlog_probs, 0)
+        # the softmax's share of a token that another rank holds; kernels subtract it for those here
+        of_power = torch.where(self.here, 0, -dlog_probs) + (0 if dlse is None else dlse)
+        of_power = of_power.masked_fill(self.outside, float("nan"))
+        if self.with_kernels:
+            of_rows = partition, of_token, dentropy, of_power
+            kernels.backward_rows(self.logits, self.index, self.scaling, entropy, *of_rows)
+            return
+        for part in self._slices():
+            z, ratio = self._scaled(part)
+            peak, total = partition[part].unbind(-1)
+            log_p = (z - peak[:, None] - total.log2()[:, None]) * LN_2
+            p = log_p.exp()
+            dz = (of_power - of_token)[part, None] * p
+            if dentropy is not None:
+                dz -= dentropy[part, None] * torch.where(p == 0, 0, p * (log_p + entropy[part, None]))
+            if of_each is not None:
+                dz -= of_each[part, None] * (1 if self.class_weight is None else self.class_weight)
+            dz.scatter_add_(1, self.index[part].clamp(min=0)[:, None], of_token[part, None])
+            dz *= self.scaling.logit_scale / self.scaling.temperature
+            if ratio is not None:
+                dz *= 1 - ratio * ratio
+            self.logits[part] = dz.masked_fill_(~self.counts[part, None], 0)
+
+    def _slices(self):
+        size = SLICE_BYTES.get(self.logits.device.type, LARGE_SLICE_BYTES)
+        rows = max(size // (4 * self.logits.shape[1]), 1)
+        return [slice(start, start + rows) for start in range(0, max(len(self.logits), 1), rows)]
+
+    def _scaled(self, part):
+        """Return z / temperature in units of ln 2, and the softcap's factor."""
+        z, softcap, ratio = widen(self.logits[part]) * self.scaling.logit_scale, self.scaling.softcap, None
+        z = z.masked_fill(~self.counts[part, None], 0)
+        if softcap is not None:
+            ratio = (z / softcap).tanh()
+            z = ratio * softcap
+        return z * (LOG2_E / self.scaling.temperature), ratio
+
+
+class CrossEntropyRows:
+    """`forward_rows` and `backward_rows` of `cross_entropy` for a rank's columns."""
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def _columns(self, logits, targets, formula):
+        scaling = Scaling(formula.ignore_index, formula.softcap, formula.logit_scale, 1.0)
+        smooths = formula.label_smoothing > 0
+        return Columns(self.plan, logits, targets.target, scaling, smooths, targets.class_weight)
+
+    def _factors(self, lse, distance, targets, formula):
+        """Return the factors of -log p_y, sum_j w_j (lse - z_j) and lse^2; and P."""
+        target, class_weight, weight_sum, denominator, count = targets
+        of_target, of_each, of_square = 1 - formula.label_smoothing, 0.0, formula.lse_square_scale
+        of_target = torch.full_like(lse, of_target)
+        if class_weight is not None:
+            of_target = of_target * widen(class_weight)[target.long().clamp(0, self.plan.vocabulary - 1)]
+        of_each = torch.full_like(lse, formula.label_smoothing / self.plan.vocabulary)
+        of_square = torch.full_like(lse, formula.lse_square_scale)
+        if denominator is not None:
+            of_target, of_each = of_target / denominator, of_each / denominator
+            of_square = of_square / (denominator if count is None else count)
+        if formula.token_scaling:
+            p_y = (-distance).exp2()
+            of_target, of_each, of_square = of_target * p_y, of_each * p_y, of_square * p_y
+        of_all = of_each * (self.plan.vocabulary if weight_sum is None else weight_sum)
+        return of_target, of_each, of_square, of_target + of_all + 2 * of_square * lse
+
+    def _write_gradient(self, columns, partition, factors, dloss=1.0):
+        of_target, of_each, _, of_power = (factor * dloss for factor in factors)
+        of_each = of_each if columns.smooths else None
+        columns.write_gradient(partition, None, -of_target, None, of_power - of_target, of_each)
+
+    def forward_rows(self, logits, targets, formula, loss, z_loss, partition, predicted=None, gradient=False):
+        columns = self._columns(logits, targets, formula)
+        found = columns.statistics(predict=predicted is not None)
+        of_target, of_each, of_square, _ = factors = self._factors(found.lse, found.distance, targets, formula)
+        z_rows = of_square * found.lse.square()
+        rows = of_target * (found.distance * LN_2) + z_rows
+        if columns.smooths:
+            rows = rows + of_each * found.smoothed
+        loss.copy_(torch.where(columns.counts, rows, 0))
+        z_loss.copy_(torch.where(columns.counts, z_rows, 0))
+        partition.copy_(torch.stack((found.peak, found.total), -1))
+        if predicted is not None:
+            predicted.copy_(found.predicted)
+        if gradient:
+            self._write_gradient(columns, partition, factors)
+
+    def backward_rows(self, logits, targets, formula, partition, dloss):
+        columns = self._columns(logits, targets, formula)
+        peak, total = partition.unbind(-1)
+        distance = columns.statistics().distance if formula.token_scaling else None
+        factors = self._factors((peak + total.log2()) * LN_2, distance, targets, formula)
+        self._write_gradient(columns, partition, factors, dloss)
+
+
+class SelectedRows:
+    """`forward_rows` and `backward_rows` of `selective_log_softmax` for a rank's columns."""
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def forward_rows(self, logits, tokens, scaling, log_probs, entropy, lse, partition):
+        columns = Columns(self.plan, logits, tokens, scaling)
+        found = columns.statistics(entropy_needed=entropy is not None)
+        log_probs.copy_(torch.where(columns.counts, -found.distance * LN_2, 0))
+        lse.copy_(torch.where(columns.counts, found.lse, 0))
+        if entropy is not None:
+            entropy.copy_(torch.where(columns.counts, found.entropy, 0))
+        partition.copy_(torch.stack((found.peak, found.total), -1))
+
+    def backward_rows(self, logits, tokens, scaling, entropy, partition, dlog_probs, dentropy=None, dlse=None):
+        columns = Columns(self.plan, logits, tokens, scaling)
+        columns.write_gradient(partition, entropy, dlog_probs, dentropy, dlse)
