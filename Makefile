@@ -39,7 +39,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 ifdef NO_VENV
-RUN = PYTHONPATH=$(CURDIR) $(PYTHON)
+RUN = PYTHONPATH=$(CURDIR):$(CURDIR)/lab $(PYTHON)
 READY =
 else
 RUN = $(VENV)/bin/python
@@ -53,7 +53,7 @@ PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 setup: $(READY)
 
 demo: $(READY)
-	$(RUN) -m liger_hw.cli demo $(ARGS)
+	$(RUN) -m liger_hw demo $(ARGS)
 
 OPS = tests/kernels tests/test_dispatch.py tests/test_tracing.py
 USERS_OF_OPS = tests/losses tests/transformers/test_kernels_in_models.py
@@ -81,7 +81,7 @@ compile: $(READY)
 	$(RUN) -m pytest -n auto $(COMPILED) $(ARGS)
 
 emulate: $(READY)
-	$(RUN) -m liger_hw.cli matrix --emulate $(ARGS)
+	$(RUN) -m liger_hw matrix --emulate $(ARGS)
 
 interpret: $(READY)
 	$(INTERPRET) $(OPS) $(USERS_OF_OPS) $(ARGS)
@@ -90,13 +90,13 @@ fuzz: $(READY)
 	$(RUN) tests/fuzz/run.py $(ARGS)
 
 converge: $(READY)
-	$(RUN) tools/converge.py $(ARGS)
+	$(RUN) -m liger_lab.tools.converge $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-$(VENV)/.ready-$(ACCELERATOR): pyproject.toml Makefile
+$(VENV)/.ready-$(ACCELERATOR): pyproject.toml lab/pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "liger_hw needs Python 3.11 or newer, and this is " \
 		+ sys.version.split()[0] + ": make PYTHON=/path/to/another")'
 	@echo "setting up $(VENV) (accelerator: $(ACCELERATOR))"
@@ -113,27 +113,27 @@ else
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 endif
 # Nothing below may replace that torch, nor the Triton of a vendor's torch by PyPI's.
-	$(PIP) --no-deps --editable .
+	$(PIP) --no-deps --editable . --editable lab
 	@$(VENV)/bin/python -c 'import importlib.metadata as m; \
 		print("torch==" + m.version("torch"), file=open("$(VENV)/constraints.txt", "w")); \
-		vendors = {"torch", "liger_hw"} | ({"triton"} if "$(ACCELERATOR)" in ("amd", "intel") else set()); \
-		wanted = [r.partition(";")[0] for r in m.requires("liger_hw")]; \
+		vendors = {"torch", "liger_hw", "liger_hw-lab"} | ({"triton"} if "$(ACCELERATOR)" in ("amd", "intel") else set()); \
+		wanted = [r.partition(";")[0] for r in m.requires("liger_hw") + m.requires("liger_hw-lab")]; \
 		named = lambda r: r.replace("[", ">").partition(">")[0].strip(); \
 		print(*(r for r in wanted if named(r) not in vendors), sep="\n", file=open("$(VENV)/requirements.txt", "w"))'
 	$(PIP) --constraint $(VENV)/constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
 
 versions: $(READY)
-	$(RUN) tools/transformers_versions.py $(ARGS)
+	$(RUN) -m liger_lab.tools.transformers_versions $(ARGS)
 
 docs: $(READY)
-	$(RUN) -m mkdocs build --strict $(ARGS)
+	$(RUN) -m mkdocs build --strict --config-file lab/mkdocs.yml $(ARGS)
 
 notebook: $(READY)
-	$(RUN) tools/notebook.py $(ARGS)
+	$(RUN) -m liger_lab.tools.notebook $(ARGS)
 
 package: $(READY)
-	$(RUN) tools/package.py $(ARGS)
+	$(RUN) -m liger_lab.tools.package $(ARGS)
 
 # DeepSpeed compiles its operators at their first use, not here.
 distributed: $(READY)
@@ -152,7 +152,7 @@ trl: $(READY)
 
 # The tests of these kernels must fail with planted mistakes.
 mutants: $(READY)
-	$(RUN) tools/mutants.py rms_norm glu of_logits sequences
+	$(RUN) -m liger_lab.tools.mutants rms_norm glu of_logits sequences
 
 clean:
 	rm -rf $(VENV) report site dist

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import liger_hw
 from liger_hw import integrations
-from liger_hw.bench import demo
+from liger_lab.bench import demo
 
 PLAIN, OURS, PEER = "plain", "liger_hw", "liger-kernel"
 TINY = {"batch": 2, "seq": 64, "steps": 4}

@@ -8,8 +8,8 @@ from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Trainer, TrainingArguments
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from liger_hw.bench.demo import llama
-from liger_hw.bench.training import SETTINGS
+from liger_lab.bench.demo import llama
+from liger_lab.bench.training import SETTINGS
 
 IGNORED = -100
 COLOURS, SHAPES = ("red", "green", "blue", "orange", "purple"), ("rectangle", "ellipse")

@@ -73,5 +73,5 @@ def require(*packages: str) -> None:
     """Raise a ValueError that names the missing packages, unless all of `packages` are installed."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        source = "liger-kernel" if missing == ["liger_kernel"] else "'liger_hw[bench]'"
+        source = "liger-kernel" if missing == ["liger_kernel"] else "'liger_hw[lab]'"
         raise ValueError(f"needs {', '.join(missing)}, which is not installed here: pip install {source}")

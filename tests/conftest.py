@@ -12,7 +12,7 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
-from liger_hw.proof import compiled, evidence
+from liger_lab.levels import compiled, evidence
 
 # The other architectures of the compile matrix are these but for the last stages of compilation.
 ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")

@@ -20,9 +20,10 @@ PACKAGE = Path(__file__).parent.parent / "liger_hw"
 LOOK = """
 import json, sys
 import torch
-from liger_hw import backends, cli
-from liger_hw.proof import compiled, crosscompile, page
-from liger_hw.proof.evidence import COMPILED, Cell
+from liger_hw import backends
+from liger_lab import cli
+from liger_lab.levels import compiled, crosscompile, page
+from liger_lab.levels.evidence import COMPILED, Cell
 
 vendor, arch = sys.argv[1:]
 name = f"{vendor}:{arch}"
@@ -43,7 +44,8 @@ cli.main(["matrix", "--backends"])
 
 @pytest.fixture
 def package(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "liger_hw", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (PACKAGE, PACKAGE.parent / "lab" / "liger_lab"):
+        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "liger_hw"
 
 

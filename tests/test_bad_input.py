@@ -11,7 +11,7 @@ from liger_hw import use_backend
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KINDS, names_arguments
 from liger_hw.dispatch import OPS
-from liger_hw.testing.cases import DIFFERENTIABLE, small_cases
+from liger_lab.cases import DIFFERENTIABLE, small_cases
 
 TEXT, NUMBERS = "text", [1.0, 2.0]
 

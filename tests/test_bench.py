@@ -4,19 +4,19 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import liger_hw
-from liger_hw import cli, console, dispatch
+from liger_hw import console, dispatch
 from liger_hw._triton import interpreting
-from liger_hw.bench import charts, formatting, measure, operations, peers, snapshots, training
-from liger_hw.bench.run_file import environment
 from liger_hw.checkpointing.budget import BudgetTooSmall
 from liger_hw.kernels import load_all
-from liger_hw.testing.cases import CASES, DIFFERENTIABLE, model_cases
+from liger_lab import cli
+from liger_lab.bench import charts, formatting, measure, operations, peers, snapshots, training
+from liger_lab.bench.run_file import environment
+from liger_lab.cases import CASES, DIFFERENTIABLE, model_cases
 
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package)
@@ -250,7 +250,7 @@ def test_absent_peers(monkeypatch):
 
 
 def test_no_peer_is_imported():
-    code = "import sys, liger_hw.bench.peers; print({'liger_kernel', 'quack', 'cut_cross_entropy'} & set(sys.modules))"
+    code = "import sys, liger_lab.bench.peers; print({'liger_kernel', 'quack', 'cut_cross_entropy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
@@ -532,8 +532,7 @@ def test_pictures_are_pictures():
 
 
 def test_the_page_of_ops_is_written_from_results(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
-    import readme
+    from liger_lab.tools import readme
 
     records = [made(m, provider=p, shape="16384x4096", mode="full", share=0.5, bytes=9, flops=9) for m, p in
                ((0.2, "liger_hw"), (0.3, "quack"), (0.4, "liger"))]  # fmt: skip
@@ -558,8 +557,7 @@ def test_the_page_of_ops_is_written_from_results(monkeypatch, tmp_path):
 
 
 def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
-    import readme
+    from liger_lab.tools import readme
 
     about = {"device": {"name": "a GPU", "vendor": "nvidia", "arch": "sm90", "clock": "events"}}
     asked = {"model": "llama-1b", "batch": 8, "checkpointing": False, "dtype": "bfloat16"}
@@ -583,8 +581,7 @@ def test_the_readme_is_written_from_results(monkeypatch, tmp_path):
 
 
 def test_the_page_of_models_is_written_from_results(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
-    import readme
+    from liger_lab.tools import readme
 
     def run(provider, tokens, memory, model="llama-1b"):
         asked = {"model": model, "batch": 4, "seq": 2048, "checkpointing": False, "provider": provider}

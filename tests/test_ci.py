@@ -16,28 +16,26 @@ import pytest
 import torch
 
 import liger_hw
-from liger_hw import backends, cli
+from liger_hw import backends
 from liger_hw.backends import amd, intel, nvidia
+from liger_lab import cli
+from liger_lab.tools import mutants, transformers_versions
 
 ROOT = Path(__file__).parent.parent
 VENDORS = tuple(backends.VENDORS)
 STEPS = ["device", "info", "tests", "ranks", "bench", "doctor", "tables", "matrix"]
 
 pytestmark = pytest.mark.skipif(
-    not (ROOT / "ci").is_dir() or shutil.which("bash") is None, reason="no scripts or no bash"
+    not (ROOT / "lab" / "gpu").is_dir() or shutil.which("bash") is None, reason="no scripts or no bash"
 )
 
 
-def test_every_version_of_transformers_is_tested(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    versions = importlib.import_module("transformers_versions").VERSIONS
+def test_every_version_of_transformers_is_tested():
     (matrix,) = re.findall(r"version: (\[.*])", (ROOT / ".github/workflows/cpu.yml").read_text())
-    assert json.loads(matrix) == list(versions)
+    assert json.loads(matrix) == list(transformers_versions.VERSIONS)
 
 
-def test_mutants_are_of_the_present_source(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    mutants = importlib.import_module("mutants")
+def test_mutants_are_of_the_present_source():
     gone = [
         f"{name}: {description}"
         for name, pieces in mutants.MUTANTS.items()
@@ -52,7 +50,7 @@ def script(vendor, *arguments, **variables):
         name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "NO_INSTALL", "REPORT")
     }
     environment |= {"ONEAPI": "/nowhere", **variables}
-    command = ["bash", ROOT / "ci" / f"{vendor}.sh", *arguments]
+    command = ["bash", ROOT / "lab" / "gpu" / f"{vendor}.sh", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -70,14 +68,14 @@ def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, 
     assert steps["install"][:3] == ["make", "setup", f"ACCELERATOR={vendor}"]
     for name, (python, *command) in list(steps.items())[1:]:
         assert python == ".venv/bin/python"
-        if command[0] == "-m" and command[1] == "liger_hw.cli":
+        if command[0] == "-m" and command[1] == "liger_hw":
             assert cli._parse(command[2:]).command == command[2]
         elif command[0] == "-m":
             assert command[1] == "pytest"
             for option in (word for word in command if word.startswith("--") and word != "--dist"):
                 pytestconfig.getoption(option)  # a ValueError if there is none
         else:
-            assert command == ["ci/device.py", vendor] and (ROOT / command[0]).exists(), name
+            assert command == ["lab/gpu/device.py", vendor] and (ROOT / command[0]).exists(), name
     assert {"--needs-device", "--evidence"} <= set(steps["tests"])
     kept = [word for name in ("tests", "doctor", "bench") for word in steps[name] if word.startswith(str(tmp_path))]
     read = [word for word in steps["matrix"][:-1] if word.startswith(str(tmp_path))]
@@ -119,23 +117,24 @@ def test_a_run_in_which_all_passes(vendor, tmp_path):
     done = script(vendor, **stub(tmp_path), LIGER_HW_BACKEND="reference", TRITON_INTERPRET="1")
     assert done.returncode == 0 and "all passed" in done.stdout, done.stdout + done.stderr
     lines = asked(tmp_path)
-    assert [line for line in lines if "import xdist" not in line][0] == f"ci/device.py {vendor}" and len(lines) == 10
+    assert next(line for line in lines if "import xdist" not in line) == f"lab/gpu/device.py {vendor}"
+    assert len(lines) == 10
     assert "-n auto --dist loadgroup" in " ".join(lines)
     kept = {file.stem for file in (tmp_path / "report").glob("*.txt")}
     assert kept == set(STEPS) and "output of" in (tmp_path / "report" / "tests.txt").read_text()
 
 
 def test_a_failed_step_is_reported_and_the_next_ones_run(tmp_path):
-    done = script("amd", **stub(tmp_path, "-m pytest", "cli bench"))
+    done = script("amd", **stub(tmp_path, "-m pytest", "liger_hw bench"))
     assert done.returncode == 1 and "=== failed: tests ranks bench" in done.stdout
-    assert asked(tmp_path)[-1].startswith("-m liger_hw.cli matrix")
+    assert asked(tmp_path)[-1].startswith("-m liger_hw matrix")
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_runner_without_its_device_stops(vendor, tmp_path):
-    done = script(vendor, **stub(tmp_path, "ci/device.py"))
+    done = script(vendor, **stub(tmp_path, "lab/gpu/device.py"))
     assert done.returncode == 1 and "=== stopped: device failed" in done.stderr
-    assert asked(tmp_path) == [f"ci/device.py {vendor}"]
+    assert asked(tmp_path) == [f"lab/gpu/device.py {vendor}"]
 
 
 def test_without_xdist_the_tests_run_in_one_process(tmp_path):
@@ -159,7 +158,7 @@ def test_unknown_arguments_are_refused(tmp_path):
 def test_the_scripts_are_clean():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    subprocess.run(["shellcheck", "-x", *map(str, (ROOT / "ci").glob("*.sh"))], cwd=ROOT, check=True)
+    subprocess.run(["shellcheck", "-x", *map(str, (ROOT / "lab" / "gpu").glob("*.sh"))], cwd=ROOT, check=True)
 
 
 # the device ----------------------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ def test_the_scripts_are_clean():
 
 @pytest.fixture
 def check_device():
-    spec = importlib.util.spec_from_file_location("ci_device", ROOT / "ci" / "device.py")
+    spec = importlib.util.spec_from_file_location("ci_device", ROOT / "lab" / "gpu" / "device.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.main
@@ -212,7 +211,7 @@ def test_a_vendors_workflow(vendor, image, device):
     (job,) = workflow(vendor)["jobs"].values()
     assert {"self-hosted", vendor} <= set(job["runs-on"])
     assert job["container"]["image"].startswith(image) and device in job["container"]["options"]
-    assert f"ci/{vendor}.sh" in [step.get("run") for step in job["steps"]]
+    assert f"lab/gpu/{vendor}.sh" in [step.get("run") for step in job["steps"]]
     upload = job["steps"][-1]
     assert upload["if"] == "always()" and upload["with"]["path"] == "report"
 
@@ -224,8 +223,8 @@ def test_the_workflow_of_cpus():
     for job in jobs.values():
         for step in job["steps"]:
             words = shlex.split(step.get("run", "").partition(" > ")[0])
-            if "liger_hw.cli" in words:
-                assert cli._parse(words[words.index("liger_hw.cli") + 1 :])
+            if "liger_hw" in words:
+                assert cli._parse(words[words.index("liger_hw") + 1 :])
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):
@@ -240,7 +239,7 @@ def test_the_workflow_interprets_for_every_architecture(tmp_path):
     python = tmp_path / ".venv/bin/python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GITHUB_OUTPUT": str(tmp_path / "output")}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/lab", "GITHUB_OUTPUT": str(tmp_path / "output")}
     for step in (command, output):
         subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, check=True)
     name, _, names = (tmp_path / "output").read_text().partition("=")

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import backends, cli, console, dispatch, tuning, use_backend
+from liger_hw import backends, console, dispatch, tuning, use_backend
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import nvidia
-from liger_hw.cli import common
 from liger_hw.kernels import load_all
-from liger_hw.testing.cases import CASES, model_cases, step
+from liger_lab import cli
+from liger_lab.cases import CASES, model_cases, step
+from liger_lab.cli import common
 
 load_all()
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
@@ -107,15 +108,11 @@ def test_info_says_which_entries_of_tables_are_of_other_code_or_another_triton(o
 @needs_triton
 def test_the_command_and_the_variable(tmp_path):
     environment = os.environ | {"LIGER_HW_BACKEND": "amd:gfx1100", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "liger_hw.cli", "info", "--json"], env=environment, capture_output=True
-    )
+    done = subprocess.run([sys.executable, "-m", "liger_hw", "info", "--json"], env=environment, capture_output=True)
     found = json.loads(done.stdout)
     assert found["forced"] == "amd:gfx1100" and found["interpreter"] is True
     environment["LIGER_HW_BACKEND"] = "gfx1100"
-    done = subprocess.run(
-        [sys.executable, "-m", "liger_hw.cli", "info"], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "liger_hw", "info"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "unknown backend 'gfx1100'" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -217,7 +214,7 @@ def demo():
         pytest.importorskip(package)
     if interpreting():
         pytest.skip("the same on a CPU with and without the interpreter, so it runs without")
-    from liger_hw.bench import demo
+    from liger_lab.bench import demo
 
     return demo
 
@@ -301,11 +298,11 @@ def test_numbers_are_positive(number, capsys):
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(console, "find_spec", lambda name: None if name == "tokenizers" else object())
     assert cli.main(["demo"]) == 2
-    assert "tokenizers" in (error := capsys.readouterr().err) and "pip install 'liger_hw[bench]'" in error
+    assert "tokenizers" in (error := capsys.readouterr().err) and "pip install 'liger_hw[lab]'" in error
 
 
 def test_peak_memory_is_the_allocators():
-    from liger_hw.bench.memory import peak
+    from liger_lab.bench.memory import peak
 
     def function():
         x = torch.ones(2**20)  # 4 MiB
@@ -325,9 +322,7 @@ def test_python_m_liger_hw_is_the_command():
 
 def test_info_imports_no_compiler():
     """On a CPU. Where kernels launch, it runs ops on meta tensors, for which torch itself imports its compiler."""
-    code = (
-        "import sys; from liger_hw import cli; assert not cli.main(['info']); assert 'torch._dynamo' not in sys.modules"
-    )
+    code = "import sys\nfrom liger_lab import cli\nassert not cli.main(['info']) and 'torch._dynamo' not in sys.modules"
     environment = os.environ | {"LIGER_HW_BACKEND": "", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -341,7 +336,7 @@ def test_a_reader_that_has_enough_ends_it_quietly():
     assert "BrokenPipe" not in process.stderr.read() and process.wait() == 0
 
 
-EVIDENCE = Path(__file__).parent.parent / "benchmarks" / "evidence" / "interpreted.json"
+EVIDENCE = Path(__file__).parent.parent / "lab/results" / "evidence" / "interpreted.json"
 
 
 def test_the_reader_of_a_help_may_have_enough_too():

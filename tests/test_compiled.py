@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
-from liger_hw.proof import assembly, compile_cache, compiled, crosscompile, resources
-from liger_hw.proof.assembly import Access
-from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
+from liger_lab.levels import assembly, compile_cache, compiled, crosscompile, resources
+from liger_lab.levels.assembly import Access
+from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
 
 GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, 1, {16: 2}),))
 
@@ -128,8 +128,8 @@ PTX = """
 	.file	2 "/x/liger_hw/kernels/vocabulary/cross_entropy/kernels.py"
 """
 AMD = """
-	.file	1 "/x/liger_hw/kernels" "rms_norm.py"
-	.file	2 "/x/liger_hw/kernels/cross_entropy" "kernels.py"
+	.file	1 "/x/liger_hw/kernels/norms" "rms_norm.py"
+	.file	2 "/x/liger_hw/kernels/vocabulary/cross_entropy" "kernels.py"
 	.loc	1 12 9
 	global_load_dword v1, v0, s[2:3]
 	.loc	2 40 13 is_stmt 0

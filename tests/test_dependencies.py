@@ -5,12 +5,10 @@ import pathlib
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent / "liger_hw"
-FLOORS = [  # from the top: a room may import itself and what stands below it, so not its neighbours either
+CHECKOUT = pathlib.Path(__file__).parent.parent
+PRODUCT, LAB = CHECKOUT / "liger_hw", CHECKOUT / "lab" / "liger_lab"
+PRODUCT_FLOORS = [  # from the top: a room may import itself and what stands below it, so not its neighbours either
     {"__main__"},
-    {"cli"},
-    {"proof"},
-    {"bench"},
     {"run"},
     {"integrations"},
     {"stand_in"},
@@ -30,8 +28,20 @@ FLOORS = [  # from the top: a room may import itself and what stands below it, s
     {"backends"},
     {"_triton", "_torch", "_lazy", "console", "hooks", "spelling"},
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-FILES = sorted(ROOT.rglob("*.py"))
+LAB_FLOORS = [  # each may import the whole product
+    {"tools"},
+    {"cli"},
+    {"levels"},
+    {"bench"},
+    {"cases", "contribution"},
+    {"models"},
+]
+FLOORS = {
+    wing: {room: number for number, rooms in enumerate(floors) for room in rooms}
+    for wing, floors in ((PRODUCT, PRODUCT_FLOORS), (LAB, LAB_FLOORS))
+}
+FILES = sorted((*PRODUCT.rglob("*.py"), *LAB.rglob("*.py")))
+COMMAND = PRODUCT / "__main__.py"  # it starts the laboratory's command
 DERIVE_FROM_TRANSFORMERS = {  # are classes of it, and are imported when they are asked for
     "integrations/trainer_callback.py", "transformers/auto_model.py", "patching/output_classes.py",
 }  # fmt: skip
@@ -49,32 +59,46 @@ def imports(path, everywhere):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def wing_of(path):
+    return PRODUCT if path.is_relative_to(PRODUCT) else LAB
+
+
 def room(path):
-    return path.relative_to(ROOT).with_suffix("").parts[0]
+    return path.relative_to(wing_of(path)).with_suffix("").parts[0]
 
 
-def test_every_room_has_a_floor():
-    """FLOORS names every file and folder of the package."""
-    rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms == {"__init__", *FLOOR}
+def name_of(path):
+    return str(path.relative_to(wing_of(path).parent))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("wing", FLOORS, ids=lambda wing: wing.name)
+def test_every_room_has_a_floor(wing):
+    """The floors name every file and folder of the package."""
+    rooms = {path.stem for path in wing.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms == {"__init__", *FLOORS[wing]}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_down(path):
-    if path == ROOT / "__init__.py":
+    wing = wing_of(path)
+    if path == PRODUCT / "__init__.py":
         assert list(imports(path, True)) == ["liger_hw._lazy.lazy_names"]
         return
     for name in imports(path, everywhere=True):
         first, _, rest = name.partition(".")
         target = rest.split(".")[0]
-        if first == "liger_hw" and target in FLOOR:
-            lower = FLOOR[target] > FLOOR[room(path)]
+        if first == wing.name and target in FLOORS[wing]:
+            lower = FLOORS[wing][target] > FLOORS[wing][room(path)]
             assert lower or target == room(path), f"{path} imports {name}, which is not below it"
+        if first == LAB.name:
+            assert wing == LAB or path == COMMAND, f"{path} imports {name}: the product never imports the laboratory"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_optional_packages_are_imported_late(path):
     assert not any(name.startswith("unittest") for name in imports(path, everywhere=True)), "mocks are for tests"
+    if room(path) == "tools" and wing_of(path) == LAB:  # programs, which nothing imports
+        return
     early = {name.split(".")[0] for name in imports(path, everywhere=False)}
-    allowed = {"transformers"} if path.relative_to(ROOT).as_posix() in DERIVE_FROM_TRANSFORMERS else set()
+    allowed = {"transformers"} if name_of(path).removeprefix("liger_hw/") in DERIVE_FROM_TRANSFORMERS else set()
     assert not (early & {"transformers", "tokenizers", "matplotlib", "rich", "triton"}) - allowed

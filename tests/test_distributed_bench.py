@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from liger_hw import cli
 from liger_hw._triton import interpreting
-from liger_hw.bench import distributed, sharded, training
+from liger_lab import cli
+from liger_lab.bench import distributed, sharded, training
 
 for package in ("matplotlib", "rich", "transformers"):
     pytest.importorskip(package)
@@ -220,9 +220,9 @@ def test_plan(monkeypatch):
     assert providers(["eager"], gpus=[4, 1]) == [("eager", 1), ("liger_hw", 1), ("eager", 4), ("liger_hw", 4)]
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    monkeypatch.setattr("liger_hw.bench.training.find_spec", lambda name: object())
+    monkeypatch.setattr("liger_lab.bench.training.find_spec", lambda name: object())
     assert providers([], gpu) == [("eager", 3), ("liger", 3), ("liger_hw", 3)]
-    monkeypatch.setattr("liger_hw.bench.training.find_spec", lambda name: None)
+    monkeypatch.setattr("liger_lab.bench.training.find_spec", lambda name: None)
     assert providers([], gpu) == [("eager", 3), ("liger_hw", 3)]
     with pytest.raises(ValueError, match="--gpus: got 4, allowed: at most 3"):
         providers([], gpu, [4])

@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch, tuning
+from liger_hw import backends, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
-from liger_hw.cli import common
-from liger_hw.proof import doctor, evidence
 from liger_hw.testing.case import Case
-from liger_hw.testing.cases import small_cases
-from liger_hw.tuning import Config, contribution
+from liger_hw.tuning import Config
+from liger_lab import cli, contribution
+from liger_lab.cases import small_cases
+from liger_lab.cli import common
+from liger_lab.levels import doctor, evidence
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="starts the interpreter by itself")
 H200 = nvidia.ARCHS["sm90"]
@@ -98,19 +99,19 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
             return 1e-3
 
     monkeypatch.setattr(doctor, "_each", each)
-    monkeypatch.setattr("liger_hw.bench.operations.clean", lambda device: None)  # its import takes the real Clock
-    monkeypatch.setattr("liger_hw.bench.measure.Clock", Clock)
+    monkeypatch.setattr("liger_lab.bench.operations.clean", lambda device: None)  # its import takes the real Clock
+    monkeypatch.setattr("liger_lab.bench.measure.Clock", Clock)
     case = Case("64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2, op="swiglu")
     monkeypatch.setattr(doctor, "model_cases", lambda ops: [case])
     monkeypatch.setattr(common, "here", lambda: GPU)
-    monkeypatch.setattr("liger_hw.cli.info.gather", lambda: {})
+    monkeypatch.setattr("liger_lab.cli.info.gather", lambda: {})
     return sum(dispatch.OPS["swiglu"].cost_of(*case.make("meta", torch.bfloat16))[:2])
 
 
 @pytest.mark.parametrize("device", [H200, amd.ARCHS["gfx942"], intel.ARCHS["bmg"]], ids=lambda d: d.arch)
 def test_a_gpu_that_is_as_expected(device, monkeypatch, tmp_path, capsys):
     moved = a_gpu(monkeypatch, device, 0.9 * device.bandwidth * 1e9, 0)
-    monkeypatch.setattr("liger_hw.bench.measure.Clock.seconds", lambda self, f: moved / (0.8 * device.bandwidth * 1e9))
+    monkeypatch.setattr("liger_lab.bench.measure.Clock.seconds", lambda self, f: moved / (0.8 * device.bandwidth * 1e9))
     assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0
     shown, found = capsys.readouterr().out, report(tmp_path)
     assert all(check["as_expected"] for check in found["checks"]) and len(found["checks"]) == 8
@@ -123,7 +124,7 @@ def test_a_gpu_that_is_as_expected(device, monkeypatch, tmp_path, capsys):
 def test_a_gpu_that_is_not_as_expected(monkeypatch, tmp_path, capsys):
     odd = H200.with_facts(arch="sm91", shared_memory=64 * 1024)
     moved = a_gpu(monkeypatch, odd, 1e12, 0, 16)
-    monkeypatch.setattr("liger_hw.bench.measure.Clock.seconds", lambda self, f: 10 * moved / 1e12)
+    monkeypatch.setattr("liger_lab.bench.measure.Clock.seconds", lambda self, f: 10 * moved / 1e12)
     assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0  # slow, spilling, unknown; but right
     shown = capsys.readouterr().out
     wrong = [check["what"] for check in report(tmp_path)["checks"] if not check["as_expected"]]
@@ -139,7 +140,7 @@ def test_cards_of_one_architecture_have_their_own_rates(name, sheet, monkeypatch
     card = H200.with_facts(name=name)
     moved = a_gpu(monkeypatch, card, 0.85 * (sheet or 1000) * 1e9, 2)
     seconds = moved / (0.8 * (sheet or 1000) * 1e9)
-    monkeypatch.setattr("liger_hw.bench.measure.Clock.seconds", lambda self, f: seconds)
+    monkeypatch.setattr("liger_lab.bench.measure.Clock.seconds", lambda self, f: seconds)
     assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0
     checks = {check["what"]: check for check in report(tmp_path)["checks"]}
     assert "DIFFERS" not in capsys.readouterr().out and ("copy rate" in checks) == bool(sheet)
@@ -164,7 +165,7 @@ def test_interrupted_it_leaves_nothing(tmp_path):
 
     A shell's background jobs, of which this run may be one, ignore Ctrl-C, and so would it.
     """
-    command = [sys.executable, "-u", "-m", "liger_hw.cli", "doctor", "swiglu", "rope", "--report", str(tmp_path)]
+    command = [sys.executable, "-u", "-m", "liger_hw", "doctor", "swiglu", "rope", "--report", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True, cwd=Path(__file__).parent.parent,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip

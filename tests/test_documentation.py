@@ -24,9 +24,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 def documentation():
     pytest.importorskip("mkdocs")
     pytest.importorskip("latex2mathml")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "tools")
-        return importlib.import_module("documentation")
+    return importlib.import_module("liger_lab.tools.documentation")
 
 
 @pytest.fixture
@@ -41,11 +39,11 @@ def moved(documentation, text, place, *places):
 
 
 def test_links_between_the_repository_and_the_site(documentation):
-    text = "[a](../CONTRIBUTING.md#an-op) [b](speed.md) [c](https://example.org/x) [d](../tools/models.py)"
+    text = "[a](../CONTRIBUTING.md#an-op) [b](speed.md) [c](https://example.org/x) [d](../lab/pyproject.toml)"
     assert moved(documentation, text, "models.md", "project/contributing.md", "speed.md") == (
-        "[a](project/contributing.md#an-op) [b](speed.md) [c](https://example.org/x) d (`tools/models.py`)"
+        "[a](project/contributing.md#an-op) [b](speed.md) [c](https://example.org/x) d (`lab/pyproject.toml`)"
     )
-    text = "[a](docs/hardware.md) ![p](../benchmarks/h200-times.png) [e](../README.md)"
+    text = "[a](docs/hardware.md) ![p](../lab/results/h200-times.png) [e](../README.md)"
     assert moved(documentation, text.replace("../", ""), "project/contributing.md", "hardware.md", "index.md",
                  "pictures/h200-times.png") == (
         "[a](../hardware.md) ![p](../pictures/h200-times.png) [e](../index.md)"
@@ -191,7 +189,7 @@ def test_every_op_is_at_a_glance_and_has_a_formula():
 
 
 def test_commands_in_the_documentation_exist():
-    from liger_hw import cli
+    from liger_lab import cli
 
     for file in [*PAGES, ROOT / "README.md"]:
         for words in re.findall(r"^    liger-hw ([^#\n]*?)(?:  .*|#.*)?$", file.read_text(), re.MULTILINE):

@@ -11,18 +11,18 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("tinygrad")
 pytest.importorskip("elftools")
-from liger_hw import cli  # noqa: E402
 from liger_hw._triton import interpreting  # noqa: E402
 from liger_hw.dispatch import OPS  # noqa: E402
 from liger_hw.kernels import load_all  # noqa: E402
-from liger_hw.proof import compile_cache, emulated, evidence  # noqa: E402
-from liger_hw.proof.crosscompile import DEVICES  # noqa: E402
-from liger_hw.proof.emulation import Fault, Unknown, arithmetic, executed_on, facts, launches  # noqa: E402
-from liger_hw.proof.emulation.instructions import Decoder, Instruction, dpp_lanes  # noqa: E402
-from liger_hw.proof.emulation.machine import EXEC, SCALARS, Arena, Lds, Waves  # noqa: E402
-from liger_hw.proof.emulation.pseudocode import translate  # noqa: E402
 from liger_hw.testing import parity  # noqa: E402
-from liger_hw.testing.cases import training_cases  # noqa: E402
+from liger_lab import cli  # noqa: E402
+from liger_lab.cases import training_cases  # noqa: E402
+from liger_lab.levels import compile_cache, emulated, evidence  # noqa: E402
+from liger_lab.levels.crosscompile import DEVICES  # noqa: E402
+from liger_lab.levels.emulation import Fault, Unknown, arithmetic, executed_on, facts, launches  # noqa: E402
+from liger_lab.levels.emulation.instructions import Decoder, Instruction, dpp_lanes  # noqa: E402
+from liger_lab.levels.emulation.machine import EXEC, SCALARS, Arena, Lds, Waves  # noqa: E402
+from liger_lab.levels.emulation.pseudocode import translate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="compiles kernels, which the interpreter replaces")
 

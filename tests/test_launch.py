@@ -16,9 +16,9 @@ from liger_hw import backends, launch
 from liger_hw._triton import AVAILABLE, interpreting, tl, triton
 from liger_hw.backends import VENDORS
 from liger_hw.hooks import hooks
-from liger_hw.proof import evidence
 from liger_hw.shortcut import shortcut
 from liger_hw.tuning import Config
+from liger_lab.levels import evidence
 
 NO_SCRATCH = {"global_scratch_size": 0, "profile_scratch_size": 0}
 
@@ -314,7 +314,7 @@ def test_tensors_of_another_device_than_the_current_one(gpu, monkeypatch):
 
 def test_only_executed_vendors_bypass_tritons_launcher():
     """A vendor's constant may be set once its kernels ran on its hardware."""
-    _, cells = evidence.read([Path(__file__).parent.parent / "benchmarks" / "evidence"])
+    _, cells = evidence.read([Path(__file__).parent.parent / "lab/results" / "evidence"])
     executed = {cell.backend.partition(":")[0] for cell in cells if cell.level == evidence.EXECUTED and cell.passed}
     assert {name for name, vendor in VENDORS.items() if vendor.LAUNCHER_SHORTCUT} <= executed
 

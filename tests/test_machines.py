@@ -7,7 +7,7 @@ import pytest
 from liger_hw import tuning
 from liger_hw.backends import amd, nvidia
 from liger_hw.kernels import load_all
-from liger_hw.proof.crosscompile import DEVICES
+from liger_lab.levels.crosscompile import DEVICES
 
 load_all()
 CDNA = [arch for arch, device in amd.ARCHS.items() if device.warp_size == 64]

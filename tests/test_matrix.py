@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import re
@@ -10,13 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_hw import backends, cli, dispatch
+from liger_hw import backends, dispatch
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
 from liger_hw.hooks import hooks
-from liger_hw.proof import evidence, page
-from liger_hw.proof.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
 from liger_hw.testing import parity
+from liger_lab import cli
+from liger_lab.levels import evidence, page
+from liger_lab.levels.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
+from liger_lab.tools import hardware
 
 HERE = Path(__file__).parent
 RUN = {"r": {"level": INTERPRETED, "date": "2026-01-02 03:04", "commit": "abc", "versions": {"torch": "2.11.0"}}}
@@ -64,7 +65,7 @@ def test_other_files_than_evidence_are_refused(text, tmp_path, capsys):
 
 
 def test_a_benchmark_is_evidence_of_its_times():
-    (file,) = (HERE.parent / "benchmarks").glob("h200.json")
+    (file,) = (HERE.parent / "lab/results").glob("h200.json")
     runs, cells = evidence.read([file])
     assert {facts["level"] for facts in runs.values()} == {MEASURED}
     cell = evidence.total(cells)["rms_norm", "nvidia:sm90", "bf16", MEASURED]
@@ -133,37 +134,27 @@ def test_the_summary_joins_gpus_with_equal_evidence():
     ]
 
 
-@pytest.fixture
-def hardware():
-    if not (HERE.parent / "tools").is_dir():
-        pytest.skip("no tools here")
-    spec = importlib.util.spec_from_file_location("hardware", HERE.parent / "tools" / "hardware.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_documents_match_the_evidence():
+    assert hardware.main(["--check"]) == 0, "python -m liger_lab.tools.hardware"
 
 
-def test_the_documents_match_the_evidence(hardware):
-    assert hardware.main(["--check"]) == 0, "python tools/hardware.py"
-
-
-def test_the_table_of_a_vendor_whose_name_has_two_words(hardware, monkeypatch):
+def test_the_table_of_a_vendor_whose_name_has_two_words(monkeypatch):
     monkeypatch.setattr(hardware.VENDORS["intel"], "NAME", "Two Words")
     texts = hardware.tables({}, [Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")])
     assert "| Two Words bmg |" in texts["intel"]
 
 
-def test_the_tables_of_the_documents(hardware, monkeypatch, tmp_path, capsys):
+def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     page_file, readme = tmp_path / "docs" / "hardware.md", tmp_path / "README.md"
     page_file.write_text((HERE.parent / "docs" / "hardware.md").read_text())
     compiled_file = tmp_path / "docs" / "compiled.md"
-    compiled_file.write_text("<!-- proven waves: begin, by tools/hardware.py -->\n<!-- proven: end -->\n")
+    compiled_file.write_text("<!-- proven waves: begin, by liger_lab.tools.hardware -->\n<!-- proven: end -->\n")
     facts = {"arch": "gfx942", "op": "rope", "case": "c", "kernel": "rope_rotate", "warps": 2, "programs": 2,
              "elements": 8192, "per element": 43.3, "widths": {"16": 0.75, "2": 0.25}, "lds": 0.0, "banks": None,
              "wait": 113, "registers": 81, "occupancy": 0.62}  # fmt: skip
     readme.write_text(
-        "before\n<!-- proven summary: begin, by tools/hardware.py -->\nold\n<!-- proven: end -->\nafter\n"
+        "before\n<!-- proven summary: begin, by liger_lab.tools.hardware -->\nold\n<!-- proven: end -->\nafter\n"
     )
     cell = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
     runs = RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}
@@ -267,7 +258,10 @@ def test_twice(rows, dtype, backend, device):
 def test_a_worker_passes_its_counts_on(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_twice.py").write_text(TESTS)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "lab"))),
+    }
     environment |= {"LIGER_HW_BACKEND": "", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "--archs", "all", "--evidence", "e.json"]
     done = subprocess.run([*command, "test_twice.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)

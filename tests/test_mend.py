@@ -6,9 +6,9 @@ import os
 import pytest
 
 from liger_hw import tuning
-from liger_hw.proof import compiled, mend
-from liger_hw.proof.assembly import Access
-from liger_hw.proof.crosscompile import Resources
+from liger_lab.levels import compiled, mend
+from liger_lab.levels.assembly import Access
+from liger_lab.levels.crosscompile import Resources
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

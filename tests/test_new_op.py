@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from liger_hw._triton import AVAILABLE, interpreting
-from liger_hw.proof import evidence
-from liger_hw.proof.evidence import COMPILED, INTERPRETED
+from liger_lab.levels import evidence
+from liger_lab.levels.evidence import COMPILED, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="starts the interpreter by itself")
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ OP = "sigmoid_gate"
 def checkout(tmp_path_factory):
     """Copy package and tests, and add the blocks of CONTRIBUTING.md's example."""
     folder = tmp_path_factory.mktemp("checkout")
-    for part in ("liger_hw", "tests"):
+    for part in ("liger_hw", "lab/liger_lab", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     text = (ROOT / "CONTRIBUTING.md").read_text()
@@ -39,7 +39,11 @@ def checkout(tmp_path_factory):
 
 def run(checkout, *command, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "LIGER_HW_BACKEND"}
-    environment |= {"PYTHONPATH": str(checkout), "LIGER_HW_CACHE_DIR": str(checkout / "cache"), "PYTEST_ADDOPTS": ""}
+    environment |= {
+        "PYTHONPATH": f"{checkout}:{checkout}/lab",
+        "LIGER_HW_CACHE_DIR": str(checkout / "cache"),
+        "PYTEST_ADDOPTS": "",
+    }
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=checkout, env=environment | variables, capture_output=True, text=True
     )
@@ -49,7 +53,7 @@ def run(checkout, *command, **variables):
 
 def test_its_code_is_clean(checkout):
     pytest.importorskip("ruff")
-    files = [f"liger_hw/kernels/attention/{OP}.py", f"liger_hw/testing/cases/{OP}.py", f"tests/kernels/test_{OP}.py"]
+    files = [f"liger_hw/kernels/attention/{OP}.py", f"lab/liger_lab/cases/{OP}.py", f"tests/kernels/test_{OP}.py"]
     run(checkout, "ruff", "check", *files)
     run(checkout, "ruff", "format", "--check", *files)
 
@@ -64,13 +68,13 @@ def test_its_parity_and_all_that_tests_hold_every_op_to(checkout):
     found = {(cell.op, cell.backend, cell.dtype, cell.level, cell.passed, cell.failed) for cell in cells}
     assert found == {(OP, backend, dtype, INTERPRETED, 6, 0) for backend in ("nvidia:sm90", "amd:gfx942", "intel:pvc")
                      for dtype in ("fp32", "bf16", "fp16")}  # fmt: skip
-    shown = run(checkout, "liger_hw.cli", "matrix", "interpreted.json")
+    shown = run(checkout, "liger_hw", "matrix", "interpreted.json")
     assert "1 of 1 ops, 18 cases, fp32 bf16 fp16" in shown
 
 
 def test_it_is_compiled(checkout):
     report = checkout / "compiled"
-    command = "liger_hw.cli", "matrix", "--compile", "--archs", "sm90", "--ops", OP, "--report", str(report)
+    command = "liger_hw", "matrix", "--compile", "--archs", "sm90", "--ops", OP, "--report", str(report)
     assert re.search(rf"^{OP} +\d+$", run(checkout, *command), re.M)
     cells = evidence.read([report / "compiled.json"])[1]
     assert {(cell.op, cell.backend, cell.level, cell.failed) for cell in cells} == {(OP, "nvidia:sm90", COMPILED, 0)}
@@ -79,7 +83,7 @@ def test_it_is_compiled(checkout):
 
 
 def test_info_shows_its_launches(checkout):
-    shown = run(checkout, "liger_hw.cli", "info", "--json", LIGER_HW_BACKEND="nvidia:sm90", TRITON_INTERPRET="1")
+    shown = run(checkout, "liger_hw", "info", "--json", LIGER_HW_BACKEND="nvidia:sm90", TRITON_INTERPRET="1")
     (device,) = json.loads(shown)["devices"]
     assert device["ops"][OP] == {"implementation": "triton"}
     assert {c["key"] for c in device["configurations"] if c["op"] == OP} == {f"{OP}_forward(2)", f"{OP}_backward(2)"}
@@ -94,7 +98,7 @@ def test_the_op_of_a_program(tmp_path):
         "learned": learned, "wrong_sum": learned.replace("tl.sum(x * x * dy)", "tl.sum(x * dy)"),
         "columns": columns, "wrong_parts": columns.replace("tl.sum(x * x * dy, 0)", "tl.sum(x * dy, 0)"),
     }  # fmt: skip
-    environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "", "PYTHONPATH": f"{ROOT}:{ROOT}/lab"}
     results = {}
     for name, text in programs.items():
         (tmp_path / f"{name}.py").write_text(text)

@@ -16,11 +16,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture
-def package(monkeypatch):
+def package():
     if not (ROOT / ".git").exists():
-        pytest.skip("tools/package.py lists files by git, and this is no checkout")
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    return importlib.import_module("package")
+        pytest.skip("lab/liger_lab/tools/package.py lists files by git, and this is no checkout")
+    return importlib.import_module("liger_lab.tools.package")
 
 
 def test_the_newest_entry_of_the_changelog_is_this_version():
@@ -45,7 +44,7 @@ def test_files_of_an_archive(package):
     release = liger_hw.__version__
     wheel, sdist = package.wheel_files(release), package.sdist_files(release)
     assert "liger_hw/py.typed" in wheel and "liger_hw/tuning/tables/nvidia-sm90.json" in wheel
-    assert not any(name.startswith(("tests/", "tools/", "docs/")) for name in wheel)
+    assert not any(name.startswith(("tests/", "lab/", "docs/")) for name in wheel)
     assert {f"liger_hw-{release}/{name}" for name in ("pyproject.toml", "Makefile", "tests/conftest.py")} <= sdist
     assert package.unexpected("w", wheel, wheel) == []
     lines = package.unexpected("w", wheel - {"liger_hw/py.typed"} | {"liger_hw/left.pyc"}, wheel)
@@ -60,9 +59,9 @@ def test_a_nightly_build_is_older_than_its_release(package):
 
 
 def test_links_of_the_page_on_the_package_index(package):
-    text = "[a](docs/a.md#b) ![p](benchmarks/p.png) [t](#top) [o](https://example.org/x)"
+    text = "[a](docs/a.md#b) ![p](lab/results/p.png) [t](#top) [o](https://example.org/x)"
     assert package.absolute_links(text, "https://example.org/r", "v1") == (
-        "[a](https://example.org/r/blob/v1/docs/a.md#b) ![p](https://example.org/r/raw/v1/benchmarks/p.png) "
+        "[a](https://example.org/r/blob/v1/docs/a.md#b) ![p](https://example.org/r/raw/v1/lab/results/p.png) "
         "[t](#top) [o](https://example.org/x)"
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import cli
-from liger_hw.bench import plan
+from liger_lab import cli
+from liger_lab.bench import plan
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -26,7 +26,7 @@ MEASURED = [
         "models-h200",
         "models-h200-b",
     )
-    for record in plan.against(json.loads((ROOT / "benchmarks" / f"{file}.json").read_text())["results"])
+    for record in plan.against(json.loads((ROOT / "lab/results" / f"{file}.json").read_text())["results"])
 ]
 
 
@@ -65,7 +65,7 @@ def test_every_measured_setting_is_compared():
 
 def test_other_measurements_are_not_compared():
     for file in ("dpo", "grpo", "vocabulary"):
-        results = json.loads((ROOT / f"benchmarks/distributed-2xh200-{file}.json").read_text())["results"]
+        results = json.loads((ROOT / f"lab/results/distributed-2xh200-{file}.json").read_text())["results"]
         assert len(results) >= 3 and plan.against(results) == []
 
 
@@ -78,7 +78,7 @@ def test_what_ran_out_of_memory_is_predicted_not_to_fit():
 @pytest.mark.parametrize("provider", plan.PROVIDERS)
 def test_the_longest_context_is_the_measured_one(provider):
     """The search of `bench train --longest` ends within a sixteenth below the true length."""
-    results = json.loads((ROOT / "benchmarks/longest-h200.json").read_text())["results"]
+    results = json.loads((ROOT / "lab/results/longest-h200.json").read_text())["results"]
     (measured,) = [record["longest"] for record in results if record["provider"] == provider]
     predicted = plan.longest(run("llama-1b", 1, parallel="ddp", provider=provider, checkpointing=False), 139.8 * GIB)
     assert measured <= predicted <= measured * 17 / 16

@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 
 from liger_hw import tuning
-from liger_hw.proof import compiled, ratings
-from liger_hw.proof.assembly import Access
-from liger_hw.proof.crosscompile import DEVICES, Launch, Resources
-from liger_hw.proof.ratings import Rating
+from liger_lab.levels import compiled, ratings
+from liger_lab.levels.assembly import Access
+from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
+from liger_lab.levels.ratings import Rating
 
 PERFECT = Rating(1.0, 1.0, 1.0, 1.0, 1.0, 1)
 
 
 def launched(arch="sm90", warps=8, cols=4096, stages=4, programs=1, kernel="cross_entropy_forward"):
-    module = f"liger_hw.kernels.{'rms_norm' if kernel.startswith('rms') else 'cross_entropy'}.kernels"
+    module = f"liger_hw.kernels.{'norms.rms_norm' if kernel.startswith('rms') else 'vocabulary.cross_entropy'}.kernels"
     meta = {"COLS": cols, "STAGES": stages}
     config = {
         "meta": meta,

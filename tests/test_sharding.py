@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
 from liger_hw.testing import parity
-from liger_hw.testing.cases import CASES, training_cases
+from liger_lab.cases import CASES, training_cases
 
 WITHOUT_A_RULE = {"experts", "grouped_mm"}
 BACKENDS = ["nvidia"] if interpreting() else [None]

@@ -12,9 +12,9 @@ import re
 import pytest
 
 from liger_hw.dispatch import OPS
-from liger_hw.proof import compile_cache, compiled, crosscompile
-from liger_hw.proof.crosscompile import DEVICES
-from liger_hw.testing.cases import CASES, DIFFERENTIABLE
+from liger_lab.cases import CASES, DIFFERENTIABLE
+from liger_lab.levels import compile_cache, compiled, crosscompile
+from liger_lab.levels.crosscompile import DEVICES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

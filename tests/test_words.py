@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = [file for folder in ("liger_hw", "examples", "tools", "ci") for file in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [file for folder in ("liger_hw", "examples", "lab") for file in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 RIDDLES = re.compile(
     r"\b(whatever|whichever|whoever|whence|thereof|somebody|the ones? that|comes? with|came with|hands? on|stands? for|"
@@ -81,12 +81,10 @@ def test_links_and_file_names(file):
         target = (file.parent / path).resolve() if path else file
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-    for name in re.findall(r"`((?:liger_hw|tests|tools|docs|ci|benchmarks|examples)/[\w/.-]*)`", text):
+    for name in re.findall(r"`((?:liger_hw|tests|docs|lab|examples)/[\w/.-]*)`", text):
         example = "sigmoid_gate" in name  # the op that CONTRIBUTING.md adds
         assert example or (ROOT / name).exists(), name
-    files = {
-        path.name for room in ("liger_hw", "tests", "tools", "examples", "ci") for path in (ROOT / room).rglob("*.py")
-    }
+    files = {path.name for room in ("liger_hw", "tests", "examples", "lab") for path in (ROOT / room).rglob("*.py")}
     for name in re.findall(r"`(\w+\.py)`", text):
         assert name in files, name
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from liger_hw import console
-from liger_hw.proof import compile_cache, emulated, workers
-from liger_hw.proof.workers import Died, Workers
+from liger_lab.levels import compile_cache, emulated, workers
+from liger_lab.levels.workers import Died, Workers
 
 
 def work(n):

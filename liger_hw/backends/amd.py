@@ -10,7 +10,7 @@ from liger_hw.backends.device import Architecture, Device
 NAME = "AMD"
 KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies in addition to a Config
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
-# hardware is in benchmarks/evidence.
+# hardware is in lab/results/evidence.
 LAUNCHER_SHORTCUT = False
 
 KiB, MiB = 1024, 1024 * 1024

@@ -13,7 +13,7 @@ GRF_MODES = ("default", "128", "256", "auto")
 SUB_GROUPS = 32
 KNOBS = {"grf_mode": GRF_MODES, "warp_size": (16, 32)}  # options that the tuner varies in addition to a Config
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
-# hardware is in benchmarks/evidence.
+# hardware is in lab/results/evidence.
 LAUNCHER_SHORTCUT = False
 
 KiB, MiB = 1024, 1024 * 1024

@@ -7,7 +7,7 @@ from liger_hw.backends.device import Architecture, Device
 
 NAME = "NVIDIA"
 KNOBS = {}  # compiler options that the tuner varies in addition to a Config
-# Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: benchmarks/evidence.
+# Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: lab/results/evidence.
 LAUNCHER_SHORTCUT = True
 
 KiB, MiB = 1024, 1024 * 1024

@@ -13,8 +13,8 @@ the key of its entry for the numbers 4096 and 2. An entry is valid for the hash 
 another version, the first launch checks that the kernel still fits and spills nothing, and falls back to the heuristic
 with one warning.
 
-`config.py` says what a configuration is, `entries.py` reads tables, `choice.py` makes the choice, `search.py` measures
-and writes, and `contribution.py` checks tables before they are shipped.
+`config.py` says what a configuration is, `entries.py` reads tables, `choice.py` makes the choice, `search.py`
+measures and writes. `liger_lab/contribution.py` checks tables before they are shipped.
 """
 
 from liger_hw.tuning.choice import CONFIGS, Refused, forget, override, tuned, withdraw

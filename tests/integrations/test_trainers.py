@@ -15,7 +15,7 @@ from packaging.version import Version
 from ranks import device
 
 import liger_hw
-from liger_hw.bench import memory
+from liger_lab.bench import memory
 
 for package in ("transformers", "accelerate"):
     if find_spec(package) is None:

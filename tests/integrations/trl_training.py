@@ -18,8 +18,8 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import liger_hw
 from liger_hw import integrations
-from liger_hw.bench import memory
 from liger_hw.patching import swapping
+from liger_lab.bench import memory
 
 mode, folder = sys.argv[1:]
 VOCABULARY = 8192  # whose logits are the largest tensor of a step

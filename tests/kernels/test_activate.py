@@ -7,8 +7,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
 from liger_hw.kernels.mlp.glu_linear import glu_linear
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -10,10 +10,10 @@ from liger_hw.kernels.attention.causal_conv1d import (
     causal_conv1d_backward_config,
     causal_conv1d_forward_config,
 )
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.tuning import Config, override
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

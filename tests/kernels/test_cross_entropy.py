@@ -4,9 +4,9 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw import cross_entropy, cross_entropy_tvd, use_backend
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check
+from liger_lab.cases import small_cases
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -9,9 +9,9 @@ from liger_hw.kernels.vocabulary import chunked_head
 from liger_hw.kernels.vocabulary.chunked_head import MiB, chunk_rows
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 H200 = nvidia.ARCHS["sm90"]

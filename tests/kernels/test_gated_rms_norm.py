@@ -7,9 +7,9 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.gated_rms_norm import GATED_CASTING_MODES, gated_rms_norm, modulated_rms_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [gated_rms_norm, modulated_rms_norm]

@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.glu import geglu, swiglu
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [(swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"})]

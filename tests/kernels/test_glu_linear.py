@@ -8,8 +8,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.glu import geglu, swiglu
 from liger_hw.kernels.mlp.glu_linear import glu_linear
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, run
+from liger_lab.cases import small_cases
 
 F = torch.nn.functional
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

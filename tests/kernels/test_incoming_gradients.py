@@ -1,6 +1,7 @@
 """Every op takes incoming gradients of any size that a loss scale makes: from fp16's least to near its largest.
 
-The losses themselves are in tests/losses/test_loss_scale.py; tools/loss_scale.py writes the errors of both as a table.
+The losses themselves are in tests/losses/test_loss_scale.py; `liger_lab.tools.loss_scale` tabulates
+the errors of both.
 """
 
 import itertools
@@ -12,7 +13,7 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
 from liger_hw.testing import parity
-from liger_hw.testing.cases import DIFFERENTIABLE, small_cases
+from liger_lab.cases import DIFFERENTIABLE, small_cases
 
 CASES_OF_AN_OP = 3
 DTYPES = [torch.float16, torch.bfloat16]

@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check
+from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

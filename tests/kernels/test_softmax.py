@@ -5,9 +5,9 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw.kernels.attention.softmax import softmax, sparsemax
-from liger_hw.testing.cases import small_cases
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.transformers.functional import liger_sparsemax
+from liger_lab.cases import small_cases
 
 OPS = {"softmax": softmax, "sparsemax": sparsemax}
 ops = pytest.mark.parametrize("op", OPS)

@@ -10,9 +10,9 @@ import torch
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
-from liger_hw.bench.loss_cases import OURS, SMALL, TORCH, cases
 from liger_hw.kernels.vocabulary.cross_entropy import formula
 from liger_hw.losses import arguments, distillation, multi_token, offline_distillation, policy, preference
+from liger_lab.bench.loss_cases import OURS, SMALL, TORCH, cases
 
 CASES = {f"{case.op} {case.label}": case for case in cases(sizes=SMALL)}
 DEVICE = "cpu" if interpreting() else (torch.accelerator.current_accelerator() or torch.device("cpu")).type

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from liger_hw._triton import interpreting
-from liger_hw.bench import losses
-from liger_hw.bench.loss_cases import cases
-from liger_hw.cli import main
+from liger_lab.bench import losses
+from liger_lab.bench.loss_cases import cases
+from liger_lab.cli import main
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="times of the interpreter are nobody's")
 
 
 def test_from_the_command_to_the_page(tmp_path, monkeypatch, capsys):
-    from tools import readme
+    from liger_lab.tools import readme
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
     monkeypatch.setattr(losses, "SECONDS", 0.01)

@@ -5,8 +5,8 @@ the forward must not be lost before the scale arrives in the backward. Each loss
 held to float64, with the room that plain torch leaves in that dtype, rows of large and of small gradients apart: a
 class that no label names has gradients a thousandth of the others'.
 
-The kernels run in the interpreter, or at a batch's real size on an accelerator. tools/loss_scale.py writes the largest
-error of each loss as a table; the ops alone are in tests/kernels/test_incoming_gradients.py.
+The kernels run in the interpreter, or at a batch's real size on an accelerator. `liger_lab.tools.loss_scale` tabulates
+the largest error of each loss; the ops alone are in tests/kernels/test_incoming_gradients.py.
 """
 
 import pytest

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from liger_hw._triton import interpreting
-from liger_hw.bench.memory import peak
 from liger_hw.losses.distillation import SOFT_LOSSES, distillation_loss
 from liger_hw.losses.offline_distillation import offline_distillation_loss
 from liger_hw.losses.policy import policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
+from liger_lab.bench.memory import peak
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="the interpreter's own memory counts")
 

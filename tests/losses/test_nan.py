@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_hw.bench.loss_cases import OURS, SMALL, TORCH, cases
+from liger_lab.bench.loss_cases import OURS, SMALL, TORCH, cases
 
 CASES = {f"{case.op} {case.label}": case for case in cases(sizes=SMALL)}
 ZERO_BY_DEFINITION = "VESPO"  # the authors' weight of a sequence is 0 where it is not a number

@@ -1,15 +1,10 @@
 """Mini models trained patched become what they become unpatched; `make converge` trains every family."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import converge  # noqa: E402
-
 import liger_hw  # noqa: E402
+from liger_lab.tools import converge
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_hw.bench.memory import peak
 from liger_hw.stand_in.ops import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_hw.testing.parity import compare, run
 from liger_hw.transformers.family_modules import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_hw.transformers.modules import LigerGEGLUMLP, LigerSwiGLUMLP
+from liger_lab.bench.memory import peak
 
 HIDDEN, INTERMEDIATE = 16, 40
 CONFIG = types.SimpleNamespace(

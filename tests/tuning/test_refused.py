@@ -12,8 +12,8 @@ from liger_hw import backends, dispatch, launch, tuning
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
 from liger_hw.kernels.mlp import _in_place
-from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import HEURISTIC, SHIPPED
+from liger_lab.cases import model_cases, step
 
 pytestmark = NEEDS_TRITON
 

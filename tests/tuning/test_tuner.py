@@ -10,8 +10,8 @@ from liger_hw import backends, dispatch, tuning
 from liger_hw._triton import triton
 from liger_hw.backends import VENDORS, nvidia
 from liger_hw.hooks import hooks
-from liger_hw.testing.cases import model_cases, step
 from liger_hw.tuning import HEURISTIC, LOCAL, Config, power_of_2, row_warps
+from liger_lab.cases import model_cases, step
 
 pytestmark = NEEDS_TRITON
 

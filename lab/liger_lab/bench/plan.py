@@ -1,0 +1,573 @@
+"""Predict memory and communication of a training step from a model's sizes: `liger-hw plan`.
+
+Nothing runs on a GPU. Bytes are those of one GPU. Letters, with t = GPUs of a tensor-parallel group (1 without) and
+s = GPUs that share the shards (GPUs / t):
+
+    N  tokens of a batch on one GPU             H  hidden size        I  intermediate size     L  layers
+    Q  query heads x head size                  K  key heads x head size                       V  vocabulary
+    P  parameters of one GPU of a group of t: matrices of layers and the head / t, norms and the embedding whole
+    R  parameters outside the layers: embedding, head (none if tied), last norm
+    A = (P - R) / L, the parameters of a layer
+
+Resident bytes for each parameter of P, as (parameters + gradients + AdamW's two states):
+
+    fsdp2  mixed: (4 + 4 + 8) / s     bf16: (2 + 2 + 4) / s          torch's fully_shard; gradients grow in the backward
+    ddp    bf16:  2 + 2 + 4, and 2 of DDP's buckets from 2 GPUs      gradient_as_bucket_view=False, torch's default
+    zero2  2 + (2 + 12) / s,  zero3  (2 + 2 + 12) / s                "model states" of ZeRO, arXiv:1910.02054, section 3
+
+Buffers of the engine, in bytes (b = 2: bf16; r = 4 for mixed, 2 for bf16):
+
+    fsdp2  b R from the forward to the end of the backward, b A of the layer in work, b A of the prefetched layer, and
+           r A of the last reduce-scatter's input (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
+    zero2  two buckets of 5e8 elements (reduce_bucket_size with overlap_comm)
+    zero3  one such bucket, and from 2 GPUs 1e9 live parameters (stage3_max_live_parameters); the gradients' shards are
+           there in the whole step. The numbers are DeepSpeed's defaults, and not above P
+
+Kept activations, in bytes of a token of a layer, where nothing is recomputed:
+
+    liger_hw  8 H + 2 (2 Q + 2 K) / t + 4 I / t + statistics      inputs of norms and projections, q, k, v, gate, up
+    eager     16 H + 2 (2 Q + 2 K) / t + 8 I / t + statistics     each norm keeps fp32 and bf16 rows, the MLP also
+                                                                  SiLU(gate) and the product
+    statistics: 4 for each head / t (attention's log-sum-exp) and 4 for each row that a norm sees
+    a norm of q and k keeps 2 (Q + K) / t more, eager's 6 (Q + K) / t
+
+With activation checkpointing a layer keeps its input, 2 H, and the layer in the backward keeps the above once more.
+In its MLP's backward it also holds the gradient of its output, 2 H, liger_hw 2 I / t (dy, over which y is
+recomputed; under zero3 y is kept, 2 I / t more), eager 4 I / t (two gradients beside the product's), and the gradient
+of the last projection's weight.
+
+Loss layer, in bytes; M rows are a chunk, as `kernels.chunked_head.chunk_rows` chooses them:
+
+    liger_hw  2 M V / t (a chunk's logits) + 2 V H / t (dW; 6 V H / t over more than 32 chunks, summed in fp32)
+              + 6 N H (input, normed rows and their gradient)
+    eager     12 N V (the backward of log_softmax holds its fp32 result, the incoming and the new gradient; no option
+              of transformers' tensor parallelism splits them) + 8 N H (rows of the last norm)
+
+The peak is the largest of these moments: the loss, the MLP's backward in the last, the second last and the first
+layer, the reduce-scatter of R, the optimizer. Beside it torch keeps 64 MiB of cuBLAS workspaces on NVIDIA: 32 MiB for
+each of the forward's and the backward's threads, the size that measured FSDP2 peaks left unexplained. RESERVE,
+outside of the allocator, adds CUDA context, NCCL and fragmentation: on an H200 of 139.8 GiB a measured step with
+136.8 GiB of tensors ran.
+
+Communication, in bytes that one GPU sends in a step, each times (s - 1) / s or (t - 1) / t:
+
+    fsdp2  all-gather 2 (2 A L + R), reduce-scatter r P              forward and backward; R once
+    ddp    2 x 2 P                                                   an all-reduce of gradients
+    zero2  2 P + 2 P,  zero3  3 x 2 P                                arXiv:1910.02054, section 7
+    tp     2 x 2 N H for each all-reduce of a layer (4; 5 with checkpointing) and of the head's input gradient;
+           eager gathers the logits instead, 2 N V
+
+Seconds are bytes over the link's rate: NVLink within a node, and across nodes the smaller of NVLink and the network
+cards that the group's GPUs of a node share. They are a bound without overlap; FSDP2 overlaps most of them. The loss
+layer takes 6 N V H / t operations, over the rate of matrix products.
+
+Source of the rates: 783 TFLOP/s is this package's measurement of torch.mm in bf16 on an H200 (lab/results/h200.json);
+450 GB/s a direction is the data sheet of NVLink 4 (H100, H200), 50 GB/s a network card of 400 Gbit/s for each GPU.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from liger_hw import backends
+from liger_hw.checks import check
+from liger_hw.console import table
+from liger_hw.kernels.vocabulary.chunked_head import ROUNDINGS, MiB, chunk_rows
+from liger_hw.losses.engine import CHUNK_MEMORY
+from liger_hw.spelling import check_known
+from liger_lab.bench import demo, training
+from liger_lab.bench.peers import OURS
+from liger_lab.bench.training import EAGER
+
+GIB = 2**30
+WORKSPACE = 64 * MiB
+RESERVE = 2 * GIB
+BUCKET, LIVE = 5 * 10**8, 10**9  # elements: DeepSpeed's defaults
+ENGINES = ("fsdp2", "zero2", "zero3", "ddp")
+PROVIDERS = (OURS, EAGER)
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+STEP = 256  # the longest sequence is a multiple of it
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose measured peaks the formulas reach
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def _named() -> dict[str, tuple[str, dict]]:
+    """Return name -> (family, config) of covered `bench train` models and of larger Llamas."""
+    known = {name: (setting.model.family, setting.model.config) for name, setting in training.SETTINGS.items()}
+    known = {name: entry for name, entry in known.items() if entry[0] in FAMILIES}
+    larger = {  # Llama-3.2-3B, Llama-3.1-70B and Llama-3.1-405B
+        "llama-3b": demo.llama(3072, 8192, 28, 24, 8, 128256, head_dim=128, tie_word_embeddings=True),
+        "llama-70b": demo.llama(8192, 28672, 80, 64, 8, 128256),
+        "llama-405b": demo.llama(16384, 53248, 126, 128, 8, 128256),
+    }
+    return known | {name: ("llama", config) for name, config in larger.items()}
+
+
+MODELS = _named()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a decoder with gated MLPs."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool
+    projection_bias: bool  # of q, k and v
+    norms_heads: bool  # a norm of each head of q and k
+
+    @property
+    def query_width(self) -> int:
+        """Return Q."""
+        return self.heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        """Return K."""
+        return self.key_heads * self.head_size
+
+    def layer_parameters(self, parts: int = 1) -> int:
+        """Return A, of one GPU of a tensor-parallel group of `parts`."""
+        projected = self.query_width + 2 * self.key_width
+        matrices = self.hidden * (projected + self.query_width + 3 * self.intermediate)
+        matrices += projected * self.projection_bias
+        return matrices // parts + 2 * self.hidden + 2 * self.head_size * self.norms_heads
+
+    def other_parameters(self, parts: int = 1) -> int:
+        """Return R, of one GPU of a tensor-parallel group of `parts`.
+
+        The group splits the head, not the embedding. Of a tied head it holds a part beside the whole embedding.
+        """
+        head = self.vocabulary * self.hidden // parts if parts > 1 or not self.tied else 0
+        return self.vocabulary * self.hidden + head + self.hidden
+
+    def parameters(self, parts: int = 1) -> int:
+        """Return P."""
+        return self.layers * self.layer_parameters(parts) + self.other_parameters(parts)
+
+
+def read_model(model: str) -> Sizes:
+    """Return the sizes of a name in MODELS, a config.json or a folder with one.
+
+    Raises:
+        ValueError: neither a name nor a file; no JSON; a field is missing; another family than FAMILIES.
+    """
+    file = Path(model)
+    if file.is_dir():
+        file /= "config.json"
+    if model in MODELS:
+        family, config = MODELS[model]
+    elif file.is_file():
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"--model: got {file}, allowed: a config.json of transformers ({error})") from None
+        family = config.get("model_type") if isinstance(config, dict) else None
+    else:
+        check_known("model", model, list(MODELS), "Models, or the path of a config.json")
+    check(family in FAMILIES, "--model", f"{model} of model_type {family}", f"model_type {', '.join(FAMILIES)}")
+    for field in FIELDS:
+        fits = isinstance(config.get(field), int) and config[field] > 0
+        check(fits, "--model", f"{model} with {field} {config.get(field)}", f"a positive {field}")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return Sizes(
+        hidden, config["intermediate_size"], config["num_hidden_layers"], heads,
+        config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads, config["vocab_size"],
+        config.get("tie_word_embeddings", False), family == "qwen2", family == "qwen3",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        sizes: of the model.
+        gpus: of all nodes.
+        gpus_per_node: of one node; fewer if `gpus` are fewer.
+        engine: one of ENGINES.
+        parts: GPUs of a tensor-parallel group; 1 without one.
+        provider: "liger_hw", the patched model, or "eager", plain Hugging Face.
+        batch: sequences on one GPU; the GPUs of a tensor-parallel group have the same ones.
+        seq: tokens of a sequence.
+        checkpointing: of activations, each layer.
+        mixed: fp32 parameters, gradients and states, bf16 layers; else all in bf16. ZeRO: fp32 copies and states,
+            bf16 parameters and gradients.
+    """
+
+    sizes: Sizes
+    gpus: int
+    gpus_per_node: int
+    engine: str
+    parts: int
+    provider: str
+    batch: int
+    seq: int
+    checkpointing: bool
+    mixed: bool
+
+    @property
+    def shards(self) -> int:
+        """Return s."""
+        return self.gpus // self.parts
+
+    @property
+    def tokens(self) -> int:
+        """Return N."""
+        return self.batch * self.seq
+
+
+def make_run(model, gpus, gpus_per_node, parallel, provider, batch, seq, checkpointing, dtype) -> Run:
+    """Check the arguments of a command line and return the run.
+
+    Args:
+        model: as in `read_model`. parallel: one of ENGINES, or "tp:N", N GPUs with FSDP2 over the others.
+        dtype: "mixed", "bf16", or None for the engine's own: bf16 under DDP, else mixed.
+
+    Raises:
+        ValueError: an argument is unknown, or does not fit another.
+    """
+    sizes = read_model(model)
+    engine, colon, number = parallel.partition(":")
+    if engine == "tp":
+        fits = number.isdecimal() and int(number) >= 2
+        check(fits, "--parallel", parallel, "tp:N with N of at least 2")
+        engine, parts = "fsdp2", int(number)
+    else:
+        check_known("plan", parallel, (*ENGINES, "tp:N"), "Plans of --parallel")
+        parts = 1
+    for name, value in (("batch", batch), ("seq", seq), ("gpus", gpus), ("gpus-per-node", gpus_per_node)):
+        check(value >= 1, f"--{name}", value, "a positive integer")
+    check(gpus <= 4096, "--gpus", gpus, "1 to 4096")
+    per_node = min(gpus_per_node, gpus)
+    check(gpus % per_node == 0, "--gpus", gpus, f"a multiple of {per_node}, the GPUs of a node (--gpus-per-node)")
+    check(gpus % parts == 0, "--gpus", gpus, f"a multiple of {parts}, the GPUs of --parallel {parallel}")
+    across = per_node % parts if parts <= per_node else parts % per_node
+    check(not across, "--parallel", parallel, f"groups that fill nodes of {per_node} GPUs evenly (--gpus-per-node)")
+    for what in ("heads", "key_heads", "intermediate", "vocabulary"):
+        size = getattr(sizes, what)
+        label = what.replace("_", " ")
+        check(size % parts == 0, "--parallel", parallel, f"a divisor of the model's {label}, {size:,}")
+    dtype = dtype or ("bf16" if engine == "ddp" else "mixed")
+    check_known("dtype", dtype, ("mixed", "bf16"))
+    if engine != "fsdp2":
+        only = "bf16" if engine == "ddp" else "mixed"
+        why = "no formula covers torch.autocast" if engine == "ddp" else "DeepSpeed keeps fp32 copies"
+        check(dtype == only, "--dtype", f"{dtype} with {engine}", f"{only}: {why}")
+    check_known("provider", provider, PROVIDERS)
+    return Run(sizes, gpus, per_node, engine, parts, provider, batch, seq, checkpointing, dtype == "mixed")
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def kept_of_layer(run: Run) -> int:
+    """Return the bytes that autograd keeps of one layer without checkpointing.
+
+    The layer's input counts for liger_hw alone: eager keeps the fp32 copy of its norm instead.
+    """
+    sizes, parts = run.sizes, run.parts
+    attention = 2 * 2 * (sizes.query_width + sizes.key_width) // parts
+    ours = run.provider == OURS
+    rows, mlp = (8 * sizes.hidden, 4) if ours else (16 * sizes.hidden, 8)
+    statistics = 4 * sizes.heads // parts + 2 * 4
+    if sizes.norms_heads:
+        attention += (2 if ours else 6) * (sizes.query_width + sizes.key_width) // parts
+        statistics += 4 * (sizes.heads + sizes.key_heads) // parts
+    return run.tokens * (rows + attention + mlp * sizes.intermediate // parts + statistics)
+
+
+def loss_layer(run: Run) -> int:
+    """Return the bytes of the loss layer at its peak."""
+    sizes, vocabulary, tokens = run.sizes, run.sizes.vocabulary // run.parts, run.tokens
+    if run.provider == EAGER:
+        return tokens * (12 * sizes.vocabulary + 8 * sizes.hidden)
+    rows = chunk_rows(tokens, 2 * vocabulary, CHUNK_MEMORY, backends.ARCHITECTURES["nvidia:sm90"].device)
+    weight = (6 if tokens > ROUNDINGS * rows else 2) * vocabulary * sizes.hidden
+    return 2 * rows * vocabulary + weight + 6 * tokens * sizes.hidden
+
+
+PARTS = (
+    "parameters", "gradients", "optimizer", "unsharded and buffers", "kept activations", "layer in the backward",
+    "loss layer", "workspace",
+)  # fmt: skip
+
+
+def moments(run: Run) -> dict[str, dict[str, float]]:
+    """Return moment of a step -> part of PARTS -> bytes of one GPU."""
+    sizes, parts, engine, ours = run.sizes, run.parts, run.engine, run.provider == OURS
+    layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
+    zero3 = engine == "zero3"
+    wide = 4 if run.mixed else 2
+    if engine == "fsdp2":
+        weights, gradient, states = wide / run.shards, wide / run.shards, 2 * wide / run.shards
+    elif engine == "ddp":
+        weights, gradient, states = 2, 2, 4
+    else:
+        weights = 2 if engine == "zero2" else 2 / run.shards
+        gradient, states = 2 / run.shards, 12 / run.shards
+    resident = {"parameters": weights * every, "optimizer": states * every, "workspace": WORKSPACE}
+    if zero3:
+        resident["gradients"] = gradient * every
+    fsdp = engine == "fsdp2"
+    if engine == "ddp":
+        buffers = 2 * every if run.gpus > 1 else 0
+    elif fsdp:
+        buffers = 2 * other
+    elif zero3:
+        buffers = 2 * min(BUCKET, every) + (2 * min(LIVE, every) if run.gpus > 1 else 0)
+    else:
+        buffers = 2 * 2 * min(BUCKET, every)
+    hidden = 2 * run.tokens * sizes.hidden
+    kept = hidden if run.checkpointing else kept_of_layer(run)
+    head_gradient = sizes.vocabulary // parts * sizes.hidden * 2
+    in_work = hidden + run.tokens * (2 if ours else 4) * sizes.intermediate // parts
+    in_work += 2 * sizes.hidden * sizes.intermediate // parts
+    if zero3 and ours:  # its hooks on the last projection need the input, which other engines let it compute anew
+        in_work += 2 * run.tokens * sizes.intermediate // parts
+    if run.checkpointing:
+        in_work += kept_of_layer(run) - (hidden if ours else 0)  # its input counts among the kept
+
+    def at_layer(index):
+        after = sizes.layers - 1 - index  # layers whose backward is over
+        of_layers = 0
+        if fsdp:
+            of_layers = 2 * layer * (2 if index else 1) + (wide * layer if after else 0)
+        gradients = resident.get("gradients", gradient * layer * after)
+        return resident | {
+            "gradients": gradients + (head_gradient if engine != "zero2" else 0),
+            "unsharded and buffers": buffers + of_layers, "kept activations": kept * (index + 1),
+            "layer in the backward": in_work,
+        }  # fmt: skip
+
+    prefetched = 2 * layer if fsdp and not ours else 0  # at the loss of eager the backward has begun
+    last = sizes.layers - 1
+    by_moment = {
+        "loss": resident | {
+            "unsharded and buffers": buffers + prefetched, "kept activations": kept * sizes.layers,
+            "loss layer": loss_layer(run),
+        },
+        "backward of the last layer": at_layer(last), "backward of the second last layer": at_layer(max(last - 1, 0)),
+        "backward of the first layer": at_layer(0),
+        "optimizer": resident | {
+            "gradients": gradient * every, "unsharded and buffers": 0 if fsdp else buffers,
+        },
+    }  # fmt: skip
+    if fsdp:  # the gradients of the root in bf16, its reduce-scatter's input and output, and the embedding's gradient
+        by_moment["reduce-scatter of embedding and head"] = resident | {
+            "gradients": gradient * every, "unsharded and buffers": (2 + wide) * other,
+            "layer in the backward": hidden,
+        }  # fmt: skip
+    return by_moment
+
+
+def peak(run: Run) -> tuple[str, dict[str, float]]:
+    """Return the moment of a step with the most memory, and its bytes by part."""
+    every = moments(run)
+    moment = max(every, key=lambda name: sum(every[name].values()))
+    return moment, {part: every[moment].get(part, 0) for part in PARTS}
+
+
+def longest(run: Run, memory: float) -> int:
+    """Return the longest sequence that fits `memory` bytes with the reserve.
+
+    It is a multiple of STEP, or 0 if none fits.
+    """
+
+    def fits(steps):
+        return sum(peak(dataclasses.replace(run, seq=steps * STEP))[1].values()) + RESERVE <= memory
+
+    low, high = 0, 1
+    while high * STEP <= training.POSITIONS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * STEP
+
+
+# time -----------------------------------------------------------------------------------------------------------------
+
+
+def traffic(run: Run) -> dict[str, float]:
+    """Return "shards" and "tensor parallel" -> bytes that one GPU sends in a step."""
+    sizes, parts, shards = run.sizes, run.parts, run.shards
+    layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
+    of_engine = {
+        "fsdp2": 2 * (2 * layer * sizes.layers + other) + (4 if run.mixed else 2) * every,
+        "ddp": 4 * every, "zero2": 4 * every, "zero3": 6 * every,
+    }  # fmt: skip
+    hidden = 2 * run.tokens * sizes.hidden
+    reduced = 2 * hidden * (sizes.layers * (5 if run.checkpointing else 4) + 1)
+    gathered = 0 if run.provider == OURS else 2 * run.tokens * sizes.vocabulary
+    return {
+        "shards": of_engine[run.engine] * (shards - 1) / shards,
+        "tensor parallel": (reduced + gathered) * (parts - 1) / parts,
+    }  # fmt: skip
+
+
+def seconds(run: Run, nvlink: float, network: float, tflops: float) -> dict[str, float]:
+    """Return the loss layer's time, and that of communication without overlap.
+
+    Args:
+        nvlink: GB/s that a GPU sends to others of its node. network: GB/s of a GPU's network card.
+        tflops: rate of matrix products in 1e12 operations a second.
+    """
+    node, parts = run.gpus_per_node, run.parts
+    sharing = max(node // parts, 1)  # GPUs of a group of shards in one node, whose cards one ring uses
+    shards_rate = nvlink if run.gpus == node else min(nvlink, network * sharing)
+    parts_rate = nvlink if parts <= node else min(nvlink, network * node)
+    sent = traffic(run)
+    sizes = run.sizes
+    return {
+        "loss": 6 * run.tokens * sizes.vocabulary * sizes.hidden / parts / (tflops * 1e12),
+        "shards": sent["shards"] / (shards_rate * 1e9), "tensor parallel": sent["tensor parallel"] / (parts_rate * 1e9),
+    }  # fmt: skip
+
+
+# output ---------------------------------------------------------------------------------------------------------------
+
+
+def report(run: Run, memory: float, nvlink: float, network: float, tflops: float) -> dict:
+    """Return bytes of one GPU by part, and seconds of a step, as plain data.
+
+    Args:
+        memory: bytes of one GPU. nvlink, network, tflops: as in `seconds`.
+    """
+    for name, rate in (("memory", memory), ("nvlink", nvlink), ("network", network), ("tflops", tflops)):
+        check(rate > 0, f"--{'gpu-memory' if name == 'memory' else name}", rate, "a positive number")
+    moment, by_part = peak(run)
+    total = sum(by_part.values()) + RESERVE
+    return {
+        "run": dataclasses.asdict(run), "moment": moment, "bytes": by_part | {"reserve": RESERVE},
+        "peak_bytes": total - RESERVE, "total_bytes": total, "gpu_bytes": memory, "fits": total <= memory,
+        "longest": longest(run, memory), "sent_bytes": traffic(run), "seconds": seconds(run, nvlink, network, tflops),
+    }  # fmt: skip
+
+
+def show(planned: dict) -> str:
+    """Format a `report` as text."""
+    sizes, run = Sizes(**planned["run"]["sizes"]), planned["run"]
+    rows = [[part, f"{amount / GIB:,.2f}"] for part, amount in planned["bytes"].items() if amount]
+    rows.append(["total", f"{planned['total_bytes'] / GIB:,.2f} of {planned['gpu_bytes'] / GIB:,.1f}"])
+    times = planned["seconds"]
+    lines = [
+        f"{sizes.parameters() / 1e9:,.2f} billion parameters, {run['batch']} x {run['seq']:,} tokens on each of "
+        f"{run['gpus']:,} GPUs, {run['provider']}",
+        "", table(["memory of one GPU", "GiB"], rows), "",
+        f"{'fits' if planned['fits'] else 'does not fit'}; peak: {planned['moment']}",
+        f"longest sequence that fits: {planned['longest']:,} tokens",
+        f"loss layer: {times['loss'] * 1e3:,.1f} ms of matrix products a step",
+    ]  # fmt: skip
+    for name, label in (("shards", "shards and gradients"), ("tensor parallel", "tensor parallelism")):
+        if planned["sent_bytes"][name]:
+            sent = planned["sent_bytes"][name] / 1e9
+            lines.append(f"{label}: {sent:,.1f} GB sent a step, {times[name] * 1e3:,.1f} ms without overlap")
+    return "\n".join(lines)
+
+
+def launch(run: Run, launcher: str) -> str:
+    """Return the configuration or the command of a launcher.
+
+    Raises:
+        ValueError: the launcher has no configuration for this engine.
+    """
+    check_known("launcher", launcher, LAUNCHERS)
+    nodes = run.gpus // run.gpus_per_node
+    zero = run.engine.startswith("zero")
+    if launcher == "torchrun":
+        several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
+        return f"torchrun --nproc-per-node {run.gpus_per_node}{several} train.py"
+    if launcher == "deepspeed":
+        check(zero, "--print", f"deepspeed with {run.engine}", "deepspeed with --parallel zero2 or zero3")
+        return json.dumps(_deepspeed(run), indent=1)
+    check(run.parts == 1, "--print", f"accelerate with tp:{run.parts}", "torchrun with tensor parallelism")
+    kinds = {"fsdp2": "FSDP", "ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+    kind = "'NO'" if run.gpus == 1 and run.engine == "ddp" else kinds[run.engine]
+    lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}"]
+    if run.engine == "fsdp2":
+        lines += [
+            "fsdp_config:", "  fsdp_version: 2", "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            "  fsdp_reshard_after_forward: true", f"  fsdp_activation_checkpointing: {str(run.checkpointing).lower()}",
+        ]  # fmt: skip
+    elif zero:
+        stage = run.engine[-1]
+        lines += ["deepspeed_config:", "  gradient_accumulation_steps: 1", f"  zero_stage: {stage}"]
+    precision = "bf16" if run.mixed else "'no'"  # a model in bf16 needs no autocast; YAML reads a bare no as false
+    lines.append(f"mixed_precision: {precision}")
+    if nodes > 1:
+        lines += ["machine_rank: 0", "main_process_ip: HOST", "main_process_port: 29500"]
+    return "\n".join([*lines, f"num_machines: {nodes}", f"num_processes: {run.gpus}"])
+
+
+def _deepspeed(run: Run) -> dict:
+    zero = {"stage": int(run.engine[-1]), "overlap_comm": True, "reduce_bucket_size": BUCKET}
+    if run.engine == "zero3":
+        zero |= {"stage3_max_live_parameters": LIVE}
+    return {
+        "train_micro_batch_size_per_gpu": run.batch, "gradient_accumulation_steps": 1,
+        "zero_optimization": zero, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+
+
+def detected_memory() -> float | None:
+    """Return the bytes of the first accelerator's memory, or None without one."""
+    kind = torch.accelerator.current_accelerator()
+    return getattr(torch, kind.type).get_device_properties(0).total_memory if kind else None
+
+
+# against measurements -------------------------------------------------------------------------------------------------
+
+
+def of_record(record: dict) -> Run:
+    """Return the run of a record of `bench train` or `bench distributed`.
+
+    `bench train` runs on one GPU, all in bf16.
+    """
+    sharded = "engine" in record
+    return make_run(
+        record["model"], record.get("gpus", 1), 8, record["engine"] if sharded else "ddp", record["provider"],
+        record["batch"], record["seq"], sharded or record["checkpointing"], "mixed" if sharded else "bf16",
+    )  # fmt: skip
+
+
+def against(results: list[dict]) -> list[dict]:
+    """Add predicted bytes to the records of benchmarks that the formulas cover.
+
+    Args:
+        results: records of `bench train` and `bench distributed`.
+
+    Records of other models, engines, losses and libraries, of budgets and without a peak are left out. `bench train`
+    measures parameters, states and a step's allocations, so its prediction is without WORKSPACE.
+    """
+    compared = []
+    for record in results:
+        covered = record["model"] in MODELS and record["provider"] in PROVIDERS
+        covered &= record.get("engine", ENGINES[0]) in ENGINES
+        covered &= not (record.get("activations") or record.get("objective"))
+        if covered and record.get("peak_bytes"):
+            moment, by_part = peak(of_record(record))
+            predicted = sum(by_part.values()) - (0 if "engine" in record else WORKSPACE)
+            compared.append(record | {"predicted_bytes": predicted, "moment": moment})
+    return compared
+
+
+def show_against(compared: list[dict]) -> str:
+    """Format the records of `against` as text."""
+    rows = [
+        [
+            record["model"], f"{record['gpus']}, {record['engine']}" if "engine" in record else "1",
+            f"{record['batch']} x {record['seq']:,}", record["provider"],
+            f"{record['predicted_bytes'] / GIB:.2f}", f"{record['peak_bytes'] / GIB:.2f}",
+            f"{record['predicted_bytes'] / record['peak_bytes'] - 1:+.1%}", record["moment"],
+        ]
+        for record in compared
+    ]  # fmt: skip
+    return table(["model", "GPUs", "tokens", "provider", "predicted GiB", "measured", "miss", "peak"], rows)

@@ -1,0 +1,75 @@
+"""Predict memory and communication of training on several GPUs: `liger-hw plan`."""
+
+import json
+from pathlib import Path
+
+from liger_lab.cli import common
+
+
+def add(commands) -> None:
+    command = common.add_command(
+        commands, "plan", plan, "predict memory and communication of training on several GPUs",
+        "Compute a training step's memory on each GPU by part, whether it fits, the longest sequence that fits, and "
+        "the time of the loss layer and of communication, by the formulas of liger_lab/bench/plan.py. It needs no GPU. "
+        "docs/distributed.md compares predictions with measurements.",
+        {"--model llama-70b --gpus 64 --gpu-memory 139.8 --seq 8192 --checkpointing": "FSDP2 on 8 nodes",
+         "--model ./my-model --gpus 8 --parallel zero3 --gpu-memory 79 --print deepspeed": "DeepSpeed's JSON"},
+        "about ten seconds, most of them to import torch.",
+    )  # fmt: skip
+    option = command.add_argument
+    option("--model", metavar="MODEL",
+           help="llama-1b, -3b, -8b, -70b, -405b, another text model of `bench train`, or a config.json")  # fmt: skip
+    option("--gpus", type=common.positive, default=1, metavar="N", help="GPUs of all nodes, 1 to 4096 (1)")
+    option("--gpus-per-node", type=common.positive, default=8, metavar="N", help="GPUs of a node (8)")
+    option("--parallel", default="fsdp2", metavar="PLAN",
+           help="fsdp2, zero2, zero3, ddp, or tp:N: tensor parallelism of N GPUs, FSDP2 beyond (fsdp2)")  # fmt: skip
+    option("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (the first GPU's here)")
+    option("--seq", type=common.positive, default=4096, metavar="N", help="tokens of a sequence (4096)")
+    option("--batch", type=common.positive, default=1, metavar="N",
+           help="sequences on one GPU; with tp:N, of N GPUs together (1)")  # fmt: skip
+    option("--checkpointing", action="store_true", help="recompute every layer's activations in the backward")
+    option("--no-checkpointing", dest="checkpointing", action="store_false", help="keep them (the default)")
+    option("--dtype", metavar="POLICY", help="mixed: fp32 parameters, gradients and states, bf16 layers; bf16: all in "
+           "bf16 (mixed; bf16 with ddp)")  # fmt: skip
+    option("--provider", default="liger_hw", metavar="NAME",
+           help="liger_hw: patched, with its fused loss; eager: plain, with all logits (liger_hw)")  # fmt: skip
+    option("--nvlink", type=float, default=450, metavar="GB/S", help="rate of a GPU to others of its node (450)")
+    option("--network", type=float, default=50, metavar="GB/S", help="rate of a GPU's network card (50)")
+    option("--tflops", type=float, default=783, metavar="N", help="rate of bf16 matrix products (783, of an H200)")
+    option("--against", nargs="+", type=Path, metavar="FILE",
+           help="only compare with measured memory: results of `bench train` and `bench distributed`")  # fmt: skip
+    option("--print", dest="launcher", metavar="LAUNCHER",
+           help="print only the configuration for accelerate or deepspeed, or the command of torchrun")  # fmt: skip
+
+
+def plan(args) -> None:
+    """Print the prediction, or a launcher's configuration."""
+    from liger_lab.bench import plan as model
+
+    if args.against:
+        compared = model.against([record for file in args.against for record in _results(file)])
+        common.show(args, compared, model.show_against(compared))
+        return
+    if args.model is None:
+        raise ValueError(f"--model: got none, allowed: {', '.join(model.MODELS)}, or the path of a config.json")
+    run = model.make_run(
+        args.model, args.gpus, args.gpus_per_node, args.parallel, args.provider, args.batch, args.seq,
+        args.checkpointing, args.dtype,
+    )  # fmt: skip
+    if args.launcher:
+        text = model.launch(run, args.launcher)
+        common.show(args, {"launcher": args.launcher, "text": text}, text)
+        return
+    memory = args.gpu_memory * model.GIB if args.gpu_memory is not None else model.detected_memory()
+    if memory is None:
+        raise ValueError("--gpu-memory: got none, and torch finds no GPU here, allowed: the GiB of one GPU, such as 80")
+    planned = model.report(run, memory, args.nvlink, args.network, args.tflops)
+    common.show(args, planned, model.show(planned))
+
+
+def _results(file: Path) -> list[dict]:
+    try:
+        return json.loads(file.read_text())["results"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        allowed = "results of `bench train` or `bench distributed`"
+        raise ValueError(f"--against: got {file}, allowed: {allowed} ({error!r})") from None
