@@ -70,7 +70,7 @@ def _key_reader(kernel, count):
         return lambda *args: (None, None)
     # compilers for AMD's and Intel's GPUs ask whether a tensor is larger than 2 GiB
     size = "" if torch.version.cuda else ", {0}.nbytes >> 31"
-    facts, values = ["config", "index"], []
+    facts, values = ["config.compiled_as", "index"], []
     params = kernel.params[:count]  # the configuration's meta-parameters follow
     for p in params:
         name = p.name

@@ -6,18 +6,22 @@ and AMD, a stand-in with the form of Intel's, and a recorder in the place of the
 
 import contextlib
 import importlib
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from liger_hw import backends, launch
+from liger_hw import backends, launch, use_backend
 from liger_hw._triton import AVAILABLE, interpreting, tl, triton
 from liger_hw.backends import VENDORS
+from liger_hw.dispatch import OPS
 from liger_hw.hooks import hooks
 from liger_hw.shortcut import shortcut
 from liger_hw.tuning import Config
+from liger_lab.cases import CASES, step, training_cases
 from liger_lab.levels import evidence
 
 NO_SCRATCH = {"global_scratch_size": 0, "profile_scratch_size": 0}
@@ -367,3 +371,63 @@ def test_a_hook_is_put_back_after_an_error(hook):
         raise KeyError
     hooks.add_kernel("late")
     assert kernels == []
+
+
+# keys ----------------------------------------------------------------------------------------------------------------
+
+
+def keys(op, inputs, options):
+    """Return the kernel and the key of each launch of one step."""
+    launched = []
+
+    def record(kernel, grid, config, *args):
+        read_key = launch._key_reader(kernel, len(args))
+        launched.append((kernel.fn.__name__, read_key(config, -1, *args)[0]))
+
+    with use_backend("nvidia"), hooks.replace_launches(record):
+        step(OPS[op], inputs, options)
+    return launched
+
+
+def float_options(op, inputs, options):
+    """Yield options with one float replaced by values that kernels or Triton could treat as constants."""
+    for name, parameter in list(inspect.signature(OPS[op]).parameters.items())[len(inputs) :]:
+        if "float" in str(parameter.annotation):
+            for value in (0, 0.0, 1, 1.0, 0.25):
+                with contextlib.suppress(ValueError):  # a softcap or a temperature of 0
+                    OPS[op].reference(*inputs, **options | {name: value})
+                    yield options | {name: value}
+
+
+@needs_compilers
+@pytest.mark.parametrize("op", CASES)
+def test_a_repeated_call_finds_its_kernels(op):
+    """A key with a value that is new in every call would compile again and grow without end."""
+    cases = list(training_cases(op, torch.float16, "meta"))
+    first_inputs, first_options = cases[0]
+    cases += [(first_inputs, options) for options in float_options(op, first_inputs, first_options)]
+    launches = 0
+    for inputs, options in cases:
+        first = keys(op, inputs, options)
+        assert first == keys(op, inputs, options), options
+        launches += len(first)
+    assert launches
+
+
+@needs_compilers
+@pytest.mark.parametrize("op", CASES)
+def test_the_value_of_a_float_compiles_nothing(op):
+    inputs, options = next(iter(training_cases(op, torch.float16, "meta")))
+    for name, parameter in list(inspect.signature(OPS[op]).parameters.items())[len(inputs) :]:
+        if "float" in str(parameter.annotation):
+            assert keys(op, inputs, options | {name: 0.25}) == keys(op, inputs, options | {name: 0.375}), name
+
+
+def test_equal_configurations_are_one_in_a_key():
+    device = VENDORS["amd"].ARCHS["gfx942"]
+    one, two = (Config({"ROWS": 1}, num_warps=8, device=device, key="rms_norm_forward(64, 2)") for _ in range(2))
+    assert one == two and hash(one) == hash(two) and one.compiled_as == two.compiled_as
+    others = [{"meta": {"ROWS": 2}}, {"num_warps": 4}, {"num_stages": 2}, {"knobs": {"waves_per_eu": 2}}]
+    others += [{"fp_fusion": False}, {"device": VENDORS["nvidia"].ARCHS["sm90"]}]
+    for change in others:
+        assert replace(one, **change) != one and replace(one, **change).compiled_as != one.compiled_as, change

@@ -9,9 +9,9 @@ HEURISTIC, SHIPPED, LOCAL = "heuristic", "shipped", "local"  # where a configura
 MEASURED, COMPILED = "measured", "compiled"  # how the entry of a table was found
 
 
-@dataclass(frozen=True, eq=False)  # by identity: it is part of every launch's key
+@dataclass(frozen=True)
 class Config:
-    """How to launch one kernel.
+    """How to launch one kernel; equal values are equal configurations.
 
     Attributes:
         meta: Triton meta-parameters by name, in the order of the kernel's last parameters: powers of two that span a
@@ -26,6 +26,8 @@ class Config:
         source: "heuristic", "shipped" or "local".
         key: what tables call it: "rms_norm_forward(4096, 2)"; `tuned` fills this in.
         triton: the version of Triton that the entry of its table was found with; empty for a heuristic's choice.
+        compiled_as: text of all that a compiled kernel depends on, a part of every launch's key: Python remembers the
+            hash of a text, while a hash of these fields costs more than the look-up.
     """
 
     meta: dict
@@ -38,6 +40,15 @@ class Config:
     source: str = HEURISTIC
     key: str = ""
     triton: str = ""
+    compiled_as: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        device = (self.device.vendor, self.device.launch_options) if self.device else None
+        compiled = self.meta, self.num_warps, self.num_stages, self.knobs, self.fp_fusion, device
+        object.__setattr__(self, "compiled_as", repr(compiled))
+
+    def __hash__(self):
+        return hash(self.compiled_as)
 
     def __getitem__(self, name):
         return self.meta[name]

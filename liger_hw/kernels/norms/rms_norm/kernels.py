@@ -1,6 +1,7 @@
 """Compute the root-mean-square norm of rows that a program holds, with Triton kernels."""
 # the package's docstring has the formulas
 
+import functools
 from dataclasses import replace
 
 from liger_hw._triton import tl, triton
@@ -204,6 +205,12 @@ def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
     )  # fmt: skip
 
 
+@functools.cache
+def _without_empty_rows(config):
+    """Change a tile to one row: with eps=0, empty rows would be 0 / 0."""
+    return replace(config, meta=config.meta | {"ROWS": 1})
+
+
 def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
     """Write `ds`, and return dw as `empty_partials`, or None if it is not wanted.
 
@@ -213,8 +220,8 @@ def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wante
     """
     rows, cols = rows_and_cols(dy)
     config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
-    if eps == 0:  # the empty rows of a last tile would be 0 / 0
-        config = replace(config, meta=config.meta | {"ROWS": 1})
+    if eps == 0:
+        config = _without_empty_rows(config)
     programs = programs_for(config, rows, cols)
     dw = empty_partials(dy, programs, cols, weight.dtype) if dw_wanted else None
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)
