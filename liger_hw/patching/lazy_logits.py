@@ -39,6 +39,8 @@ class Source:
         recording: whether the model's forward still runs. Later steps compute at once: a program that divides the
             logits and reads the quotient after the optimizer's step gets the logits of this forward.
         by_products: the other results of the loss, by name.
+        has_a_loss: whether a fused loss computed from these logits. The backward adds the gradient of a second one to
+            its gradient, which needs the values of both.
     """
 
     def __init__(self, hidden, weight, bias, learns):
@@ -47,6 +49,7 @@ class Source:
         self.autocast_dtype = autocast_dtype(hidden.device.type)
         self.recording = True
         self.by_products = {}
+        self.has_a_loss = False
         self._access = lambda: None
         self._seen = [_fingerprint(t) for t in self.tensors]
 
@@ -615,6 +618,9 @@ def fuse(logits, fused, ordinary):
         return None
     if not cell.source.recording:
         cell.source.check_unchanged()
+    if cell.source.has_a_loss:
+        cell.source.access.keep()
+    cell.source.has_a_loss = True
     return FusedFunction.apply(logits, fused, ordinary)
 
 

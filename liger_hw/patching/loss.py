@@ -152,36 +152,29 @@ class CausalLMMatch(Match):
     def members(self, original):
         options = dict(self.options)
         linear, fused_ce = options["fused_linear_cross_entropy"], options["cross_entropy"]
-        original_forward = original.forward
-        places = {name: i for i, name in enumerate(list(inspect.signature(original_forward).parameters)[1:])}
+        places = {name: i for i, name in enumerate(list(inspect.signature(original.forward).parameters)[1:])}
 
         def argument(name, args, kwargs):
             if name in kwargs:
                 return kwargs[name]
             return args[places[name]] if places.get(name, len(args)) < len(args) else None
 
-        @functools.wraps(original_forward)
+        @functools.wraps(original.forward)
         def forward(self, *args, skip_logits=None, **kwargs):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
-            if skip_logits and not labelled:
-                raise ValueError(
-                    "skip_logits: got True without labels, allowed: True with labels or shift_labels, False, None"
-                )
-            without_logits = self.training and labelled if skip_logits is None else skip_logits
-            lazily = linear and without_logits
+            lazily = linear and labelled and (self.training if skip_logits is None else skip_logits)
             heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
             if lazily and any(hasattr(m, "_fsdp_wrapped_module") for m in head_of(self).modules()):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             sources = [] if lazily else None
             with armed(self, heads, sources):
-                outputs = original_forward(self, *args, **kwargs)
+                outputs = original.forward(self, *args, **kwargs)
             if not lazily:
                 return outputs
             for source in sources:
                 source.recording = False
-            # nn.DataParallel gathers all outputs of its replicas, so they must contain no logits
-            return _finish(outputs, skip_logits or getattr(self, "_is_replica", False))
+            return _finish(outputs, is_replica=getattr(self, "_is_replica", False))
 
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
@@ -197,22 +190,41 @@ class CausalLMMatch(Match):
         }
 
 
+class SkipLogitsMatch(Match):
+    """Match of a model without a loss of ours: its forward takes `skip_logits` too, without effect.
+
+    Trainers pass it to every model that they patch (Hugging Face's in evaluation, with `use_liger_kernel=True`).
+    """
+
+    kind = "skip_logits"
+
+    def members(self, original):
+        @functools.wraps(original.forward)
+        def forward(self, *args, skip_logits=None, **kwargs):
+            return original.forward(self, *args, **kwargs)  # looked up now, as a program may have replaced it
+
+        return {"__name__": original.__name__, "forward": forward}
+
+
 def _is_causal_lm_loss(loss_function):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return loss_function is ForCausalLMLoss
 
 
-def _finish(outputs, skip_logits):
-    """Add the by-products of the loss to the outputs, and drop logits for `skip_logits`."""
+def _finish(outputs, is_replica):
+    """Add the by-products of the loss to the outputs, and end the life of logits as steps of the model.
+
+    nn.DataParallel gathers all outputs of its replicas, so theirs contain no logits.
+    """
     is_tuple = isinstance(outputs, tuple)
     values = outputs if is_tuple else (outputs.get("logits"),)
     lazy = next((value for value in values if isinstance(value, (LazyLogits, TracedLogits))), None)
     extras = {} if lazy is None else by_products(lazy)
     if is_tuple:
-        outputs = tuple(_outgoing(value, skip_logits) if value is lazy else value for value in outputs)
+        outputs = tuple(_outgoing(value, is_replica) if value is lazy else value for value in outputs)
         return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
-    if skip_logits:
+    if is_replica:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy is not None:
         if outputs.get("loss") is None:  # the caller's own loss will read them
@@ -226,8 +238,8 @@ def _computed(logits):
     return logits
 
 
-def _outgoing(logits, skip_logits):
-    if skip_logits:
+def _outgoing(logits, is_replica):
+    if is_replica:
         return None
     return UnreadableLogits() if isinstance(logits, TracedLogits) else logits
 
@@ -249,6 +261,18 @@ def has_a_head(module):
     except ModuleNotFoundError:
         return False
     return isinstance(module, PreTrainedModel) and head_of(module) is not None
+
+
+def without_skip_logits(model):
+    """Return the outermost Hugging Face models in `model` whose forward would refuse `skip_logits`."""
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError:
+        return []
+    if not isinstance(model, PreTrainedModel):
+        return [found for child in model.children() for found in without_skip_logits(child)]
+    is_fixed = "forward" in vars(model) or hasattr(type(model), "liger_original")
+    return [] if is_fixed or "skip_logits" in inspect.signature(model.forward).parameters else [model]
 
 
 def match_loss(model, **losses):

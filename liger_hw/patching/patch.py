@@ -42,8 +42,8 @@ def patch(model, activations=None, **flags):
         swiglu, geglu, relu_squared: whether to replace MLPs, experts and activations with a SiLU, a GELU, a squared
             ReLU. Default True.
         fused_linear_cross_entropy: compute the loss without the logits, in training when labels are given. The forward
-            then also takes `skip_logits`: None keeps this rule, True also skips the logits in evaluation and returns
-            none, False computes the logits. Default True.
+            then also takes `skip_logits`: None keeps this rule, True also skips the logits in evaluation with labels,
+            False computes the logits. Default True. (Every patched model of transformers takes `skip_logits`.)
         cross_entropy: compute the loss from the logits with the op `cross_entropy`. Default False.
 
     Returns:
@@ -71,6 +71,8 @@ def patch(model, activations=None, **flags):
             summary.replaced[type(part).__name__, str(match)] += 1
             swap(part, match)
             bypassed.update(part.children() if match.kind == "mlp" else ())
+    for part in loss.without_skip_logits(model):
+        swap(part, loss.SkipLogitsMatch())
     if summary.replaced:
         logger.info("patched %s\n%s", type(model).__name__, summary)
     else:

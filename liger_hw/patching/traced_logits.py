@@ -154,6 +154,10 @@ class TracedLogits:
         return func(*args, **kwargs)
 
 
+class UnreadableError(AttributeError, RuntimeError):
+    """Error of a read; an AttributeError too, as libraries ask outputs by `hasattr` whether they are tensors."""
+
+
 class UnreadableLogits:
     """Placeholder in a forward's outputs for logits that will not be computed.
 
@@ -166,14 +170,14 @@ class UnreadableLogits:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(_WHY)
+        raise UnreadableError(_WHY)
 
     def __getitem__(self, index):
-        raise RuntimeError(_WHY)
+        raise UnreadableError(_WHY)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise RuntimeError(_WHY)
+        raise UnreadableError(_WHY)
 
 
 _WHY = (

@@ -214,7 +214,7 @@ def test_verl_module(monkeypatch):
 
         model = tiny.model()  # as verl calls it
         _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
-        assert {type(m).liger_match.kind for m in swapped(model)} == {"norm", "mlp", "rope"}
+        assert {type(m).liger_match.kind for m in swapped(model)} == {"norm", "mlp", "rope", "skip_logits"}
     finally:
         integrations.uninstall()
 

@@ -1,12 +1,15 @@
 """Check the loss of a patched model against the model's, in every way to ask for it."""
 
 import copy
+import pickle
 
 import pytest
 import tiny
 import torch
 
 import liger_hw
+
+transformers = tiny.transformers
 
 
 @pytest.mark.parametrize(
@@ -50,10 +53,7 @@ def test_tuples(skip_logits):
     found = tiny.call(patched, **tiny.tokens(), return_dict=False, skip_logits=skip_logits)
     assert type(found) is tuple and len(found) == len(expected)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
-    if skip_logits:
-        assert found[1] is None
-    else:
-        torch.testing.assert_close(torch.softmax(found[1], -1), torch.softmax(expected[1], -1))
+    torch.testing.assert_close(torch.softmax(found[1], -1), torch.softmax(expected[1], -1))
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -62,19 +62,76 @@ def test_tuples(skip_logits):
 def test_skip_logits(labelled, training, skip):
     plain, patched = tiny.pair()
     inputs = tiny.tokens() if labelled else {"input_ids": tiny.tokens()["input_ids"]}
-    if skip and not labelled:
-        with pytest.raises(ValueError, match="skip_logits"):
-            patched(**inputs, skip_logits=skip)
-        return
     expected = tiny.call(plain.train(training), **inputs)
     found = tiny.call(patched.train(training), **inputs, skip_logits=skip)
     if labelled:
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
-    if skip:
-        assert found.logits is None and found["loss"] is found.loss and "logits" not in found
-    else:
-        assert tiny.is_lazy(found) == (labelled and training and skip is None)
-        assert torch.equal(torch.clone(found.logits), expected.logits)
+    assert tiny.is_lazy(found) == (labelled and (training if skip is None else skip))
+    assert torch.equal(torch.clone(found.logits), expected.logits)
+
+
+class Positional(transformers.BertForMaskedLM):
+    """A model whose forward has neither keyword arguments nor `skip_logits`, as remote code's."""
+
+    def forward(self, input_ids=None, labels=None):
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+class WithItsOwn(transformers.LlamaForCausalLM):
+    """A model with a `skip_logits` of its own."""
+
+    def forward(self, input_ids=None, skip_logits=None):
+        return "skipped" if skip_logits else super().forward(input_ids)
+
+
+BERT = transformers.BertConfig(
+    vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Positional(BERT),
+        lambda: transformers.BertForSequenceClassification(BERT),
+        lambda: transformers.BertModel(BERT),
+    ],
+    ids=["no keyword arguments", "a loss of its own", "no loss"],
+)
+@pytest.mark.parametrize("flags", [{}, {"fused_linear_cross_entropy": False}], ids=str)
+def test_every_patched_model_takes_skip_logits(build, flags):
+    plain = build().eval()
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched, **flags)
+    ids = tiny.tokens()["input_ids"]
+    expected, found = plain(input_ids=ids), patched(input_ids=ids, skip_logits=True)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found[0], expected[0])
+    pickle.loads(pickle.dumps(patched))(input_ids=ids, skip_logits=True)
+    liger_hw.unpatch(patched)
+    assert type(patched) is type(plain)
+
+
+def test_a_model_keeps_its_own_skip_logits():
+    patched = tiny.model()
+    patched.__class__ = WithItsOwn
+    liger_hw.patch(patched)
+    ids = tiny.tokens()["input_ids"]
+    assert patched(ids, skip_logits=True) == "skipped" and patched(ids).logits.shape == (2, 17, 128)
+
+
+def test_a_second_loss_of_logits_that_are_gone():
+    """A trainer's own loss adds to the model's, and lets go of the outputs before the backward."""
+
+    def loss(model):
+        outputs = tiny.call(model, **tiny.tokens())
+        return outputs.loss + 1e-3 * outputs.logits.float().logsumexp(-1).square().mean()
+
+    plain, patched = tiny.pair()
+    for model in (plain, patched):
+        loss(model).backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_shift_labels_alone_give_no_loss_as_theirs_and_real_logits():

@@ -27,7 +27,8 @@ def swapped(model):
 
 
 def kinds(model):
-    return {type(module).liger_match.op or type(module).liger_match.kind for module in swapped(model)}
+    names = {type(module).liger_match.op or type(module).liger_match.kind for module in swapped(model)}
+    return names - {"skip_logits"}  # an argument alone
 
 
 def logits(model, **inputs):

@@ -47,7 +47,7 @@ def compare(model: str, device: torch.device, trust_remote_code=False, say=lambd
     patch(built)
     seen = set()
     for module in built.modules():
-        if not is_swapped(module) or type(module).liger_match.kind == "causal_lm":
+        if not is_swapped(module) or type(module).liger_match.kind in ("causal_lm", "skip_logits"):
             continue
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
         match = type(module).liger_match
