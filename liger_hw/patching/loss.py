@@ -191,7 +191,7 @@ class CausalLMMatch(Match):
 
 
 class SkipLogitsMatch(Match):
-    """Match of a model without a loss of ours: its forward takes `skip_logits` too, without effect.
+    """Match of a model that only accepts `skip_logits`, without effect.
 
     Trainers pass it to every model that they patch (Hugging Face's in evaluation, with `use_liger_kernel=True`).
     """
@@ -213,7 +213,7 @@ def _is_causal_lm_loss(loss_function):
 
 
 def _finish(outputs, is_replica):
-    """Add the by-products of the loss to the outputs, and end the life of logits as steps of the model.
+    """Add the by-products of the loss to the outputs, whose logits may stay lazy.
 
     nn.DataParallel gathers all outputs of its replicas, so theirs contain no logits.
     """
