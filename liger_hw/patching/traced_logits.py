@@ -155,7 +155,10 @@ class TracedLogits:
 
 
 class UnreadableError(AttributeError, RuntimeError):
-    """Error of a read; an AttributeError too, as libraries ask outputs by `hasattr` whether they are tensors."""
+    """Error of a read of logits that do not exist.
+
+    An AttributeError too, as libraries ask outputs by `hasattr` whether they are tensors.
+    """
 
 
 class UnreadableLogits:
