@@ -21,7 +21,7 @@ __all__ = [
     "at_end_of_backward", "autograd_records", "backward_keeps_graph", "backward_number", "column_parallel_input",
     "constant_result", "dispatch_modes", "finish_collective", "grouped_mm", "has_global_module_hooks", "has_tangents",
     "has_wide_products", "is_compiled", "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded",
-    "process_group", "recorded_memory", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
+    "process_group", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change", "traced",
     "transforms_active", "without_dispatch_modes", "without_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -110,25 +110,6 @@ def all_gathered(x, group: str):
     former_name = getattr(torch.distributed, "all_gather_into_tensor", None)  # deprecated since torch 2.13
     getattr(torch.distributed, "all_gather_single", former_name)(of_ranks, x.contiguous(), group)
     return of_ranks.view(group.size(), *x.shape)
-
-
-@contextmanager
-def recorded_memory(device):
-    """Record allocations on a device within the block, and yield a function.
-
-    It returns torch's snapshot of them.
-
-    Raises:
-        ValueError: torch has no such record for this kind of device.
-    """
-    memory = getattr(getattr(torch, device.type), "memory", None)
-    if not hasattr(memory, "_record_memory_history"):
-        raise ValueError(f"torch {torch.__version__} records no allocations on {device.type}")
-    memory._record_memory_history(stacks="python")
-    try:
-        yield memory._snapshot
-    finally:
-        memory._record_memory_history(enabled=None)
 
 
 def traced(*tensors) -> bool:

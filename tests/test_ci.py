@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import liger_hw
-from liger_hw import backends
+from liger_hw import backends, cli
 from liger_hw.backends import amd, intel, nvidia
-from liger_lab import cli
 from liger_lab.tools import mutants, transformers_versions
 
 ROOT = Path(__file__).parent.parent

@@ -9,6 +9,7 @@ CHECKOUT = pathlib.Path(__file__).parent.parent
 PRODUCT, LAB = CHECKOUT / "liger_hw", CHECKOUT / "lab" / "liger_lab"
 PRODUCT_FLOORS = [  # from the top: a room may import itself and what stands below it, so not its neighbours either
     {"__main__"},
+    {"cli"},
     {"run"},
     {"integrations"},
     {"stand_in"},
@@ -34,14 +35,14 @@ LAB_FLOORS = [  # each may import the whole product
     {"levels"},
     {"bench"},
     {"cases", "contribution"},
-    {"models"},
+    {"models", "terminal"},
 ]
 FLOORS = {
     wing: {room: number for number, rooms in enumerate(floors) for room in rooms}
     for wing, floors in ((PRODUCT, PRODUCT_FLOORS), (LAB, LAB_FLOORS))
 }
 FILES = sorted((*PRODUCT.rglob("*.py"), *LAB.rglob("*.py")))
-COMMAND = PRODUCT / "__main__.py"  # it starts the laboratory's command
+COMMAND = PRODUCT / "cli" / "__init__.py"  # it adds the laboratory's commands to its own
 DERIVE_FROM_TRANSFORMERS = {  # are classes of it, and are imported when they are asked for
     "integrations/trainer_callback.py", "transformers/auto_model.py", "patching/output_classes.py",
 }  # fmt: skip

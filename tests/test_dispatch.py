@@ -177,7 +177,7 @@ def test_cpu_tensors_cannot_run_kernels(double, monkeypatch):
 @pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
 @pytest.mark.parametrize("name", ["nvidia", "amd", "intel"])
 def test_meta_tensors_launch_nothing(name):
-    """What the tuner and `liger-hw info` ask with."""
+    """What the tuner and `liger-hw launches` ask with."""
     x, w = torch.ones(4, 64, device="meta", requires_grad=True), torch.ones(64, device="meta", requires_grad=True)
     with use_backend(name):
         y = rms_norm(x, w)
