@@ -226,6 +226,14 @@ def test_the_workflow_of_cpus():
                 assert cli._parse(words[words.index("liger_hw") + 1 :])
 
 
+def test_the_newest_torch_is_tested_every_night():
+    job = workflow("cpu")["jobs"]["prerelease"]
+    assert job["if"] == "github.event_name == 'schedule'"
+    steps = [step.get("run", "") for step in job["steps"]]
+    (install,) = [i for i, step in enumerate(steps) if "pip install --pre --upgrade" in step and step.endswith(" torch")]
+    assert any("make test" in step for step in steps[install:])
+
+
 def test_the_workflow_interprets_for_every_architecture(tmp_path):
     """A job's matrix is the output of the job before it, whose steps run here."""
     jobs = workflow("cpu")["jobs"]

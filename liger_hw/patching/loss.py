@@ -12,6 +12,7 @@ import warnings
 
 import torch
 
+from liger_hw._torch import is_replica, is_wrapped_by_fsdp1
 from liger_hw.checks import KERNEL_DTYPES, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -164,7 +165,7 @@ class CausalLMMatch(Match):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
             lazily = linear and labelled and (self.training if skip_logits is None else skip_logits)
             heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
-            if lazily and any(hasattr(m, "_fsdp_wrapped_module") for m in head_of(self).modules()):
+            if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             sources = [] if lazily else None
@@ -174,7 +175,7 @@ class CausalLMMatch(Match):
                 return outputs
             for source in sources:
                 source.recording = False
-            return _finish(outputs, is_replica=getattr(self, "_is_replica", False))
+            return _finish(outputs, is_replica=is_replica(self))
 
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
