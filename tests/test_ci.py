@@ -230,7 +230,9 @@ def test_the_newest_torch_is_tested_every_night():
     job = workflow("cpu")["jobs"]["prerelease"]
     assert job["if"] == "github.event_name == 'schedule'"
     steps = [step.get("run", "") for step in job["steps"]]
-    (install,) = [i for i, step in enumerate(steps) if "pip install --pre --upgrade" in step and step.endswith(" torch")]
+    (install,) = [
+        i for i, step in enumerate(steps) if "pip install --pre --upgrade" in step and step.endswith(" torch")
+    ]
     assert any("make test" in step for step in steps[install:])
 
 
