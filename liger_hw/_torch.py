@@ -170,7 +170,10 @@ is_view = operator.methodcaller("_is_view")  # of another tensor, for autograd; 
 
 
 def storage_id(x) -> int:
-    """Return the identity of a tensor's memory, which no other memory has while a `StorageWeakRef` to it exists."""
+    """Return the identity of a tensor's memory.
+
+    No other memory has it while a `StorageWeakRef` to this one exists.
+    """
     return x.untyped_storage()._cdata
 
 

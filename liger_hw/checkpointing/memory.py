@@ -4,7 +4,9 @@ import torch
 
 
 class DeviceMemory:
-    """Count a device's memory; a CPU counts nothing, and the budget bounds the bytes that layers keep.
+    """Count a device's memory.
+
+    A CPU counts nothing; there the budget bounds the bytes that layers keep.
 
     Attributes:
         counts: whether the device counts.

@@ -188,9 +188,9 @@ class Activations:
         return frame, lambda: (current.recorders[index], contextlib.nullcontext())
 
     def _planned_call(self, current, index, hidden, args, hooked):
-        """Return the frame of a layer under the plan, and the contexts of its checkpointing, None for none.
+        """Return the frame of a layer under the plan, and the contexts of its checkpointing.
 
-        Without a plan, and where the program calls other layers than were planned for, a layer keeps nothing.
+        The contexts are None for a layer without checkpointing. Without a plan, and where the program calls other layers than were planned for, a layer keeps nothing.
         """
         layer = current.layers[index]
         planned = self.plan.layers[index] if self.plan is not None and index < len(self.plan.layers) else None

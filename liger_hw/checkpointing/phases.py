@@ -8,7 +8,7 @@ A pass whose backward has not run is repeated. Three events lead elsewhere:
 - another plan than before, after TIME or PROVE, or because memory outside the layers has grown: to PROVE;
 - nothing fits the budget any more, or the memory ran out under the plan: to STOPPED, for good.
 
-Under a plan, a pass of a kind that was not timed yet is a TIME pass, too; the phase after it is the one that was next.
+Under a plan, a pass of a kind that was not timed yet is a TIME pass, too. It delays the next phase by one pass.
 """
 
 import enum

@@ -47,7 +47,7 @@ class Measurements:
 
 
 def make_plan(measured, budget, host_bytes, pcie_bandwidth, rejected, counts) -> ActivationPlan | None:
-    """Return the plan that saves the most time within the budget, or None where nothing fits.
+    """Return the plan that saves the most time within the budget, or None.
 
     Args:
         measured: `Measurements`.
@@ -55,6 +55,9 @@ def make_plan(measured, budget, host_bytes, pcie_bandwidth, rejected, counts) ->
         pcie_bandwidth: bytes a second between them.
         rejected: structure of a record -> positions of operations that must be recomputed.
         counts: whether the device counts memory, so that the plan predicts it and the time.
+
+    Returns:
+        None where not even recomputing every layer fits.
     """
     calls, timelines = measured.calls, measured.timelines.values()
     parts = range(len(calls) + 1)
