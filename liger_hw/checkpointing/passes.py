@@ -190,7 +190,8 @@ class Activations:
     def _planned_call(self, current, index, hidden, args, hooked):
         """Return the frame of a layer under the plan, and the contexts of its checkpointing.
 
-        The contexts are None for a layer without checkpointing. Without a plan, and where the program calls other layers than were planned for, a layer keeps nothing.
+        The contexts are None for a layer without checkpointing. Without a plan, and where the program calls other
+        layers than were planned for, a layer keeps nothing.
         """
         layer = current.layers[index]
         planned = self.plan.layers[index] if self.plan is not None and index < len(self.plan.layers) else None
