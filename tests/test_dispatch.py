@@ -136,7 +136,7 @@ def test_forced_means_forced(double, on_gpu):
 
 
 def test_each_choice_is_logged_once_with_its_reason(double, on_gpu, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "AVAILABLE", True)
+    monkeypatch.setattr("liger_hw.dispatch.ops.AVAILABLE", True)
     register(double, "triton")
     double(torch.ones(2))  # before the level is set
     caplog.set_level("DEBUG", "liger_hw")

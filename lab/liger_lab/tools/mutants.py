@@ -93,8 +93,8 @@ MUTANTS = {
         ),
         (
             "product left out",
-            "dup if up_grad else None, dy, activation)",
-            "dup if up_grad else None, None, activation)",
+            "launch_backward(gate, up, dy, dgate, dup, dy,",
+            "launch_backward(gate, up, dy, dgate, dup, None,",
         ),
         ("keeps the product after all", "if not keeps_y or not gate", "if keeps_y or not gate"),
         ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
