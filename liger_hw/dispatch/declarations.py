@@ -51,7 +51,9 @@ def raw(outputs=None, *, mutates=(), returns="y"):
 
 
 def differentiable(returns="y"):
-    """Give a function of operations or of other `raw` functions the decorator `backward`, as `raw` does.
+    """Give a function the decorator `backward`, and register nothing.
+
+    The function calls operations of torch or `raw` functions.
 
     Args:
         returns: names of its results.

@@ -1,4 +1,4 @@
-"""Define functions by source text, where a loop or a closure would cost host time at every call."""
+"""Define functions by source text, where a loop or a closure would cost host time."""
 
 import inspect
 import itertools
@@ -9,7 +9,9 @@ _numbers = itertools.count()
 
 
 def define(name: str, source: str, **constants) -> dict:
-    """Run `source`, and return its names; tracebacks and debuggers show its lines under `name`.
+    """Run `source`, and return its names.
+
+    Tracebacks and debuggers show its lines.
 
     Args:
         constants: names that the source uses. They stay in the result, where a later change has effect.
@@ -27,7 +29,7 @@ def function_source(signature: str, lines) -> str:
 
 
 def arguments_by_name(function, available) -> str:
-    """Return the text of the arguments with which to call `function`, each a name of `available`.
+    """Return the text of a call's arguments, each a name of `available`.
 
     A parameter that is not available keeps its default. A function with `*others` gets all by position.
 

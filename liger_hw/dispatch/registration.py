@@ -27,7 +27,9 @@ def is_tuple(annotation) -> bool:
 
 
 def register(function, inputs, results, allocation, mutates=(), **constants):
-    """Register an op of torch; return the function to call, whose attribute `opaque` is that op.
+    """Register an op of torch, and return the function to call.
+
+    Its attribute `opaque` is the registered op.
 
     Args:
         inputs: name -> annotation. A NamedTuple is one argument here, and one for each field of the registered op.
@@ -115,5 +117,5 @@ def _registered(function, name, inputs, results, mutates, functions):
 
 
 def _tensors(count):
-    """Return the annotation of `count` results; a registered op returns None for an absent tensor of any of them."""
+    """Return the annotation of `count` results, any of which may be None."""
     return torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]

@@ -1,4 +1,4 @@
-"""Make autograd functions of a forward and a backward, wired by the names of their parameters."""
+"""Make autograd functions of a forward and a backward by the names of their parameters."""
 
 import functools
 import inspect
@@ -67,7 +67,7 @@ def _backward(forward, inputs, results, outputs=None, *, without_gradient="", de
 
 
 class _Wiring:
-    """Names of a forward and its backward, and the source of the functions between them and autograd.
+    """The source of the functions between autograd and a forward and its backward.
 
     Attributes:
         arguments: inputs that a caller passes. results: of the forward. returned: those that a caller gets.

@@ -280,7 +280,7 @@ def programs_for_blocks(config, elements, rows, blocks):
 
 
 def partial_sums(gradient: torch.Tensor | None, programs: int) -> torch.Tensor | None:
-    """Return memory for partial sums of a gradient: (programs, values) fp32, or `gradient` itself for one program."""
+    """Return memory for partial sums: (programs, values) fp32, or `gradient` itself for one program."""
     if gradient is None or programs <= 1:
         return gradient
     return gradient.new_empty((programs, gradient.numel()), dtype=torch.float32)

@@ -20,7 +20,7 @@ def goes_in_place(gate, up, in_place):
 
 
 def overwritten(ctx, gate, up):
-    """Return the gradients that a backward has written over `gate` and `up` (or None), and refuse a second one."""
+    """Return `gate` and `up` (or None), now their gradients, and refuse a second backward."""
     ctx.spent = (
         "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote the "
         "gradients over their inputs. Pass in_place=False to go backward twice"
