@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw._torch import is_view_operation, operation_schema, written_arguments
+from liger_hw._torch import is_view_operation
 
 FREE, NUMBERED, MUTATES = "free", "numbered", "mutates"
 _kinds = {}  # operation -> its kind, as far as the operation alone decides
@@ -26,7 +26,7 @@ def kind_of(operation, args) -> str:
 
 
 def _kind(operation):
-    schema = operation_schema(operation)
+    schema = getattr(operation, "_schema", None)
     if schema is None or operation.namespace == "prim":  # operations of higher order, queries of metadata
         return FREE
     if schema.is_mutable:
@@ -53,8 +53,9 @@ def tensors_in(values):
 
 def written(operation, args, kwargs):
     """Yield the tensors that an operation writes to."""
-    for argument in written_arguments(operation, args, kwargs):
-        yield from tensors_in(argument)
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def random_state(operation, device):

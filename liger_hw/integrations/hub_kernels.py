@@ -93,7 +93,9 @@ def _prove(module):
         computed = replacement(function, rotation)
         return lambda self, *args: computed(*args)
     match, _ = recognise(module)
-    return match.members(cls)["forward"] if match is not None and match.kind in ("norm", "mlp") else cls.forward
+    if match is None or match.kind not in ("norm", "mlp"):
+        return cls.forward
+    return match.members(cls, match.guard(cls))["forward"]
 
 
 def _proving_first(kernelize):

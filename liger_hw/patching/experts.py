@@ -8,14 +8,17 @@ import itertools
 
 import torch
 
-from liger_hw._torch import forward_hooks, is_plain
+from liger_hw._torch import is_plain
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
 from liger_hw.kernels.moe import experts
 from liger_hw.patching import gates, probing
-from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
+from liger_hw.patching.pins import AttributePin
+from liger_hw.patching.reading import Pin
 
 PROBE_ROWS, PROBE_INTERMEDIATE = 7, 48
+IMPLEMENTATIONS = ("grouped_mm_experts_forward", "batched_mm_experts_forward")  # they call a module's gate
 
 
 class ExpertsMatch(Match):
@@ -23,19 +26,27 @@ class ExpertsMatch(Match):
 
     kind = "experts"
 
-    def members(self, original):
+    def pins(self, original):
+        from transformers.integrations import moe
+
+        pins, shadowed = super().pins(original)
+        pins = [*pins, Pin(original, "forward", original.forward)]
+        return [*pins, *(Pin(moe, name, getattr(moe, name)) for name in IMPLEMENTATIONS)], shadowed
+
+    def members(self, original, unchanged):
         options, names = dict(self.options), dict(self.names)
         if self.op == "clamped_swiglu" or names["split"] == "interleaved":
-            return {"_apply_gate": _gate_of(original, self.op, options, names)}
-        forward = _forward_of(original, names["split"] == "up first", gates.activation_name(self.op, options))
+            return {"_apply_gate": _gate_of(original, self.op, options, names, unchanged)}
+        activation = gates.activation_name(self.op, options)
+        forward = _forward_of(original, names["split"] == "up first", activation, unchanged)
         if names["split"] is None:
             return {"forward": forward}
-        return {"_apply_gate": _gate_of(original, self.op, options, names), "forward": forward}
+        return {"_apply_gate": _gate_of(original, self.op, options, names, unchanged), "forward": forward}
 
 
-def _forward_of(original, up_first, activation):
+def _forward_of(original, up_first, activation, unchanged):
     def forward(self, *args, **kwargs):
-        if len(args) == 3 and not kwargs and _can_mix(self, *args):
+        if len(args) == 3 and not kwargs and unchanged(self) and _can_mix(self, *args):
             x, index, routing_weights = args
             return experts.experts(x, *_weights(self), index, routing_weights, activation, up_first)
         return original.forward(self, *args, **kwargs)
@@ -43,14 +54,14 @@ def _forward_of(original, up_first, activation):
     return forward
 
 
-def _gate_of(original, op_name, options, names):
+def _gate_of(original, op_name, options, names, unchanged):
     op = gates.OPS[op_name]
     takes_numbers = op_name == "clamped_swiglu"
     takes_whole_rows = takes_numbers and names["split"] != "up first"
     interleaved, split = names["split"] == "interleaved", gates.HALVES[names["split"]]
 
     def _apply_gate(self, gate_up_out):
-        if any(is_intercepted(child) for child in self.children()):
+        if not unchanged(self):
             return original._apply_gate(self, gate_up_out)
         if takes_whole_rows:
             return op(gate_up_out, interleaved=interleaved, **options, **gates.numbers(self, names))
@@ -76,8 +87,7 @@ def _can_mix(module, x, index, routing_weights):
         and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm", None) is moe.grouped_mm_experts_forward
         and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
         # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
-        and not (getattr(module, "_is_expert_parallel", False) or forward_hooks(module))
-        and not any(is_intercepted(child) for child in module.children())
+        and not (getattr(module, "_is_expert_parallel", False) or module._forward_pre_hooks or module._forward_hooks)
         and not torch.compiler.is_compiling()
         and is_plain(x, *weights)
         and all(w is not None and w.dtype == x.dtype for w in weights)
@@ -113,7 +123,8 @@ def match_experts(module):
             return op.reference(*gates.HALVES[split](gate_up), **options)
 
         if probing.agree(original, replacement, cases):
-            return ExpertsMatch.of(op, options, {"split": split} | attributes)
+            names = {"split": split} | attributes
+            return ExpertsMatch.of(op, options, names, methods=("_apply_gate",), bypassed=_children(module))
     return None
 
 
@@ -122,11 +133,20 @@ def _match_experts_without_gate(module):
     cases = [
         (3 * probing.random_rows(random, PROBE_ROWS, PROBE_INTERMEDIATE, dtype=dtype),) for dtype in probing.DTYPES
     ]
-    act_fn = probing.without_hooks(module.act_fn) if isinstance(module.act_fn, torch.nn.Module) else module.act_fn
+    is_module = isinstance(module.act_fn, torch.nn.Module)
+    act_fn = probing.without_hooks(module.act_fn) if is_module else module.act_fn
     for name, function in ACTIVATIONS.items():
         if probing.agree(act_fn, function, cases):
-            return ExpertsMatch.of(activate, {"activation": name}, {"split": None})
+            pinned = () if is_module else (AttributePin((), ("act_fn",), act_fn, True),)
+            names = {"split": None}
+            return ExpertsMatch.of(
+                activate, {"activation": name}, names, methods=(), pinned=pinned, bypassed=_children(module)
+            )
     return None
+
+
+def _children(module):
+    return tuple((name, own_class(child)) for name, child in module.named_children())
 
 
 def calls_gate(module):

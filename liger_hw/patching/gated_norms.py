@@ -31,14 +31,16 @@ class GatedNormMatch(Match):
 
     kind = "gated_norm"
 
-    def members(self, original):
+    def members(self, original, unchanged):
         names, options = dict(self.names), dict(self.options)
         weight_name, eps_name, group_name = names["weight"], names["eps"], names["group"]
 
         def forward(self, *args, **kwargs):
             gate = args[1] if len(args) == 2 else kwargs.get("gate")
             weight = getattr(self, weight_name)
-            proved = len(args) in (1, 2) and set(kwargs) <= {"gate"} and weight.dtype == args[0].dtype
+            proved = (
+                unchanged(self) and len(args) in (1, 2) and set(kwargs) <= {"gate"} and weight.dtype == args[0].dtype
+            )
             if not proved or gate is None or gate.shape != args[0].shape or gate.dtype != weight.dtype:
                 return original.forward(self, *args, **kwargs)
             group = getattr(self, group_name) if group_name else None

@@ -16,10 +16,7 @@ import threading
 import torch
 
 from liger_hw._torch import (
-    backward_hooks,
-    forward_hooks,
     has_global_module_hooks,
-    is_fsdp2_hook,
     is_plain,
     keep_unsharded,
     reshard_again,
@@ -31,6 +28,7 @@ from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.hooks import is_of_zero3
 from liger_hw.patching.lazy_logits import HeadFunction
 from liger_hw.patching.match import Match
+from liger_hw.patching.reading import Pin, read
 from liger_hw.patching.traced_logits import TracedLogits
 
 
@@ -68,15 +66,16 @@ def _only_multiplies(head):
     Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
     Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
-    only_gathers = all(_only_gathers(hook) for hook in forward_hooks(head))
-    return "forward" not in head.__dict__ and only_gathers and not _is_observed(head)
+    hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
+    return "forward" not in head.__dict__ and all(_only_gathers(hook) for hook in hooks) and not _is_observed(head)
 
 
 def _is_observed(head):
     """Tell whether a program may see calls of `head` without forward hooks."""
+    hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
     return (
         hasattr(head, "parametrizations")
-        or not all(_only_gathers(hook) for hook in backward_hooks(head))
+        or not all(_only_gathers(hook) for hook in hooks)
         or has_global_module_hooks()
         or saved_tensors_may_change()
         or transforms_active()  # torch.func needs autograd functions of another form
@@ -85,7 +84,8 @@ def _is_observed(head):
 
 def _only_gathers(hook):
     """Tell whether `hook` gathers and frees weights, and neither reads nor changes logits."""
-    return is_fsdp2_hook(hook) or is_of_zero3(hook)
+    of_fsdp2 = getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
+    return of_fsdp2 or is_of_zero3(hook)
 
 
 class HeadMatch(Match):
@@ -93,7 +93,7 @@ class HeadMatch(Match):
 
     kind = "head"
 
-    def members(self, original):
+    def members(self, original, unchanged):
         def call(self, *args, **kwargs):
             """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
             # the attribute may be a parametrization, such as a spectral norm, which every read changes
@@ -101,7 +101,12 @@ class HeadMatch(Match):
             sharded = weight is not None and not is_plain(weight)
             if sharded and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
                 _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
-                if sources is not None and not _is_observed(self) and _computes_alike(self, args[0]):
+                if (
+                    sources is not None
+                    and unchanged(self)
+                    and not _is_observed(self)
+                    and _computes_alike(self, args[0])
+                ):
                     logits = column_parallel_logits(self, args[0])
                     if logits is not None:
                         return logits
@@ -109,7 +114,7 @@ class HeadMatch(Match):
 
         def forward(self, *args, **kwargs):
             _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
-            if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self):
+            if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self) or not unchanged(self):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
             if not _computes_alike(self, hidden) or not is_plain(hidden, weight, self.bias):
@@ -142,10 +147,13 @@ class LoraHeadMatch(Match):
 
     kind = "lora_head"
 
-    def members(self, original):
+    def pins(self, original):
+        return [Pin(original, "forward", original.forward), *read(torch.nn.Linear).pins], set()
+
+    def members(self, original, unchanged):
         def forward(self, x, *args, **kwargs):
             _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
-            if sources is None or args or kwargs or not _is_one_product(self, x):
+            if sources is None or args or kwargs or not _is_one_product(self, x) or not unchanged(self):
                 return original.forward(self, x, *args, **kwargs)
             hidden, weight = [x], [self.base_layer.weight]
             for name in _adapters(self):

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from liger_hw.patching.pins import digest, guard
+from liger_hw.patching.reading import add_entries, read
+
 
 @dataclass(frozen=True)
 class Match:
@@ -13,20 +16,53 @@ class Match:
         op: the name of the op, or "" where `kind` already determines it.
         options: keyword arguments of the op, as sorted pairs.
         names: (role, attribute of the module) pairs; the attribute is None where the module has no such part.
+        pinned: `AttributePin`s: the match holds only while the module's attributes have these values.
+        bypassed: (child, its class) pairs: activations and dropouts that the replacement may skip.
+        methods: the methods of the module whose code was matched.
     """
 
     kind: ClassVar[str]
     op: str = ""
     options: tuple = ()
     names: tuple = ()
+    pinned: tuple = ()
+    bypassed: tuple = ()
+    methods: tuple = ("forward",)
 
     @classmethod
     def of(cls, op, options, names, **more):
         """Build the match of an op (a function) from dictionaries of options and names."""
         return cls(op.__name__, tuple(sorted(options.items())), tuple(names.items()), **more)
 
-    def members(self, original):
-        """Return name -> value of the subclass of `original` that computes with the op."""
+    @property
+    def strings(self):
+        """Return the values of pinned attributes that may be names of entries in a registry."""
+        return {pin.value for pin in self.pinned if isinstance(pin.value, str)}
+
+    def pins(self, original):
+        """Return (`Pin`s, names that an attribute of an instance would hide) of the matched code."""
+        codes = [add_entries(read(original, self.methods), self.strings), *(read(cls) for _, cls in self.bypassed)]
+        shadowed = {pin.name for pin in codes[0].pins if pin.owner is original} - {*self.methods}
+        return [pin for code in codes for pin in code.pins], shadowed
+
+    def reason_against(self, original):
+        """Return why the op cannot compute modules of `original` though a probe agrees, or None."""
+
+    def digest(self, original):
+        """Return a text that tells the matched code from other code."""
+        return digest(self.pins(original)[0])
+
+    def guard(self, original):
+        """Return the function that tells whether an instance of `original` is still what was matched."""
+        pins, shadowed = self.pins(original)
+        return guard(pins, self.pinned, shadowed, self.bypassed)
+
+    def members(self, original, unchanged):
+        """Return name -> value of the subclass of `original` that computes with the op.
+
+        Args:
+            unchanged: the function that `guard` returned.
+        """
         raise NotImplementedError
 
     def shown_options(self):

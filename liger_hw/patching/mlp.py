@@ -7,48 +7,41 @@ and "gate" is the first of two projections.
 """
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 
 from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing
-from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.projection import is_projection, project_down
-from liger_hw.patching.swapping import own_class
+from liger_hw.patching.reading import foreign, read
 
 PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
 class MLPMatch(Match):
-    """Match of an MLP.
-
-    Attributes:
-        pinned: (attribute, value) pairs: the match holds only while the attributes have these values.
-        bypassed: (child, its class) pairs: activations and dropouts that the replacement may skip.
-    """
+    """Match of an MLP."""
 
     kind = "mlp"
-    pinned: tuple = ()
-    bypassed: tuple = ()
 
-    def members(self, original):
-        names, options, pinned, bypassed = dict(self.names), dict(self.options), self.pinned, self.bypassed
+    def pins(self, original):
+        pins, shadowed = super().pins(original)
+        return [*pins, *read(torch.nn.Linear).pins], shadowed  # `project_down` does not call the last projection
+
+    def reason_against(self, original):
+        replaced = foreign(read(torch.nn.Linear).pins)
+        return replaced and f"a program replaced torch's {replaced} of linear layers"
+
+    def members(self, original, unchanged):
+        names, options = dict(self.names), dict(self.options)
         clamped = gates.OPS[self.op] if self.op == "clamped_swiglu" else None
         activation = None if clamped else gates.activation_name(self.op, options)
         down_name, dropout_name = names["down"], names.get("dropout_before")
 
-        def is_as_proved(module):
-            return all(getattr(module, name) == value for name, value in pinned) and all(
-                own_class(module._modules[name]) is cls and not is_intercepted(module._modules[name])
-                for name, cls in bypassed
-            )
-
         def forward(self, *args, **kwargs):
-            if len(args) != 1 or kwargs or not is_as_proved(self):
+            if len(args) != 1 or kwargs or not unchanged(self):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
             if _has_another_dtype(down, args[0]):  # T5 keeps its last projection in fp32 and casts its input
@@ -154,8 +147,7 @@ def match_mlp(module):
 
                 without_up = names.get("up", "") is None
                 if (op is activate or not without_up) and probing.reproduces(replacement, expected, cases):
-                    pinned = tuple(floats.items()) if values is floats else ()
-                    return MLPMatch.of(op, options, names, pinned=pinned, bypassed=bypassed)
+                    return MLPMatch.of(op, options, names, bypassed=bypassed)
     return None
 
 

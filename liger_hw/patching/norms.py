@@ -29,7 +29,7 @@ class NormMatch(Match):
     narrow_input: bool = False
     wide_input: bool = False
 
-    def members(self, original):
+    def members(self, original, unchanged):
         op, options, names = OPS[self.op], dict(self.options), dict(self.names)
         weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
         written_eps = options.pop("eps", None)
@@ -40,7 +40,13 @@ class NormMatch(Match):
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
 
         def forward(self, *args, **kwargs):
-            if len(args) != 1 or kwargs or derived and torch.is_autocast_enabled(args[0].device.type):
+            if (
+                len(args) != 1
+                or kwargs
+                or not unchanged(self)
+                or derived
+                and torch.is_autocast_enabled(args[0].device.type)
+            ):
                 return original.forward(self, *args, **kwargs)
             x = args[0]
             weight = getattr(self, weight_name) if weight_name else None
@@ -52,6 +58,8 @@ class NormMatch(Match):
             eps = getattr(self, eps_name) if eps_name else written_eps
             if eps is None:
                 eps = default_eps(x.dtype)
+            elif type(eps) is not float:  # a tensor, or a number that kernels do not take
+                return original.forward(self, x)
             if bias_name:
                 weight = weight if offset is None else weight + offset
                 return op(x, weight, getattr(self, bias_name), eps, **options)

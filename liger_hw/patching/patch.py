@@ -9,7 +9,6 @@ It needs no list of models: `recognise` proves which op computes each module, `s
 
 import functools
 import logging
-import os
 from collections import Counter
 
 import torch
@@ -18,9 +17,9 @@ from liger_hw.checkpointing.activations import activations as plan_activations
 from liger_hw.checks import check
 from liger_hw.patching import built_later, loss
 from liger_hw.patching.flags import LOSSES, check_flags, flag_of
-from liger_hw.patching.recognition import reason_for_leaving, recognise
+from liger_hw.patching.recognition import Memory, reason_for_leaving, recognise
 from liger_hw.patching.summary import Summary
-from liger_hw.patching.swapping import is_changed_since, is_swapped, own_class, restore, swap
+from liger_hw.patching.swapping import is_changed_since, is_swapped, restore, swap
 
 logger = logging.getLogger("liger_hw")
 
@@ -48,9 +47,8 @@ def patch(model, activations=None, **flags):
         cross_entropy: compute the loss from the logits with the op `cross_entropy`. Default False.
 
     Returns:
-        a `Summary`; None for a class. Its attribute `activations` holds the plan. It is logged at level INFO, or
-        WARNING where nothing was replaced. One line with its counts, once for each model class and counts, is logged
-        at level WARNING by the first process of a machine, so that it is seen without a configuration of logging.
+        a `Summary`, which is also logged once at level INFO, or WARNING where nothing was replaced; None for a class.
+        Its attribute `activations` holds the plan.
 
     Raises:
         ValueError: `model` is not a model; a flag is unknown, or not True, False or None; cross_entropy together with
@@ -62,31 +60,25 @@ def patch(model, activations=None, **flags):
     _check_model(model)
     summary = Summary(activations=None if activations is None else plan_activations(model, activations))
     unpatch(model)
+    memory = Memory()
     bypassed = set()  # activations in a replaced MLP, which no longer calls them
     for module in list(model.modules()):
         if module in bypassed:
             continue
-        matches, reason = _matches_of(module, flags)
+        matches, reason = _matches_of(module, flags, memory)
         if reason:
             summary.left[type(module).__name__, reason] += 1
         for part, match in matches:
             summary.replaced[type(part).__name__, str(match)] += 1
-            swap(part, match)
+            swap(part, memory.patched_class(type(part), match))
             bypassed.update(part.children() if match.kind == "mlp" else ())
     for part in loss.without_skip_logits(model):
-        swap(part, loss.SkipLogitsMatch())
+        swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch()))
     if summary.replaced:
         logger.info("patched %s\n%s", type(model).__name__, summary)
-        _announce(own_class(model).__name__, summary.replaced.total(), summary.left.total())
     else:
         logger.warning("nothing of %s was replaced; it is as it was\n%s", type(model).__name__, summary)
     return summary
-
-
-@functools.cache
-def _announce(name, replaced, left):
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        logger.warning("liger_hw: %d modules patched, %d left alone (%s)", replaced, left, name)
 
 
 def unpatch(model):
@@ -119,7 +111,7 @@ def _check_model(model):
     check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module or a class of models")
 
 
-def _matches_of(module, flags):
+def _matches_of(module, flags, memory):
     """Return ([(module to swap, match)], reason).
 
     The reason says why `module`, or a part of it beside the matches, is left; None if nothing is.
@@ -132,7 +124,7 @@ def _matches_of(module, flags):
         return [], OWN_FORWARD if loss.has_a_head(module) or reason_for_leaving(module) else None
     if loss.has_a_head(module):
         return loss.match_loss(module, **{name: flags[name] for name in LOSSES})
-    match, reason = recognise(module)
+    match, reason = recognise(module, memory)
     if match is None:
         return [], reason
     if not flags.get(flag_of(match), True):

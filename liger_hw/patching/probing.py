@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode
+from liger_hw._torch import TorchDispatchMode, without_modes
 
 DTYPES = (torch.float32, torch.bfloat16)
 VISIBLE = 0.37  # at this value, a float attribute that the forward uses changes the result
@@ -64,9 +64,16 @@ def reproduces(replacement, expected, cases, exact=True):
 
 
 def _run(function, case):
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings(), OwnGenerator():
+    with (
+        without_modes(),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        warnings.catch_warnings(),
+        OwnGenerator(),
+    ):
         warnings.simplefilter("ignore")
-        return function(*case)
+        with OwnGenerator():
+            return function(*case)
 
 
 def _equal(actual, expected, exact):

@@ -4,41 +4,27 @@ The module's forward on a probe (see `probing`) and an op's reference run on the
 They match if their results are bitwise equal, dtype included (LayerNorm allows another order of fp32 sums).
 """
 
-import enum
-import functools
-import numbers
-import types
+import dataclasses
 from typing import NamedTuple
 
-import torch
-
+from liger_hw._torch import without_modes
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
 from liger_hw.patching.match import Match
 from liger_hw.patching.mlp import match_mlp
 from liger_hw.patching.norms import match_norm
+from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
 from liger_hw.patching.projection import is_projection
-from liger_hw.patching.rotary import match_rotary
+from liger_hw.patching.reading import add_entries, read
+from liger_hw.patching.rotary import match_rotary, match_rotation
 from liger_hw.patching.sorted_experts import match_sorted_experts
+from liger_hw.patching.swapping import patched_class
 
 MATCHERS = (match_norm, match_gated_norm, match_mlp, match_experts, match_sorted_experts, match_activation)
 NO_OP = "no op computes the same bits"
 OWN_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
 NO_ACTIVATION = "no supported activation between its two linear layers"
-
-OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
-PLAIN = (
-    numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, types.FunctionType,
-    types.BuiltinFunctionType, types.ModuleType,
-)  # fmt: skip
-
-
-class _Unknown(Exception):
-    """Report a value that cannot be compared: a probe of its module is not remembered."""
-
-
-remembered = {}  # all facts that determine a probe's result -> the result
 
 
 class Recognition(NamedTuple):
@@ -48,79 +34,93 @@ class Recognition(NamedTuple):
     reason: str | None = None
 
 
-def recognise(module):
-    """Return the `Recognition` of a module; a process probes equal modules once."""
+class Memory:
+    """Results of one call of `patch`, within which no program replaces code."""
+
+    def __init__(self):
+        self.matches, self.rotations, self.codes, self.classes = {}, {}, {}, {}
+
+    def code(self, cls, methods=("forward",)):
+        """Return the `Code` of a class."""
+        return _remember(self.codes, (cls, methods), lambda: read(cls, methods))
+
+    def rotation(self, function):
+        """Return the `Rotation` that a function computes, or None."""
+        return _remember(self.rotations, function, lambda: match_rotation(function))
+
+    def patched_class(self, original, match):
+        """Return the subclass of `original` that computes with `match`'s op."""
+        return _remember(self.classes, (original, match), lambda: patched_class(original, match))
+
+
+def recognise(module, memory=None):
+    """Return the `Recognition` of a module; a `Memory` probes equal modules once."""
+    with without_modes():
+        return _recognise(module, Memory() if memory is None else memory)
+
+
+def _recognise(module, memory):
     try:
-        match = _remember(("module", *_facts(module)), lambda: _first_match(module))
-    except _Unknown:
-        match = _first_match(module)
-    if match is not None:
-        if match.kind == "experts" and not calls_gate(module):
-            implementation = module.config._experts_implementation
-            return Recognition(reason=f"experts implementation {implementation!r} does not call the module's gate")
-        return Recognition(match)
+        result = _remember(memory.matches, _facts(module, memory), lambda: _first_match(module, memory))
+    except (Incomparable, TypeError):  # an attribute that cannot be compared, or not be hashed
+        result = _first_match(module, memory)
+    match = result.match
+    if match is not None and match.kind == "experts" and not calls_gate(module):
+        implementation = module.config._experts_implementation
+        return Recognition(reason=f"experts implementation {implementation!r} does not call the module's gate")
+    if match is not None or result.reason is not None:
+        return result
     cls = type(module)
-    match, others = _remember(("rotary", cls), lambda: match_rotary(cls))
-    if others:
-        return Recognition(match, f"the op rope does not compute the rotation of {', '.join(others)}")
-    return Recognition(match, None if match else reason_for_leaving(module))
+    match, reason = _remember(memory.matches, cls, lambda: match_rotary(cls, memory.rotation))
+    return Recognition(match, reason or (None if match else reason_for_leaving(module)))
 
 
-def _first_match(module):
-    return next((match for matcher in MATCHERS if (match := matcher(module)) is not None), None)
+def _first_match(module, memory):
+    match = next((match for matcher in MATCHERS if (match := matcher(module)) is not None), None)
+    return Recognition() if match is None else _with_pins(module, match, memory)
 
 
-def _remember(key, find):
-    if key not in remembered:
-        remembered[key] = find()
-    return remembered[key]
+def _with_pins(module, match, memory):
+    """Return a match with pinned attributes, or why the module is left."""
+    code = memory.code(type(module), match.methods)
+    if code.reason:
+        return Recognition(reason=f"its code {code.reason}")
+    exempt = {name for _, name in match.names if isinstance(name, str)}
+    try:
+        pinned = attribute_pins(module, code, exempt)
+        for name, cls in match.bypassed:
+            child = memory.code(cls)
+            if child.reason:
+                return Recognition(reason=f"the code of its {name} {child.reason}")
+            if name not in exempt:
+                pinned += attribute_pins(module._modules[name], child, children=(name,))
+    except Incomparable as error:
+        return Recognition(reason=f"its code {error}")
+    match = dataclasses.replace(match, pinned=match.pinned + pinned)
+    code = add_entries(read(type(module), match.methods), match.strings) if code.registries else code
+    reason = f"its code {code.reason}" if code.reason else match.reason_against(type(module))
+    return Recognition(reason=reason) if reason else Recognition(match)
 
 
-def _facts(module):
-    """Return class, parameter shapes, children and attributes, which determine a probe's result.
+def _remember(results, key, find):
+    if key not in results:
+        results[key] = find()
+    return results[key]
+
+
+def _facts(module, memory, names=frozenset()):
+    """Return what determines a probe's result: class, shapes, children, attributes that code reads.
 
     Raises:
-        _Unknown: it holds a buffer or another value that cannot be compared.
+        Incomparable: it holds a buffer or another value that cannot be compared.
     """
     if any(buffer is not None for buffer in module._buffers.values()):
-        raise _Unknown
+        raise Incomparable
+    names = names | memory.code(type(module)).names
     shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
-    children = tuple((name, _facts(child)) for name, child in module.named_children())
-    attributes = tuple((name, _fact(value)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
-    return type(module), shapes, children, attributes
-
-
-def _fact(value, within=()):
-    """Return what tells a value from others.
-
-    That is a plain value itself, and the contents of an object or a container.
-    """
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if id(value) in within:
-        return type(value)
-    within = *within, id(value)
-    if isinstance(value, functools.partial):
-        held = value.func, value.args, value.keywords
-    elif isinstance(value, types.MethodType):
-        held = value.__func__, value.__self__
-    elif isinstance(value, dict):
-        held = tuple(value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        held = tuple(value)
-    elif isinstance(value, (torch.Tensor, torch.nn.Module)) or not _is_all_in_vars(value):
-        raise _Unknown
-    else:
-        held = tuple(vars(value).items())
-    return type(value), tuple(_fact(item, within) for item in held)
-
-
-def _is_all_in_vars(value):
-    """Return whether an object holds nothing outside its `__dict__`.
-
-    Attributes are not read by name: a configuration with layers of different widths refuses that.
-    """
-    return hasattr(value, "__dict__") and not any(vars(cls).get("__slots__") for cls in type(value).__mro__)
+    children = tuple((name, _facts(child, memory, names)) for name, child in module.named_children())
+    attributes = tuple((name, fact(value)) for name, value in vars(module).items() if reads(names, name))
+    return type(module), module.training, shapes, children, attributes
 
 
 def reason_for_leaving(module):

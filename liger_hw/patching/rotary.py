@@ -3,7 +3,9 @@
 import functools
 
 from liger_hw.patching.match import Match
+from liger_hw.patching.pins import code_guard
 from liger_hw.patching.probing import agree
+from liger_hw.patching.reading import Pin, read_function, read_globals
 from liger_hw.patching.rebinding import innermost, methods_of_model_code, with_globals
 from liger_hw.patching.rotation import prove_rotation, replacement
 
@@ -13,17 +15,43 @@ class RotaryMatch(Match):
 
     kind = "rope"
 
-    def members(self, original):
+    def pins(self, original):
+        functions, pins = rotary_functions(original), []
+        for name, method in _methods(original, dict(self.names)).items():
+            pins += [Pin(original, name, method), *read_globals(innermost(method)).pins]
+        return [*pins, *(pin for name, _ in self.names for pin in read_function(functions[name]).pins)], set()
+
+    def guard(self, original):
+        return code_guard(self.pins(original)[0])
+
+    def members(self, original, unchanged):
         functions = rotary_functions(original)
         replaced = {name: replacement(functions[name], rotation) for name, rotation in self.names}
         return {
-            name: with_globals(function, replaced)
-            for name, function in methods_of_model_code(original).items()
-            if set(innermost(function).__code__.co_names) & set(replaced)
+            name: _guarded(original, name, with_globals(method, replaced), unchanged)
+            for name, method in _methods(original, replaced).items()
         }
 
     def shown_options(self):
         return "; ".join(sorted({str(rotation) for _, rotation in self.names} - {""}))
+
+
+def _methods(cls, names):
+    """Return name -> method of `cls` that calls one of the global `names`."""
+    methods = methods_of_model_code(cls).items()
+    return {name: method for name, method in methods if set(innermost(method).__code__.co_names) & set(names)}
+
+
+def _guarded(original, name, copied, unchanged):
+    """Return a method that calls the copy, or the class's method if code was replaced."""
+
+    @functools.wraps(copied)
+    def method(self, *args, **kwargs):
+        if unchanged():
+            return copied(self, *args, **kwargs)
+        return getattr(original, name)(self, *args, **kwargs)
+
+    return method
 
 
 def rotary_functions(cls):
@@ -39,18 +67,25 @@ def rotary_functions(cls):
     return functions
 
 
-def match_rotary(cls):
-    """Return (`RotaryMatch` or None, names of rotary functions that the op does not compute)."""
+def match_rotary(cls, match_function=None):
+    """Return (`RotaryMatch` or None, why a rotary function is left or None).
+
+    Args:
+        match_function: `match_rotation`, or a function that remembers its results.
+    """
     functions = {name: function for name, function in rotary_functions(cls).items() if not isinstance(function, type)}
-    rotations = {name: match_rotation(function) for name, function in functions.items()}
+    rotations = {name: (match_function or match_rotation)(function) for name, function in functions.items()}
     proved = {name: rotation for name, rotation in rotations.items() if rotation is not None}
     others = [name for name in rotations if name not in proved]
-    return (RotaryMatch("rope", names=tuple(sorted(proved.items()))) if proved else None), others
+    reason = f"the op rope does not compute the rotation of {', '.join(others)}" if others else None
+    for method in _methods(cls, proved).values():
+        if copied := read_globals(innermost(method)).reason:
+            return None, f"{method.__name__} {copied}"
+    return (RotaryMatch("rope", names=tuple(sorted(proved.items()))) if proved else None), reason
 
 
-@functools.cache
 def match_rotation(function):
-    """Return the `Rotation` that a rotary function provably computes, or None."""
+    """Return the `Rotation` that a rotary function computes, or None."""
 
     def agree_on(original, op_rotation, cases):
         def as_tuple(*args):
@@ -59,4 +94,10 @@ def match_rotation(function):
 
         return agree(as_tuple, op_rotation, cases)
 
-    return prove_rotation(function, agree_on)
+    if _is_readable(function) and read_function(function).reason is None:
+        return prove_rotation(function, agree_on)
+    return None
+
+
+def _is_readable(function):
+    return hasattr(getattr(function, "__func__", function), "__code__")

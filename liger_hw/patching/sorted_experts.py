@@ -4,7 +4,7 @@ import torch
 
 from liger_hw._torch import is_plain
 from liger_hw.patching import gates, probing
-from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
 
 PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE = 2, 32, 48
@@ -16,13 +16,13 @@ class SortedExpertsMatch(Match):
 
     kind = "sorted_experts"
 
-    def members(self, original):
+    def members(self, original, unchanged):
         op, options, names = gates.OPS[self.op], {"in_place": True, **dict(self.options)}, dict(self.names)
 
         def forward(self, *args, **kwargs):
             weights = [getattr(self, names[role]) for role in ("first", "second")]
-            usual = len(args) == 1 and not kwargs and is_plain(*args, *weights)
-            if not usual or any(is_intercepted(child) for child in self.children()):
+            usual = unchanged(self) and len(args) == 1 and not kwargs and is_plain(*args, *weights)
+            if not usual:
                 return original.forward(self, *args, **kwargs)
             return _compute(args[0], *weights, op, options)
 
@@ -65,5 +65,6 @@ def match_sorted_experts(module):
             return _compute(x, *weights, op.reference, options)
 
         if probing.agree(original, replacement, cases):
-            return SortedExpertsMatch.of(op, options, {"first": first, "second": second})
+            bypassed = tuple((name, own_class(child)) for name, child in module.named_children())
+            return SortedExpertsMatch.of(op, options, {"first": first, "second": second}, bypassed=bypassed)
     return None

@@ -4,13 +4,19 @@ Parameters, buffers, hooks and names stay where they are, and no other module ch
 computes with the copy's weights; a closure set as its `forward` would compute with the original's.
 """
 
-import functools
 import types
+import weakref
+
+import torch
+
+from liger_hw.patching.hooks import own_class
+
+__all__ = ["is_changed_since", "is_swapped", "own_class", "patched_class", "restore", "swap"]
 
 
-def swap(module, match):
-    """Give `module` the subclass of its class that computes with `match`'s op."""
-    module.__class__ = patched_class(type(module), match)
+def swap(module, cls):
+    """Give `module` the patched class `cls`, a subclass of its class."""
+    module.__class__ = cls
 
 
 def restore(module):
@@ -38,32 +44,65 @@ def is_changed_since(module):
     return hasattr(type(module), "liger_original") and not is_swapped(module)
 
 
-def own_class(module):
-    """Return the class of `module` without the swap."""
-    return type(module).liger_original if is_swapped(module) else type(module)
+_classes = weakref.WeakKeyDictionary()  # class of a module -> {(match, digest of its code): weak patched class}
 
 
-@functools.cache
 def patched_class(original, match):
-    """Return the subclass of `original` that computes with `match`'s op, one per process.
+    """Return the subclass of `original` that computes with `match`'s op.
 
-    Its name contains the original's, as other libraries look for it. It has the same `__module__`. It pickles as the
-    original class and the match, and unpickles patched.
+    There is one for each code of the original, as long as it is in use. It has the original's names, because programs
+    choose modules by them; `print` shows `Liger` before the name. It pickles as the original class and the match, and
+    unpickles patched where the original's code is the same.
     """
-    members = match.members(original)
-    name = members.pop("__name__", f"Liger{original.__name__}")
-    identity = {"__module__": original.__module__, "__qualname__": name, "__doc__": original.__doc__}
-    cls = type(name, (original,), identity | members | {"liger_original": original, "liger_match": match})
-    cls.__reduce_ex__ = functools.partialmethod(_reduce, cls)
+    return _class_for(original, match, match.digest(original))
+
+
+def _class_for(original, match, digest):
+    classes = _classes.setdefault(original, weakref.WeakValueDictionary())
+    cls = classes.get((match, digest))
+    if cls is None:
+        cls = classes[match, digest] = _new_class(original, match, digest)
     return cls
 
 
-def _reduce(self, cls, protocol):
-    if type(self) is not cls:  # a derived class, such as FSDP's, pickles in its own way
-        return super(cls, self).__reduce_ex__(protocol)
-    _, _, *state = super(cls, self).__reduce_ex__(max(protocol, 2))
-    return _rebuild, (cls.liger_original, cls.liger_match), *state
+def _new_class(original, match, digest):
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    facts = {"liger_original": original, "liger_match": match, "liger_digest": digest}
+    members = {"_get_name": _get_name, "__reduce_ex__": _reduce} | match.members(original, match.guard(original))
+    # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes
+    return type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
 
 
-def _rebuild(original, match):
-    return object.__new__(patched_class(original, match))
+class _Unregistered(torch.nn.Module):
+    """Base of patched classes, because of which the original's `__init_subclass__` does not see them."""
+
+    def __init_subclass__(cls, **options):
+        if "liger_original" not in vars(cls):
+            super().__init_subclass__(**options)
+
+
+def _get_name(self):
+    """Return the name that `print` shows."""
+    return f"Liger{type(self).__name__}" if is_swapped(self) else type(self).__name__
+
+
+def _reduce(self, protocol):
+    cls = type(self)
+    # a derived class, such as FSDP's, pickles in its own way
+    original = cls.liger_original
+    if not is_swapped(self):
+        return super(_swapped_base(cls), self).__reduce_ex__(protocol)
+    _, _, *state = original.__reduce_ex__(self, max(protocol, 2))
+    return _rebuild, (original, cls.liger_match, cls.liger_digest), *state
+
+
+def _swapped_base(cls):
+    return next(base for base in cls.__mro__ if "liger_original" in vars(base))
+
+
+def _rebuild(original, match, digest):
+    """Return a patched instance, or an unpatched one if the original's code has changed."""
+    cls = _classes.get(original, {}).get((match, digest))
+    if cls is None and match.digest(original) == digest:
+        cls = _class_for(original, match, digest)
+    return object.__new__(cls or original)

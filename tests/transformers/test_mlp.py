@@ -9,7 +9,8 @@ from saved import saved_bytes
 from torch import nn
 
 import liger_hw
-from liger_hw.patching.projection import is_plain_linear
+from liger_hw.patching import mlp as mlp_matches
+from liger_hw.patching.projection import is_plain_linear, project_down
 from liger_hw.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
 
 CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act="silu")
@@ -145,7 +146,7 @@ def test_frozen_projection(backend, device):
     module.down_proj.requires_grad_(False)
     with liger_hw.use_backend(backend):
         out = module(x)
-        assert "GluLinear" not in out.grad_fn.name()
+        assert "GLULinear" not in out.grad_fn.name()
         out.sum().backward()
     assert module.down_proj.weight.grad is None and x.grad.isfinite().all()
 
@@ -231,10 +232,15 @@ def test_hooks_on_the_activation_of_a_patched_mlp_fire(family, monkeypatch):
         assert len(seen) == len(names) > 0
         for handle in handles:
             handle.remove()
-        with monkeypatch.context() as without:
-            without.setattr(type(plain), "forward", None)
+        calls = []
+        with monkeypatch.context() as counted:
+            counted.setattr(mlp_matches, "project_down", _counting(calls))
             torch.testing.assert_close(module(x), expected)
-        assert len(seen) == len(names)
+        assert len(seen) == len(names) and len(calls) == 1
+
+
+def _counting(calls):
+    return lambda *args: calls.append(args) or project_down(*args)
 
 
 def mlp_of(tiny, family):

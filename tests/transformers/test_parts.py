@@ -86,7 +86,7 @@ def test_the_default_dtype_changes_no_proof(default):
 
     torch.set_default_dtype(default)
     try:
-        assert match_rotation.__wrapped__(complex_pairs) is not None and match_rotation(half_again) is None
+        assert match_rotation(complex_pairs) is not None and match_rotation(half_again) is None
         rows = probing.random_rows(torch.Generator().manual_seed(0), 64)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -394,6 +394,7 @@ HOLDERS = {  # an attribute that holds a fact, and how a forward reads the fact
     "enum": (Centre, lambda held: held.value),
     "tensor": (torch.tensor, bool),
 }
+UNSEEN = ("slots", "tensor")  # no call could notice that their contents have changed
 
 
 class Configured(torch.nn.Module):
@@ -418,7 +419,7 @@ def test_what_a_module_holds_tells_it_apart(holder):
         plain = copy.deepcopy(patched)
         liger_hw.patch(patched)
         assert torch.equal(patched(x), plain(x))
-        assert swapping.is_swapped(patched) == (not centred)
+        assert swapping.is_swapped(patched) == (not centred and holder not in UNSEEN)
 
 
 def test_what_a_child_holds_tells_a_module_apart():

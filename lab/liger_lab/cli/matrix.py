@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from liger_hw import backends, dispatch
-from liger_hw.cli.common import add_command, show
 from liger_hw.console import table
 from liger_lab.cli import common
 
@@ -14,7 +13,7 @@ EVIDENCE = Path("lab/results/evidence")  # in a checkout
 
 
 def add(commands) -> None:
-    command = add_command(
+    command = common.add_command(
         commands, "matrix", matrix, "show the evidence for each op on each GPU, or compile for absent GPUs",
         "Merge files of evidence from tests, compilers, the doctor and benchmarks, and show which ops are compiled, "
         "interpreted, executed and measured on each GPU. With --compile, build every kernel for every architecture of "
@@ -96,7 +95,7 @@ def matrix(args) -> int | None:
     results = {"runs": runs, "cells": [vars(cell) for cell in cells], "problems": problems}
     levels = [f"{level}: {text}" for level, text in evidence.SAYS.items()]
     lines = table(page.HEADER, page.rows(cells)), "", *levels, "", *problems, ", ".join(map(str, files))
-    show(args, results, *lines)
+    common.show(args, results, *lines)
     return 1 if problems else None
 
 

@@ -1,0 +1,254 @@
+"""Check at each call of a patched module that it is still what was matched.
+
+A program may replace what a module's code reads: its class's forward, a function of torch or of the model's file, an
+attribute. It may also enter a mode that sees every operation. `guard` compares all of that by identity, and the
+module's own forward runs if anything differs. The comparison is one generated function, because it must take less than
+0.2 us.
+"""
+
+import enum
+import functools
+import hashlib
+import numbers
+import types
+from typing import NamedTuple
+
+import torch
+
+from liger_hw._torch import (
+    active_dispatch_modes,
+    active_function_modes,
+    constant_result,
+    dispatch_modes,
+    function_modes,
+)
+from liger_hw.patching import reading
+from liger_hw.patching.hooks import is_intercepted, own_class
+from liger_hw.patching.reading import Pin
+
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
+PLAIN = (
+    numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
+    types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
+HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
+COMMON = (Pin(torch.nn.Module, "__call__", torch.nn.Module.__call__),)  # torch.fx replaces it while it traces
+
+
+class Incomparable(Exception):
+    """Report a value whose later changes could not be noticed."""
+
+
+def fact(value, within=()):
+    """Return what tells a value from others, hashable.
+
+    That is a plain value itself, and the contents of an object or a container.
+
+    Raises:
+        Incomparable: it is or contains a tensor, a module, an object with hidden contents, or is nested too deeply.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if id(value) in within:
+        return type(value)
+    within = *within, id(value)
+    if isinstance(value, functools.partial):
+        held = value.func, value.args, value.keywords
+    elif isinstance(value, types.MethodType):
+        held = value.__func__, *(() if isinstance(value.__self__, torch.nn.Module) else (value.__self__,))
+    elif isinstance(value, dict):
+        held = tuple(value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held = tuple(value)
+    elif isinstance(value, (torch.Tensor, torch.nn.Module)) or not _is_all_in_vars(value):
+        raise Incomparable
+    else:
+        held = tuple(vars(value).items())
+    if len(within) > DEEPEST:
+        raise Incomparable
+    return type(value), tuple(fact(item, within) for item in held)
+
+
+def _is_all_in_vars(value):
+    """Return whether an object holds nothing outside its `__dict__`.
+
+    Attributes are not read by name: a configuration with layers of different widths refuses that.
+    """
+    return hasattr(value, "__dict__") and not any(vars(cls).get("__slots__") for cls in type(value).__mro__)
+
+
+class AttributePin(NamedTuple):
+    """A value that code reads from a module's attributes.
+
+    Attributes:
+        children: names of the children on the way to the module that has the attribute.
+        fields: the attribute, and attributes of its value.
+        value: a plain value; else the `fact` of it.
+        is_plain: which of both.
+    """
+
+    children: tuple
+    fields: tuple
+    value: object
+    is_plain: bool
+
+
+def attribute_pins(module, code, exempt=(), children=()):
+    """Return the `AttributePin`s of a module's attributes that `code` reads.
+
+    Args:
+        module: the module, or a child of it.
+        code: the `Code` of its methods, or of its parent's too.
+        exempt: names of attributes that the replacement reads at each call.
+        children: the way to this child.
+
+    Raises:
+        Incomparable: an attribute's later changes could not be noticed; with the reason.
+    """
+    pins = []
+    for name, value in vars(module).items():
+        if name in exempt or not reads(code.names, name):
+            continue
+        paths = [chain for chain in code.chains if chain[0] == name]
+        if isinstance(value, PLAIN) or not paths:
+            paths = [(name,)]
+        for path in paths:
+            pins.append(_attribute_pin(module, path, children))
+    return tuple(dict.fromkeys(pins))
+
+
+def reads(names, attribute):
+    """Tell whether code with these names may read an attribute, unless every module has it."""
+    if attribute in OF_EVERY_MODULE:
+        return False
+    return attribute in names or not reading.READS_ALL.isdisjoint(names)
+
+
+def _attribute_pin(module, path, children):
+    value, fields = vars(module)[path[0]], path[:1]
+    for name in path[1:]:
+        if isinstance(value, PLAIN):
+            break
+        further = getattr(value, name, reading.MISSING)
+        if further is reading.MISSING or callable(further) and not isinstance(further, PLAIN):
+            break
+        value, fields = further, (*fields, name)
+    shown = ".".join((*children, *fields))
+    if isinstance(value, PLAIN):
+        return AttributePin(children, fields, value, True)
+    if isinstance(value, torch.Tensor):
+        raise Incomparable(f"reads {shown}, a tensor that is no parameter")
+    try:
+        pin = AttributePin(children, fields, fact(value), False)
+        hash(pin)
+    except (Incomparable, TypeError, RecursionError):
+        raise Incomparable(f"reads {shown}, whose contents may change") from None
+    return pin
+
+
+class _TensorMethods:
+    """Methods of torch.Tensor, of which a program may define one that hides torch's.
+
+    Attributes:
+        current: the class's dictionary.
+        count: how many names it had when none of the new ones hid a method in C++.
+    """
+
+    def __init__(self):
+        self.current = vars(torch.Tensor)
+        self.known = frozenset(self.current)
+        self.count = len(self.known)
+
+    def are_unchanged(self):
+        """Tell whether no new name hides a method, and remember the count if so."""
+        new = (name for name in self.current.keys() - self.known if hasattr(torch._C.TensorBase, name))
+        if any(name in reading.attributes_read or name.startswith("__") for name in new):
+            return False
+        self.count = len(self.current)
+        return True
+
+
+TENSOR_METHODS = _TensorMethods()
+
+
+def only_harmless_modes():
+    """Tell whether every active mode is torch's or this package's, which change no operation."""
+    return all(
+        type(mode).__module__.partition(".")[0] in reading.KNOWN_PACKAGES or type(mode) in HARMLESS_MODES
+        for mode in (*active_dispatch_modes(), *active_function_modes())
+    )
+
+
+def guard(pins, attributes=(), shadowed=(), bypassed=()):
+    """Return a function of a module that tells whether it is still what was matched.
+
+    Args:
+        pins: `Pin`s.
+        attributes: `AttributePin`s.
+        shadowed: names that the class defines and its code reads: an attribute of the instance would hide them.
+        bypassed: (child, its class) pairs: the replacement skips these children, unless something watches them.
+    """
+    conditions, values = ["code_unchanged()"], {"code_unchanged": code_guard(pins)}
+    values |= {"fact": fact, "is_intercepted": is_intercepted, "own_class": own_class}
+    for index, (child, cls) in enumerate(bypassed):
+        values[f"c{index}"], current = cls, f"module._modules[{child!r}]"
+        conditions += [f"own_class({current}) is c{index}", f"not is_intercepted({current})"]
+    for index, pin in enumerate(attributes):
+        holder = "".join(f"._modules[{child!r}]" for child in pin.children)
+        current = f"module{holder}.__dict__[{pin.fields[0]!r}]" + "".join(f".{name}" for name in pin.fields[1:])
+        values[f"v{index}"], values[f"t{index}"] = pin.value, type(pin.value)
+        if pin.is_plain:
+            same = f"({current} is v{index} or type({current}) is t{index} and {current} == v{index})"
+        else:
+            same = f"fact({current}) == v{index}"
+        conditions.append(same)
+    conditions += [f"{name!r} not in module.__dict__" for name in sorted(shadowed)]
+    return _generate("module", conditions, values)
+
+
+def digest(pins):
+    """Return a text that tells the code behind `Pin`s from other code, in any process."""
+    return hashlib.sha256("\n".join(f"{pin.name} {_described(pin.value)}" for pin in pins).encode()).hexdigest()
+
+
+def _described(value):
+    if isinstance(value, types.FunctionType):
+        return f"{value.__module__}.{value.__qualname__} {_described_code(value.__code__)}"
+    if isinstance(value, property):
+        return f"property {_described(value.fget)}"
+    if isinstance(value, PLAIN) and not isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+        return repr(value)
+    return f"{type(value).__name__} {getattr(value, '__name__', '')}"
+
+
+def _described_code(code):
+    constants = [_described_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def code_guard(pins):
+    """Return a function that compares `Pin`s, and looks for unknown modes."""
+    conditions, values = ["(not dispatch_modes() and not function_modes() or only_harmless_modes())"], {}
+    values |= {"dispatch_modes": dispatch_modes, "function_modes": function_modes}
+    values |= {"only_harmless_modes": only_harmless_modes}
+    owners = {}
+    unique = {(id(pin.owner), pin.name): pin for pin in (*COMMON, *pins)}
+    for index, pin in enumerate(unique.values()):
+        owner = owners.setdefault(id(pin.owner), f"o{len(owners)}")
+        values |= {owner: pin.owner, f"v{index}": pin.value}
+        current = f"{owner}.{pin.name}"
+        if isinstance(pin.owner, dict):  # a subclass, such as ACT2FN, may build a new value for each look-up
+            current = f"{owner}[{pin.name!r}]" if type(pin.owner) is dict else f"entry({owner}, {pin.name!r})"
+        conditions.append(f"{current} is v{index}")
+    conditions.append("(len(tensor_methods) == methods.count or methods.are_unchanged())")
+    values |= {"tensor_methods": TENSOR_METHODS.current, "methods": TENSOR_METHODS, "entry": dict.__getitem__}
+    return constant_result(_generate("", conditions, values))
+
+
+def _generate(parameters, conditions, values):
+    source = f"def unchanged({parameters}):\n try:\n  return {' and '.join(conditions)}\n"
+    source += " except (KeyError, AttributeError):\n  return False\n"
+    namespace = dict(values)
+    exec(source, namespace)  # noqa: S102
+    return namespace["unchanged"]

@@ -1,0 +1,358 @@
+"""Read in a method's code which functions, globals and attributes it uses.
+
+A probe shows what a module computes now. The code says what the result depends on beside the arguments: functions of
+the model's file, class attributes, functions of torch. `read` lists them as pins (owner, name, value), which are
+compared when a patched module is called, so that a program may replace any of them after `patch`.
+
+The code of torch, of this package and of Python itself is not read: a pin holds its functions by identity.
+"""
+
+import builtins
+import dis
+import functools
+import inspect
+import logging
+import sys
+import types
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+MISSING = object()  # value of a pin whose name does not exist
+KNOWN_PACKAGES = ("torch", "liger_hw")
+KNOWN_LIBRARY = {
+    "math",
+    "operator",
+    "functools",
+    "inspect",
+    "itertools",
+    "typing",
+    "types",
+    "collections",
+    "abc",
+    "enum",
+}
+UNREADABLE = {  # functions of Python whose effect the code does not show
+    "globals", "locals", "eval", "exec", "compile", "open", "input", "id", "setattr", "delattr", "__import__", "print",
+    "next", "iter",
+}  # fmt: skip
+CHANGES_CONTAINER = {
+    "append", "extend", "insert", "popitem", "setdefault", "appendleft", "popleft", "update", "clear", "__setitem__",
+    "__setattr__", "__delattr__", "register_hook", "register_forward_hook", "register_buffer", "register_parameter",
+}  # fmt: skip
+READS_ALL = {"__dict__", "vars", "__getattribute__", "__getattr__"}  # names by which code reads attributes unseen
+STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
+MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
+attributes_read = set()  # all names of attributes in code that was read
+OPERATORS = {"**": "__pow__", "-": "__rsub__", "/": "__rtruediv__", "//": "__floordiv__"}  # torch's in Python
+
+
+class Pin(NamedTuple):
+    """Hold a value that code reads by name from globals, a class or a cell."""
+
+    owner: object
+    name: str
+    value: object
+
+
+@dataclass
+class Code:
+    """Facts about the methods of a class.
+
+    Attributes:
+        functions: the functions that may run, of the model's code.
+        pins: the values that they read, apart from the instance's attributes.
+        attributes: names of attributes that they read, of any object.
+        names: these, and the identifiers among their string constants.
+        registries: dictionaries among the globals, of which the code takes an entry by name: ACT2FN["silu"].
+        chains: attributes that they read from their first argument: ("config", "limit") for self.config.limit.
+        reason: why a probe cannot show what the methods compute, or None.
+    """
+
+    functions: list = field(default_factory=list)
+    pins: list = field(default_factory=list)
+    attributes: set = field(default_factory=set)
+    names: set = field(default_factory=set)
+    registries: list = field(default_factory=list)
+    chains: set = field(default_factory=set)
+    reason: str | None = None
+
+    def refuse(self, reason):
+        """Keep the first reason."""
+        self.reason = self.reason or reason
+
+
+def read(cls, methods=("forward",)):
+    """Return the `Code` of methods of a class, and of all functions that they name."""
+    code, waiting = Code(), []
+    for name in methods:
+        method = inspect.getattr_static(cls, name, MISSING)
+        if isinstance(method, types.FunctionType):
+            code.pins.append(Pin(cls, name, method))
+            waiting += [method, *_functions_to_read(method)]
+        elif method is not MISSING:
+            code.refuse(f"its {name} is no function of Python")
+    _read_functions(code, waiting, cls)
+    return code
+
+
+def read_function(function):
+    """Return the `Code` of a function, and of all functions that it names."""
+    code = Code()
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    _read_functions(code, [function], None)
+    return code
+
+
+def add_entries(code, strings):
+    """Add the entries of registries whose names are among the code's strings or `strings`."""
+    for name, registry in code.registries:
+        keys = sorted((code.names | strings) & set(registry))
+        if not keys:
+            code.refuse(f"reads the global {name!r}, whose contents may change")
+        for key in keys:
+            entry = dict.__getitem__(registry, key)
+            code.pins.append(Pin(registry, key, entry))
+            for value in entry if isinstance(entry, tuple) else (entry,):
+                if isinstance(value, type) and issubclass(value, torch.nn.Module):
+                    further = read(value)
+                    code.pins += further.pins
+                    code.refuse(further.reason)
+                elif isinstance(value, types.FunctionType):
+                    further = read_function(value)
+                    code.pins += further.pins
+                    code.refuse(further.reason)
+    code.registries = []
+    return code
+
+
+def read_globals(function):
+    """Return the globals that one function names, and whether it writes one."""
+    code = Code()
+    for instructions in _all_code(function.__code__):
+        for instruction in dis.get_instructions(instructions):
+            name, argument = instruction.opname, instruction.argval
+            if name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                code.refuse(f"writes the global {argument!r}")
+            elif name in ("LOAD_GLOBAL", "LOAD_NAME") and argument in function.__globals__:
+                code.pins.append(Pin(function.__globals__, argument, function.__globals__[argument]))
+            elif name == "LOAD_GLOBAL" and argument in ("globals", "eval", "exec"):
+                code.refuse(f"calls {argument}()")
+    return code
+
+
+def is_known(function):
+    """Tell whether a function or class is torch's, this package's or Python's."""
+    return _package(function) in (*KNOWN_PACKAGES, "builtins") or _is_known_library(function)
+
+
+def foreign(pins, packages=("torch",)):
+    """Return the name of the first function in `pins` of another package, or None."""
+    kinds = (types.ModuleType, type, torch.dtype)
+    names = (pin.name for pin in pins if not isinstance(pin.value, kinds) and _package(pin.value) not in packages)
+    return next(names, None)
+
+
+def _read_functions(code, waiting, cls):
+    seen_names, seen_methods = set(), set()
+    while waiting:
+        function = waiting.pop()
+        if function in code.functions:
+            continue
+        code.functions.append(function)
+        _read_function(function, code, waiting)
+        if cls is not None:
+            for name in sorted(code.names - seen_names):
+                seen_names.add(name)
+                if name not in MODULE_ATTRIBUTES:
+                    _read_class_attribute(cls, name, code, waiting)
+        for name in sorted(code.attributes - seen_methods):
+            seen_methods.add(name)
+            value = vars(torch.Tensor).get(name)  # `pins` notices new names, which hide methods in C++
+            if isinstance(value, types.FunctionType):
+                code.pins.append(Pin(torch.Tensor, name, value))
+                waiting += _functions_to_read(value)
+    attributes_read.update(code.attributes)
+
+
+def _read_class_attribute(cls, name, code, waiting):
+    """Pin an attribute of the class, and read the functions that it holds."""
+    value = inspect.getattr_static(cls, name, MISSING)
+    if value is MISSING:
+        return
+    if isinstance(value, (staticmethod, classmethod)):
+        waiting += _functions_to_read(value.__func__)
+        value = MISSING if isinstance(value, classmethod) else value.__func__
+        if value is MISSING:
+            return
+    elif isinstance(value, property):
+        waiting += [f for f in (value.fget,) if f is not None and not is_known(f)]
+    elif isinstance(value, types.FunctionType):
+        waiting += _functions_to_read(value)
+    elif isinstance(value, functools.cached_property):
+        code.refuse(f"writes its attribute {name!r}")
+    elif not is_constant(value):
+        code.refuse(f"reads the class attribute {name!r}, whose contents may change")
+    code.pins.append(Pin(cls, name, value))
+
+
+def _functions_to_read(function):
+    """Return a function of the model's code, which decorators of torch may enclose."""
+    while isinstance(function, types.FunctionType) and is_known(function):
+        function = getattr(function, "__wrapped__", None)
+    return [function] if isinstance(function, types.FunctionType) else []
+
+
+def _content(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return MISSING
+
+
+def _read_function(function, code, waiting):
+    first = function.__code__.co_varnames[:1] if function.__code__.co_argcount else ()
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    for instructions in _all_code(function.__code__):
+        _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
+
+
+def _all_code(code):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _all_code(constant)
+
+
+def _read_instructions(instructions, namespace, cells, first, code, waiting):
+    code.names.update(c for c in instructions.co_consts if isinstance(c, str) and c.isidentifier())
+    kind, chain = None, []
+    for instruction in [*dis.get_instructions(instructions), None]:
+        name = instruction and instruction.opname
+        if name in ("EXTENDED_ARG", "CACHE", "PUSH_NULL"):
+            continue
+        if name in ("LOAD_ATTR", "LOAD_METHOD") or name and name.startswith("LOAD_SUPER_"):
+            attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+            code.attributes.add(attribute)
+            code.names.add(attribute)
+            if attribute in CHANGES_CONTAINER:
+                code.refuse(f"calls {attribute}()")
+            chain.append(attribute)
+            continue
+        if kind == "self":
+            code.chains.update([tuple(chain)] if chain else ())
+        elif kind:
+            _read_chain(kind, chain, namespace, cells, code, waiting)
+        kind, chain = None, []
+        if name is None:
+            break
+        argument = instruction.argval
+        last = argument[-1] if isinstance(argument, tuple) and argument else argument
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            kind, chain = "global", [argument]
+        elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF") and argument in cells:
+            kind, chain = "cell", [argument]
+        elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and last in first:
+            kind = "self"
+        elif name == "BINARY_OP" and instruction.argrepr in OPERATORS:
+            code.attributes.add(OPERATORS[instruction.argrepr])
+        elif name in STORES:
+            code.refuse(f"writes the {STORES[name]} {argument!r}")
+        elif name in ("STORE_DEREF", "DELETE_DEREF") and argument in cells:
+            code.refuse(f"writes the variable {argument!r} of an enclosing function")
+        elif name in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            code.refuse("writes to an entry of a tensor or container")
+        elif name in ("YIELD_VALUE", "IMPORT_NAME") and not _is_harmless(name, argument):
+            code.refuse(f"imports {argument}")
+
+
+def _is_harmless(name, argument):
+    return name == "YIELD_VALUE" or str(argument).partition(".")[0] in KNOWN_PACKAGES
+
+
+def _read_chain(kind, chain, namespace, cells, code, waiting):
+    """Pin the value of a global name or a cell, and of its attributes."""
+    name, *attributes = chain
+    if kind == "cell":
+        owner, value = cells[name], _content(cells[name])
+        pin = Pin(owner, "cell_contents", value)
+    elif name in namespace:
+        value = namespace[name]
+        pin = Pin(namespace, name, value)
+    elif hasattr(builtins, name):
+        if name in UNREADABLE:
+            code.refuse(f"calls {name}()")
+        code.names.update({"__dict__"} if name in ("vars", "dir") else ())
+        return
+    else:
+        return
+    code.pins.append(pin)
+    for attribute in attributes:
+        if not isinstance(value, (types.ModuleType, type)):
+            break
+        if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
+            return
+        owner, value = value, getattr(value, attribute, MISSING)
+        if value is MISSING or isinstance(value, types.MethodType) and not is_known(value.__func__):
+            break
+        pin = Pin(owner, attribute, value)
+    else:
+        if len(attributes) and not isinstance(pin.value, (types.ModuleType, torch.dtype, types.MethodType)):
+            code.pins.append(pin)
+    _read_value(value, name, code, waiting)
+
+
+def _read_value(value, name, code, waiting):
+    """Read the functions of a global value, and refuse what the code does not show."""
+    if isinstance(value, types.MethodType):
+        value = value.__func__
+    if isinstance(value, types.FunctionType) and _package(value) in sys.stdlib_module_names and not is_known(value):
+        code.refuse(f"calls {value.__module__}.{value.__qualname__}")
+    elif isinstance(value, types.FunctionType) and not is_known(value):
+        waiting.append(value)
+    elif isinstance(value, types.FunctionType):
+        waiting += _functions_to_read(value)
+    elif isinstance(value, types.ModuleType) or value is MISSING:
+        pass
+    elif isinstance(value, type):
+        if issubclass(value, torch.autograd.Function) and not is_known(value):
+            code.refuse(f"calls the autograd function {value.__name__}")
+    elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
+        if not is_known(value):
+            code.refuse(f"calls {_package(value)}.{value.__name__}")
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        code.registries.append((name, value))
+    elif not is_constant(value) and not isinstance(value, logging.Logger) and _package(type(value)) != "torch":
+        code.refuse(f"reads the global {name!r}, whose contents may change")
+
+
+def is_constant(value):
+    """Tell whether a value cannot change as long as it is the same object."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_constant, value))
+    return isinstance(value, CONSTANT)
+
+
+CONSTANT = (
+    int, float, complex, str, bytes, type(None), type(Ellipsis), type, torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, slice,
+    types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.UnionType, types.GenericAlias,
+)  # fmt: skip
+
+
+def _package(value):
+    name = getattr(value, "__module__", None)
+    if isinstance(value, types.FunctionType):  # functools.wraps copies `__module__` to other functions
+        name = value.__globals__.get("__name__")
+    if name is None:
+        owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
+        name = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else "builtins"
+    return str(name).partition(".")[0]
+
+
+def _is_known_library(value):
+    package = _package(value)
+    return package in KNOWN_LIBRARY or package.removeprefix("_") in KNOWN_LIBRARY and package in sys.stdlib_module_names

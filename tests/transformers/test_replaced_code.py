@@ -1,0 +1,351 @@
+"""Check that a patched model equals its unpatched copy after a program replaced code."""
+
+import copy
+import gc
+import pickle
+import types
+import weakref
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_hw
+from liger_hw.patching import pins, swapping
+
+transformers = tiny.transformers
+llama = transformers.models.llama.modeling_llama
+loss_utils = pytest.importorskip("transformers.loss.loss_utils", reason="this transformers has no loss functions")
+
+
+def assert_same_loss(plain, patched):
+    expected, found = (tiny.call(m, **tiny.tokens()).loss for m in (plain, patched))
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+def half(function):
+    """Return a function whose result, or first result, is halved."""
+
+    def halved(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return (result[0].div(2), *result[1:]) if isinstance(result, tuple) else result.div(2)
+
+    return halved
+
+
+REPLACED = {  # what a program replaces by a function with half the result
+    "class's forward": (llama.LlamaMLP, "forward"),
+    "norm's forward": (llama.LlamaRMSNorm, "forward"),
+    "attention's forward": (llama.LlamaAttention, "forward"),
+    "activation's forward": (transformers.activations.ACT2FN["silu"].__class__, "forward"),
+    "linear's forward": (nn.Linear, "forward"),
+    "rotary function": (llama, "apply_rotary_pos_emb"),
+    "helper of the rotary function": (llama, "rotate_half"),
+    "attention function": (llama, "eager_attention_forward"),
+    "function of torch": (F, "silu"),
+    "linear function": (F, "linear"),
+    "method of tensors": (torch.Tensor, "pow"),
+    "operator of tensors": (torch.Tensor, "__mul__"),
+    "loss": (F, "cross_entropy"),
+    "loss of transformers": (loss_utils, "fixed_cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_code_replaced_after_patch_counts(replaced, monkeypatch):
+    owner, name = REPLACED[replaced]
+    plain, patched = tiny.pair(attn_implementation="eager")
+    before = tiny.call(plain, **tiny.tokens()).loss
+    with monkeypatch.context() as context:
+        context.setattr(owner, name, half(getattr(owner, name)), raising=False)
+        assert_same_loss(plain, patched)
+        assert not torch.equal(tiny.call(plain, **tiny.tokens()).loss, before), "the replacement shows"
+    assert tiny.is_lazy(tiny.call(patched, **tiny.tokens())), "the ops compute again"
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_code_replaced_between_two_patches_counts(replaced, monkeypatch):
+    """Remember nothing that one call of `patch` saw for the next."""
+    owner, name = REPLACED[replaced]
+    liger_hw.patch(tiny.model(attn_implementation="eager"))
+    with monkeypatch.context() as context:
+        context.setattr(owner, name, half(getattr(owner, name)), raising=False)
+        plain, patched = tiny.pair(attn_implementation="eager", seed=1)
+        assert_same_loss(plain, patched)
+
+
+def test_a_patched_model_that_is_patched_again_sees_replaced_code(monkeypatch):
+    plain, patched = tiny.pair()
+    liger_hw.unpatch(patched)
+    monkeypatch.setattr(llama.LlamaMLP, "forward", half(llama.LlamaMLP.forward))
+    liger_hw.patch(patched)
+    assert_same_loss(plain, patched)
+
+
+def test_a_function_that_counts_calls_sees_them(monkeypatch):
+    """Profilers count operations by wrapping functions of torch."""
+    plain, patched = tiny.pair()
+    counts = []
+    for model in (plain, patched):
+        count, linear = [0], F.linear
+
+        def counted(x, weight, bias=None, count=count, linear=linear):
+            count[0] += x.numel() * weight.shape[0]
+            return linear(x, weight, bias)
+
+        with monkeypatch.context() as context:
+            context.setattr(F, "linear", counted)
+            tiny.call(model, **tiny.tokens())
+        counts += count
+    assert counts[0] == counts[1] > 0
+
+
+class MLP(nn.Module):
+    factor = 1.0
+
+    def __init__(self, act=None):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.act_fn = nn.SiLU() if act is None else act
+        self.enabled, self.limits, self.on_call = True, {"upper": 2}, F.silu
+        self.config = types.SimpleNamespace(scale=1)
+
+    def product(self, x):
+        return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+
+    def forward(self, x):
+        if not self.enabled:
+            return torch.zeros_like(x)
+        return self.down_proj(self.product(x)) * self.factor * (self.limits["upper"] - 1) * self.config.scale
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps, self.unit_offset = nn.Parameter(torch.randn(64)), 1e-6, False
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight + 1 if self.unit_offset else self.weight) * wide.to(x.dtype)
+
+
+def pair(module):
+    plain = nn.Sequential(module)
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    assert torch.equal(patched(ROWS), plain(ROWS))
+    return plain, patched
+
+
+ROWS = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+CHANGES = {  # what a program does to a module
+    "flag": (MLP, lambda m: setattr(m, "enabled", False)),
+    "class attribute hidden": (MLP, lambda m: setattr(m, "factor", 2.0)),
+    "contents of a dictionary": (MLP, lambda m: m.limits.update(upper=4)),
+    "configuration": (MLP, lambda m: setattr(m.config, "scale", 3)),
+    "method hidden": (MLP, lambda m: setattr(m, "product", lambda x: torch.ones(3, 96))),
+    "child": (MLP, lambda m: setattr(m, "act_fn", nn.Tanh())),
+    "attribute of a child": (lambda: MLP(nn.GELU()), lambda m: setattr(m.act_fn, "approximate", "tanh")),
+    "function": (lambda: MLP(F.silu), lambda m: setattr(m, "act_fn", F.gelu)),
+    "norm's flag": (Norm, lambda m: setattr(m, "unit_offset", True)),
+    "eps": (Norm, lambda m: setattr(m, "eps", 0.5)),
+    "eps that is a tensor": (Norm, lambda m: setattr(m, "eps", torch.tensor(0.5))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_attributes_that_code_reads_count_when_they_change(change):
+    build, apply = CHANGES[change]
+    plain, patched = pair(build())
+    before = plain(ROWS)
+    for model in (plain, patched):
+        apply(model[0])
+    assert torch.equal(patched(ROWS), plain(ROWS))
+    assert not torch.equal(plain(ROWS), before)
+
+
+def test_a_class_attribute_that_changed_between_two_patches_counts(monkeypatch):
+    liger_hw.patch(MLP())
+    monkeypatch.setattr(MLP, "factor", 2.0)
+    plain = MLP()
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+def test_an_attribute_that_no_code_reads_may_change():
+    _, patched = pair(Norm())
+    patched[0].steps, patched[0].history = 3, [patched]
+    assert type(patched[0]).liger_match.guard(Norm)(patched[0])
+
+
+class HalvesProducts(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
+
+
+class HalvesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func in (F.silu, torch.rsqrt, F.cross_entropy) else result
+
+
+@pytest.mark.parametrize("mode", [HalvesProducts, HalvesFunctions])
+def test_modes_of_a_program_see_the_operations(mode):
+    plain, patched = tiny.pair()
+    before = tiny.call(plain, **tiny.tokens()).loss
+    with mode():
+        assert_same_loss(plain, patched)
+        assert not torch.equal(tiny.call(plain, **tiny.tokens()).loss, before)
+
+
+def test_modes_of_torch_change_nothing():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    _, patched = tiny.pair()
+    with FlopCounterMode(display=False):
+        assert pins.only_harmless_modes()
+    with torch.device("cpu"):
+        assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+
+
+class AlwaysSilu(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return F.silu(args[0]) if func is torch.relu else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["fake", AlwaysSilu])
+def test_a_probe_leaves_every_mode(mode):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    module = MLP(torch.relu)
+    with FakeTensorMode(allow_non_fake_inputs=True) if mode == "fake" else mode():
+        assert not liger_hw.patch(copy.deepcopy(module)).replaced
+        assert liger_hw.patch(MLP()).replaced
+    assert not liger_hw.patch(module).replaced and liger_hw.patch(MLP()).replaced
+
+
+def test_patched_classes_of_local_code_do_not_stay():
+    def build():
+        large = torch.zeros(10)
+
+        class Local(Norm):
+            def report(self):
+                return large
+
+        model = nn.Sequential(Local())
+        model[0].on_forward = lambda: model
+        assert liger_hw.patch(model).replaced
+        return weakref.ref(large), weakref.ref(model)
+
+    kept = build()
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+
+
+def test_a_class_with_required_arguments_of_subclasses_is_patched_unseen():
+    class Base(nn.Module):
+        registry = {}
+
+        def __init_subclass__(cls, *, kind, **options):
+            super().__init_subclass__(**options)
+            Base.registry[kind] = cls
+
+    class Registered(Norm, Base, kind="rms"):
+        pass
+
+    plain, patched = pair(Registered())
+    assert Base.registry == {"rms": Registered}
+    assert torch.equal(patched(ROWS), plain(ROWS))
+    with pytest.raises(TypeError, match="kind"):
+        type("Derived", (type(patched[0]),), {})
+
+
+def test_a_metaclass_that_registers_classes_sees_no_patched_one():
+    class Meta(type):
+        classes = []
+
+        def __new__(mcs, name, bases, namespace):
+            cls = super().__new__(mcs, name, bases, namespace)
+            Meta.classes.append(cls)
+            return cls
+
+    class Registered(Norm, metaclass=Meta):
+        pass
+
+    pair(Registered())
+    assert Meta.classes == [Registered]
+
+
+def test_patched_classes_have_the_originals_names():
+    _, patched = tiny.pair()
+    norm = patched.model.norm
+    assert (type(norm).__name__, type(norm).__qualname__) == ("LlamaRMSNorm", "LlamaRMSNorm")
+    assert type(norm).__module__ == llama.__name__ and repr(norm).startswith("LigerLlamaRMSNorm(")
+
+
+def test_deeply_nested_attributes_are_no_obstacle():
+    module = MLP()
+    module.history = []
+    for _ in range(3000):
+        module.history = [module.history]
+    assert liger_hw.patch(nn.Sequential(module)).replaced
+
+
+class RemoteNorm(Norm):
+    pass
+
+
+def test_a_pickle_of_code_that_changed_comes_back_unpatched(monkeypatch):
+    _, patched = pair(RemoteNorm())
+    stored = pickle.dumps(patched)
+    assert swapping.is_swapped(pickle.loads(stored)[0])
+    del patched
+    gc.collect()
+    monkeypatch.setattr(RemoteNorm, "forward", half(RemoteNorm.forward))
+    loaded = pickle.loads(stored)
+    assert not swapping.is_swapped(loaded[0])
+
+
+def write_and_import(tmp_path, monkeypatch, name, changes):
+    """Import a copy of transformers' Llama with changes, as remote code."""
+    source = open(llama.__file__).read().replace("from ...", "from transformers.")
+    source = source.replace("from .configuration", "from transformers.models.llama.configuration")
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return __import__(name)
+
+
+ATTENTION = "        hidden_shape = (*input_shape, -1, self.head_dim)"
+
+
+def test_globals_of_remote_code_are_live(tmp_path, monkeypatch):
+    changes = [(ATTENTION, f"        hidden_states = hidden_states * SCALE\n{ATTENTION}")]
+    remote = write_and_import(tmp_path, monkeypatch, "remote_scale", [*changes, ("logger =", "SCALE = 1.0\nlogger =")])
+    plain = remote.LlamaForCausalLM(tiny.model().config).train()
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced["LlamaAttention", "rope"] == 2
+    remote.SCALE = 0.3
+    assert_same_loss(plain, patched)
+
+
+def test_a_method_that_writes_globals_is_left(tmp_path, monkeypatch):
+    changes = [
+        (ATTENTION, f"        global CALLS\n        CALLS += 1\n{ATTENTION}"),
+        ("logger =", "CALLS = 0\nlogger ="),
+    ]
+    remote = write_and_import(tmp_path, monkeypatch, "remote_counter", changes)
+    patched = remote.LlamaForCausalLM(tiny.model().config).train()
+    summary = liger_hw.patch(patched)
+    assert summary.left["LlamaAttention", "forward writes the global 'CALLS'"] == 2
+    tiny.call(patched, **tiny.tokens())
+    assert remote.CALLS == 2
