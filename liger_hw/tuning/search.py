@@ -1,4 +1,7 @@
-"""Search for winners, measured and downhill from the heuristic; write them to tables."""
+"""Search for winners, measured and downhill from the heuristic; write them to tables.
+
+A candidate wins only with the heuristic's results: a fast one may be fast because it computes something else.
+"""
 
 import functools
 import json
@@ -116,7 +119,8 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
     A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
 
     Args:
-        function: runs the op; must be safe to repeat.
+        function: runs the op and returns its results; must be safe to repeat. If it has an attribute `written`, the
+            tensors that it writes to, they are results too.
         file: the table to write; the user's cache by default.
         only: the keys to search for; all by default.
         progress: called with (key, candidates tried, the best Config so far) after each candidate.
@@ -141,13 +145,22 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         default = config.heuristic(*numbers, device)
         if seconds(default) == math.inf:  # the compiler refuses it here, and a table may have another
             default = config(*numbers, device)
+        judge = _Judge(function, key, default)
+
+        def wins(candidate, fastest, seconds=seconds, judge=judge, times=times):
+            if seconds(candidate) >= seconds(fastest):
+                return False
+            if not judge.accepts(candidate):
+                times[json.dumps(candidate.to_json())] = math.inf
+            return seconds(candidate) < math.inf
+
         best, fastest = None, default
         while fastest is not best:
             best = fastest
             near = [best, *neighbours(best)]
             _compile_ahead(function, key, [c for c in near if json.dumps(c.to_json()) not in times])
             for candidate in near:
-                if seconds(candidate) < seconds(fastest):
+                if wins(candidate, fastest):
                     fastest = candidate
                 progress(key, len(times), fastest)
         file = file or entries.cache_file(device)
@@ -193,16 +206,98 @@ def _seconds(function, key, candidate) -> float:
         return math.inf
 
 
+class _Judge:
+    """Compare the results of candidates with the default's, for the arguments as they are now."""
+
+    def __init__(self, function, key, default):
+        self.function, self.key, self.default, self.expected = function, key, default, None
+        self.written = getattr(function, "written", ())
+        self.before = [x.clone() for x in self.written]
+
+    def accepts(self, candidate) -> bool:
+        """Tell whether `candidate` runs, with the default's results; warn if they differ."""
+        try:
+            if self.expected is None:
+                self.expected = self._results(self.default)
+            right = _equal_but_for_roundings(self._results(candidate), self.expected)
+        except Exception as error:  # as in `_seconds`
+            logger.debug("the results of %s are unknown for %s: %s", self.key, candidate, error)
+            return False
+        if not right:
+            entries.warn_once(f"{self.key} computes other results with {candidate.to_json()}, which is not used")
+        return right
+
+    def _results(self, config) -> list[torch.Tensor]:
+        for x, before in zip(self.written, self.before):
+            x.copy_(before)
+        with choice.override(self.key, config):
+            returned = self.function()
+        return [*_tensors(returned), *(x.clone() for x in self.written)]
+
+
+def _equal_but_for_roundings(results, expected) -> bool:
+    """Tell whether two configurations computed the same, but for the order of their sums.
+
+    The largest difference may be four units in the last place of the largest value, in fp32 those of 12 bits: the tests
+    of parity hold an op to much less, and what a wrong mask or a race writes differs by more.
+    """
+    if [(x.shape, x.dtype) for x in results] != [(x.shape, x.dtype) for x in expected]:
+        return False
+    for x, y in zip(results, expected):
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+            continue
+        unit, difference, largest = max(torch.finfo(x.dtype).eps, 2**-12), 0.0, 0.0
+        for a, b in zip(x.flatten().split(_PART), y.flatten().split(_PART)):  # in wider numbers the whole may not fit
+            finite = b.isfinite()
+            if not torch.allclose(a[~finite], b[~finite], equal_nan=True) or not a[finite].isfinite().all():
+                return False
+            if finite.any():
+                a, b = a[finite].double(), b[finite].double()
+                difference = max(difference, (a - b).abs().max().item())
+                largest = max(largest, b.abs().max().item())
+        if difference > 4 * unit * largest:
+            return False
+    return True
+
+
+_PART = 2**24  # values
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    """List the tensors in nested tuples, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for part in value for x in _tensors(part)] if isinstance(value, (tuple, list)) else []
+
+
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 5)
 
 
-def calls_within(function) -> list:
+class Call:
+    """A call of a `raw` function with its arguments, to be repeated.
+
+    Attributes:
+        written: the tensors among its arguments, if it writes to some of them.
+    """
+
+    def __init__(self, launches, args, repeatable):
+        self.launches, self.args = launches, args
+        self.written = () if repeatable else _tensors(args)
+
+    @torch.no_grad()  # as within an autograd.Function
+    def __call__(self):
+        return self.launches(*self.args)
+
+
+def calls_within(function) -> list[Call]:
     """Run `function()`; return its calls of `raw` functions, as functions without arguments."""
     calls = []
 
     def remember(launches, args, repeatable):
-        calls.append(torch.no_grad()(functools.partial(launches, *args)))  # as within an autograd.Function
+        calls.append(Call(launches, args, repeatable))
         return launches(*args)
 
     with hooks.observe(remember):

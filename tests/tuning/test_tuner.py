@@ -190,6 +190,66 @@ def test_a_table_of_ones_own(monkeypatch, tmp_path):
     assert list(tuning.read_table(tmp_path / "mine.json")) == [KEY] and not tuning.cache_file(H200).exists()
 
 
+class Computing(Bench):
+    """A function of a tensor whose results depend on the configuration, as those of a miscompiled kernel do."""
+
+    def __init__(self, monkeypatch, cost, result, written=()):
+        super().__init__(monkeypatch, cost)
+        self.result, self.written = result, written
+        self.function = tuning.search.Call(self.launches, (torch.ones(3), *written), not written)
+
+    def launches(self, x, *written):
+        self.config = made_up_config(1024, 2, H200)
+        return self.result(self.config, x, *written)
+
+
+WRONG = [
+    lambda x: x * 1.01,
+    lambda x: torch.tensor([1.0, 1.0, 0.0]),
+    lambda x: torch.tensor([1.0, torch.nan, 1.0]),
+    lambda x: x[:2],
+    lambda x: x.half(),
+    lambda x: (x, x),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_fast_candidate_with_other_results_does_not_win(wrong, monkeypatch, caplog):
+    bench = Computing(
+        monkeypatch, distance(num_warps=16), lambda config, x: wrong(x) if config.num_warps == 16 else x.clone()
+    )
+    assert tuning.tune(bench.function)[KEY]["num_warps"] == 8
+    assert caplog.records
+    for record in caplog.records:
+        assert record.message.startswith(f"{KEY} computes other results with {{'meta': ")
+
+
+def test_sums_in_another_order_win(monkeypatch, caplog):
+    bench = Computing(monkeypatch, distance(num_warps=16), lambda config, x: x * (1 + 1e-6 * config.num_warps))
+    assert tuning.tune(bench.function)[KEY]["num_warps"] == 16 and not caplog.records
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_a_candidate_writes_is_its_result(wrong, monkeypatch):
+    """Each candidate gets the tensors as they were before the search, which writes to them many times."""
+
+    def add(config, x, total):
+        total += x * (2 if wrong and config.num_warps == 16 else 1)
+
+    bench = Computing(monkeypatch, distance(num_warps=16), add, [torch.zeros(3)])
+    assert tuning.tune(bench.function)[KEY]["num_warps"] == (8 if wrong else 16)
+
+
+def test_infinities_and_integers_are_compared():
+    equal = tuning.search._equal_but_for_roundings
+    infinite = torch.tensor([1.0, torch.inf, torch.nan])
+    assert equal([infinite], [infinite.clone()])
+    for other in ([1.0, -torch.inf, torch.nan], [1.0, torch.inf, 0.0], [1.0, 1.0, torch.nan], [torch.nan] * 3):
+        assert not equal([torch.tensor(other)], [infinite])
+    assert equal([torch.arange(3)], [torch.arange(3)]) and not equal([torch.arange(3)], [torch.tensor([0, 1, 3])])
+    assert equal([torch.empty(0)], [torch.empty(0)])
+
+
 def on_a_gpu(monkeypatch):
     """A tensor that says it is on the first GPU, which is an H200."""
     gpu = torch.device("cuda", 0)
