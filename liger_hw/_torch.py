@@ -1,32 +1,32 @@
-"""Every private name of torch that the package uses, and functions that need one."""
+"""Every private name of torch that the package uses, and functions that need one.
 
+A new release of torch may break this file alone. The exception are `_parameters`, `_buffers` and `_modules` of
+torch.nn.Module, which any file may read: they are as old as torch, and a patched module reads them in each forward.
+"""
+
+# ruff: noqa: F401, other files import these names from here
 import functools
 import inspect
+import operator
 from contextlib import contextmanager
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as without_torch_function  # of tensor subclasses
+from torch._C import TensorBase  # the methods of torch.Tensor in C++
 from torch._C import _are_functorch_transforms_active as transforms_active  # of torch.func: grad, vmap, jvp
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
 from torch._C import _len_torch_function_stack as function_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn._reduction import legacy_get_string as reduction_of_flags  # size_average, reduce
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hooks
 from torch.overrides import _get_current_function_mode_stack as active_function_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes  # innermost last
-
-__all__ = [
-    "BatchNormBase", "PLAIN", "StorageWeakRef", "TorchDispatchMode", "active_dispatch_modes",
-    "active_function_modes", "alias", "all_gathered", "at_end_of_backward", "autograd_records",
-    "backward_keeps_graph", "backward_number", "column_parallel_input", "constant_result", "dispatch_modes",
-    "finish_collective", "function_modes", "grouped_mm", "has_global_module_hooks", "has_tangents",
-    "has_wide_products", "is_compiled", "is_dtensor", "is_plain", "is_view_operation", "keep_unsharded",
-    "process_group", "recorded_memory", "reshard_again", "saved_tensors_hooks", "saved_tensors_may_change",
-    "traced", "transforms_active", "without_dispatch_modes", "without_modes", "without_saved_tensors_hooks",
-]  # fmt: skip
+from torch.utils._pytree import tree_map_only
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -59,13 +59,13 @@ def column_parallel_input(module):
 
     The function returns a DTensor that is whole on each rank. None, too, where the style leaves the output sharded.
     """
-    hooks = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
-    if [len(of_kind) for of_kind in hooks] != [1, 1] or "forward" in module.__dict__:
+    pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
+    if len(pre_hooks) != 1 or len(hooks) != 1 or "forward" in module.__dict__:
         return None
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel
 
-    (pre_hook,), (hook,) = hooks
+    (pre_hook,), (hook,) = pre_hooks.values(), hooks.values()
     before, after = (inspect.getclosurevars(h).nonlocals if inspect.isfunction(h) else {} for h in (pre_hook, hook))
     before, after = before.get("input_fn"), after.get("output_fn")
     fits = getattr(before, "func", None) is ColwiseParallel._prepare_input_fn
@@ -115,33 +115,19 @@ def all_gathered(x, group: str):
     return of_ranks.view(group.size(), *x.shape)
 
 
-@contextmanager
-def recorded_memory(device):
-    """Record allocations on a device within the block, and yield a function.
-
-    It returns torch's snapshot of them.
-
-    Raises:
-        ValueError: torch has no such record for this kind of device.
-    """
-    memory = getattr(getattr(torch, device.type), "memory", None)
-    if not hasattr(memory, "_record_memory_history"):
-        raise ValueError(f"torch {torch.__version__} records no allocations on {device.type}")
-    memory._record_memory_history(stacks="python")
-    try:
-        yield memory._snapshot
-    finally:
-        memory._record_memory_history(enabled=None)
-
-
 def traced(*tensors) -> bool:
     """Tell whether a compiler, dispatch mode or tensor subclass needs ordinary torch operations."""
     return is_compiling() or dispatch_modes() > 0 or not is_plain(*tensors)
 
 
+def in_forward_ad() -> bool:
+    """Tell whether tensors may have tangents, within a level of forward-mode AD."""
+    return forward_ad._current_level >= 0  # 0.05 us (an x86 CPU)
+
+
 def has_tangents(arguments) -> bool:
     """Tell whether one of `arguments` is a tensor with a tangent of forward-mode AD."""
-    return forward_ad._current_level >= 0 and any(  # -1 outside of every level: 0.05 us (an x86 CPU)
+    return in_forward_ad() and any(
         torch.is_tensor(x) and forward_ad.unpack_dual(x).tangent is not None for x in arguments
     )
 
@@ -199,9 +185,80 @@ def is_compiled(module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+tensor_version = operator.attrgetter("_version")  # how often it was written to; as fast as the attribute
+is_view = operator.methodcaller("_is_view")  # of another tensor, for autograd; as fast as the method
+
+
+def storage_id(x) -> int:
+    """Return the identity of a tensor's memory.
+
+    No other memory has it while a `StorageWeakRef` to this one exists.
+    """
+    return x.untyped_storage()._cdata
+
+
+def operation_schema(operation):
+    """Return the schema of an operation, or None for one of higher order."""
+    return getattr(operation, "_schema", None)
+
+
 def is_view_operation(operation) -> bool:
     """Tell whether an operation's results share memory with its arguments."""
     return any(result.alias_info is not None for result in operation._schema.returns)
+
+
+def written_arguments(operation, args, kwargs):
+    """Yield the arguments of a call that `operation` writes to."""
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def tensor_without_memory(cls, shape, dtype, device):
+    """Return a tensor of a subclass of torch.Tensor that has no storage."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def has_hooks(module) -> bool:
+    """Tell whether a call of `module` runs hooks, its own or those of all modules."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or has_global_module_hooks()
+    )
+
+
+def forward_hooks(module) -> tuple:
+    """Return the hooks of `module` that run before and after its forward."""
+    return *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+
+
+def backward_hooks(module) -> tuple:
+    """Return the hooks of `module` that run before and after its backward."""
+    return *module._backward_pre_hooks.values(), *module._backward_hooks.values()
+
+
+def without_compiler_disabled(function):
+    """Return the function that torch.compiler.disable wraps, or `function`."""
+    module = getattr(function, "__globals__", {}).get("__name__")
+    return getattr(function, "__wrapped__", None) if module == "torch._dynamo.eval_frame" else function
+
+
+def is_wrapped_by_fsdp1(module) -> bool:
+    """Tell whether `module` is torch's FullyShardedDataParallel, which may not be imported."""
+    return hasattr(module, "_fsdp_wrapped_module")
+
+
+def is_fsdp2_hook(hook) -> bool:
+    """Tell whether `hook` is one by which FSDP2 gathers and frees weights."""
+    return getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+
+def is_replica(module) -> bool:
+    """Tell whether torch.nn.DataParallel made `module` for one of its devices."""
+    return getattr(module, "_is_replica", False)
 
 
 def backward_keeps_graph() -> bool:

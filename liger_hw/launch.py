@@ -97,7 +97,7 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
         if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise UnreadableTensor(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
     device, meta = args[0].device, tuple(config.meta.values())
-    if device.type == "meta":  # shapes without data, as `liger-hw info` and the tuner ask with: nothing to compute
+    if device.type == "meta":  # shapes without data, as `liger-hw launches` and the tuner ask with: nothing to compute
         return
     here = backends.detected(device)
     options = config.options(here)

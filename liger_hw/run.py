@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 -m liger_hw.run train.py
 
 Every Python process that the program starts (launchers, workers, data loaders) gets the stand-in too. An installed
-liger_kernel is an error, unless `--replace` before the program hides it. `--activations BUDGET` before the program
-plans what the patched models keep (`liger_hw.activations`).
+liger_kernel is an error, unless `--replace` before the program, or LIGER_HW_STAND_IN=replace, hides it.
+`--activations BUDGET` before the program plans what the patched models keep (`liger_hw.activations`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv=None):
     try:
         if args.activations is not None:
             plan_activations(args.activations)
-        install(args.replace, children=True)
+        install(args.replace or None, children=True)
     except (RuntimeError, ValueError) as error:
         parser.error(str(error))
     sys.argv = [args.program, *args.rest]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from liger_hw.checkpointing.recording import Operation, Record
+from liger_hw.checkpointing.recording import LayerRecord, Operation
 from liger_hw.checkpointing.solver import KEEP, OFFLOAD, Limits, choices_of, solve
 
 MIB = 2**20
@@ -14,7 +14,7 @@ MIB = 2**20
 def record(sizes, saved=None, seconds=1.0):
     """Make a layer of operations of (MiB, seconds)."""
     operations = [Operation(None, f"op{number}", size * MIB, True, time) for number, (size, time) in enumerate(sizes)]
-    return Record(operations, (saved or sum(size for size, _ in sizes)) * MIB, MIB, seconds)
+    return LayerRecord(operations, (saved or sum(size for size, _ in sizes)) * MIB, MIB, seconds)
 
 
 def planned(records, before, host=0, link=2.0**50):
@@ -76,7 +76,7 @@ def test_nothing_fits():
     assert planned([record([(1, 1.0)])] * 2, [5, -1, 5]) is None
 
 
-def test_a_refused_operation_is_recomputed():
+def test_a_rejected_operation_is_recomputed():
     layer = record([(10, 1.0), (10, 2.0)])
-    (choice, whole) = choices_of(layer, Limits([50] * 2, 0, 1.0), 1, refused={1})[-2:]
+    (choice, whole) = choices_of(layer, Limits([50] * 2, 0, 1.0), 1, rejected={1})[-2:]
     assert choice.actions == ((0, KEEP),) and whole.actions is None

@@ -21,7 +21,7 @@ LOOK = """
 import json, sys
 import torch
 from liger_hw import backends
-from liger_lab import cli
+from liger_hw import cli
 from liger_lab.levels import compiled, crosscompile, page
 from liger_lab.levels.evidence import COMPILED, Cell
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import liger_hw
-from liger_hw import console, dispatch
+from liger_hw import cli, dispatch
 from liger_hw._triton import interpreting
 from liger_hw.checkpointing.budget import BudgetTooSmall
 from liger_hw.kernels import load_all
-from liger_lab import cli
+from liger_lab import terminal
 from liger_lab.bench import charts, formatting, measure, operations, peers, snapshots, training
 from liger_lab.bench.run_file import environment
 from liger_lab.cases import CASES, DIFFERENTIABLE, model_cases
@@ -427,7 +427,7 @@ def test_a_sweep_doubles_until_memory_ends(monkeypatch, tmp_path):
     monkeypatch.setattr(training, "_in_a_process", answers)
     runs = training.plan(["tiny"], [*limits], 2, [64], None, 1, torch.float32, sweep="batch")
     assert {run["seq"] for run in runs} == {64} and [run["batch"] for run in runs[::3]][:3] == [2, 4, 8]
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         found = training.run(runs, torch.device("cpu"), progress, tmp_path / "train.json")
     assert found["complete"]
     assert tried == [(name, size) for size in (2, 4, 8, 16) for name in limits if size <= 2 * limits[name]]

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import liger_hw
-from liger_hw import backends
+from liger_hw import backends, cli
 from liger_hw.backends import amd, intel, nvidia
-from liger_lab import cli
 from liger_lab.tools import mutants, transformers_versions
 
 ROOT = Path(__file__).parent.parent
@@ -225,6 +224,16 @@ def test_the_workflow_of_cpus():
             words = shlex.split(step.get("run", "").partition(" > ")[0])
             if "liger_hw" in words:
                 assert cli._parse(words[words.index("liger_hw") + 1 :])
+
+
+def test_the_newest_torch_is_tested_every_night():
+    job = workflow("cpu")["jobs"]["prerelease"]
+    assert job["if"] == "github.event_name == 'schedule'"
+    steps = [step.get("run", "") for step in job["steps"]]
+    (install,) = [
+        i for i, step in enumerate(steps) if "pip install --pre --upgrade" in step and step.endswith(" torch")
+    ]
+    assert any("make test" in step for step in steps[install:])
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):

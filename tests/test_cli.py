@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import backends, console, dispatch, tuning, use_backend
+from liger_hw import backends, cli, console, dispatch, tuning, use_backend
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import nvidia
 from liger_hw.kernels import load_all
-from liger_lab import cli
+from liger_lab import terminal
 from liger_lab.cases import CASES, model_cases, step
-from liger_lab.cli import common
+from liger_lab.cli import tune
 
 load_all()
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
@@ -47,7 +47,7 @@ def test_info_on_a_cpu(on_a_cpu, capsys):
     (device,) = found["devices"]
     assert (device["device"], device["detected"]["vendor"]) == ("cpu", "cpu")
     assert {op["implementation"] for op in device["ops"].values()} <= {"cpu", "reference"}
-    assert set(device["ops"]) == set(dispatch.OPS) and device["configurations"] == []
+    assert set(device["ops"]) == set(dispatch.OPS)
     text = info(capsys)
     for word in ("forced: nothing", torch.__version__, "rms_norm", "reference", "LIGER_HW_BACKEND"):
         assert word in text
@@ -65,26 +65,48 @@ def test_info_of_a_forced_backend(on_a_cpu, capsys, name, vendor, arch):
     (device,) = found["devices"]
     assert found["forced"] == name and device["detected"]["vendor"] == "cpu"
     assert (device["configured_as"]["vendor"], device["configured_as"]["arch"]) == (vendor, arch)
-    launches = device["configurations"]
-    assert {entry["op"] for entry in launches} == set(dispatch.OPS)
-    assert {entry["key"].partition("(")[0] for entry in launches} <= set(tuning.CONFIGS)
-    assert {entry["source"] for entry in launches} <= {"heuristic", "shipped"}
-    for entry in launches:
-        assert entry["meta"] and entry["num_warps"] * device["configured_as"]["warp_size"] <= 1024
-        assert entry["key"] in text and entry["shape"] in text
     served = {op["implementation"] for op in device["ops"].values()}
     assert served == ({"triton"} if interpreting() else {None})
     assert interpreting() or "TRITON_INTERPRET=1" in text
+    assert "shipped table: " in text and "local table: " in text
 
 
 @needs_triton
-def test_info_shows_where_a_configuration_comes_from(on_a_cpu, capsys):
+@pytest.mark.parametrize("name", ["nvidia:sm90", "amd:gfx942", "intel"])
+def test_launches_of_a_forced_backend(on_a_cpu, capsys, name):
+    with use_backend(name):
+        (device,) = printed(capsys, "launches")
+        assert cli.main(["launches"]) == 0
+        text = capsys.readouterr().out
+        (chosen,) = printed(capsys, "launches", "swiglu", "rope")
+    entries = device["configurations"]
+    assert {entry["op"] for entry in entries} == set(dispatch.OPS)
+    assert {entry["key"].partition("(")[0] for entry in entries} <= set(tuning.CONFIGS)
+    assert {entry["source"] for entry in entries} <= {"heuristic", "shipped"}
+    for entry in entries:
+        assert entry["meta"] and entry["num_warps"] * device["configured_as"]["warp_size"] <= 1024
+        assert entry["key"] in text and entry["shape"] in text
+    shapes = {(case.op, case.label) for case in model_cases(["swiglu", "rope"])}
+    assert {entry["op"] for entry in chosen["configurations"]} == {"swiglu", "rope"}
+    assert {(entry["op"], entry["shape"]) for entry in chosen["configurations"]} <= shapes
+    assert len(chosen["configurations"]) > sum(entry["op"] in ("swiglu", "rope") for entry in entries)
+
+
+def test_launches_on_a_cpu(on_a_cpu, capsys):
+    assert printed(capsys, "launches")[0]["configurations"] == []
+    assert cli.main(["launches"]) == 0 and "LIGER_HW_BACKEND=nvidia" in capsys.readouterr().out
+    assert cli.main(["launches", "rms_nrom"]) == 2
+    assert "unknown op 'rms_nrom'; did you mean 'rms_norm'?" in capsys.readouterr().err
+
+
+@needs_triton
+def test_launches_show_where_a_configuration_comes_from(on_a_cpu, capsys):
     device = nvidia.ARCHS["sm90"]
     config = tuning.CONFIGS["rms_norm_forward"]
     entry = tuning.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
     tuning.record(tuning.cache_file(device), {config.key(8192, 2): entry})
     with use_backend("nvidia:sm90"):
-        found = json.loads(info(capsys, "--json"))["devices"][0]["configurations"]
+        found = printed(capsys, "launches")[0]["configurations"]
     sources = {entry["key"]: entry["source"] for entry in found}
     assert sources.get("rms_norm_forward(8192, 2)", "local") == "local"
     assert tuning.CONFIGS["rms_norm_forward"](8192, 2, device).source == "local"
@@ -140,8 +162,9 @@ def test_tune_needs_an_accelerator(on_a_cpu, capsys):
 def h200(monkeypatch):
     """Meta tensors are on an H200, on which nothing takes time but by `cost`."""
     pytest.importorskip("rich")
-    monkeypatch.setattr(common, "accelerators", lambda: [common.META])
-    monkeypatch.setitem(backends._devices, common.META, nvidia.ARCHS["sm90"])
+    meta = torch.device("meta")
+    monkeypatch.setattr(tune, "accelerators", lambda: [meta])
+    monkeypatch.setitem(backends._devices, meta, nvidia.ARCHS["sm90"])
 
     def clock(cost):
         asked = []
@@ -322,7 +345,7 @@ def test_python_m_liger_hw_is_the_command():
 
 def test_info_imports_no_compiler():
     """On a CPU. Where kernels launch, it runs ops on meta tensors, for which torch itself imports its compiler."""
-    code = "import sys\nfrom liger_lab import cli\nassert not cli.main(['info']) and 'torch._dynamo' not in sys.modules"
+    code = "import sys\nfrom liger_hw import cli\nassert not cli.main(['info']) and 'torch._dynamo' not in sys.modules"
     environment = os.environ | {"LIGER_HW_BACKEND": "", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -348,10 +371,7 @@ def test_the_reader_of_a_help_may_have_enough_too():
 
 # every command
 
-COMMANDS = [
-    "info", "demo", "doctor", "tune", "bench", "bench losses", "bench train", "bench distributed", "matrix",
-    "patch-report", "plan",
-]  # fmt: skip
+COMMANDS = ["info", "patch-report", *cli.LAB_COMMANDS]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -375,6 +395,20 @@ def test_the_list_of_commands_is_whole(capsys):
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert re.findall(r"^    (\S+(?: \S+)?)(?:   |$)", text, re.MULTILINE) == COMMANDS
+
+
+def test_without_the_laboratory_its_commands_tell_the_extra(on_a_cpu, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "liger_lab", None)  # importing it raises a ModuleNotFoundError
+    for command in cli.LAB_COMMANDS:
+        assert cli.main(command.split()) == 2
+        assert f"{command}: is a command of the laboratory: pip install 'liger_hw[lab]'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^    (\S+(?: \S+)?)(?:   |$)", text, re.MULTILINE) == ["info", "patch-report"]
+    assert "pip install 'liger_hw[lab]' adds: demo, doctor" in text
+    assert json.loads(info(capsys, "--json"))["devices"][0]["ops"]
+    assert cli.main(["doctr"]) == 2 and "did you mean 'doctor'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -431,8 +465,8 @@ def test_json_of_the_check_of_tables(capsys):
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
     pytest.importorskip("rich")
-    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0)
-    with console.progress() as progress:
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0)
+    with terminal.progress() as progress:
         task = progress.add_task("shapes", total=3, note="")
         progress.update(task, note="rms_norm")
         progress.advance(task)

@@ -136,7 +136,7 @@ def test_forced_means_forced(double, on_gpu):
 
 
 def test_each_choice_is_logged_once_with_its_reason(double, on_gpu, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "AVAILABLE", True)
+    monkeypatch.setattr("liger_hw.dispatch.ops.AVAILABLE", True)
     register(double, "triton")
     double(torch.ones(2))  # before the level is set
     caplog.set_level("DEBUG", "liger_hw")
@@ -177,7 +177,7 @@ def test_cpu_tensors_cannot_run_kernels(double, monkeypatch):
 @pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
 @pytest.mark.parametrize("name", ["nvidia", "amd", "intel"])
 def test_meta_tensors_launch_nothing(name):
-    """What the tuner and `liger-hw info` ask with."""
+    """What the tuner and `liger-hw launches` ask with."""
     x, w = torch.ones(4, 64, device="meta", requires_grad=True), torch.ones(64, device="meta", requires_grad=True)
     with use_backend(name):
         y = rms_norm(x, w)

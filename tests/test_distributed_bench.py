@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
+from liger_hw import cli
 from liger_hw._triton import interpreting
-from liger_lab import cli
 from liger_lab.bench import distributed, sharded, training
 
 for package in ("matplotlib", "rich", "transformers"):

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_hw import backends, dispatch, tuning
+from liger_hw import backends, cli, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
 from liger_hw.testing.case import Case
 from liger_hw.tuning import Config
-from liger_lab import cli, contribution
+from liger_lab import contribution
 from liger_lab.cases import small_cases
 from liger_lab.cli import common
 from liger_lab.levels import doctor, evidence
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_found(monkeypatch, wrong_swiglu):
 def test_unknown_ops_and_forced_vendors_are_refused(monkeypatch, capsys):
     assert cli.main(["doctor", "nonsense"]) == 2
     assert f"unknown op 'nonsense'. Ops: {', '.join(sorted(dispatch.OPS))}" in capsys.readouterr().err
-    monkeypatch.setattr(common, "accelerators", lambda: [GPU])
+    monkeypatch.setattr("liger_lab.cli.doctor.accelerators", lambda: [GPU])
     with backends.use_backend("amd"):
         assert cli.main(["doctor"]) == 2
     assert "unset LIGER_HW_BACKEND" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def a_gpu(monkeypatch, device, per_second, *kernels):
     case = Case("64x64", lambda new: (torch.randn(64, 64, requires_grad=True),) * 2, op="swiglu")
     monkeypatch.setattr(doctor, "model_cases", lambda ops: [case])
     monkeypatch.setattr(common, "here", lambda: GPU)
-    monkeypatch.setattr("liger_lab.cli.info.gather", lambda: {})
+    monkeypatch.setattr("liger_lab.cli.doctor._facts", lambda: {})
     return sum(dispatch.OPS["swiglu"].cost_of(*case.make("meta", torch.bfloat16))[:2])
 
 
@@ -221,12 +221,12 @@ def test_machine_code_for_other_machines(monkeypatch, tmp_path, capsys):
     files = {file.name: file.read_bytes() for file in (tmp_path / "binaries").iterdir()}
     assert files == {f"{about['file']}.spv": b"\x03\x02", f"{about['file']}.ptx": b".version 8"}
     a_gpu(monkeypatch, H200, 4e12, 0)
-    monkeypatch.setattr(common, "accelerators", lambda: [GPU])
+    monkeypatch.setattr("liger_lab.cli.doctor.accelerators", lambda: [GPU])
     cli.main(["doctor", "swiglu", "--binaries", "--report", str(tmp_path)])
     assert len(zipfile.ZipFile(tmp_path / "binaries.zip").namelist()) == 2
     capsys.readouterr()
     assert cli.main(["doctor", "qwen3", "--binaries"]) == 2 and "allowed: ops" in capsys.readouterr().err
-    monkeypatch.setattr(common, "accelerators", lambda: [])
+    monkeypatch.setattr("liger_lab.cli.doctor.accelerators", lambda: [])
     assert cli.main(["doctor", "swiglu", "--binaries"]) == 2 and "needs a GPU" in capsys.readouterr().err
 
 
@@ -325,7 +325,7 @@ def test_what_is_contributed_is_fit_to_ship(entry, monkeypatch, tmp_path):
     (tmp_path / "shipped.json").write_text(json.dumps(shipped))
     file = contribution.contribute(mine, H200, tmp_path / "out")
     assert file.name == "nvidia-sm90.json" and json.loads(file.read_text()) == shipped | {KEY: entry}
-    assert contribution.problems(file) == [] and contribution.other_code(json.loads(file.read_text())) == []
+    assert contribution.problems(file) == [] and tuning.other_code(json.loads(file.read_text())) == []
     assert contribution.contribute(tmp_path / "absent.json", H200, tmp_path) is None
     with pytest.raises(ValueError, match="sm91 is not among nvidia's architectures"):
         contribution.contribute(mine, H200.with_facts(arch="sm91"), tmp_path)
@@ -336,8 +336,9 @@ def test_tune_contributes(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     tuning.forget()
-    monkeypatch.setattr(common, "accelerators", lambda: [common.META])
-    monkeypatch.setitem(backends._devices, common.META, H200.with_facts(name="NVIDIA H200"))
+    meta = torch.device("meta")
+    monkeypatch.setattr("liger_lab.cli.tune.accelerators", lambda: [meta])
+    monkeypatch.setitem(backends._devices, meta, H200.with_facts(name="NVIDIA H200"))
 
     def bench(function):
         asked = tuning.configurations_of(function)

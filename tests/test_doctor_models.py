@@ -11,8 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent / "transformers"))
 import tiny  # noqa: E402
 import transformers  # noqa: E402
 
-from liger_hw import use_backend  # noqa: E402
-from liger_lab import cli  # noqa: E402
+from liger_hw import (
+    cli,  # noqa: E402
+    use_backend,  # noqa: E402
+)
 from liger_lab.levels import models  # noqa: E402
 
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -189,7 +189,7 @@ def test_every_op_is_at_a_glance_and_has_a_formula():
 
 
 def test_commands_in_the_documentation_exist():
-    from liger_lab import cli
+    from liger_hw import cli
 
     for file in [*PAGES, ROOT / "README.md"]:
         for words in re.findall(r"^    liger-hw ([^#\n]*?)(?:  .*|#.*)?$", file.read_text(), re.MULTILINE):

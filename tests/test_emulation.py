@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("tinygrad")
 pytest.importorskip("elftools")
+from liger_hw import cli  # noqa: E402
 from liger_hw._triton import interpreting  # noqa: E402
 from liger_hw.dispatch import OPS  # noqa: E402
 from liger_hw.kernels import load_all  # noqa: E402
 from liger_hw.testing import parity  # noqa: E402
-from liger_lab import cli  # noqa: E402
 from liger_lab.cases import training_cases  # noqa: E402
 from liger_lab.levels import compile_cache, emulated, evidence  # noqa: E402
 from liger_lab.levels.crosscompile import DEVICES  # noqa: E402

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_hw import backends, dispatch
+from liger_hw import backends, cli, dispatch
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
 from liger_hw.hooks import hooks
 from liger_hw.testing import parity
-from liger_lab import cli
 from liger_lab.levels import evidence, page
 from liger_lab.levels.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
 from liger_lab.tools import hardware

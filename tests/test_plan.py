@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_lab import cli
+from liger_hw import cli
 from liger_lab.bench import plan
 
 ROOT = Path(__file__).parent.parent

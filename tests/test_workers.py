@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from liger_hw import console
+from liger_lab import terminal
 from liger_lab.levels import compile_cache, emulated, workers
 from liger_lab.levels.workers import Died, Workers
 
@@ -82,7 +82,7 @@ class Crashing:
 
 def test_a_crash_of_the_compiler_is_the_result_of_its_launch_alone(tmp_path):
     launches = [SimpleNamespace(key=key, arch="gfx942", what=1) for key in ("good", "bad", "fine")]
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         results = compile_cache.compile_all(launches, Crashing(), compile_cache.Cache(tmp_path), progress)
     assert results == {"good": "result of good", "bad": "its process crashed", "fine": "result of fine"}
 

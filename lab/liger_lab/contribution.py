@@ -4,11 +4,9 @@ import ast
 import inspect
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 from liger_hw import backends, tuning
-from liger_hw._triton import triton
 from liger_hw.backends.device import Device
 
 FIELDS = {"meta", "num_warps", "num_stages", "programs", "kernel", "triton", "origin", "date"}
@@ -31,7 +29,7 @@ def problems(file: Path) -> list[str]:
     Its name says for which architecture it is, its keys which kernel at which numbers. Each entry must be launchable
     there and say how and when it was found: a measured one on which device, and faster than the heuristic where it has
     times; a compiled one which gate the heuristic's choice missed. Whether the kernel's code is still the same is not
-    checked here: `other_code` lists entries of which it is not, which are ignored when they are read.
+    checked here: `tuning.other_code` lists entries of which it is not, which are ignored when they are read.
     """
     device = _device(file)
     if device is None:
@@ -44,23 +42,6 @@ def problems(file: Path) -> list[str]:
     if not isinstance(table, dict) or not table:
         return [f"{file}: got {type(table).__name__} of {len(table or ())}, allowed: an object of entries"]
     return [f"{file}: {key}: {wrong}" for key, entry in table.items() for wrong in _wrong(key, entry, device)]
-
-
-def other_code(table: dict) -> list[str]:
-    """List the keys of entries whose kernels have other code here."""
-    return [key for key, entry in table.items() if not _current(key, entry)]
-
-
-def other_triton(table: dict) -> dict[str, int]:
-    """Count the valid entries of each version of Triton that differs from the installed version."""
-    versions = Counter(str(entry.get("triton")) for key, entry in table.items() if _current(key, entry))
-    return {version: count for version, count in sorted(versions.items()) if version != triton.__version__}
-
-
-def _current(key: str, entry: dict) -> bool:
-    config = tuning.CONFIGS.get(key.partition("(")[0])
-    known = config is not None and isinstance(entry, dict)
-    return known and entry.get("kernel") == tuning.kernel_hash(config.kernel())
 
 
 def _device(file: Path) -> Device | None:
@@ -139,7 +120,7 @@ def contribute(table: Path, device: Device, folder: Path) -> Path | None:
             f"{device.arch} is not among {device.vendor}'s architectures in liger_hw/backends: add it first"
         )
     kept = {key: entry for key, entry in tuning.read_table(table).items()
-            if not _wrong(key, entry, device) and _current(key, entry)}  # fmt: skip
+            if not _wrong(key, entry, device) and tuning.is_current(key, entry)}  # fmt: skip
     if not kept:
         return None
     tuning.write_table(file, tuning.read_table(tuning.shipped_file(device)) | kept)

@@ -30,8 +30,8 @@ def activations(model, budget="auto", host_budget=None):
             free memory, divided by the processes of this host (LOCAL_WORLD_SIZE); 0 for a model on a CPU.
 
     Returns:
-        the `Activations`, with the `Plan` in its attribute `plan` from the fourth pass on; `print` shows a table, and
-        `undo()` ends it. None where `budget` is None.
+        the `Activations`, with the `ActivationPlan` in its attribute `plan` from the fourth pass on; `print` shows a
+        table, and `undo()` ends it. None where `budget` is None.
 
     Raises:
         ValueError: `budget` or `host_budget` is out of range (from the first pass, if the model is not on its device

@@ -7,7 +7,7 @@ checkpoints `forward`.
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, active_dispatch_modes
+from liger_hw._torch import TorchDispatchMode, active_dispatch_modes, forward_hooks
 
 
 class ForwardMode(TorchDispatchMode):
@@ -56,7 +56,7 @@ def runs_hooks(function, layer) -> bool:
     """Tell whether `function`, which transformers checkpoints, runs the hooks of `layer`, those of `hooks_of` too."""
     method = getattr(function, "func", None)
     whole_call = getattr(method, "__func__", None) is torch.nn.Module.__call__
-    return whole_call and _enter in layer._forward_pre_hooks.values()
+    return whole_call and _enter in forward_hooks(layer)
 
 
 def hooks_of(layer) -> list:

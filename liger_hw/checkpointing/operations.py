@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw._torch import is_view_operation
+from liger_hw._torch import is_view_operation, operation_schema, written_arguments
 
 FREE, NUMBERED, MUTATES = "free", "numbered", "mutates"
 _kinds = {}  # operation -> its kind, as far as the operation alone decides
@@ -26,7 +26,7 @@ def kind_of(operation, args) -> str:
 
 
 def _kind(operation):
-    schema = getattr(operation, "_schema", None)
+    schema = operation_schema(operation)
     if schema is None or operation.namespace == "prim":  # operations of higher order, queries of metadata
         return FREE
     if schema.is_mutable:
@@ -53,9 +53,8 @@ def tensors_in(values):
 
 def written(operation, args, kwargs):
     """Yield the tensors that an operation writes to."""
-    for position, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    for argument in written_arguments(operation, args, kwargs):
+        yield from tensors_in(argument)
 
 
 def random_state(operation, device):

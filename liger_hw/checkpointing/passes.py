@@ -1,12 +1,9 @@
-"""Measure a few passes of a model's layers, plan, prove the plan, and follow it."""
+"""Run the passes of a model's layers: measure, plan, prove the plan, and follow it."""
 
 import contextlib
 import functools
 import logging
 import weakref
-from collections import deque
-from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 from torch.utils import checkpoint
@@ -15,23 +12,26 @@ from liger_hw._torch import at_end_of_backward
 from liger_hw.checkpointing import switch
 from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of, size
 from liger_hw.checkpointing.forward_mode import hooks_of, runs_hooks
+from liger_hw.checkpointing.memory import DeviceMemory
 from liger_hw.checkpointing.operations import tensors_in
-from liger_hw.checkpointing.plan import Plan, PlannedLayer
-from liger_hw.checkpointing.recording import Clock, Record, Recorder
+from liger_hw.checkpointing.phases import Pass, Phase, with_inputs
+from liger_hw.checkpointing.planning import Measurements, make_plan
+from liger_hw.checkpointing.recording import DeviceClock, LayerRecorder
 from liger_hw.checkpointing.replay import Frame, checkpointed
-from liger_hw.checkpointing.solver import Limits, choices_of, nothing, solve
 from liger_hw.checkpointing.transfers import Transfers, buffer_bytes
 from liger_hw.checkpointing.weights import can_recompute, with_these_weights
 
 logger = logging.getLogger("liger_hw")
 
-WARM_UP, RECORD, TIME, PROVE, CHECK, RUN = "warm up", "record", "time", "prove", "check", "run"
 FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of layers that transformers reads
-MEASURED = WARM_UP, RECORD, TIME  # passes that recompute every layer, before a plan
 LARGE_INPUTS = 0.25  # of the free memory: if the inputs of all layers take more, measured passes offload them
 MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
 GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
 WATCHED = 64  # passes after a plan in which that memory is watched; the optimizer's state appears in the first ones
+COMPILED = (
+    "liger_hw.activations plans eager layers, and this model runs under torch.compile, which decides itself what it "
+    "keeps: undo the plan (liger_hw.activations(model, None)) and set torch._functorch.config.activation_memory_budget"
+)
 
 
 class LayerCall:
@@ -71,56 +71,6 @@ def checkpointed_whole(function, *args):
     return checkpointed(function, args)
 
 
-@dataclass
-class Pass:
-    """One forward of the model with its backward.
-
-    Attributes:
-        phase: its purpose, one of those above.
-        kind: (whether gradients exist, whether the forward before has had no backward), of which memory depends.
-        base: bytes allocated at its start.
-        tokens: values of the hidden states.
-        offloads_inputs: of its layers, except of the last.
-        start, end: points of time.
-        layers: called so far.
-        inputs: bytes of the hidden states that enter each of them.
-        recorders: of the layers.
-        peaks: number of layers that were still to go backward -> peak bytes in that part; that of the forward last.
-        frame: of the layer called last, or None.
-    """
-
-    phase: str
-    kind: tuple
-    base: int
-    tokens: int
-    offloads_inputs: bool
-    start: object
-    end: object = None
-    layers: list = field(default_factory=list)
-    inputs: list = field(default_factory=list)
-    recorders: list = field(default_factory=list)
-    peaks: dict = field(default_factory=dict)
-    frame: object = None
-    going_backward: bool = False
-
-    @property
-    def complete(self):
-        return self.end is not None
-
-    def timeline(self, count):
-        """Return the peak in each part of a pass of `count` layers.
-
-        It is above the base, without the inputs of the layers that are still to go backward. The first part is the
-        first layer's backward, the last part the forward. A layer without gradients counts to the part before.
-        """
-        above, peak = [], 0
-        for part in range(count + 1):
-            present = self.inputs[:part][-1:] if self.offloads_inputs else self.inputs[:part]  # one arrives ahead
-            peak = max((peak for at, peak in self.peaks.items() if at == part or part == count < at), default=peak)
-            above.append(peak - self.base - sum(present))
-        return above
-
-
 class Activations:
     """Run the decoder layers of a model, and decide what they keep for the backward.
 
@@ -131,7 +81,10 @@ class Activations:
         device: of the layers; None if they may move before the first pass.
 
     Attributes:
-        plan: the `Plan` of the last passes, or None while it measures.
+        plan: the `ActivationPlan` of the last passes, or None while it measures.
+        phase: of the next pass; `phases` tells how it changes.
+        current: the `Pass` that runs, or ran last.
+        rejected: structure of a record -> positions of operations whose kept results differed from recomputed ones.
 
     Raises:
         ValueError: as `budget.bytes_of`.
@@ -139,10 +92,9 @@ class Activations:
 
     def __init__(self, model, layers, budget, host_bytes, device):
         self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
-        self.plan, self.current, self.link = None, None, None
-        self.ahead, self.tokens, self.passes, self.refused_now = deque(MEASURED), 0, 0, False
-        self.stopped, self.large_inputs = False, False
-        self.records, self.timelines, self.refused, self.seconds = [], {}, {}, 0.0
+        self.phase, self.plan, self.current, self.pcie_bandwidth = Phase.WARM_UP, None, None, None
+        self.tokens, self.passes_under_plan, self.large_inputs = 0, 0, False
+        self.measured, self.rejected, self.rejects_anew = Measurements(), {}, False
         self.layers, self.former = layers, []
         self.hooks = [hook for layer in layers for hook in hooks_of(layer)]
         self.take_layers()
@@ -153,8 +105,9 @@ class Activations:
     def _settle(self, device):
         """Take the layers' device and a parameter: a move may replace both."""
         self.budget, self.device = bytes_of(self.budget, device), device
-        self.clock, self.transfers, self.ooms = Clock(device), Transfers(device), self._ooms()
-        self.a_parameter = next((p for layer in self.layers for p in layer.parameters() if p.requires_grad), None)
+        self.clock, self.transfers, self.memory = DeviceClock(device), Transfers(device), DeviceMemory(device)
+        self.failures = self.memory.failures()
+        self.trainable = next((p for layer in self.layers for p in layer.parameters() if p.requires_grad), None)
 
     def take_layers(self):
         """Run the layers from now on, and remember the checkpointing that they have."""
@@ -176,9 +129,13 @@ class Activations:
     def __str__(self):
         if self.plan is not None:
             return str(self.plan)
-        if self.ahead:
-            return f"no plan yet: it needs {len(self.ahead)} more passes that recompute every layer"
-        return "no plan: every layer is recomputed" if self.stopped else "no plan yet: the next pass makes it"
+        if self.phase is Phase.STOPPED:
+            return "no plan: every layer is recomputed"
+        before_plan = [phase for phase in Phase if phase.precedes_plan]
+        left = len(before_plan) - before_plan.index(self.phase) - (self.current is not None)
+        if left:
+            return f"no plan yet: it needs {left} more passes that recompute every layer"
+        return "no plan yet: the next pass makes it"
 
     # one layer --------------------------------------------------------------------------------------------------------
 
@@ -192,10 +149,10 @@ class Activations:
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(COMPILED)
-        keywords = getattr(function, "keywords", None) or {}
-        hidden = next(tensors_in([*args, *keywords.values()]), None)
-        if hidden is None or not torch.is_grad_enabled() or not can_recompute(*tensors_in([*args, *keywords.values()])):
+        tensors = list(tensors_in([*args, *(getattr(function, "keywords", None) or {}).values()]))
+        if not tensors or not torch.is_grad_enabled() or not can_recompute(*tensors):
             return function(*args)
+        hidden = tensors[0]
         if self.device is None:
             self._settle(hidden.device)
         if hidden.device != self.device:
@@ -206,43 +163,52 @@ class Activations:
         if self.current is None or layer is self.current.layers[0]:
             self._begin(hidden, self._can_leave(hidden, args))
         args = [None if hasattr(x, "get_seq_length") else x for x in args]  # a recomputation would fill a cache twice
-        current = self.current
-        index = len(current.layers)
+        current, index = self.current, len(self.current.layers)
         current.layers.append(layer)
         current.inputs.append(hidden.nbytes)
-        contexts, checkpoints, frame = checkpoint.noop_context_fn, True, Frame({}, self.transfers)
-        hooked = runs_hooks(function, layer)
-        if current.phase in MEASURED:
-            can_leave = self._can_leave(hidden, args)
-            if can_leave and current.offloads_inputs and index < len(self.layers) - 1:
-                frame = Frame({}, self.transfers, hidden)
-            if current.phase == RECORD:
-                current.recorders.append(Recorder(layer, hidden, can_leave, self.clock, hooked))
-                contexts = lambda: (current.recorders[index], contextlib.nullcontext())  # noqa: E731
-        elif self.plan is not None and self._is_planned(index, layer):
-            planned = self.plan.layers[index]
-            checkpoints = planned.choice.actions is not None
-            if planned.choice.actions:
-                prove = functools.partial(self._refuse, planned.record) if current.phase == PROVE else None
-                leaves = planned.choice.offloads_input and self._can_leave(hidden, args)
-                actions = planned.actions()
-                frame = Frame(actions, self.transfers, hidden if leaves else None, prove)
-                contexts = functools.partial(frame.contexts, hooked, layer) if actions else contexts
-        if checkpoints:
-            function = with_these_weights(function, layer)
-        results = checkpointed(function, args, contexts, frame.saves_inputs) if checkpoints else function(*args)
+        prepare = self._measured_call if current.phase.precedes_plan else self._planned_call
+        frame, contexts = prepare(current, index, hidden, args, runs_hooks(function, layer))
+        if contexts is not None:
+            results = checkpointed(with_these_weights(function, layer), args, contexts, frame.saves_inputs)
+        else:
+            results = function(*args)
         self._watch(current, index, results)
         self.transfers.release(frame.offloaded)
         current.frame = frame
         return results
 
+    def _measured_call(self, current, index, hidden, args, hooked):
+        """Return the frame of a layer that keeps nothing, and the contexts of its checkpointing."""
+        can_leave = self._can_leave(hidden, args)
+        leaves = can_leave and current.offloads_inputs and index < len(self.layers) - 1
+        frame = Frame({}, self.transfers, hidden if leaves else None)
+        if current.phase is not Phase.RECORD:
+            return frame, checkpoint.noop_context_fn
+        current.recorders.append(LayerRecorder(current.layers[index], hidden, can_leave, self.clock, hooked))
+        return frame, lambda: (current.recorders[index], contextlib.nullcontext())
+
+    def _planned_call(self, current, index, hidden, args, hooked):
+        """Return the frame of a layer under the plan, and the contexts of its checkpointing.
+
+        The contexts are None for a layer without checkpointing. Without a plan, and where the program calls other
+        layers than were planned for, a layer keeps nothing.
+        """
+        layer = current.layers[index]
+        planned = self.plan.layers[index] if self.plan is not None and index < len(self.plan.layers) else None
+        if planned is None or planned.layer is not layer or planned.choice.actions == ():
+            return Frame({}, self.transfers), checkpoint.noop_context_fn
+        if planned.choice.actions is None:
+            return Frame({}, self.transfers), None
+        prove = functools.partial(self._reject, planned.record) if current.phase is Phase.PROVE else None
+        leaves, actions = planned.choice.offloads_input and self._can_leave(hidden, args), planned.actions()
+        frame = Frame(actions, self.transfers, hidden if leaves else None, prove)
+        contexts = functools.partial(frame.contexts, hooked, layer) if actions else checkpoint.noop_context_fn
+        return frame, contexts
+
     def _can_leave(self, hidden, args):
         """Tell whether a layer's input, the only positional tensor, can be offloaded."""
         alone = any(x is hidden for x in args) and len(list(tensors_in(args))) == 1
         return alone and self.transfers.can_copy(hidden)
-
-    def _is_planned(self, index, layer):
-        return index < len(self.plan.layers) and self.plan.layers[index].layer is layer
 
     def _watch(self, current, index, results):
         """Let the gradient that reaches a layer's output start what the layers before it need."""
@@ -250,7 +216,7 @@ class Activations:
         if output is None or output.is_leaf:  # hooks of a leaf would outlive the pass
             return
         before = weakref.ref(current.frame) if current.frame is not None and current.frame.offloaded else None
-        if before is None and current.phase == RUN and index < len(self.records) - 1:
+        if before is None and current.phase.is_final and index < len(self.measured.calls) - 1:
             return
 
         def reached(grad):
@@ -264,8 +230,8 @@ class Activations:
         if not current.going_backward:
             current.going_backward = True
             at_end_of_backward(functools.partial(self._finish, current))
-        if current.phase in (WARM_UP, TIME, CHECK):
-            current.peaks[index + 1] = self._peak()
+        if current.phase.measures_memory:
+            current.peaks[index + 1] = self.memory.peak()
 
     # one pass ---------------------------------------------------------------------------------------------------------
 
@@ -274,192 +240,126 @@ class Activations:
         before, self.current = self.current, None
         if before is not None:
             self._conclude(before)
-        has_grads = self.a_parameter is not None and self.a_parameter.grad is not None
+        has_grads = self.trainable is not None and self.trainable.grad is not None
         kind = has_grads, before is not None and not before.complete
-        known = self.timelines.get(kind)
-        base = self._allocated() if self.ahead or known is None or self.passes < WATCHED else 0
-        grown, self.tokens = hidden.numel() > self.tokens, max(hidden.numel(), self.tokens)
-        if grown and not self.stopped:
-            if self.records:
+        timed = self.measured.timelines.get(kind)
+        watches = not self.phase.is_final or timed is None or self.passes_under_plan < WATCHED
+        base = self.memory.allocated() if watches else 0
+        more_tokens, self.tokens = hidden.numel() > self.tokens, max(hidden.numel(), self.tokens)
+        if more_tokens and self.phase is not Phase.STOPPED:
+            if self.measured.calls:
                 logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
-                self.ahead, self.records, self.timelines, self.plan = deque(MEASURED), [], {}, None
+                self.phase, self.plan, self.measured = Phase.WARM_UP, None, Measurements()
             self.large_inputs = can_leave and self._has_large_inputs(hidden)
-        elif self.plan is not None and known is None:
-            self.ahead.appendleft(TIME)
-        elif self.plan is not None and base > known[0] + GROWTH * self.plan.budget:
-            self.timelines[kind] = base, known[1]
+        elif self.plan is not None and timed is not None and base > timed[0] + GROWTH * self.plan.budget:
+            self.measured.timelines[kind] = base, timed[1]
             self._make_plan()
-        phase = self.ahead.popleft() if self.ahead else RUN
-        self.passes += 1
-        if phase in (WARM_UP, TIME, CHECK):
-            self._peak()
-        start = self.clock.now() if phase != RUN else None
-        offloads = phase in MEASURED and self.large_inputs
+        phase = Phase.TIME if self.plan is not None and timed is None else self.phase
+        self.passes_under_plan += 1
+        if phase.measures_memory:
+            self.memory.peak()
+        start = None if phase.is_final else self.clock.now()
+        offloads = phase.precedes_plan and self.large_inputs
         self.current = Pass(phase, kind, base, hidden.numel(), offloads, start)
 
     def _finish(self, current):
         """End a pass: its backward is done."""
-        current.end = self.clock.now() if current.phase != RUN else 0
-        if current.phase in (WARM_UP, TIME, CHECK):
-            current.peaks[0] = self._peak()
-        if current.phase == WARM_UP:
+        current.end = 0 if current.phase.is_final else self.clock.now()
+        if current.phase.measures_memory:
+            current.peaks[0] = self.memory.peak()
+        if current.phase is Phase.WARM_UP:
             timeline = current.timeline(len(current.layers))
-            peak = max(self._with_inputs(timeline, current.inputs))
+            peak = max(with_inputs(timeline, current.inputs))
             if current.base + (max(timeline) if self.host_bytes else peak) > self._budget_bytes():
-                self._refuse_budget(current.base + peak)
+                raise self._too_small(current.base + peak)
 
     def _conclude(self, done):
+        """Use what a pass told, and choose the phase of the next one."""
         if not done.complete or done.tokens == 0:
-            if self._ooms() > self.ooms:
+            if self.memory.failures() > self.failures:
                 self._give_up()
-            elif done.phase != RUN:
-                self.ahead.appendleft(done.phase)
-            return
+            return  # the next pass repeats the phase
         scale = self.tokens / done.tokens
-        if done.phase == RECORD:
+        if done.phase is Phase.WARM_UP:
+            self.phase = Phase.RECORD
+        elif done.phase is Phase.RECORD:
             records = [recorder.record().scaled(scale) for recorder in done.recorders]
-            self.records = list(zip(done.layers, records))
-        elif done.phase == TIME:
-            self.timelines[done.kind] = done.base, [scale * above for above in done.timeline(len(self.records))]
-            self.seconds = scale * self.clock.between(done.start, done.end)
+            self.measured.calls = list(zip(done.layers, records))
+            self.phase = Phase.TIME
+        elif done.phase is Phase.TIME:
+            timeline = done.timeline(len(self.measured.calls))
+            self.measured.timelines[done.kind] = done.base, [scale * above for above in timeline]
+            self.measured.seconds = scale * self.clock.between(done.start, done.end)
             self._make_plan()
-        elif done.phase == PROVE and self.refused_now:
-            self._make_plan()
-        elif done.phase == CHECK:
+        elif done.phase is Phase.PROVE:
+            self.phase = Phase.CHECK
+            if self.rejects_anew:
+                self._make_plan()
+        elif done.phase is Phase.CHECK:
             self.plan.measured_seconds = self.clock.between(done.start, done.end)
             self.plan.measured_peak_bytes = max(done.peaks.values())
+            self.phase = Phase.RUN
             logger.info("liger_hw.activations:\n%s", self.plan)
 
-    def _refuse(self, record, position):
+    def _reject(self, record, position):
         """Recompute an operation from now on: its kept result differed from the recomputed one."""
-        self.refused.setdefault(record.structure, set()).add(position)
-        self.refused_now = True
+        self.rejected.setdefault(record.structure, set()).add(position)
+        self.rejects_anew = True
 
     def _give_up(self):
         """Return to recomputing every layer, after the memory ran out."""
-        if self.plan is None:
-            self.ahead = deque(MEASURED)
-        else:
-            self.ahead.clear()
+        self.failures = self.memory.failures()
+        if self.plan is not None:
             logger.warning(
                 "liger_hw.activations: the memory ran out under the plan, so every layer is recomputed from now on, as "
                 "before it. Call liger_hw.activations again with a smaller budget than %s",
                 size(self.plan.budget),
             )
-        self.ooms, self.plan, self.stopped = self._ooms(), None, self.plan is not None
+            self._stop()
+        elif self.phase is not Phase.STOPPED:
+            self.phase = Phase.WARM_UP
+
+    def _stop(self):
+        self.phase, self.plan = Phase.STOPPED, None
 
     # planning ---------------------------------------------------------------------------------------------------------
 
     def _make_plan(self):
-        """Solve for the records and timelines, and plan to prove and check the result."""
+        """Plan for what was measured; another plan than before is proved and checked next."""
         budget = self._budget_bytes()
-        if self.link is None:
-            self.link = self.transfers.measure() if self.host_bytes else 0.0
-        parts = range(len(self.records) + 1)
-        before = [min(budget - base - above[part] for base, above in self.timelines.values()) for part in parts]
-        limits = Limits(before, self.host_bytes, self.link)
-        by_structure = {}
-        for _, record in self.records:
-            by_structure.setdefault(record.structure, []).append(record)
-        typical = {structure: _typical(records) for structure, records in by_structure.items()}
-        with torch.device("cpu"):  # a program may set another default
-            choices = {
-                structure: [nothing(record)]  # ranks may plan differently, but must communicate alike
-                if record.collective
-                else choices_of(record, limits, len(self.records), self.refused.get(structure, ()))
-                for structure, record in typical.items()
-            }
-            chosen = solve([choices[record.structure] for _, record in self.records], limits)
-        if chosen is None and self.plan is None:
-            inputs = [record.input_bytes for _, record in self.records]
-            peaks = [base + max(self._with_inputs(above, inputs)) for base, above in self.timelines.values()]
-            self._refuse_budget(max(peaks))
-        elif chosen is None:
+        if self.pcie_bandwidth is None:
+            self.pcie_bandwidth = self.transfers.measure() if self.host_bytes else 0.0
+        plan = make_plan(
+            self.measured, budget, self.host_bytes, self.pcie_bandwidth, self.rejected, self.memory.counts
+        )  # fmt: skip
+        if plan is None and self.plan is None:
+            self._stop()
+            raise self._too_small(self.measured.recomputing_peak())
+        if plan is None:
             logger.warning(
                 "liger_hw.activations: tensors outside the layers have grown, and nothing fits %s any more, so every "
                 "layer is recomputed from now on", size(budget),
             )  # fmt: skip
-            self.plan, self.stopped = None, True
-            self.ahead.clear()
+            self._stop()
             return
-        layers = [
-            PlannedLayer(layer, typical[record.structure], choice)
-            for (layer, record), choice in zip(self.records, chosen)
-        ]
-        peak, held = 0, 0
-        for part in parts:
-            arriving = 0
-            if part:
-                held += layers[part - 1].choice.nbytes
-                arriving = layers[part - 1].choice.offloaded
-            peak = max(peak, *(base + above[part] + held + arriving for base, above in self.timelines.values()))
-        saved = sum(choice.seconds for choice in chosen)
-        plan = Plan(layers, budget, *((peak, self.seconds - saved) if self._counts else (0, None)))
-        self.refused_now, self.passes = False, 0
+        self.rejects_anew, self.passes_under_plan = False, 0
         if not plan.same_as(self.plan):
-            self.plan, self.ahead = plan, deque((PROVE, CHECK))
+            self.plan, self.phase = plan, Phase.PROVE
             logger.info("liger_hw.activations:\n%s", plan)
 
     def _budget_bytes(self):
-        if self.budget == "auto":
-            free, total = torch.accelerator.get_memory_info(self.device)
-            return free + torch.accelerator.memory_reserved(self.device) - MARGIN * total
-        return self.budget
+        return self.memory.available() - MARGIN * self.memory.total() if self.budget == "auto" else self.budget
 
-    def _refuse_budget(self, peak):
-        """Refuse the budget, and name the `peak` of recomputing every layer, which fits."""
-        raise BudgetTooSmall(
+    def _too_small(self, peak):
+        """Return the error of a budget below the `peak` of recomputing every layer, which fits."""
+        return BudgetTooSmall(
             f"budget: got {size(self._budget_bytes())}, allowed: at least {size(peak)}, the peak of a pass that "
             "recomputes every layer; or a smaller batch"
         )
 
     def _has_large_inputs(self, hidden):
         """Tell whether the layers' inputs take much memory that the host has."""
-        if not self._counts or buffer_bytes(hidden.nbytes) * len(self.layers) > self.host_bytes:
+        if not self.memory.counts or buffer_bytes(hidden.nbytes) * len(self.layers) > self.host_bytes:
             return False
-        room = torch.accelerator.get_memory_info(self.device)[0] + torch.accelerator.memory_reserved(self.device)
-        if self.budget != "auto":
-            room = min(room, self.budget)
-        return hidden.nbytes * len(self.layers) > LARGE_INPUTS * (room - self._allocated())
-
-    @staticmethod
-    def _with_inputs(timeline, inputs):
-        """Return the peaks of a pass that offloads nothing."""
-        return [above + sum(inputs[:part]) for part, above in enumerate(timeline)]
-
-    # the device's memory ----------------------------------------------------------------------------------------------
-
-    @property
-    def _counts(self):
-        """Tell whether the device counts memory; on a CPU the budget bounds the kept bytes."""
-        return self.device.type != "cpu"
-
-    def _allocated(self):
-        return torch.accelerator.memory_allocated(self.device) if self._counts else 0
-
-    def _peak(self):
-        """Return the peak of allocated bytes since the last call."""
-        if not self._counts:
-            return 0
-        peak = torch.accelerator.max_memory_allocated(self.device)
-        torch.accelerator.reset_peak_memory_stats(self.device)
-        return peak
-
-    def _ooms(self):
-        return torch.accelerator.memory_stats(self.device).get("num_ooms", 0) if self._counts else 0
-
-
-COMPILED = (
-    "liger_hw.activations plans eager layers, and this model runs under torch.compile, which decides itself what it "
-    "keeps: undo the plan (liger_hw.activations(model, None)) and set torch._functorch.config.activation_memory_budget"
-)
-
-
-def _typical(records) -> Record:
-    """Return one record of layers that run the same operations: the median of their times."""
-    operations = [
-        type(op)(op.operation, op.label, op.nbytes, op.keepable, median(r.operations[place].seconds for r in records))
-        for place, op in enumerate(records[0].operations)
-    ]
-    first, seconds = records[0], median(record.seconds for record in records)
-    return replace(first, operations=operations, seconds=seconds)
+        room = self.memory.available() if self.budget == "auto" else min(self.memory.available(), self.budget)
+        return hidden.nbytes * len(self.layers) > LARGE_INPUTS * (room - self.memory.allocated())

@@ -41,7 +41,7 @@ class PlannedLayer:
 
 
 @dataclass
-class Plan:
+class ActivationPlan:
     """Hold what a training step keeps, in the order of the layers' forwards.
 
     Attributes:

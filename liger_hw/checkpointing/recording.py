@@ -32,7 +32,7 @@ class Operation:
 
 
 @dataclass
-class Record:
+class LayerRecord:
     """One call of a layer.
 
     Attributes:
@@ -57,7 +57,7 @@ class Record:
             replace(op, nbytes=round(factor * op.nbytes), seconds=factor * op.seconds) for op in self.operations
         ]
         sizes = (round(factor * size) for size in (self.saved_bytes, self.input_bytes))
-        return Record(operations, *sizes, factor * self.seconds, self.collective, self.input_can_leave)
+        return LayerRecord(operations, *sizes, factor * self.seconds, self.collective, self.input_can_leave)
 
     @property
     def structure(self):
@@ -66,7 +66,7 @@ class Record:
         return operations, self.saved_bytes, self.input_bytes, self.input_can_leave
 
 
-class Clock:
+class DeviceClock:
     """Read the time of a device's stream."""
 
     def __init__(self, device):
@@ -88,7 +88,7 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-class Recorder(ForwardMode):
+class LayerRecorder(ForwardMode):
     """Record one call of `layer` within torch's checkpointing, whose hooks still get all saved tensors.
 
     Args:
@@ -171,12 +171,12 @@ class Recorder(ForwardMode):
             self.made.update(dict.fromkeys(new, self.operations[-1]))
         return results
 
-    def record(self) -> Record:
+    def record(self) -> LayerRecord:
         """Return the record; waits for the device."""
         for operation, (start, end) in zip(self.operations, self.times):
             operation.seconds = self.clock.between(start, end)
         seconds = self.clock.between(self.start, self.end)
         operations = self.operations[: self.last]
-        return Record(
+        return LayerRecord(
             operations, self.saved_bytes, self.input_bytes, seconds, self.collective, self.input_can_leave
         )  # fmt: skip

@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch.utils import checkpoint
 
-from liger_hw._torch import alias, backward_keeps_graph
+from liger_hw._torch import alias, backward_keeps_graph, tensor_version
 from liger_hw.checkpointing.forward_mode import ForwardMode
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
 from liger_hw.checkpointing.trace import Trace
@@ -25,7 +25,7 @@ class Kept:
     """Hold a tensor on its device until the backward needs it."""
 
     def __init__(self, x):
-        self.x, self.version, self.memory = x, x._version, memory_of(x)
+        self.x, self.version, self.memory = x, tensor_version(x), memory_of(x)
 
     def take(self):
         """Return the tensor.
@@ -33,7 +33,7 @@ class Kept:
         Raises:
             RuntimeError: the program has written to it.
         """
-        if self.x._version != self.version:
+        if tensor_version(self.x) != self.version:
             raise RuntimeError(CHANGED)
         return alias(self.x)  # autograd gives the result of each recomputation a history
 

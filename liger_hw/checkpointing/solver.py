@@ -52,29 +52,31 @@ class Limits:
         bytes_before: for each layer, the bytes that the layers before it may hold together during its backward, with
             their inputs; last, those of all layers.
         host_bytes: bytes of host memory.
-        link: bytes a second to host memory and back.
+        pcie_bandwidth: bytes a second to host memory and back.
     """
 
     bytes_before: list
     host_bytes: float
-    link: float
+    pcie_bandwidth: float
 
 
-def choices_of(record, limits, layers, refused=()) -> list[Choice]:
+def choices_of(record, limits, layers, rejected=()) -> list[Choice]:
     """Return the choices of a layer that no other beats in both memory and time.
 
     Args:
         record: of the layer.
         limits: `Limits`; the copies of a layer must fit the time of its forward, and its share of host memory.
         layers: number of layers.
-        refused: positions whose results must be recomputed.
+        rejected: positions whose results must be recomputed.
 
     Returns:
         the choices, the leanest first.
     """
-    items = [(position, op) for position, op in enumerate(record.operations) if op.keepable and position not in refused]
+    items = [
+        (position, op) for position, op in enumerate(record.operations) if op.keepable and position not in rejected
+    ]
     items = sorted(items, key=lambda item: -item[1].seconds)[:LARGEST_CHOICES]
-    host_bytes = min(limits.host_bytes / layers, LINK_SHARE * limits.link * record.seconds)
+    host_bytes = min(limits.host_bytes / layers, LINK_SHARE * limits.pcie_bandwidth * record.seconds)
     states = torch.arange(3 if host_bytes > 0 else 2)
     actions = torch.cartesian_prod(*[states] * len(items)).view(-1, len(items)) if items else torch.zeros(1, 0)
     if host_bytes > 0 and record.input_can_leave:
@@ -142,7 +144,7 @@ def solve(choices, limits) -> list[Choice] | None:
             last = min(int((room[layer + 1] - choice.offloaded) // cell), last_cell)
             if last < cells:
                 continue
-            copies = COPY_COST * choice.offloaded / limits.link if choice.offloaded else 0.0
+            copies = COPY_COST * choice.offloaded / limits.pcie_bandwidth if choice.offloaded else 0.0
             sums = saved[: last + 1 - cells] + (choice.seconds - copies)
             better = sums > after[cells : last + 1]
             after[cells : last + 1][better] = sums[better]

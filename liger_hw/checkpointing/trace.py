@@ -6,7 +6,7 @@ result for example, and the operations behind it move by one.
 
 import torch
 
-from liger_hw._torch import StorageWeakRef, is_plain
+from liger_hw._torch import StorageWeakRef, is_plain, storage_id
 from liger_hw.checkpointing.operations import tensors_in, written
 
 
@@ -48,8 +48,8 @@ class Trace:
 
     def passed(self, operation, args, results):
         """Note an operation that is not counted: a view, or a cast of a parameter."""
-        of_arguments = {x.untyped_storage()._cdata for x in tensors_in(args) if _has_memory(x)}
-        new = [x for x in tensors_in(results) if _has_memory(x) and x.untyped_storage()._cdata not in of_arguments]
+        of_arguments = {storage_id(x) for x in tensors_in(args) if _has_memory(x)}
+        new = [x for x in tensors_in(results) if _has_memory(x) and storage_id(x) not in of_arguments]
         if new and self.sources is None:
             self._name_parts()
         for x in new:
@@ -66,15 +66,15 @@ class Trace:
         self.sources = {}
         for named in (self.layer.named_parameters(), self.layer.named_buffers()):
             for name, x in named:  # several may share memory
-                if _has_memory(x) and x.untyped_storage()._cdata not in self.sources:
+                if _has_memory(x) and storage_id(x) not in self.sources:
                     self._name(x, name)
 
     def _name(self, x, source):
         if _has_memory(x):
-            memory = x.untyped_storage()
-            if memory._cdata not in self.sources:
-                self.held.append(StorageWeakRef(memory))
-            self.sources[memory._cdata] = source
+            memory = storage_id(x)
+            if memory not in self.sources:
+                self.held.append(StorageWeakRef(x.untyped_storage()))
+            self.sources[memory] = source
 
     def _described(self, value):
         if isinstance(value, (list, tuple)):
@@ -85,7 +85,7 @@ class Trace:
             return value if value.__hash__ else type(value)
         if not _has_memory(value):
             return type(value), value.layout, value.dtype, value.shape
-        source = self.sources.get(value.untyped_storage()._cdata)
+        source = self.sources.get(storage_id(value))
         if source is None:
             self.others += 1
             source = f"other {self.others}"

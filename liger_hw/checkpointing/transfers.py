@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 
 import torch
 
+from liger_hw._torch import tensor_version
 from liger_hw.checkpointing.operations import memory_of
 
 MEASURED_BYTES = 2**28  # of a copy that measures the link: 5 ms over PCIe 5
@@ -73,7 +74,7 @@ class Transfers:
         while len(self.leaving) > count:
             end, x, version, offloaded = self.leaving.popleft()
             self.wait(end)
-            if x._version != version and offloaded() is not None:
+            if tensor_version(x) != version and offloaded() is not None:
                 offloaded().changed = True
 
     def measure(self) -> float:
@@ -104,7 +105,7 @@ class Offloaded:
         self.transfers, self.memory, self.like = transfers, memory_of(x), (x.shape, x.stride(), x.dtype)
         self.host = transfers.buffer(x.nbytes)
         end = transfers.copy(self._as_tensor(self.host), x)
-        transfers.leaving.append((end, x, x._version, weakref.ref(self)))
+        transfers.leaving.append((end, x, tensor_version(x), weakref.ref(self)))
         self.loaded, self.changed = None, False
 
     def _as_tensor(self, memory):

@@ -8,7 +8,10 @@ from liger_hw._torch import (
     BatchNormBase,
     has_tangents,
     is_plain,
+    is_view,
     saved_tensors_may_change,
+    storage_id,
+    tensor_version,
     transforms_active,
     without_dispatch_modes,
 )
@@ -43,7 +46,7 @@ def with_these_weights(function, module):
     shards are left to it: before and after they are whole they are DTensors, or whole ones are views.
     """
     then = [
-        (owner, name, x, x._version)
+        (owner, name, x, tensor_version(x))
         for owner in module.modules()
         for name, x in owner._parameters.items()
         if x is not None and is_plain(x)
@@ -71,10 +74,10 @@ def with_these_weights(function, module):
     def run_with_parameters(*args):
         replaced = []
         for owner, name, x, version in then:
-            if x._version != version and not x._is_view():
+            if tensor_version(x) != version and not is_view(x):
                 refuse(owner, name)
             now = owner._parameters.get(name)
-            if now is not x and now is not None and is_plain(now) and not now._is_view():
+            if now is not x and now is not None and is_plain(now) and not is_view(now):
                 replaced.append((owner, name, x))
         if not replaced:
             return function(*args)
@@ -101,8 +104,8 @@ class _Buffers:
             for name, x in owner._buffers.items()
             if x is None or is_plain(x) and x.layout is torch.strided and not x.is_meta
         ]
-        memories = [x.untyped_storage() for _, _, x, _ in self.entries if x is not None and not x.requires_grad]
-        self.copies = {memory._cdata: memory.clone() for memory in memories}
+        copied = [x for _, _, x, _ in self.entries if x is not None and not x.requires_grad]
+        self.copies = {storage_id(x): x.untyped_storage().clone() for x in copied}
         self.forward_is_over = False
 
     def after_forward(self):
@@ -112,7 +115,7 @@ class _Buffers:
         """
         self.forward_is_over = True
         written = {
-            x.untyped_storage()._cdata
+            storage_id(x)
             for owner, _, x, version in self.entries
             if x is not None and (_version(x) != version or isinstance(owner, BatchNormBase))
         }
@@ -122,7 +125,7 @@ class _Buffers:
         """List the owners and names of buffers that the program wrote to after the forward."""
         return [
             (owner, name) for owner, name, x, version in self.entries
-            if x is not None and x.untyped_storage()._cdata not in self.copies and _version(x) != version
+            if x is not None and storage_id(x) not in self.copies and _version(x) != version
         ]  # fmt: skip
 
     @contextlib.contextmanager
@@ -133,7 +136,7 @@ class _Buffers:
             with without_dispatch_modes():
                 copies = {memory: copy.clone() for memory, copy in self.copies.items()}
                 for owner, name, x, _ in self.entries:
-                    copy = None if x is None else copies.get(x.untyped_storage()._cdata)
+                    copy = None if x is None else copies.get(storage_id(x))
                     if copy is not None:
                         like = x.storage_offset(), x.shape, x.stride()
                         x = torch.empty(0, dtype=x.dtype, device=x.device).set_(copy, *like)
@@ -151,4 +154,4 @@ _MISSING = object()
 
 
 def _version(x):
-    return None if x is None or x.is_inference() else x._version
+    return None if x is None or x.is_inference() else tensor_version(x)

@@ -10,7 +10,8 @@ class _Distillation(OptionsModule):
     """Distil a teacher's output layer into a student's.
 
     `forward` takes student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H') and
-    true_labels (N,). It returns the loss, or with `return_soft_hard_loss` (loss, soft loss, hard loss).
+    true_labels (N,), or hidden states (B, T, H) and labels (B, T).
+    It returns the loss, or with `return_soft_hard_loss` (loss, soft loss, hard loss).
 
     Args:
         weight_hard_loss, weight_soft_loss: weights. ignore_index: label of skipped rows. temperature: of the soft loss.

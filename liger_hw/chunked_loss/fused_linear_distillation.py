@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from liger_hw.checks import check
 from liger_hw.chunked_loss.own_losses import OwnLoss, keep_gradients
+from liger_hw.losses.arguments import flatten_rows
 from liger_hw.losses.engine import logits_loss
 
 
@@ -31,8 +32,8 @@ class LigerFusedLinearDistillationBase(OwnLoss):
         """Compute weight_hard_loss * cross entropy + weight_soft_loss * soft loss, averaged over rows not ignored.
 
         Args:
-            student_input (N, H), student_weight (V, H), teacher_input (N, H'), teacher_weight (V', H'), V' >= V.
-            target: (N,).
+            student_input (..., H), student_weight (V, H), teacher_input (..., H'), teacher_weight (V', H'), V' >= V.
+            target: (...). `distillation_loss_fn` gets flat rows.
             temperature: divides the logits of the soft loss.
             beta: passed to `distillation_loss_fn`, with `loss_kwargs`.
             compute_ce_loss: False leaves the cross entropy out.
@@ -42,6 +43,8 @@ class LigerFusedLinearDistillationBase(OwnLoss):
         check(temperature > 0, "temperature", temperature, "more than 0")
         widths = teacher_weight.shape[0], student_weight.shape[0]
         check(widths[0] >= widths[1], "teacher_weight", f"{widths[0]} rows", f"at least the student's {widths[1]}")
+        rows = {"teacher_input": teacher_input, "target": target}
+        _, teacher_input, target = flatten_rows(student_input, "student_input", **rows)
         count = (target != ignore_index).sum().clamp(min=1)
 
         def soft(logits, target, teacher_x):
@@ -59,7 +62,7 @@ class LigerFusedLinearDistillationBase(OwnLoss):
             return weight_soft_loss * soft(*args) + weight_hard_loss * hard(*args)
 
         def mean_of(part, x, weight, bias):
-            return logits_loss(part, x, weight, bias, (target, teacher_input)) / count
+            return logits_loss(part, x.flatten(0, -2), weight, bias, (target, teacher_input)) / count
 
         tensors = student_input, student_weight, student_bias
         (loss,) = keep_gradients(ctx, lambda *leaves: (mean_of(both, *leaves),), *tensors)

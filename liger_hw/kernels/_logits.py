@@ -93,21 +93,21 @@ def padded_columns(X, at, beyond, cols: tl.constexpr, COLS: tl.constexpr, POLICY
 
 
 @triton.jit
-def add_powers(z, peak, total, VECTOR: tl.constexpr):
-    """Add a block to the running maximum and sum of powers of each vector.
+def online_softmax(z, vector_max, sum_exp, VECTOR: tl.constexpr):
+    """Add scores to the running maximum and sum of exponentials of each vector.
 
     A lane has whole vectors. So none waits for another, and a column takes one exponential instead of two.
     """
     z = tl.reshape(z, (z.shape[0] // VECTOR, VECTOR))
-    higher = tl.maximum(peak, tl.max(z, 1))
-    return higher, total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
+    new_max = tl.maximum(vector_max, tl.max(z, 1))
+    return new_max, sum_exp * tl.exp2(vector_max - new_max) + tl.sum(tl.exp2(z - new_max[:, None]), 1)
 
 
 @triton.jit
-def over_vectors(peak, total):
-    """Return a row's maximum and sum of powers from those of its vectors."""
-    top = tl.max(peak, 0)
-    return top, tl.sum(total * tl.exp2(peak - top), 0)
+def row_softmax(vector_max, sum_exp):
+    """Return a row's maximum and sum of exponentials from those of its vectors."""
+    row_max = tl.max(vector_max, 0)
+    return row_max, tl.sum(sum_exp * tl.exp2(vector_max - row_max), 0)
 
 
 @triton.jit

@@ -25,6 +25,28 @@ def check_head(x, weight, names=("x", "weight")):
     check(fits, names[1], weight, f"shape (V, {x.shape[-1] if x.ndim else 'H'}), as {names[0]}")
 
 
+def flatten_rows(x, name="x", **rows):
+    """Flatten the leading dimensions of hidden states and of their rows' tensors.
+
+    Args:
+        name: the caller's name for `x`, in errors.
+        rows: tensors (..., *) with the leading dimensions of `x`, or (N, *), or None, by the caller's names.
+
+    Raises:
+        ValueError: the leading dimensions differ.
+    """
+    leading = x.shape[:-1]
+    if len(leading) < 2:  # the caller checks rows
+        return x, *rows.values()
+    flat = [x.flatten(0, -2)]
+    for row_name, row in rows.items():
+        is_flat = row is None or row.shape[: len(leading)] != leading
+        fits = row is None or not is_flat or row.shape[:1] == (leading.numel(),)
+        check(fits, row_name, row, f"leading dimensions {tuple(leading)}, as {name}")
+        flat.append(row if is_flat else row.flatten(0, len(leading) - 1))
+    return tuple(flat)
+
+
 def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, chunk_memory):
     """Return the reference model's hidden states and head as `F.linear` would see them.
 

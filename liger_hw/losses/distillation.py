@@ -16,7 +16,7 @@ from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, 
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.of_logits import divergence_rows, largest_soft_gradient, soft_rows
-from liger_hw.losses.arguments import check_numbers
+from liger_hw.losses.arguments import check_numbers, flatten_rows
 from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known
 
@@ -48,7 +48,8 @@ def distillation_loss(
     """Compute the mean soft loss to the teacher plus the labels' mean cross entropy.
 
     Args:
-        x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
+        x: (N, H) hidden states of the student, or (..., H); then also the other tensors with a value for each row.
+            weight: (V, H). bias: (V,) or None.
         teacher_x: (N, H'). teacher_weight: (V', H'). teacher_bias: (V',) or None. Constants. If the vocabularies
             differ in size, the soft loss pads the shorter logits with 0.
         labels: (N,) int64 or int32, the token that each row predicts (already shifted); both losses skip a row labelled
@@ -70,6 +71,7 @@ def distillation_loss(
             hard loss is outside the student's vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
     """
+    x, teacher_x, labels = flatten_rows(x, teacher_x=teacher_x, labels=labels)
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
     names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (

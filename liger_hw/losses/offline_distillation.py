@@ -22,7 +22,7 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_by_row, kl_rows
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
-from liger_hw.losses.arguments import check_numbers, prepare_labels
+from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
 
 IGNORED = -100
@@ -38,7 +38,8 @@ def offline_distillation_loss(
     """Compute the mean KL divergence of a student from a teacher's stored log-probabilities.
 
     Args:
-        x: (N, H) hidden states of the student. weight: (V, H). bias: (V,) or None.
+        x: (N, H) hidden states of the student, or (..., H); then also the other tensors with a value for each row.
+            weight: (V, H). bias: (V,) or None.
         teacher: (N, V) log-probabilities, or with `teacher_tokens` (N, K) of those tokens; any floating dtype, -inf for
             a probability of 0. A constant. They belong to the distribution at `temperature`, which is not applied to
             them without `teacher_lse`.
@@ -60,6 +61,8 @@ def offline_distillation_loss(
             the vocabulary or twice in a row (elsewhere a token outside makes the loss NaN).
         RuntimeError: a second backward.
     """
+    rows = {"teacher": teacher, "teacher_tokens": teacher_tokens, "teacher_lse": teacher_lse, "labels": labels}
+    x, teacher, teacher_tokens, teacher_lse, labels = flatten_rows(x, **rows)
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
     labels = prepare_labels(x, labels, "labels")
     check_numbers("a positive number", above=0, temperature=temperature)

@@ -10,7 +10,7 @@ import inspect
 
 import torch
 
-from liger_hw._torch import column_parallel_input, finish_collective, is_dtensor
+from liger_hw._torch import column_parallel_input, finish_collective, forward_hooks, is_dtensor
 from liger_hw.patching.traced_logits import TracedLogits
 from liger_hw.sharding import part_of
 
@@ -56,7 +56,7 @@ def _input_of_transformers(head):
     forward = head.__dict__.get("forward")
     variables = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
     style = variables.get("self")
-    fits = type(style) is ColwiseParallel and not head._forward_hooks and not head._forward_pre_hooks
+    fits = type(style) is ColwiseParallel and not forward_hooks(head)
     if not fits or style.output_layouts != Replicate() or not style.use_local_output:
         return None
     wrapped = getattr(variables["original_forward"], "__func__", None)

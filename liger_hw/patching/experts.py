@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from liger_hw._torch import is_plain
+from liger_hw._torch import forward_hooks, is_plain
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
 from liger_hw.kernels.moe import experts
 from liger_hw.patching import gates, probing
@@ -87,7 +87,7 @@ def _can_mix(module, x, index, routing_weights):
         and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm", None) is moe.grouped_mm_experts_forward
         and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
         # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
-        and not (getattr(module, "_is_expert_parallel", False) or module._forward_pre_hooks or module._forward_hooks)
+        and not (getattr(module, "_is_expert_parallel", False) or forward_hooks(module))
         and not torch.compiler.is_compiling()
         and is_plain(x, *weights)
         and all(w is not None and w.dtype == x.dtype for w in weights)

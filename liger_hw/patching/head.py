@@ -16,7 +16,10 @@ import threading
 import torch
 
 from liger_hw._torch import (
+    backward_hooks,
+    forward_hooks,
     has_global_module_hooks,
+    is_fsdp2_hook,
     is_plain,
     keep_unsharded,
     reshard_again,
@@ -66,16 +69,15 @@ def _only_multiplies(head):
     Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
     Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
-    hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
-    return "forward" not in head.__dict__ and all(_only_gathers(hook) for hook in hooks) and not _is_observed(head)
+    only_gathers = all(_only_gathers(hook) for hook in forward_hooks(head))
+    return "forward" not in head.__dict__ and only_gathers and not _is_observed(head)
 
 
 def _is_observed(head):
     """Tell whether a program may see calls of `head` without forward hooks."""
-    hooks = *head._backward_hooks.values(), *head._backward_pre_hooks.values()
     return (
         hasattr(head, "parametrizations")
-        or not all(_only_gathers(hook) for hook in hooks)
+        or not all(_only_gathers(hook) for hook in backward_hooks(head))
         or has_global_module_hooks()
         or saved_tensors_may_change()
         or transforms_active()  # torch.func needs autograd functions of another form
@@ -84,8 +86,7 @@ def _is_observed(head):
 
 def _only_gathers(hook):
     """Tell whether `hook` gathers and frees weights, and neither reads nor changes logits."""
-    of_fsdp2 = getattr(hook, "__module__", None) == "torch.distributed.fsdp._fully_shard._fsdp_state"
-    return of_fsdp2 or is_of_zero3(hook)
+    return is_fsdp2_hook(hook) or is_of_zero3(hook)
 
 
 class HeadMatch(Match):

@@ -19,9 +19,16 @@ from functools import partial
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_map_only
 
-from liger_hw._torch import PLAIN, backward_keeps_graph
+from liger_hw._torch import (
+    PLAIN,
+    backward_keeps_graph,
+    tensor_version,
+    tensor_without_memory,
+    tree_map_only,
+    without_torch_function,
+    written_arguments,
+)
 from liger_hw.dispatch import Function
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
@@ -125,7 +132,7 @@ def _fingerprint(tensor):
     if tensor is None or tensor.device.type == "meta":
         return None, None
     sample = tensor[tuple(slice(None, None, max(size // 16, 1)) for size in tensor.shape)].clone()
-    return None if tensor.is_inference() else tensor._version, sample
+    return None if tensor.is_inference() else tensor_version(tensor), sample
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -316,7 +323,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def __new__(cls, cell):
-        tensor = torch.Tensor._make_wrapper_subclass(cls, cell.shape, dtype=cell.dtype, device=cell.device)
+        tensor = tensor_without_memory(cls, cell.shape, cell.dtype, cell.device)
         tensor.cell = cell
         return tensor
 
@@ -325,7 +332,7 @@ class Deferred(torch.Tensor):
         kwargs = kwargs or {}
         if func in NEED_MEMORY:
             args, kwargs = tree_map_only(Deferred, _with_memory, (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **kwargs)
 
     @classmethod
@@ -347,9 +354,7 @@ class Deferred(torch.Tensor):
 
 def _written(func, args, kwargs):
     """Return the arguments without memory that `func` writes to."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [given[name] for name in names if isinstance(given.get(name), Deferred)]
+    return [x for x in written_arguments(func, args, kwargs) if isinstance(x, Deferred)]
 
 
 def _with_memory(tensor):

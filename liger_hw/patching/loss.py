@@ -12,8 +12,10 @@ import warnings
 
 import torch
 
-from liger_hw.checks import KERNEL_DTYPES, refuse
+from liger_hw._torch import is_replica, is_wrapped_by_fsdp1
+from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.kernels.vocabulary.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.head import armed, match_head
 from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
@@ -23,8 +25,8 @@ from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
-RENAMED = {"ce_weight": "weight"}  # option of fused_linear_cross_entropy -> of cross_entropy
-LINEAR_CE_OPTIONS = (*CE_OPTIONS, "accum_dtype", "use_token_scaling", "ce_weight")
+CHUNKS = ("accum_dtype", "chunk_memory")  # of the loss without logits; they change no value of a loss of logits
+LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, "use_token_scaling", "ce_weight")
 WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
@@ -35,6 +37,7 @@ REFUSED = {  # other keyword arguments that would change the loss -> the values 
     "return_z_loss": (False, None),
     "reduction": ("mean", None),
     "logit_scale": (1.0, None),
+    "chunk_mem_const": (None,),
 }
 
 
@@ -64,14 +67,15 @@ def causal_lm_loss(
         ignore_index: label that does not count.
         original: the model's own loss function, which gets arguments that the ops do not support.
         fused_ce: use the op `cross_entropy` for logits that have memory.
-        kwargs: `LINEAR_CE_OPTIONS`, which include `CE_OPTIONS`, with the meaning that they have in the ops. Others have
-            no effect, as in `ForCausalLMLoss`, except those that ask for another loss (`REFUSED`).
+        kwargs: `LINEAR_CE_OPTIONS`, which include `CE_OPTIONS`, with the meaning that they have in the ops, in training
+            and in evaluation. `ForCausalLMLoss` ignores them. Others have no effect, as there, except those that ask
+            for another loss (`REFUSED`).
 
     Returns:
-        fp32 scalar; NaN where no label counts or `num_items_in_batch` is 0, as the mean of transformers.
+        fp32 scalar; without a label that counts NaN, as the mean of transformers.
 
     Raises:
-        ValueError: weights of tokens or another option that no op supports.
+        ValueError: weights of tokens or another option that no op supports, or labels that do not fit an option.
     """
     refuse_unserved(kwargs)
     targets = shift_labels
@@ -80,21 +84,29 @@ def causal_lm_loss(
     targets = targets.reshape(-1)
     fuses_head = _fits_fused_loss(logits)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
-    options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if kwargs.get(name) is not None}
+    options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if _is_given(kwargs.get(name))}
     fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # for other dtypes `original` takes fp32 logits
     if not fits or targets.dtype != torch.int64 or not (fuses_head or fused_ce or options):
         if isinstance(logits, TracedLogits):
             logits = logits.compute()
+        check(not options, ", ".join(options), "this loss", "labels (B, T) of int64, one for each row of the logits")
         return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     options |= {"ignore_index": ignore_index}
     targets = targets.to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-    if torch.is_tensor(divisor) and divisor.ndim:
+    if torch.is_tensor(divisor) and (divisor.ndim or divisor.requires_grad or divisor.dtype == torch.float64):
         return _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head) / divisor
     loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head)
-    if divisor is None or torch.is_tensor(divisor):  # the op's mean of no label is 0, transformers' is NaN
-        return loss.masked_fill((targets == ignore_index).all() if divisor is None else divisor == 0, float("nan"))
-    return loss if divisor else loss + float("nan")
+    if divisor is None:  # the op's mean of no label is 0, transformers' is NaN
+        return loss.masked_fill((targets == ignore_index).all(), float("nan"))
+    if torch.is_tensor(divisor) or divisor == 0:  # the op divides the losses of rows, of which 0 / 0 is NaN
+        of_0 = torch.where((targets == ignore_index).all(), float("nan"), float("inf"))
+        return torch.where(torch.as_tensor(divisor == 0, device=loss.device), of_0.to(loss), loss)
+    return loss
+
+
+def _is_given(option):
+    return option is not None and option is not False
 
 
 def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
@@ -107,8 +119,7 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
         return output if torch.is_tensor(output) else tuple(output)
 
     def ordinary(real):
-        renamed = {RENAMED.get(name, name): option for name, option in options.items()}
-        output = cross_entropy(real.reshape(-1, vocab_size), targets, **renamed)
+        output = _cross_entropy_of_logits(real.reshape(-1, vocab_size), targets, **options)
         return output if torch.is_tensor(output) else tuple(output)
 
     if not fuses_head:
@@ -124,6 +135,21 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
             if kept is not None and value is not None:
                 kept[name] = value
     return _first(output)
+
+
+def _cross_entropy_of_logits(
+    logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, **options
+):
+    """Compute `fused_linear_cross_entropy`'s loss from logits in memory."""
+    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+    fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
+    check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
+    if not use_token_scaling:
+        return cross_entropy(logits, targets, ce_weight, **options)
+    call = cross_entropy.arguments(logits, targets, ce_weight, **options)
+    check_call(call, "logits", "weight", logits.shape[1])
+    formula = Formula.of(call, use_token_scaling)
+    return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, call.reduction), formula))
 
 
 def by_products(logits):
@@ -169,7 +195,7 @@ class CausalLMMatch(Match):
             lazily = linear and labelled and (self.training if skip_logits is None else skip_logits)
             lazily = lazily and unchanged(self)
             heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
-            if lazily and any(hasattr(m, "_fsdp_wrapped_module") for m in head_of(self).modules()):
+            if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             sources = [] if lazily else None
@@ -179,7 +205,7 @@ class CausalLMMatch(Match):
                 return outputs
             for source in sources:
                 source.recording = False
-            return _finish(outputs, is_replica=getattr(self, "_is_replica", False))
+            return _finish(outputs, in_replica=is_replica(self))
 
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
@@ -227,7 +253,7 @@ def _is_causal_lm_loss(loss_function):
     return loss_function is ForCausalLMLoss
 
 
-def _finish(outputs, is_replica):
+def _finish(outputs, in_replica):
     """Add the by-products of the loss to the outputs, whose logits may stay lazy.
 
     nn.DataParallel gathers all outputs of its replicas, so theirs contain no logits.
@@ -237,9 +263,9 @@ def _finish(outputs, is_replica):
     lazy = next((value for value in values if isinstance(value, (LazyLogits, TracedLogits))), None)
     extras = {} if lazy is None else by_products(lazy)
     if is_tuple:
-        outputs = tuple(_outgoing(value, is_replica) if value is lazy else value for value in outputs)
+        outputs = tuple(_outgoing(value, in_replica) if value is lazy else value for value in outputs)
         return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
-    if is_replica:
+    if in_replica:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy is not None:
         if outputs.get("loss") is None:  # the caller's own loss will read them
@@ -253,8 +279,8 @@ def _computed(logits):
     return logits
 
 
-def _outgoing(logits, is_replica):
-    if is_replica:
+def _outgoing(logits, in_replica):
+    if in_replica:
         return None
     return UnreadableLogits() if isinstance(logits, TracedLogits) else logits
 

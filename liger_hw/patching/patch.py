@@ -9,6 +9,7 @@ It needs no list of models: `recognise` proves which op computes each module, `s
 
 import functools
 import logging
+import os
 from collections import Counter
 
 import torch
@@ -19,7 +20,7 @@ from liger_hw.patching import built_later, loss
 from liger_hw.patching.flags import LOSSES, check_flags, flag_of
 from liger_hw.patching.recognition import Memory, reason_for_leaving, recognise
 from liger_hw.patching.summary import Summary
-from liger_hw.patching.swapping import is_changed_since, is_swapped, restore, swap
+from liger_hw.patching.swapping import is_changed_since, is_swapped, own_class, restore, swap
 
 logger = logging.getLogger("liger_hw")
 
@@ -47,8 +48,9 @@ def patch(model, activations=None, **flags):
         cross_entropy: compute the loss from the logits with the op `cross_entropy`. Default False.
 
     Returns:
-        a `Summary`, which is also logged once at level INFO, or WARNING where nothing was replaced; None for a class.
-        Its attribute `activations` holds the plan.
+        a `Summary`; None for a class. Its attribute `activations` holds the plan. It is logged at level INFO, or
+        WARNING where nothing was replaced. One line with its counts, once for each model class and counts, is logged
+        at level WARNING by the first process of a machine, so that it is seen without a configuration of logging.
 
     Raises:
         ValueError: `model` is not a model; a flag is unknown, or not True, False or None; cross_entropy together with
@@ -76,9 +78,16 @@ def patch(model, activations=None, **flags):
         swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch()))
     if summary.replaced:
         logger.info("patched %s\n%s", type(model).__name__, summary)
+        _announce(own_class(model).__name__, summary.replaced.total(), summary.left.total())
     else:
         logger.warning("nothing of %s was replaced; it is as it was\n%s", type(model).__name__, summary)
     return summary
+
+
+@functools.cache
+def _announce(name, replaced, left):
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning("liger_hw: %d modules patched, %d left alone (%s)", replaced, left, name)
 
 
 def unpatch(model):

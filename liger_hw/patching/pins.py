@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw._torch import (
+    TensorBase,
     active_dispatch_modes,
     active_function_modes,
     constant_result,
@@ -162,7 +163,7 @@ class _TensorMethods:
 
     def are_unchanged(self):
         """Tell whether no new name hides a method, and remember the count if so."""
-        new = (name for name in self.current.keys() - self.known if hasattr(torch._C.TensorBase, name))
+        new = (name for name in self.current.keys() - self.known if hasattr(TensorBase, name))
         if any(name in reading.attributes_read or name.startswith("__") for name in new):
             return False
         self.count = len(self.current)

@@ -6,8 +6,8 @@ The object stays within the forward: outputs hold an `UnreadableLogits` in its p
 """
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from liger_hw._torch import tree_map_only
 from liger_hw.kernels.vocabulary.sharded_head import all_columns
 from liger_hw.patching.lazy_logits import (
     ADVICE,

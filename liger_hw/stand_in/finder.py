@@ -19,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from liger_hw.stand_in.names import INSTEAD, MODULES
 
 PACKAGE = "liger_kernel"
+VARIABLE = "LIGER_HW_STAND_IN"  # "replace": `install` takes the place of an installed liger_kernel
 VERSION = "0.8.5+liger.hw"  # the release with these names; the suffix identifies this library in logs
 SITE = str(pathlib.Path(__file__).parent / "site")
 
@@ -106,7 +107,7 @@ def is_installed():
     return _FINDER in sys.meta_path
 
 
-def install(replace=False, children=False):
+def install(replace=None, children=False):
     """Make `import liger_kernel` give this library, in this process and those forked from it.
 
     Call it before the import of a trainer, which may then look for liger_kernel. An imported transformers looks again.
@@ -114,17 +115,25 @@ def install(replace=False, children=False):
 
     Args:
         replace: take the place of an installed liger_kernel. Its imported modules are hidden until `uninstall`; names
-            that other modules imported from them do not change.
+            that other modules imported from them do not change. None: if the environment has
+            LIGER_HW_STAND_IN=replace, for trainers whose plug-ins call this function and which require liger_kernel.
         children: also for every Python that this process starts, through the environment variable PYTHONPATH.
 
     Raises:
         RuntimeError: liger_kernel itself is installed and `replace` is False.
+        ValueError: LIGER_HW_STAND_IN has another value.
     """
+    if replace is None:
+        value = os.environ.get(VARIABLE, "")
+        if value not in ("", "replace"):  # not by `checks`, which imports torch, in every Python of a launcher
+            raise ValueError(f"{VARIABLE}: got {value!r}, allowed: 'replace', or unset")
+        replace = value == "replace"
     if not is_installed():
         if not replace and importlib.util.find_spec(PACKAGE) is not None:
             raise RuntimeError(
                 "the package liger_kernel is installed, and the stand-in does not hide it unasked. Call "
-                "install(replace=True), run `python -m liger_hw.run --replace`, or pip uninstall liger-kernel"
+                f"install(replace=True), run `python -m liger_hw.run --replace`, set {VARIABLE}=replace (for plug-ins "
+                "of trainers), or pip uninstall liger-kernel"
             )
         _hidden.update(_evict())
         sys.meta_path.insert(0, _FINDER)

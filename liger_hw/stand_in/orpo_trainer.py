@@ -3,6 +3,7 @@
 from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_hw._torch import is_wrapped_by_fsdp1
 from liger_hw.chunked_loss import LigerFusedLinearORPOLoss
 from liger_hw.stand_in.fsdp import _FSDPForwardRedirection
 
@@ -45,7 +46,7 @@ class LigerORPOTrainer(ORPOTrainer):
             return value + self.aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else value, metrics
 
         model = model.module if isinstance(model, DataParallel) else model
-        wrapped = isinstance(model, DistributedDataParallel) or hasattr(model, "_fsdp_wrapped_module")
+        wrapped = isinstance(model, DistributedDataParallel) or is_wrapped_by_fsdp1(model)
         core = model.module if wrapped else model
         return _FSDPForwardRedirection()(model, run) if wrapped else run()
 

@@ -46,7 +46,7 @@ class OpCases:
             doctor and benchmark check parity on them; the compile matrix compiles them.
         wide: yields (tensors, options) of few rows at real and odd widths, for the compile matrix.
         models: shapes of real models in the order of their sizes, for the tuner, the benchmark, the compile matrix and
-            `liger-hw info`.
+            `liger-hw launches`.
         further: shapes for the benchmark alone: other numbers of rows, other options, odd widths, and sizes at which
             the host is slower than any device.
     """

@@ -4,8 +4,8 @@
 """
 
 import torch
-from torch.nn._reduction import legacy_get_string
 
+from liger_hw._torch import reduction_of_flags
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.attention.multi_token_attention import multi_token_attention
 from liger_hw.kernels.attention.neighborhood_attention import neighborhood_attention
@@ -29,7 +29,7 @@ from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
 from liger_hw.kernels.vocabulary.divergence import jsd, kl_div, tvd
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.arguments import check_numbers, prepare_labels
+from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.offline_distillation import kl_to_probabilities
@@ -54,7 +54,7 @@ def liger_cross_entropy(
         `return_*` is True, loss and z_loss in that dtype.
     """
     if size_average is not None or reduce is not None:
-        reduction = legacy_get_string(size_average, reduce)
+        reduction = reduction_of_flags(size_average, reduce)
     output = cross_entropy(
         input, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction=reduction,
         return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
@@ -191,6 +191,8 @@ def liger_fused_linear_kl_div(
     Raises:
         ValueError: shapes or dtypes do not fit, or an option is out of its range.
     """
+    rows = {"target": target, "shift_labels": shift_labels}
+    student_input, target, shift_labels = flatten_rows(student_input, "student_input", **rows)
     x, weight, _ = prepare_head(student_input, student_weight, None, CHUNK_MEMORY, True, STUDENT)
     labels = prepare_labels(x, shift_labels, "shift_labels")
     fits = target.is_floating_point() and target.shape == (len(x), len(weight)) and target.device == x.device

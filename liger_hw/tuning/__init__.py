@@ -17,7 +17,17 @@ with one warning.
 measures and writes. `liger_lab/contribution.py` checks tables before they are shipped.
 """
 
-from liger_hw.tuning.choice import CONFIGS, Refused, forget, override, tuned, withdraw
+from liger_hw.tuning.choice import (
+    CONFIGS,
+    Refused,
+    forget,
+    is_current,
+    other_code,
+    other_triton,
+    override,
+    tuned,
+    withdraw,
+)  # fmt: skip
 from liger_hw.tuning.config import COMPILED, HEURISTIC, LOCAL, MEASURED, SHIPPED, Config, power_of_2, row_warps
 from liger_hw.tuning.entries import (
     SHIPPED_TABLES,
@@ -46,6 +56,7 @@ from liger_hw.tuning.search import (
 __all__ = [
     "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "Refused",
     "autotuning", "bench", "cache_file", "cache_folder", "calls_within", "configurations_of", "entry_for", "forget",
-    "kernel_hash", "launchable", "measured_entry", "neighbours", "override", "power_of_2", "read_own", "read_table",
-    "record", "row_warps", "shipped_file", "tune", "tuned", "warn_once", "withdraw", "write_table",
+    "is_current", "kernel_hash", "launchable", "measured_entry", "neighbours", "other_code", "other_triton", "override",
+    "power_of_2", "read_own", "read_table", "record", "row_warps", "shipped_file", "tune", "tuned", "warn_once",
+    "withdraw", "write_table",
 ]  # fmt: skip

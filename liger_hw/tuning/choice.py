@@ -4,11 +4,12 @@ import functools
 import inspect
 import json
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from liger_hw._triton import AVAILABLE
+from liger_hw._triton import AVAILABLE, triton
 from liger_hw.tuning import entries
 from liger_hw.tuning.config import LOCAL, SHIPPED, Config
 
@@ -72,6 +73,24 @@ def tuned(heuristic):
 @functools.cache
 def _table(file: Path) -> dict:
     return entries.read_table(file)
+
+
+def is_current(key: str, entry: dict) -> bool:
+    """Tell whether an entry was written for the code that its kernel has here."""
+    config = CONFIGS.get(key.partition("(")[0])
+    known = config is not None and isinstance(entry, dict)
+    return known and entry.get("kernel") == entries.kernel_hash(config.kernel())
+
+
+def other_code(table: dict) -> list[str]:
+    """List the keys of entries whose kernels have other code here."""
+    return [key for key, entry in table.items() if not is_current(key, entry)]
+
+
+def other_triton(table: dict) -> dict[str, int]:
+    """Count the valid entries of each version of Triton that differs from the installed version."""
+    versions = Counter(str(entry.get("triton")) for key, entry in table.items() if is_current(key, entry))
+    return {version: count for version, count in sorted(versions.items()) if version != triton.__version__}
 
 
 def forget() -> None:

@@ -170,7 +170,9 @@ def test_axolotl_plugin(axolotl):
     plugin = axolotl.LigerHwPlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
     fields = getattr(importlib.import_module(module), name).model_fields  # as Axolotl finds and merges it
-    assert set(fields) == set(axolotl.FLAGS) and all(field.default is None for field in fields.values())
+    assert set(fields) == {*axolotl.FLAGS, *axolotl.OTHER_KEYS} and all(
+        field.default is None for field in fields.values()
+    )
     model = tiny.model()
     plugin.register({"plugins": ["liger_hw.integrations.axolotl.LigerHwPlugin"]})
     plugin.post_model_build(Config(liger_glu_activation=False), model)
@@ -179,6 +181,26 @@ def test_axolotl_plugin(axolotl):
     assert dict(type(model).liger_match.options)["cross_entropy"]
     with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
         plugin.post_model_build(Config(liger_cross_entropy=True, liger_fused_linear_cross_entropy=True), model)
+
+
+def test_axolotl_plugin_maps_an_older_key(axolotl):
+    model = tiny.model()
+    axolotl.LigerHwPlugin().post_model_build(Config(liger_swiglu=False, liger_rms_norm_gated=True), model)
+    assert {type(m).liger_match.kind for m in swapped(model)} == {"head", "causal_lm", "norm", "rope"}
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"liger_use_token_scaling": True}, "liger_use_token_scaling: got True"),
+        ({"liger_rms_norm_gated": False}, "liger_rms_norm_gated: got False"),
+        ({"liger_swiglu": True, "liger_glu_activation": True}, "liger_swiglu: got True"),
+        ({"liger_rmsnorm": True}, "unknown key 'liger_rmsnorm'; did you mean 'liger_rms_norm'"),
+    ],
+)
+def test_axolotl_plugin_drops_no_key(keys, words, axolotl):
+    with pytest.raises(ValueError, match=words):
+        axolotl.LigerHwPlugin().register(Config(keys))
 
 
 def test_axolotl_plugin_refuses_to_run_beside_the_other(axolotl):

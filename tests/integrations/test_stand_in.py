@@ -60,6 +60,20 @@ def test_install_and_uninstall(clean):
         importlib.metadata.version("liger-kernel")
 
 
+def test_the_environment_asks_to_hide_an_installed_one(original, monkeypatch):
+    """The plug-ins of trainers that require liger-kernel call `install()`."""
+    monkeypatch.setenv("LIGER_HW_STAND_IN", "yes")
+    with pytest.raises(ValueError, match="^LIGER_HW_STAND_IN: got 'yes'"):
+        integrations.install()
+    monkeypatch.setenv("LIGER_HW_STAND_IN", "replace")
+    with pytest.raises(RuntimeError, match="LIGER_HW_STAND_IN=replace"):
+        integrations.install(replace=False)
+    integrations.install()
+    import liger_kernel
+
+    assert liger_kernel.__version__ == VERSION
+
+
 def test_does_not_hide_an_installed_one_unasked(original):
     with pytest.raises(RuntimeError, match="replace=True"):
         integrations.install()

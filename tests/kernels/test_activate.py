@@ -104,8 +104,8 @@ def test_a_projection_changes_no_bit(activation, dtype, in_place, backend, devic
     with use_backend(backend):
         for found, expected in zip(run(one_step, inputs, {}), run(two_steps, inputs, {})):
             assert torch.equal(found, expected)
-        assert "GLULinear" in one_step(*inputs).grad_fn.name()
-        assert "GLULinear" not in one_step(inputs[0], inputs[1].detach(), inputs[2]).grad_fn.name()
+        assert "GluLinear" in one_step(*inputs).grad_fn.name()
+        assert "GluLinear" not in one_step(inputs[0], inputs[1].detach(), inputs[2]).grad_fn.name()
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])

@@ -32,7 +32,7 @@ def tensors(*shape, features=24, dtype=torch.float32, device="cpu"):
 
 
 def fused(out):
-    return "GLULinear" in out.grad_fn.name()
+    return "GluLinear" in out.grad_fn.name()
 
 
 def assert_same_bits(found, expected):

@@ -146,3 +146,19 @@ def test_bad_input(argument, change):
     good = {"x": student[0], "weight": student[1], "teacher_x": teacher[0], "teacher_weight": teacher[1]}
     with pytest.raises(ValueError, match=f"^{argument}"):
         distillation_loss(**(good | {"labels": labels} | change))
+
+
+@pytest.mark.parametrize("flat_labels", [False, True])
+def test_leading_dimensions(flat_labels, engine, device):
+    """Hidden states (B, T, H) give the loss and the gradients of their flat rows, bitwise."""
+    student, teacher, labels = case(device=device)
+    results = []
+    for shape in ((9,), (3, 3)):
+        leaves = [t.detach().requires_grad_() for t in student]
+        x, given = leaves[0].view(*shape, -1), labels if flat_labels else labels.view(shape)
+        output = distillation_loss(x, leaves[1], teacher[0].view(*shape, -1), teacher[1], given)
+        output.loss.backward()
+        results.append([*output, leaves[0].grad, leaves[1].grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    with pytest.raises(ValueError, match="^teacher_x: .*leading dimensions"):
+        distillation_loss(student[0].view(3, 3, -1), student[1], teacher[0][:3], teacher[1])

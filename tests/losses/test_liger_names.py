@@ -181,6 +181,10 @@ def test_distillation(device):
     torch.testing.assert_close(cosine, expected)
     fused = LigerFusedLinearJSD(0.3, temperature=2.0)(x, w, teacher_x, teacher_w, labels)
     torch.testing.assert_close(fused, soft)
+    for module in (jsd, modules.LigerFusedLinearCosineSimilarityLoss()):  # as GKD's trainer calls it
+        expected = module(x, w, teacher_x, teacher_w, labels)
+        found = module(x.view(2, 3, -1), w, teacher_x.view(2, 3, -1), teacher_w, labels.view(2, 3))
+        equal((found[0], found[1:]), (expected[0], *expected[1:])) if module is jsd else equal((found, ()), (expected,))
 
 
 def test_divergences(device):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from liger_hw._triton import interpreting
+from liger_hw.cli import main
 from liger_lab.bench import losses
 from liger_lab.bench.loss_cases import cases
-from liger_lab.cli import main
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="times of the interpreter are nobody's")
 

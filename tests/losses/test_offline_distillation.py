@@ -239,3 +239,13 @@ def test_bad_input(argument, change):
     good = {"x": student[0], "weight": student[1], "teacher": teacher[:, :5], "teacher_tokens": tokens}
     with pytest.raises(ValueError, match=f"^{argument}"):
         offline_distillation_loss(**(good | {"labels": labels} | change))
+
+
+def test_leading_dimensions(engine, device):
+    student, teacher, tokens, labels = case(k=5, device=device)
+    x, rows = student[0], (teacher[:, :5], tokens, None, labels)
+    expected = offline_distillation_loss(x, student[1], *rows)
+    found = offline_distillation_loss(
+        x.view(3, 3, -1), student[1], *(row if row is None else row.view(3, 3, *row.shape[1:]) for row in rows)
+    )
+    assert torch.equal(found, expected)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_hw
-from liger_hw.checkpointing import passes
+from liger_hw.checkpointing import memory, passes
 from liger_hw.checkpointing.solver import KEEP, OFFLOAD
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -84,7 +84,7 @@ def test_same_bits(family, plan):
     plain = model(family)
     other, activations = planned(plain, plan)
     assert_same_bits(train(other, 7), train(plain, 7))
-    assert not activations.refused
+    assert not activations.rejected
     choices = [layer.choice for layer in activations.plan.layers]
     assert len(choices) == plain.config.num_hidden_layers and activations.plan.measured_seconds > 0
     assert activations.plan.seconds is None and "predicted" not in str(activations)  # on a CPU
@@ -142,7 +142,7 @@ def test_same_bits_however_it_trains(way, plan):
     plain = way["change"](model(way["family"], **way["more"]))
     other, activations = planned(plain, plan, way["inputs"], **way["options"])
     assert_same_bits(train(other, 9, way["inputs"], **way["options"]), train(plain, 9, way["inputs"], **way["options"]))
-    assert activations.plan is not None and not activations.refused
+    assert activations.plan is not None and not activations.rejected
 
 
 def held_after_forward(model, inputs, tmp_path):
@@ -229,7 +229,7 @@ def test_proves_that_a_kept_result_is_the_recomputed_one(stack):
     activations = liger_hw.activations(stack, 3 * 2 * RESULT, 0)
     for _ in range(10):
         assert_same_bits(step(stack), expected)
-    assert {position for refused in activations.refused.values() for position in refused} == {0}
+    assert {position for rejected in activations.rejected.values() for position in rejected} == {0}
     assert activations.plan.saved_seconds > 0
 
 
@@ -251,11 +251,31 @@ def test_out_of_memory_returns_to_recomputing(stack, monkeypatch, caplog):
         patch.setattr(stack.layers[1].down, "forward", lambda x: torch.empty(2**62))
         with pytest.raises(RuntimeError):
             step(stack)
-    monkeypatch.setattr(passes.Activations, "_ooms", lambda self: 1)
+    monkeypatch.setattr(memory.DeviceMemory, "failures", lambda self: 1)
     assert_same_bits(step(stack), expected)
     assert activations.plan is None and "smaller budget" in caplog.text
     assert_same_bits(step(stack), expected)
     assert str(activations) == "no plan: every layer is recomputed"
+    for failures in (2, 3):  # under no plan: it stays with that
+        monkeypatch.setattr(memory.DeviceMemory, "failures", lambda self, failures=failures: failures)
+        stack(torch.randn(32, 128))  # a forward without its backward
+        assert_same_bits(step(stack), expected)
+        assert str(activations) == "no plan: every layer is recomputed"
+
+
+def test_the_phases_of_the_first_passes(stack):
+    """A pass without its backward is repeated; one of an unknown kind is timed, and the phase that was next follows."""
+    activations, phases, lefts = liger_hw.activations(stack, 3 * 2 * RESULT, 0), [], []
+    for backward in (True, False, True, True, True, True, True, False, True, True):
+        loss = stack(torch.randn(32, 128)).square().mean()
+        phases.append(activations.current.phase.value)
+        lefts.append(str(activations).splitlines()[0])
+        if backward:
+            stack.zero_grad()
+            loss.backward()
+    expected = "warm up", "record", "record", "time", "prove", "check", "run", "run", "time", "run"
+    assert tuple(phases) == expected
+    assert "needs 2 more" in lefts[0] and "needs 1 more" in lefts[1] and "the next pass makes it" in lefts[3]
 
 
 def test_a_second_backward(stack):
@@ -534,7 +554,7 @@ def test_buffers_of_unusual_kinds(kind, budget):
             results.append([y.detach(), *(p.grad.clone() for p in each.parameters())])
             results[-1] += [b.to_dense() for b in each.buffers()]
         assert_same_bits(*results)
-    assert not activations.refused
+    assert not activations.rejected
     assert all(hasattr(layer, "b") == (kind != "deleted") for layer in model.layers)
 
 
@@ -547,7 +567,7 @@ def test_layers_with_buffers_keep_results(family):
     other = copy.deepcopy(plain)
     activations = liger_hw.activations(other, 10**5, 0)
     assert_same_bits(train(other, 7), train(plain, 7))
-    assert not activations.refused and any(layer.choice.actions for layer in activations.plan.layers)
+    assert not activations.rejected and any(layer.choice.actions for layer in activations.plan.layers)
 
 
 class Normed(torch.nn.Module):
@@ -589,7 +609,7 @@ def test_layers_with_a_state(kind, plan):
             loss.backward()
             results.append([loss.detach(), *(p.grad.clone() for p in each.parameters()), *each.buffers()])
         assert_same_bits(*results)
-    assert not activations.refused
+    assert not activations.rejected
 
 
 @pytest.mark.parametrize("budget", [0, 10**5, PLENTY])
@@ -741,7 +761,7 @@ def test_hooks_within_the_checkpoint(late, budget, host):
         layer.register_forward_pre_hook(gather, prepend=True)
     for number in range(7):
         assert_same_bits(step(model, seed=number), step(plain, seed=number))
-    assert any(layer.choice.actions != () for layer in activations.plan.layers) and not activations.refused
+    assert any(layer.choice.actions != () for layer in activations.plan.layers) and not activations.rejected
     record = activations.plan.layers[0].record
     assert [op.label for op in record.operations] == ["up", "sigmoid", "mul", "down"][: len(record.operations)]
     activations.undo()
@@ -901,6 +921,6 @@ def test_compiled_models_are_refused(stack):
 
 def test_a_budget_that_nothing_fits_is_refused_in_the_first_backward(stack, monkeypatch):
     liger_hw.activations(stack, 100)
-    monkeypatch.setattr(passes.Activations, "_peak", lambda self: 200)
+    monkeypatch.setattr(memory.DeviceMemory, "peak", lambda self: 200)
     with pytest.raises(ValueError, match="the peak of a pass that recomputes every layer"):
         step(stack)

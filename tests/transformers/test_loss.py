@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 import tiny
 import torch
@@ -179,6 +180,68 @@ def test_options_of_the_ops_pass_through_the_model(fused):
         right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
         torch.testing.assert_close(found.token_accuracy, right)
         assert found.predicted_tokens.shape == (34,)
+
+
+OPTIONS = [
+    {"use_token_scaling": True}, {"use_token_scaling": True, "label_smoothing": 0.1, "lse_square_scale": 0.01},
+    {"use_token_scaling": False}, {"accum_dtype": torch.float32}, {"chunk_memory": 2**14}, {"label_smoothing": 0.1},
+    {"ce_weight": torch.linspace(0.5, 1.5, 128)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_items", [None, 9])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options))
+def test_options_mean_the_same_in_training_and_evaluation(options, num_items):
+    _, patched = tiny.pair()
+    inputs = tiny.tokens() | options | ({} if num_items is None else {"num_items_in_batch": num_items})
+    expected = patched(**inputs).loss
+    grads = torch.autograd.grad(expected, list(patched.parameters()))
+    found = patched(**inputs, skip_logits=False).loss
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, list(patched.parameters())), grads):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    patched.eval()
+    torch.testing.assert_close(patched(**inputs).loss, expected)
+    torch.testing.assert_close(patched(**inputs, skip_logits=True).loss, expected)
+
+
+@pytest.mark.parametrize("skip_logits", [None, False])
+@pytest.mark.parametrize(
+    "option, value", [("chunk_memory", "bogus"), ("chunk_memory", 0), ("chunk_mem_const", 4), ("accum_dtype", "bogus")]
+)
+def test_bad_options_of_chunks(option, value, skip_logits):
+    _, patched = tiny.pair()
+    with pytest.raises(ValueError, match=f"^{option}: got"):
+        patched(**tiny.tokens(), **{option: value}, skip_logits=skip_logits)
+
+
+def test_an_option_is_not_lost_with_labels_that_do_not_fit():
+    _, patched = tiny.pair()
+    inputs = tiny.tokens()
+    with pytest.raises(ValueError, match="^label_smoothing: .*int64"):
+        patched(input_ids=inputs["input_ids"], labels=inputs["labels"].int(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("flags", [{}, {"cross_entropy": True, "fused_linear_cross_entropy": False}], ids=str)
+@pytest.mark.parametrize("kind", [int, torch.tensor, lambda n: torch.tensor([n, 2 * n]), numpy.int64], ids=str)
+@pytest.mark.parametrize("number", [0, 4])
+def test_divisors(number, kind, flags):
+    plain, patched = tiny.pair(flags=flags)
+    expected, found = (m(**tiny.tokens(), num_items_in_batch=kind(number)).loss for m in (plain, patched))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_divisors_with_a_dtype_and_a_gradient(dtype):
+    results = []
+    for model in tiny.pair():
+        divisor = torch.tensor(7.0, dtype=dtype, requires_grad=dtype == torch.float32)
+        loss = model(**tiny.tokens(), num_items_in_batch=divisor).loss
+        loss.backward()
+        results.append((loss.detach(), divisor.grad, *(p.grad for p in model.parameters())))
+    for found, expected in zip(*reversed(results)):
+        assert expected is found is None or found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5) if expected is not None else None
 
 
 UNSERVED = {

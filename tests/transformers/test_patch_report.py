@@ -6,9 +6,9 @@ import pytest
 import tiny
 import torch
 
+from liger_hw.cli import main
 from liger_hw.patching import probing, recognition
 from liger_hw.patching.report import patch_report
-from liger_lab.cli import main
 
 transformers = tiny.transformers
 

@@ -4,7 +4,11 @@ import copy
 import importlib
 import io
 import logging
+import os
+import pathlib
 import pickle
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -40,7 +44,7 @@ def test_summary_says_what_was_done(caplog):
     model = tiny.model("apertus")
     with caplog.at_level(logging.INFO, "liger_hw"):
         summary = liger_hw.patch(model)
-    (record,) = [record for record in caplog.records if record.name == "liger_hw"]
+    record, *_ = [record for record in caplog.records if record.name == "liger_hw"]
     assert str(summary) in record.getMessage()
     assert summary.replaced["ApertusRMSNorm", "rms_norm(casting_mode='llama', offset=0.0)"] == 9
     assert summary.replaced["ApertusAttention", "rope"] == 2
@@ -50,6 +54,22 @@ def test_summary_says_what_was_done(caplog):
     assert counts == f"{summary.replaced.total()} modules replaced, {summary.left.total()} left alone"
     assert "replaced by" in replaced and "loss: computed without logits" in replaced and "ApertusRMSNorm" in replaced
     assert "left alone because" in left and "ApertusMLP" in left
+
+
+def test_a_line_is_seen_without_a_configuration_of_logging_and_once():
+    program = (
+        "import tiny, liger_hw; model = tiny.model(); liger_hw.patch(model); summary = liger_hw.patch(model); "
+        "liger_hw.patch(tiny.model()); print(summary.replaced.total())"
+    )
+    folder = pathlib.Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"LOCAL_RANK": "0"})
+    lines = [line for line in done.stderr.splitlines() if line.startswith("liger_hw:")]
+    count = done.stdout.split()[-1]
+    assert lines == [f"liger_hw: {count} modules patched, 0 left alone (LlamaForCausalLM)"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"LOCAL_RANK": "1"})
+    assert done.stdout.split()[-1] == count and "liger_hw:" not in done.stderr
 
 
 def test_unpatch_restores_exactly():

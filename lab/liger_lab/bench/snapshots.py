@@ -1,13 +1,31 @@
 """Record the memory of one training step, for torch's memory viewer and for a picture."""
 
 import pickle
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from liger_hw._torch import recorded_memory
-
 POINTS = 1000  # of a curve in a picture
+
+
+@contextmanager
+def recorded_memory(device):
+    """Record allocations on a device within the block, and yield a function.
+
+    It returns torch's snapshot of them.
+
+    Raises:
+        ValueError: torch has no such record for this kind of device.
+    """
+    memory = getattr(getattr(torch, device.type), "memory", None)
+    if not hasattr(memory, "_record_memory_history"):
+        raise ValueError(f"torch {torch.__version__} records no allocations on {device.type}")
+    memory._record_memory_history(stacks="python")
+    try:
+        yield memory._snapshot
+    finally:
+        memory._record_memory_history(enabled=None)
 
 
 def record(step, device, file: Path) -> list[tuple[float, int]]:

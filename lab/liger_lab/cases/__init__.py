@@ -1,7 +1,7 @@
 """Collect the cases of every op from the files of this folder.
 
-Each file has a table CASES: op -> `OpCases`. Parity tests, compile matrix, benchmark, tuner, doctor and `liger-hw info`
-read this one list.
+Each file has a table CASES: op -> `OpCases`. Parity tests, compile matrix, benchmark, tuner, doctor and
+`liger-hw launches` read this one list.
 """
 
 import importlib

@@ -1,76 +1,9 @@
-"""Parse the command line of `liger-hw`: one file for each command."""
+"""Add the laboratory's commands to `liger-hw`: one file for each command."""
 
-import argparse
-import os
-import re
-import sys
-
-import torch
-
-from liger_hw import __version__
-from liger_hw.kernels import load_all
-from liger_hw.spelling import check_known
-from liger_lab.cli import bench, demo, doctor, info, matrix, patch_report, plan, tune
+from liger_lab.cli import bench, demo, doctor, launches, matrix, plan, tune
 
 
-def main(argv=None) -> int:
-    """Run the command line `argv` (default: the process's) and return the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        try:
-            return _run(argv)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has enough: `liger-hw patch-report llama | head`
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is flushed at the end
-        return 0
-
-
-def _run(argv: list[str]) -> int:
-    command = "liger-hw"
-    try:
-        args = _parse(argv)
-        command += f" {args.command}"
-        load_all()
-        return args.run(args) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line.
-
-    Raises:
-        ValueError: a command or an option is unknown; the error names the nearest.
-    """
-    if argv[:1] == ["bench"] and argv[1:2] and argv[1] in bench.SUBJECTS:
-        argv = [" ".join(argv[:2]), *argv[2:]]
-    parser, names = make_parser()
-    if argv and not argv[0].startswith("-"):
-        check_known("command", argv[0], names)
-    args, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        if word.startswith("--"):
-            options = dict.fromkeys(re.findall(r"--[a-z][a-z-]+", args.parser.format_help()))
-            check_known("option", word.partition("=")[0], list(options))
-    if unknown:
-        args.parser.error(f"got {' '.join(unknown)}, which it does not take")
-    return args
-
-
-def make_parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser and the names of commands."""
-    parser = argparse.ArgumentParser(
-        "liger-hw", description="Fused Triton kernels for training language models.",
-        epilog="`liger-hw COMMAND --help` has examples and tells how long the command takes.",
-    )  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"liger_hw {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (info, demo, doctor, tune, bench, matrix, patch_report, plan):
+def add_commands(commands) -> None:
+    """Add every command of the laboratory to the parser of `liger-hw`."""
+    for command in (demo, doctor, launches, tune, bench, matrix, plan):
         command.add(commands)
-    return parser, list(commands.choices)

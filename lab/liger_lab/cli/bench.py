@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 from liger_hw import console
+from liger_hw.cli.common import add_command, show
 from liger_hw.spelling import check_known, nearest
+from liger_lab import terminal
 from liger_lab.cases import CASES
 from liger_lab.cli import common
 
@@ -13,7 +15,7 @@ SUBJECTS = ("train", "distributed", "losses")  # `liger-hw bench SUBJECT` is a c
 
 def add(commands) -> None:
     def command(name, function, peers, *texts):
-        command = common.add_command(commands, name, function, *texts)
+        command = add_command(commands, name, function, *texts)
         command.add_argument("--against", default="", metavar="NAMES", help=f"{peers} (all that are installed)")
         common.add_report(command)
         return command.add_argument
@@ -116,7 +118,7 @@ def bench(args) -> int | None:
 
     if args.compare:
         changes = formatting.changes(*map(_read, args.compare))
-        common.show(args, changes, formatting.show_changes(changes))
+        show(args, changes, formatting.show_changes(changes))
         return None
     for name in args.ops[:1]:
         if not nearest(name, CASES) and (subject := nearest(name, SUBJECTS, alike=0.75)):
@@ -129,10 +131,10 @@ def bench(args) -> int | None:
         check_known("mode", mode, operations.MODES, "Modes, with commas between")
     providers = peers.choose(_peers(args), device)
     cases = operations.select(args.ops, args.shapes, modes, device)
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         benchmark = operations.run(cases, providers, modes, _dtype(args, device), device, progress, file)
     files = f"{file}, {charts.write(benchmark, file.with_suffix('.html'))}\n"
-    common.show(args, benchmark, files, formatting.show(benchmark, formatting.HEADER, formatting.rows(benchmark)))
+    show(args, benchmark, files, formatting.show(benchmark, formatting.HEADER, formatting.rows(benchmark)))
     if not benchmark["complete"]:
         return 130
     return 1 if any(result["error"] for result in benchmark["parity"].values()) else None
@@ -145,9 +147,9 @@ def bench_losses(args) -> int | None:
 
     device, file = common.here(), args.report / "losses.json"
     chosen, providers = losses.select(args.losses, device), losses.choose(_peers(args))
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         benchmark = losses.run(chosen, providers, _dtype(args, device), device, progress, file)
-    common.show(args, benchmark, f"{file}\n", formatting.show(benchmark, losses.HEADER, losses.rows(benchmark)))
+    show(args, benchmark, f"{file}\n", formatting.show(benchmark, losses.HEADER, losses.rows(benchmark)))
     return None if benchmark["complete"] else 130
 
 
@@ -177,7 +179,7 @@ def bench_train(args) -> int | None:
         args.compile,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         benchmark = training.run(runs, device, progress, file)
     lead = "Steps of training, random weights and tokens, fused AdamW; every model in its own process."
     rows = formatting.training_rows(benchmark)
@@ -187,7 +189,7 @@ def bench_train(args) -> int | None:
         files[-1].write_bytes(charts.picture(figure, "png"))
     files += [args.report / run["snapshot"] for run in benchmark["results"] if "snapshot" in run]
     shown = formatting.show(benchmark, formatting.TRAINING, rows)
-    common.show(args, benchmark, ", ".join(map(str, files)) + "\n", shown)
+    show(args, benchmark, ", ".join(map(str, files)) + "\n", shown)
     return None if benchmark["complete"] else 130
 
 
@@ -202,11 +204,11 @@ def bench_distributed(args) -> int | None:
         args.model, args.gpus, args.engine, _peers(args), args.batch, seqs, args.steps, device, args.loss,
         args.activations,
     )  # fmt: skip
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         benchmark = distributed.run(groups, device, progress, file)
     problems, table = distributed.disagreements(benchmark), (distributed.HEADER, distributed.rows(benchmark))
     html = charts.write_training(benchmark, file.with_suffix(".html"), distributed.LEAD, *table, problems)
-    common.show(args, benchmark, f"{file}, {html}\n", formatting.show(benchmark, *table, *problems))
+    show(args, benchmark, f"{file}, {html}\n", formatting.show(benchmark, *table, *problems))
     if not benchmark["complete"]:
         return 130
     return 1 if problems else None

@@ -1,48 +1,20 @@
-"""Share the form of commands, devices, dtypes and argument types among commands."""
+"""Share options, argument types, devices and dtypes among the laboratory's commands."""
 
 import argparse
-import json
 import sys
-import textwrap
 from pathlib import Path
 
 import torch
+
+from liger_hw.cli.common import accelerators
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 META = torch.device("meta")
 
 
-def add_command(commands, name: str, run, summary: str, about: str, examples: dict, time: str):
-    """Add a command with `--json` and return its parser.
-
-    Args:
-        commands: of the parser of `liger-hw`.
-        name: of the command, one word or two.
-        run: function of the parsed arguments that returns the exit status.
-        summary: one line of the list of commands.
-        about: the description in its own help.
-        examples: arguments -> their effect.
-        time: how long it takes, as a sentence.
-    """
-    width = max(map(len, examples)) + len(name)
-    lines = [f"  liger-hw {f'{name} {words}'.strip():<{width + 1}}   {text}" for words, text in examples.items()]
-    parser = commands.add_parser(
-        name, help=summary, description=textwrap.fill(about, 100), formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["examples:", *lines, "", textwrap.fill(f"time: {time}", 100)]),
-    )  # fmt: skip
-    parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
-    return parser
-
-
 def add_report(parser) -> None:
     """Add the option of the folder for files."""
     parser.add_argument("--report", type=Path, default=Path("report"), metavar="DIR", help="where to write (./report)")
-
-
-def show(args, results, *lines: str) -> None:
-    """Print `results` as JSON if the command line asks for it, and else `lines`."""
-    print(json.dumps(results, indent=1) if args.json else "\n".join(lines))
 
 
 def say(args):
@@ -55,12 +27,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, allowed: a positive integer")
     return int(text)
-
-
-def accelerators() -> list[torch.device]:
-    """Return every accelerator that torch sees."""
-    kind = torch.accelerator.current_accelerator()
-    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
 
 
 def here() -> torch.device:

@@ -1,11 +1,13 @@
 """Train a small Llama, plain and patched, and compare: `liger-hw demo`."""
 
 from liger_hw import console
+from liger_hw.cli.common import add_command, show
+from liger_lab import terminal
 from liger_lab.cli import common
 
 
 def add(commands) -> None:
-    command = common.add_command(
+    command = add_command(
         commands, "demo", demo, "train a small Llama on real text, plain and patched, and compare",
         "Train a Llama of random weights on the same batches twice, plain and patched, and compare losses, tokens per "
         "second, and the peak memory of a step and of the loss alone. It writes report.html with pictures, and "
@@ -33,7 +35,7 @@ def demo(args) -> None:
     from liger_lab.bench import demo, report
 
     transformers.logging.set_verbosity_error()
-    with console.progress() as progress:
+    with terminal.progress() as progress:
         comparison = demo.compare(args, progress)
     file = report.write(comparison, args.report)
-    common.show(args, comparison.to_json(), report.show(comparison), f"report: {file}")
+    show(args, comparison.to_json(), report.show(comparison), f"report: {file}")

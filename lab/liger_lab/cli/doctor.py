@@ -6,14 +6,16 @@ import shutil
 from pathlib import Path
 
 from liger_hw import backends, console, dispatch
+from liger_hw.cli import info
+from liger_hw.cli.common import accelerators, add_command, show
 from liger_hw.console import table
 from liger_hw.spelling import nearest
-from liger_lab.cli import common, info
+from liger_lab.cli import common, launches
 from liger_lab.levels import doctor
 
 
 def add(commands) -> None:
-    command = common.add_command(
+    command = add_command(
         commands, "doctor", run, "check the ops or a model on this machine; the report is for an issue",
         "Run the parity cases of every op here and compare the driver's facts, spilled registers, the copy rate and a "
         "time of each op with expectations. On a CPU, run plain torch and the kernels in Triton's interpreter. With "
@@ -39,15 +41,15 @@ def run(args) -> int | None:
         if args.binaries:
             raise ValueError("--binaries: got a model, allowed: ops")
         return _run_model(args)
-    if common.accelerators() and backends.forced():
+    if accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
     if len(args.ops) == 1 and console.installed_version("transformers") and not nearest(args.ops[0], dispatch.OPS):
         if model := nearest(args.ops[0], _model_types(), alike=0.75):
             raise ValueError(f"unknown op or model {args.ops[0]!r}; did you mean the model {model!r}?")
-    if args.binaries and not common.accelerators():
+    if args.binaries and not accelerators():
         raise ValueError("--binaries: needs a GPU; on a CPU kernels are interpreted")
     binaries = args.report / "binaries" if args.binaries else None
-    examination = doctor.examine(doctor.ops_here(args.ops), common.here(), info.gather(), common.say(args), binaries)
+    examination = doctor.examine(doctor.ops_here(args.ops), common.here(), _facts(), common.say(args), binaries)
     if binaries and binaries.is_dir():
         shutil.make_archive(binaries, "zip", binaries)
     header, *rows = doctor.rows(examination)
@@ -55,8 +57,13 @@ def run(args) -> int | None:
     failures, file = doctor.failures(examination), doctor.write(examination, args.report)
     interrupted = examination["interrupted"]
     last = [interrupted] if interrupted else examination["advice"]
-    common.show(args, json.loads(file.read_text()), *checks, "", *failures, *last, f"report: {file}")
+    show(args, json.loads(file.read_text()), *checks, "", *failures, *last, f"report: {file}")
     return 1 if failures else 130 if interrupted else None
+
+
+def _facts() -> dict:
+    """Return the content of `liger-hw info` and of `liger-hw launches`."""
+    return info.gather() | {"launches": launches.gather()}
 
 
 def _names_a_model(name: str) -> bool:
@@ -89,10 +96,10 @@ def _run_model(args) -> int | None:
     args.report.mkdir(parents=True, exist_ok=True)
     file = args.report / "doctor-model.json"
     results = {
-        "model": args.ops[0], "device": str(device), "info": info.gather(), "rows": rows, "interrupted": interrupted,
+        "model": args.ops[0], "device": str(device), "info": _facts(), "rows": rows, "interrupted": interrupted,
     }  # fmt: skip
     file.write_text(json.dumps(results))
     last = [interrupted] if interrupted else models.advice(device)
     lines = table(models.HEADER, models.table_rows(rows)), "", *wrong, *last, f"report: {file}"
-    common.show(args, results, "", *lines)
+    show(args, results, "", *lines)
     return 1 if wrong else 130 if interrupted else None

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from liger_hw import backends, dispatch
+from liger_hw.cli.common import add_command, show
 from liger_hw.console import table
 from liger_lab.cli import common
 
@@ -13,7 +14,7 @@ EVIDENCE = Path("lab/results/evidence")  # in a checkout
 
 
 def add(commands) -> None:
-    command = common.add_command(
+    command = add_command(
         commands, "matrix", matrix, "show the evidence for each op on each GPU, or compile for absent GPUs",
         "Merge files of evidence from tests, compilers, the doctor and benchmarks, and show which ops are compiled, "
         "interpreted, executed and measured on each GPU. With --compile, build every kernel for every architecture of "
@@ -95,7 +96,7 @@ def matrix(args) -> int | None:
     results = {"runs": runs, "cells": [vars(cell) for cell in cells], "problems": problems}
     levels = [f"{level}: {text}" for level, text in evidence.SAYS.items()]
     lines = table(page.HEADER, page.rows(cells)), "", *levels, "", *problems, ", ".join(map(str, files))
-    common.show(args, results, *lines)
+    show(args, results, *lines)
     return 1 if problems else None
 
 

@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+from liger_hw.cli.common import add_command, show
 from liger_lab.cli import common
 
 
 def add(commands) -> None:
-    command = common.add_command(
+    command = add_command(
         commands, "plan", plan, "predict memory and communication of training on several GPUs",
         "Compute a training step's memory on each GPU by part, whether it fits, the longest sequence that fits, and "
         "the time of the loss layer and of communication, by the formulas of liger_lab/bench/plan.py. It needs no GPU. "
@@ -48,7 +49,7 @@ def plan(args) -> None:
 
     if args.against:
         compared = model.against([record for file in args.against for record in _results(file)])
-        common.show(args, compared, model.show_against(compared))
+        show(args, compared, model.show_against(compared))
         return
     if args.model is None:
         raise ValueError(f"--model: got none, allowed: {', '.join(model.MODELS)}, or the path of a config.json")
@@ -58,13 +59,13 @@ def plan(args) -> None:
     )  # fmt: skip
     if args.launcher:
         text = model.launch(run, args.launcher)
-        common.show(args, {"launcher": args.launcher, "text": text}, text)
+        show(args, {"launcher": args.launcher, "text": text}, text)
         return
     memory = args.gpu_memory * model.GIB if args.gpu_memory is not None else model.detected_memory()
     if memory is None:
         raise ValueError("--gpu-memory: got none, and torch finds no GPU here, allowed: the GiB of one GPU, such as 80")
     planned = model.report(run, memory, args.nvlink, args.network, args.tflops)
-    common.show(args, planned, model.show(planned))
+    show(args, planned, model.show(planned))
 
 
 def _results(file: Path) -> list[dict]:

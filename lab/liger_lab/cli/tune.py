@@ -5,13 +5,14 @@ from pathlib import Path
 import torch
 
 from liger_hw import backends, console, dispatch, tuning
-from liger_lab import contribution
+from liger_hw.cli.common import accelerators, add_command, show
+from liger_lab import contribution, terminal
 from liger_lab.cases import model_cases, step
 from liger_lab.cli import common
 
 
 def add(commands) -> None:
-    command = common.add_command(
+    command = add_command(
         commands, "tune", tune, "search better launch configurations for this machine",
         "Measure launch configurations around each heuristic at the shapes of real models on this GPU, and keep "
         "winners in a table that later programs use. Ctrl-C keeps the winners so far. With --check, say whether tables "
@@ -39,7 +40,7 @@ def tune(args) -> int | None:
     cases = [c for c in model_cases(args.ops) if not args.shapes or any(text in c.label for text in args.shapes)]
     if not cases:
         raise ValueError(f"--shapes: got {', '.join(args.shapes)}, which no label of these ops contains")
-    devices = common.accelerators()
+    devices = accelerators()
     if not devices:
         raise ValueError("it measures launches on an accelerator, and torch finds none here")
     if backends.forced():
@@ -47,13 +48,13 @@ def tune(args) -> int | None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    terminal, report, interrupted = Console(stderr=args.json), {}, False
+    screen, report, interrupted = Console(stderr=args.json), {}, False
     columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=terminal) as progress:
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=screen) as progress:
         bar = progress.add_task("shapes", total=len(cases), note="")
         try:
             for case in cases:
-                _tune_case(case, devices[0], args, report, lambda note: progress.update(bar, note=note), terminal)
+                _tune_case(case, devices[0], args, report, lambda note: progress.update(bar, note=note), screen)
                 progress.advance(bar)
         except KeyboardInterrupt:
             interrupted = True
@@ -64,7 +65,7 @@ def tune(args) -> int | None:
         file = contribution.contribute(table, device, Path())
         lines += [f"{file}: put it into liger_hw/tuning/tables/ and open a pull request, or attach it to an issue"
                   if file else "nothing to contribute: no winner beat its heuristic"]  # fmt: skip
-    common.show(args, {"table": str(table), "configurations": report}, *lines)
+    show(args, {"table": str(table), "configurations": report}, *lines)
     return 130 if interrupted else None
 
 
@@ -72,15 +73,15 @@ def _check(args, files: list[Path]) -> int | None:
     problems, lines = {str(file): contribution.problems(file) for file in files}, []
     for file in files:
         if not problems[str(file)]:
-            ignored = len(contribution.other_code(tuning.read_table(file)))
+            ignored = len(tuning.other_code(tuning.read_table(file)))
             note = f"; {ignored} measured on other code, and ignored" if ignored else ""
             lines.append(f"{file}: fit to ship{note}")
     every = [line for of_file in problems.values() for line in of_file]
-    common.show(args, problems, *lines, "", *every, *([] if files else ["the package has no table"]))
+    show(args, problems, *lines, "", *every, *([] if files else ["the package has no table"]))
     return 1 if every else None
 
 
-def _tune_case(case, device, args, report, note, terminal) -> None:
+def _tune_case(case, device, args, report, note, screen) -> None:
     """Tune the launches of one op's forward and backward one by one; fill in `report`."""
     op = dispatch.OPS[case.op]
     serving = op.implementations[op.choose(device)]
@@ -94,7 +95,7 @@ def _tune_case(case, device, args, report, note, terminal) -> None:
             keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
             report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:
-        terminal.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
+        screen.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
 
 
 def _tuned(report: dict) -> str:
@@ -104,6 +105,6 @@ def _tuned(report: dict) -> str:
         rows.append([
             key, f"{result['heuristic_ms']:.4f}", f"{result['ms']:.4f}",
             f"{result['heuristic_ms'] / result['ms'] - 1:+.1%}" if won else "", result["candidates"],
-            f"{console.parameters(result['meta'])}, {result['num_warps']} warps" if won else "the heuristic",
+            f"{terminal.parameters(result['meta'])}, {result['num_warps']} warps" if won else "the heuristic",
         ])  # fmt: skip
     return console.table(["configuration", "heuristic ms", "best ms", "gain", "tried", "winner"], rows)

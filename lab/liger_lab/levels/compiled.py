@@ -24,6 +24,7 @@ from liger_hw.backends import ARCHITECTURES
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
+from liger_lab import terminal
 from liger_lab.bench import run_file
 from liger_lab.cases import model_cases, small_cases, wide_cases
 from liger_lab.levels import compile_cache, crosscompile
@@ -246,7 +247,7 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
     for op in ops:
         check_known("op", op, OPS)
     cache, all_uses = compile_cache.Cache(), []
-    with compile_cache.processes(jobs) as pool, console.progress() as progress:
+    with compile_cache.processes(jobs) as pool, terminal.progress() as progress:
         task = progress.add_task("what launches", total=len(archs), note="")
         for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
             all_uses += of_arch.result()

@@ -25,6 +25,7 @@ from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
 from liger_hw.testing import parity
+from liger_lab import terminal
 from liger_lab.bench import run_file
 from liger_lab.cases import small_cases, training_cases, wide_cases
 from liger_lab.levels import compile_cache, crosscompile
@@ -74,7 +75,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: b
     ]  # fmt: skip
     kernels = [(op, arch) for op in ops or OPS for arch in archs or FAMILIES if remove]
     try:
-        with compile_cache.processes(jobs) as pool, console.progress() as progress:
+        with compile_cache.processes(jobs) as pool, terminal.progress() as progress:
             task = progress.add_task("executing", total=len(work), note="")
             futures = {pool.submit(_cases_of, *item, few): item for item in work}
             for future in as_completed(futures):

@@ -14,10 +14,10 @@ needs with the version that wrote them are removed, and measured entries that mi
 
 from pathlib import Path
 
-from liger_hw import console, tuning
+from liger_hw import tuning
 from liger_hw._triton import triton
 from liger_hw.tuning import Config
-from liger_lab import contribution
+from liger_lab import contribution, terminal
 from liger_lab.levels import compile_cache, compiled, ratings
 from liger_lab.levels.compiled import Use
 from liger_lab.levels.crosscompile import DEVICES, Launch
@@ -39,7 +39,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     """
     uses, results = compiled.gather(archs, ops, jobs)
     cache = compile_cache.Cache()
-    with compile_cache.processes(jobs) as pool, console.progress() as progress:
+    with compile_cache.processes(jobs) as pool, terminal.progress() as progress:
 
         def compile_all(launches):
             return compile_cache.compile_all(launches, pool, cache, progress)

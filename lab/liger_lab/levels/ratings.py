@@ -28,6 +28,7 @@ from pathlib import Path
 
 from liger_hw import console, tuning
 from liger_hw.tuning import Config
+from liger_lab import terminal
 from liger_lab.levels import compiled
 from liger_lab.levels.compiled import Use
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
@@ -247,7 +248,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
 
 def _line(line: dict) -> list[str]:
     def said(config):
-        return f"{console.parameters(config['meta'])}, {config['num_warps']} warps, {config['programs']} programs"
+        return f"{terminal.parameters(config['meta'])}, {config['num_warps']} warps, {config['programs']} programs"
 
     config, better = line["config"], line["better"]
     return [line["arch"], line["kernel"], line["shape"], said(config), str(Rating(**line["rating"])), said(better),

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from liger_hw import console
+from liger_lab import terminal
 from liger_lab.bench import pages
 
 FAILURES = 40  # lines of the terminal's list
@@ -185,7 +186,7 @@ def _data(rows) -> str:
     lines = []
     for row in rows:
         config, full = row["config"], row.get("occupancy") or {}
-        launched = f"{console.parameters(config['meta'])}; {config['num_warps']} warps"
+        launched = f"{terminal.parameters(config['meta'])}; {config['num_warps']} warps"
         more = len(row["shapes"]) - 3
         shapes = ", ".join(row["shapes"][:3]) + (f" and {more} more" if more > 0 else "")
         missed = "; ".join(f"{gate}: {message}" for gate, message in row["missed"].items())

@@ -18,10 +18,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 import liger_hw
-from liger_hw import backends, dispatch
+from liger_hw import backends, cli, dispatch
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
-from liger_lab import cli
 from liger_lab.bench import formatting
 from liger_lab.bench.peers import OURS
 from liger_lab.levels import evidence, page

@@ -93,8 +93,8 @@ MUTANTS = {
         ),
         (
             "product left out",
-            "dup if up_grad else None, dy, activation)",
-            "dup if up_grad else None, None, activation)",
+            "launch_backward(gate, up, dy, dgate, dup, dy,",
+            "launch_backward(gate, up, dy, dgate, dup, None,",
         ),
         ("keeps the product after all", "if not keeps_y or not gate", "if keeps_y or not gate"),
         ("weight in its own dtype under autocast", "weight = weight.to(dtype)", "weight = weight"),
@@ -249,18 +249,18 @@ MUTANTS = {
     "cross_entropy": [
         (
             "gradient without the z-loss",
-            "(of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss",
-            "(of_target + of_all) * of_loss",
+            "(coef_target + coef_all + 2.0 * LN_2 * coef_square * lse) * coef_loss",
+            "(coef_target + coef_all) * coef_loss",
         ),
         (
             "labels smoothed by one class less",
-            "of_each += label_smoothing / cols",
-            "of_each += label_smoothing / (cols - 1)",
+            "coef_each += label_smoothing / cols",
+            "coef_each += label_smoothing / (cols - 1)",
         ),
     ],
     "selective_log_softmax": [
-        ("moment not moved to the new maximum", "(moment + (peak - higher) * total)", "moment"),
-        ("entropy's gradient without the entropy", "log_total) * LN_2 + entropy, 0.0", "log_total) * LN_2, 0.0"),
+        ("moment not moved to the new maximum", "(moment + (row_max - new_max) * sum_exp)", "moment"),
+        ("entropy's gradient without the entropy", "log_sum_exp) * LN_2 + entropy, 0.0", "log_sum_exp) * LN_2, 0.0"),
         ("softcap's slope left out", "dx *= 1.0 - ratio * ratio", "dx *= 1.0"),
     ],
     "divergence": [

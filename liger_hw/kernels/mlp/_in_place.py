@@ -1,7 +1,4 @@
-"""Write the gradients of gated linear units over their inputs, where that is safe.
-
-An autograd function that uses this module sets ctx.activation, ctx.in_place and ctx.overwritten in its forward.
-"""
+"""Write the gradients of gated linear units over their inputs, where that is safe."""
 
 import torch
 
@@ -22,27 +19,15 @@ def goes_in_place(gate, up, in_place):
     return True
 
 
-def saved_inputs(ctx):
-    """Return the tensors that a forward saved, unless a backward has overwritten them."""
-    if ctx.overwritten:
-        raise RuntimeError(
-            "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote "
-            "the gradients over their inputs. Pass in_place=False to go backward twice"
-        )
-    return ctx.saved_tensors
-
-
-def gradients(ctx, gate, up, dy, backward, backward_in_place):
-    """Return the gradients of `gate` and `up`, in new memory or in place."""
-    for_gate, for_up = ctx.needs_input_grad[:2]
-    if ctx.in_place and for_gate and (up is None or for_up):
-        backward_in_place(gate, up, dy, ctx.activation)
-        ctx.overwritten = True
-        for x in (gate,) if up is None else (gate, up):
-            torch.autograd.graph.increment_version(x)  # so that another function that saved it raises an error
-        return gate.detach(), None if up is None else up.detach()
-    dgate, dup = backward(gate, up, dy, ctx.activation, for_gate, for_up)
-    return dgate if for_gate else None, dup if for_up else None
+def overwritten(ctx, gate, up):
+    """Return `gate` and `up` (or None), now their gradients, and refuse a second backward."""
+    ctx.spent = (
+        "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote the "
+        "gradients over their inputs. Pass in_place=False to go backward twice"
+    )
+    for x in (gate,) if up is None else (gate, up):
+        torch.autograd.graph.increment_version(x)  # so that another function that saved it raises an error
+    return gate.detach(), None if up is None else up.detach()
 
 
 def _check_memory(gate, up):

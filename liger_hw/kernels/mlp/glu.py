@@ -23,9 +23,9 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw
-from liger_hw.kernels._math import activated, activated_with_slope, empty_rows, rows_of
-from liger_hw.kernels.mlp._in_place import goes_in_place, gradients, saved_inputs
+from liger_hw.dispatch import Cost, empty_rows, op, raw
+from liger_hw.kernels._math import activated, activated_with_slope, rows_of
+from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -48,7 +48,12 @@ def validate(gate, up, approximate="tanh", first="gate"):
     check_known("approximate", approximate, GELU, "Approximations")
 
 
-@op
+def _validate_activation(x, activation):
+    validate(x, None, first="x")
+    check_known("activation", activation, ACTIVATIONS)
+
+
+@op(validate=validate)
 def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
     """Compute silu(gate) * up (arXiv:2002.05202), as LlamaMLP does.
 
@@ -68,11 +73,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
         ValueError: `up` does not fit `gate`, or with `in_place` one of them is a leaf that wants a gradient, overlaps
             the other or itself, or has no unit stride.
     """
-    validate(gate, up)
     return ACTIVATIONS["silu"](gate) * up
 
 
-@op
+@op(validate=validate)
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False):
     """Compute gelu(gate) * up (arXiv:2002.05202), as GemmaMLP does.
 
@@ -86,11 +90,10 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_pl
     Raises:
         ValueError: as in `swiglu`, or `approximate` is unknown.
     """
-    validate(gate, up, approximate)
     return ACTIVATIONS[GELU[approximate]](gate) * up
 
 
-@op
+@op(validate=_validate_activation)
 def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool = False):
     """Compute f(x), keeping only x for the backward.
 
@@ -107,8 +110,6 @@ def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool =
         ValueError: `activation` is unknown, or with `in_place` `x` is a leaf that wants a gradient, overlaps itself or
             has no unit stride.
     """
-    validate(x, None, first="x")
-    check_known("activation", activation, ACTIVATIONS)
     return ACTIVATIONS[activation](x)
 
 
@@ -268,31 +269,27 @@ def launch_backward(gate, up, dy, dgate, dup, y, activation):
     _launch(glu_backward, glu_backward_config, activation, gate, up, dy, dgate, dup, y)
 
 
-def _fake_forward(gate, up, activation):
+def _empty_product(gate, up):
     if up is None or up.dtype == gate.dtype:
         return empty_rows(gate)
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-@raw(_fake_forward)
-def glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    y = _fake_forward(gate, up, activation)
+@raw(_empty_product)
+def glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str, *, y):
     _launch(glu_forward, glu_forward_config, activation, gate, up, y)
-    return y
 
 
-def empty_gradients(gate, up, dy, activation, gate_grad, up_grad):
-    dgate = empty_rows(gate) if gate_grad else gate.new_empty(0)
-    return dgate, empty_rows(up) if up_grad else gate.new_empty(0)
+def empty_gradients(gate, up, gate_grad, up_grad):
+    return empty_rows(gate) if gate_grad else None, empty_rows(up) if up_grad else None
 
 
 @raw(empty_gradients)
 def _glu_backward(
-    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = empty_gradients(gate, up, dy, activation, gate_grad, up_grad)
-    launch_backward(gate, up, dy, dgate if gate_grad else None, dup if up_grad else None, None, activation)
-    return dgate, dup
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool,
+    *, dgate, dup,
+):  # fmt: skip
+    launch_backward(gate, up, dy, dgate, dup, None, activation)
 
 
 @raw(mutates=("gate", "up"))
@@ -300,40 +297,31 @@ def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor | None, dy: torc
     launch_backward(gate, up, dy, gate, up, None, activation)
 
 
-class GLUFunction(Function):
-    @staticmethod
-    def forward(ctx, gate, up, activation, in_place):
-        ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.in_place, ctx.overwritten = activation, in_place, False
-        return glu(gate, up, activation)
-
-    @staticmethod
-    def backward(ctx, dy):
-        gate, up = saved_inputs(ctx)
-        return *gradients(ctx, gate, up, dy, _glu_backward, _glu_backward_in_place), None, None
+@glu.backward()
+def _(ctx, gate, up, activation, in_place: bool, dy, *, gate_grad, up_grad):
+    if in_place and gate_grad and (up is None or up_grad):
+        _glu_backward_in_place(gate, up, dy, activation)
+        return overwritten(ctx, gate, up)
+    return _glu_backward(gate, up, dy, activation, gate_grad, up_grad)
 
 
 def gated(gate, up, activation, in_place):
     """Compute f(gate) * up, or f(gate) where `up` is None, with the kernels."""
     if up is not None:
         check_kernel_dtype("up", up)
-    return GLUFunction.apply(gate, up, activation, goes_in_place(gate, up, in_place))
+    return glu.apply(gate, up, activation, goes_in_place(gate, up, in_place))
 
 
 @swiglu.register("triton")
-def _(gate, up, in_place=False):
-    validate(gate, up)
+def _(gate, up, in_place):
     return gated(gate, up, "silu", in_place)
 
 
 @geglu.register("triton")
-def _(gate, up, approximate="tanh", in_place=False):
-    validate(gate, up, approximate)
+def _(gate, up, approximate, in_place):
     return gated(gate, up, GELU[approximate], in_place)
 
 
 @activate.register("triton")
-def _(x, activation="relu_squared", in_place=False):
-    validate(x, None, first="x")
-    check_known("activation", activation, ACTIVATIONS)
+def _(x, activation, in_place):
     return gated(x, None, activation, in_place)

@@ -19,8 +19,8 @@ from torch.utils import checkpoint
 
 from liger_hw._torch import saved_tensors_hooks
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw
-from liger_hw.kernels.mlp._in_place import goes_in_place, gradients, saved_inputs
+from liger_hw.dispatch import Cost, differentiable, op, raw
+from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten
 from liger_hw.kernels.mlp.glu import (
     ACTIVATIONS,
     activate,
@@ -104,11 +104,10 @@ def _(gate, up, weight, bias=None, activation="silu", **options):
 
 @raw(empty_gradients, mutates=("dy",))
 def _glu_linear_backward(
-    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = empty_gradients(gate, up, dy, activation, gate_grad, up_grad)
-    launch_backward(gate, up, dy, dgate if gate_grad else None, dup if up_grad else None, dy, activation)
-    return dgate, dup
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool,
+    *, dgate, dup,
+):  # fmt: skip
+    launch_backward(gate, up, dy, dgate, dup, dy, activation)
 
 
 @raw(mutates=("gate", "up", "dy"))
@@ -118,41 +117,43 @@ def glu_linear_backward_in_place(
     launch_backward(gate, up, dy, gate, up, dy, activation)
 
 
-class GLULinearFunction(Function):
-    """Autograd function of one dtype, where weight and gate or up want gradients.
+@differentiable("out")
+def _glu_linear(
+    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, activation: str,
+    later: bool,
+):  # fmt: skip
+    """Compute the op for one dtype, where weight and gate or up want gradients.
 
-    `later`: return a placeholder without memory, of the result's shape, for a `LaterFunction`.
+    `later`: return a placeholder without memory, of the result's shape, for `_later`.
     """
-
-    @staticmethod
-    def forward(ctx, gate, up, weight, bias, activation, in_place, later):
-        ctx.save_for_backward(gate, up, weight)
-        ctx.activation, ctx.in_place, ctx.overwritten = activation, in_place, False
-        if later:
-            return gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
-        return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
-
-    @staticmethod
-    def backward(ctx, dout):
-        gate, up, weight = saved_inputs(ctx)
-        dout = dout.reshape(-1, weight.shape[0])
-        y = torch.mm(dout, weight).to(gate.dtype)  # dy, which the next line overwrites; autocast in a backward casts it
-        dgate, dup = gradients(ctx, gate, up, y.view(gate.shape), _glu_linear_backward, glu_linear_backward_in_place)
-        dbias = dout.sum(0) if ctx.needs_input_grad[3] else None
-        return dgate, dup, torch.mm(dout.t(), y), dbias, None, None, None
+    if later:
+        return gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
+    return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
 
 
-class LaterFunction(Function):
-    """Autograd function that computes the result of a `GLULinearFunction`'s placeholder; keeps nothing."""
+@_glu_linear.backward()
+def _(ctx, gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad, weight_grad, bias_grad):
+    dout = dout.reshape(-1, weight.shape[0])
+    y = torch.mm(dout, weight).to(gate.dtype)  # dy, which the next line overwrites; autocast in a backward casts it
+    dy = y.view(gate.shape)
+    if in_place and gate_grad and (up is None or up_grad):
+        glu_linear_backward_in_place(gate, up, dy, activation)
+        dgate, dup = overwritten(ctx, gate, up)
+    else:
+        dgate, dup = _glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
+    return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
 
-    @staticmethod
-    def forward(ctx, stand_in, tensors, activation):  # a tuple hides the tensors from autograd
-        gate, up, weight, bias = tensors
-        return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
 
-    @staticmethod
-    def backward(ctx, dout):
-        return dout, None, None
+@differentiable("out")
+def _later(stand_in: torch.Tensor, tensors: tuple, activation: str):  # a tuple hides the tensors from autograd
+    """Compute the result of the placeholder of `_glu_linear`, and keep nothing."""
+    gate, up, weight, bias = tensors
+    return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
+
+
+@_later.backward()
+def _(dout, *, stand_in_grad):
+    return dout
 
 
 def _checkpointed():
@@ -174,5 +175,5 @@ def _(gate, up, weight, bias=None, activation="silu", in_place=False):
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
     later = _checkpointed()
-    out = GLULinearFunction.apply(gate, up, weight, bias, activation, goes_in_place(gate, up, in_place), later)
-    return LaterFunction.apply(out, (gate, up, weight, bias), activation) if later else out
+    out = _glu_linear.apply(gate, up, weight, bias, activation, later, goes_in_place(gate, up, in_place))
+    return _later.apply(out, (gate, up, weight, bias), activation) if later else out

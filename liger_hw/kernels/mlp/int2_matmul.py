@@ -70,7 +70,7 @@ def _validate(x, packed):
     check(fits, "packed", packed, f"uint8 of shape ({-(-x.shape[-1] // 4)}, N) on {x.device}, from pack_int2")
 
 
-@op
+@op(validate=_validate, dtypes=(torch.int8,))
 def int2_matmul(x: torch.Tensor, packed: torch.Tensor):
     """Multiply int8 values by a matrix of 2-bit weights, exactly.
 
@@ -84,12 +84,10 @@ def int2_matmul(x: torch.Tensor, packed: torch.Tensor):
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    _validate(x, packed)
     weight = unpack_int2(packed)[: x.shape[-1]]
     return (x.double() @ weight.double()).to(torch.int32)  # below 2^53 float64 is exact; torch has no int8 everywhere
 
 
-int2_matmul.dtypes = (torch.int8,)
 int2_matmul.shards(x="... K", packed="R n", returns="... n")
 
 
@@ -148,13 +146,8 @@ def int2_product(
     tl.store(out, total, (row < rows)[:, None] & col_mask[None, :])
 
 
-def _empty(x, packed):
-    return x.new_empty((*x.shape[:-1], packed.shape[1]), dtype=torch.int32)
-
-
-@raw(_empty)
-def _int2_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    out = _empty(x, packed)
+@raw(lambda x, packed: x.new_empty((*x.shape[:-1], packed.shape[1]), dtype=torch.int32))
+def _int2_product(x: torch.Tensor, packed: torch.Tensor, *, y):
     depth, cols, rows = x.shape[-1], packed.shape[1], x.shape[:-1].numel()
     x, x_stride = rows_of(x.reshape(rows, depth))
     if 1 not in packed.stride():
@@ -164,11 +157,7 @@ def _int2_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     tile_rows = power_of_2(min(max(rows, 16), 128))
     config = int2_product_config(tile_rows, vectors, device_of(x))
     programs = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
-    launch(int2_product, (programs, 1, 1), config, x, packed, out, rows, x_stride, *packed.stride(), depth, cols)
-    return out
+    launch(int2_product, (programs, 1, 1), config, x, packed, y, rows, x_stride, *packed.stride(), depth, cols)
 
 
-@int2_matmul.register("triton")
-def _(x, packed):
-    _validate(x, packed)
-    return _int2_product(x, packed)
+int2_matmul.register("triton")(_int2_product)

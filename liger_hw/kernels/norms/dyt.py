@@ -17,17 +17,16 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import (
     LOG2_E,
-    empty_rows,
+    add_partials,
     in_order,
     in_row,
     in_tile,
     load_parameter,
     programs_for_blocks,
     reciprocal,
-    reduce_partials,
     rows_and_cols,
     rows_of,
 )
@@ -44,7 +43,7 @@ def _validate(x, alpha, gamma, beta):
             check(fits, name, parameter, "one value for each column of x, on its device")
 
 
-@op
+@op(validate=_validate)
 def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None):
     """Compute gamma tanh(alpha x) + beta in fp32 and round once.
 
@@ -60,7 +59,6 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
     Raises:
         ValueError: `alpha` has several values, or `gamma` or `beta` does not fit `x`.
     """
-    _validate(x, alpha, gamma, beta)
     y = widen(gamma) * torch.tanh(widen(alpha.reshape(())) * widen(x))
     return (y if beta is None else y + widen(beta)).to(x.dtype)
 
@@ -165,65 +163,33 @@ def dyt_backward(
         tl.store(DBETA + program.to(tl.int64) * cols + col, tl.sum(dbeta, 0)[None, :], there)
 
 
-@raw(lambda x, *parameters: empty_rows(x))
-def _dyt_forward(
-    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
-    y = empty_rows(x)
+@raw()
+def _dyt_forward(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, *, y):
     rows, cols = rows_and_cols(x)
     config = dyt_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
     programs = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
-    launch(dyt_forward, (programs, 1, 1), config, x, alpha, gamma, beta, y, rows, x_stride, cols)
-    return y
+    launch(
+        dyt_forward, (programs, 1, 1), config, x, alpha, in_order(gamma), in_order(beta), y, rows, x_stride, cols
+    )  # fmt: skip
 
 
-def _fake_backward(x, alpha, gamma, beta, dy, *wanted):
-    tensors = zip((x, alpha, gamma, beta), wanted)
-    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in tensors)
-
-
-@raw(_fake_backward)
-def _dyt_backward(
-    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, dy: torch.Tensor,
-    x_grad: bool, alpha_grad: bool, gamma_grad: bool, beta_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    (rows, cols), absent = rows_and_cols(x), dy.new_empty(0)
+@_dyt_forward.backward()
+def _dyt_backward(x, alpha, gamma, beta, dy, *, dx, dalpha, dgamma, dbeta):
+    rows, cols = rows_and_cols(x)
     config = dyt_backward_config(cols, x.element_size(), device_of(x))
     blocks = -(-cols // config["COLS"])
     programs = programs_for_blocks(config, x.numel(), rows, blocks)
 
-    def partial(shape, wanted):
-        return dy.new_empty(shape, dtype=torch.float32) if wanted else None
-
-    dx = empty_rows(x) if x_grad else absent
-    sums = (
-        partial((programs * blocks, 1), alpha_grad), partial((programs, cols), gamma_grad),
-        partial((programs, cols), beta_grad),
-    )  # fmt: skip
+    parameters = (dalpha, (programs * blocks, 1)), (dgamma, (programs, cols)), (dbeta, (programs, cols))
+    sums = [None if of is None else dy.new_empty(shape, dtype=torch.float32) for of, shape in parameters]
     (x, x_stride), (dy, dy_stride) = rows_of(x), rows_of(dy)
     launch(
         dyt_backward, (programs * blocks, 1, 1), config,
-        x, alpha, gamma, dy, dx if x_grad else None, *sums, rows, x_stride, dy_stride, cols,
+        x, alpha, in_order(gamma), dy, dx, *sums, rows, x_stride, dy_stride, cols,
     )  # fmt: skip
-    parameters = zip(sums, (alpha, gamma, beta))
-    reduced = (absent if of is None else reduce_partials(of, like.dtype).view(like.shape) for of, like in parameters)
-    return dx, *reduced
+    for partial, (gradient, _) in zip(sums, parameters):
+        add_partials(partial, gradient)
 
 
-class DyTFunction(Function):
-    @staticmethod
-    def forward(ctx, x, alpha, gamma, beta):
-        ctx.save_for_backward(x, alpha, gamma, beta)
-        return _dyt_forward(x, alpha, gamma, beta)
-
-    @staticmethod
-    def backward(ctx, dy):
-        grads = _dyt_backward(*ctx.saved_tensors, dy, *ctx.needs_input_grad)
-        return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad))
-
-
-@dyt.register("triton")
-def _(x, alpha, gamma, beta=None):
-    _validate(x, alpha, gamma, beta)
-    return DyTFunction.apply(x, alpha, in_order(gamma), in_order(beta))
+dyt.register("triton")(_dyt_forward.apply)

@@ -21,10 +21,9 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import (
-    empty_partials,
-    empty_rows,
+    add_partials,
     in_order,
     in_row,
     in_tile,
@@ -32,8 +31,8 @@ from liger_hw.kernels._math import (
     norm_backward_config,
     norm_forward_config,
     norm_wide_sums_config,
+    partial_sums,
     programs_for,
-    reduce_partials,
     rows_and_cols,
     rows_of,
     wide_grid,
@@ -50,7 +49,7 @@ def _validate(x, weight, bias):
             check(fits, name, parameter, "one value for each column of x, on its device")
 
 
-@op
+@op(validate=_validate)
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-6
 ):
@@ -70,7 +69,6 @@ def layer_norm(
     Raises:
         ValueError: `weight` or `bias` does not fit `x`.
     """
-    _validate(x, weight, bias)
     weight, bias = (None if parameter is None else widen(parameter) for parameter in (weight, bias))
     return torch.nn.functional.layer_norm(widen(x), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
@@ -237,64 +235,45 @@ def layer_norm_wide_backward(
         _store_partial(DB, db, tl.program_id(1), col, cols, COLS)
 
 
-def _empty_outputs(x, weight, bias, eps, kept):
-    if not kept:
-        return [empty_rows(x)]
-    mean = x.new_empty(rows_and_cols(x)[0], dtype=torch.float32)
-    return [empty_rows(x), mean, torch.empty_like(mean)]
+def _empty_outputs(x, needs_grad):
+    mean = x.new_empty(rows_and_cols(x)[0], dtype=torch.float32) if needs_grad else None
+    return empty_rows(x), mean, torch.empty_like(mean) if needs_grad else None
 
 
 @raw(_empty_outputs)
 def _layer_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kept: bool
-) -> list[torch.Tensor]:
-    """Compute y and, if `kept` for a backward, each row's mean and rstd."""
-    outputs = _empty_outputs(x, weight, bias, eps, kept)
-    y, mean, rstd = outputs if kept else (*outputs, None, None)
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, needs_grad: bool,
+    *, y, mean, rstd,
+):  # fmt: skip
     rows, cols = rows_and_cols(x)
     x, x_stride = rows_of(x)
     config = layer_norm_forward_config(cols, x.element_size(), device_of(x))
     launch(
         layer_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, weight, bias, y, mean, rstd, rows, x_stride, eps, cols,
+        x, in_order(weight), in_order(bias), y, mean, rstd, rows, x_stride, eps, cols,
     )  # fmt: skip
-    return outputs
 
 
-def _fake_backward(x, weight, bias, mean, rstd, dy, x_grad, weight_grad, bias_grad):
-    wanted = ((x, x_grad), (weight, weight_grad), (bias, bias_grad))
-    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in wanted)
-
-
-@raw(_fake_backward)
-def _layer_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
-    dy: torch.Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dx = empty_rows(x) if x_grad else None
+@_layer_norm_forward.backward()
+def _layer_norm_backward(x, weight, bias, mean, rstd, dy, *, dx, dweight, dbias):
     config = layer_norm_backward_config(x.shape[-1], x.element_size(), device_of(x))
     launch_backward = functools.partial(_narrow_backward, config) if x.shape[-1] <= config["COLS"] else _wide_backward
-    dw, db = launch_backward(*rows_of(x), weight, bias, mean, rstd, *rows_of(dy), dx, weight_grad, bias_grad)
-    return (
-        dx if x_grad else dy.new_empty(0),
-        reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0),
-        reduce_partials(db, bias.dtype) if bias_grad else dy.new_empty(0),
-    )
+    launch_backward(*rows_of(x), in_order(weight), mean, rstd, *rows_of(dy), dx, dweight, dbias)
 
 
-def _narrow_backward(config, x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, dw_wanted, db_wanted):
+def _narrow_backward(config, x, x_stride, weight, mean, rstd, dy, dy_stride, dx, dweight, dbias):
     rows, cols = rstd.shape[0], x.shape[-1]
     programs = programs_for(config, rows, cols)
-    dw = empty_partials(rstd, programs, cols, weight.dtype) if dw_wanted else None
-    db = empty_partials(rstd, programs, cols, bias.dtype) if db_wanted else None
+    dw, db = partial_sums(dweight, programs), partial_sums(dbias, programs)
     launch(
         layer_norm_backward, (programs, 1, 1), config,
         x, weight, mean, rstd, dy, dx, dw, db, rows, x_stride, dy_stride, cols,
     )  # fmt: skip
-    return dw, db
+    add_partials(dw, dweight)
+    add_partials(db, dbias)
 
 
-def _wide_backward(x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, *wanted):
+def _wide_backward(x, x_stride, weight, mean, rstd, dy, dy_stride, dx, dweight, dbias):
     rows, cols = rstd.shape[0], x.shape[-1]
     along, shift = torch.empty_like(rstd), torch.empty_like(rstd)
     if dx is not None:
@@ -305,31 +284,13 @@ def _wide_backward(x, x_stride, weight, bias, mean, rstd, dy, dy_stride, dx, *wa
         )  # fmt: skip
     config = layer_norm_wide_backward_config(x.element_size(), device_of(x))
     blocks, groups = wide_grid(config, rows, cols)
-    dw, db = (rstd.new_empty(groups, cols) if want else None for want in wanted)
+    dw, db = (None if gradient is None else rstd.new_empty(groups, cols) for gradient in (dweight, dbias))
     launch(
         layer_norm_wide_backward, (blocks, groups, 1), config,
         x, weight, mean, rstd, dy, dx, dw, db, along, shift, rows, x_stride, dy_stride, cols,
     )  # fmt: skip
-    return dw, db
+    add_partials(dw, dweight)
+    add_partials(db, dbias)
 
 
-class LayerNormFunction(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        kept = True in ctx.needs_input_grad
-        y, *statistics = _layer_norm_forward(x, weight, bias, eps, kept)
-        if kept:
-            ctx.save_for_backward(x, weight, bias, *statistics)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        wanted = ctx.needs_input_grad[:3]
-        grads = _layer_norm_backward(*ctx.saved_tensors, dy, *wanted)
-        return *(grad if asked else None for grad, asked in zip(grads, wanted)), None
-
-
-@layer_norm.register("triton")
-def _(x, weight=None, bias=None, eps=1e-6):
-    _validate(x, weight, bias)
-    return LayerNormFunction.apply(x, in_order(weight), in_order(bias), eps)
+layer_norm.register("triton")(_layer_norm_forward.apply)

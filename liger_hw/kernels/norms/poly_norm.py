@@ -15,9 +15,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, widen
 from liger_hw.kernels._math import (
-    empty_rows,
     in_order,
     in_tile,
     norm_backward_config,

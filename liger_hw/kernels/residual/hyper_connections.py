@@ -21,8 +21,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
-from liger_hw.kernels._math import empty_rows, in_order, in_row, rows_of
+from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, uncast, widen
+from liger_hw.kernels._math import in_order, in_row, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

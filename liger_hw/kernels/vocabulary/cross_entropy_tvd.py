@@ -19,11 +19,11 @@ from liger_hw.kernels._logits import (
     LN_2,
     LOG2_E,
     LOWEST,
-    add_powers,
-    over_vectors,
+    online_softmax,
     padded_columns,
     padded_rows,
     row_gradient_config,
+    row_softmax,
 )
 from liger_hw.kernels._math import in_row
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels_of_op
@@ -121,35 +121,35 @@ def cross_entropy_tvd_forward(
     distance = ce
     if y != ignore_index:
         VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
-        s_peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
-        s_total = tl.zeros((COLS // VECTOR,), tl.float32)
-        t_peak, t_total = s_peak, s_total
+        s_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
+        t_max, t_sum_exp = s_max, s_sum_exp
         for start in range(0, cols, COLS):
-            s_peak, s_total = add_powers(
-                _scores(S_ROW, start + lane, cols, COLS, "evict_last"), s_peak, s_total, VECTOR
+            s_max, s_sum_exp = online_softmax(
+                _scores(S_ROW, start + lane, cols, COLS, "evict_last"), s_max, s_sum_exp, VECTOR
             )
-            t_peak, t_total = add_powers(
-                _scores(T_ROW, start + lane, cols, COLS, "evict_last"), t_peak, t_total, VECTOR
+            t_max, t_sum_exp = online_softmax(
+                _scores(T_ROW, start + lane, cols, COLS, "evict_last"), t_max, t_sum_exp, VECTOR
             )
-        s_top, s_sum = over_vectors(s_peak, s_total)
-        t_top, t_sum = over_vectors(t_peak, t_total)
+        s_row_max, s_row_sum_exp = row_softmax(s_max, s_sum_exp)
+        t_row_max, t_row_sum_exp = row_softmax(t_max, t_sum_exp)
         distances, slopes = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
         for start in range(0, cols, COLS):
             at = last - start + lane
-            q = tl.exp2(_scores(S_ROW, at, cols, COLS, "evict_first") - s_top) * (1.0 / s_sum)
-            p = tl.exp2(_scores(T_ROW, at, cols, COLS, "evict_first") - t_top) * (1.0 / t_sum)
+            q = tl.exp2(_scores(S_ROW, at, cols, COLS, "evict_first") - s_row_max) * (1.0 / s_row_sum_exp)
+            p = tl.exp2(_scores(T_ROW, at, cols, COLS, "evict_first") - t_row_max) * (1.0 / t_row_sum_exp)
             distances += tl.abs(q - p)
             slopes += _slope(q, p)
         distance = 0.5 * tl.sum(distances, 0)
-        inside = (y >= 0) & (y < cols)
-        z_y = tl.load(S_ROW + y, inside, other=0.0).to(tl.float32) * LOG2_E
-        ce = tl.where(inside, (tl.log2(s_sum) - (z_y - s_top)) * LN_2, float("nan"))
+        valid_target = (y >= 0) & (y < cols)
+        z_y = tl.load(S_ROW + y, valid_target, other=0.0).to(tl.float32) * LOG2_E
+        ce = tl.where(valid_target, (tl.log2(s_row_sum_exp) - (z_y - s_row_max)) * LN_2, float("nan"))
         STATE += row * 5
-        tl.store(STATE, s_top)
-        tl.store(STATE + 1, s_sum)
-        tl.store(STATE + 2, t_top)
-        tl.store(STATE + 3, t_sum)
+        tl.store(STATE, s_row_max)
+        tl.store(STATE + 1, s_row_sum_exp)
+        tl.store(STATE + 2, t_row_max)
+        tl.store(STATE + 3, t_row_sum_exp)
         tl.store(STATE + 4, tl.sum(slopes, 0))
     tl.store(CE + row, ce)
     tl.store(TVD + row, distance)
@@ -172,9 +172,9 @@ def cross_entropy_tvd_backward(
         STATE += row * 5
         q = tl.exp2(_scores(_row(S, row, s_stride), at, cols, COLS, "") - tl.load(STATE)) / tl.load(STATE + 1)
         p = tl.exp2(_scores(_row(T, row, t_stride), at, cols, COLS, "") - tl.load(STATE + 2)) / tl.load(STATE + 3)
-        of_ce = tl.load(D_CE + row).to(tl.float32)
-        of_ce = tl.where((y >= 0) & (y < cols), of_ce, float("nan"))
-        ds = of_ce * (q - tl.where(at == y, 1.0, 0.0))
+        coef_ce = tl.load(D_CE + row).to(tl.float32)
+        coef_ce = tl.where((y >= 0) & (y < cols), coef_ce, float("nan"))
+        ds = coef_ce * (q - tl.where(at == y, 1.0, 0.0))
         ds += tl.load(D_TVD + row).to(tl.float32) * (_slope(q, p) - q * tl.load(STATE + 4))
         tl.store(DS_ROW + at, tl.where(at < cols, ds, 0.0), in_row(at, padded, COLS))
 

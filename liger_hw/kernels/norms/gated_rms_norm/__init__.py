@@ -22,8 +22,8 @@ sums a program. All are bound by memory. A row too wide for a program is read tw
 import torch
 
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw, widen
-from liger_hw.kernels._math import empty_rows, in_order, rows_and_cols
+from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, widen
+from liger_hw.kernels._math import in_order, rows_and_cols
 from liger_hw.kernels.norms.gated_rms_norm.kernels import Form, backward_rows, forward_rows
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.spelling import check_known

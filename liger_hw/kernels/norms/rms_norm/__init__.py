@@ -17,10 +17,11 @@ import torch
 
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
-from liger_hw.kernels._math import empty_rows, in_order, in_registers, reduce_partials
-from liger_hw.kernels.norms.rms_norm.kernels import backward_rows, forward_rows
+from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
+from liger_hw.kernels._math import in_order, in_registers, rows_and_cols, rows_of
+from liger_hw.kernels.norms.rms_norm.kernels import backward_rows, rms_norm_forward, rms_norm_forward_config
 from liger_hw.kernels.norms.rms_norm.wide import wide_backward_rows
+from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 
 __all__ = ["CASTING_MODES", "fused_add_rms_norm", "rms_norm"]
@@ -39,7 +40,7 @@ def _validate(x, weight, casting_mode, residual=None):
         check(like, "residual", residual, x)
 
 
-@op
+@op(validate=_validate)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
@@ -61,7 +62,6 @@ def rms_norm(
     Raises:
         ValueError: `weight` does not fit `x`, or `casting_mode` is unknown.
     """
-    _validate(x, weight, casting_mode)
     if casting_mode == "none":
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         return y if weight is None else (y * (weight.to(x.dtype) + offset)).to(x.dtype)
@@ -73,7 +73,7 @@ def rms_norm(
     return y.to(x.dtype)
 
 
-@op
+@op(validate=_validate)
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
@@ -91,7 +91,6 @@ def fused_add_rms_norm(
     Raises:
         ValueError: `residual` is not like `x`, `weight` does not fit, or `casting_mode` is unknown.
     """
-    _validate(x, weight, casting_mode, residual)
     s = x + residual
     return rms_norm.reference(s, weight, eps, offset, casting_mode), s
 
@@ -112,81 +111,56 @@ def _(x, residual, weight=None, *options, **named):
     return Cost(4 * tensor + w, 4 * tensor + 2 * w, 5 * x.numel(), 10 * x.numel())
 
 
-@raw(fake=lambda x, *options: empty_rows(x))
+@raw()
 def _rms_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
-) -> torch.Tensor:
-    y = empty_rows(x)
-    forward_rows(x, None, weight, y, None, eps, offset, casting_mode)
-    return y
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str, *, y
+):  # fmt: skip
+    rows, cols = rows_and_cols(x)
+    config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
+    x, x_stride = rows_of(x)
+    launch(
+        rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
+        x, None, in_order(weight), y, None, rows, x_stride, 0, eps, offset, cols, casting_mode,
+    )  # fmt: skip
 
 
-@raw(fake=lambda x, *options: (empty_rows(x), empty_rows(x)))
-def _fused_add_rms_norm_forward(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, s = empty_rows(x), empty_rows(x)
-    forward_rows(x, residual, weight, y, s, eps, offset, casting_mode)
-    return y, s
-
-
-def _fake_backward(s, weight, dy, ds_out, eps, offset, casting_mode, weight_grad):
-    return empty_rows(dy), empty_rows(weight) if weight_grad else dy.new_empty(0)
-
-
-@raw(_fake_backward)
+@_rms_norm_forward.backward()
 def _rms_norm_backward(
-    s: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, ds_out: torch.Tensor | None,
-    eps: float, offset: float, casting_mode: str, weight_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    ds = empty_rows(dy)
-    one_kernel = in_registers(dy.shape[-1], s.element_size(), device_of(dy))
+    x, weight, eps, offset, casting_mode, dy, dx_out: torch.Tensor | None = None, *, dx, dweight
+):  # fmt: skip
+    """Write the gradients of normalised rows `x`, of which `dx_out` is a further gradient."""
+    dx = empty_rows(x) if dx is None else dx  # the kernel always writes it
+    one_kernel = in_registers(x.shape[-1], x.element_size(), device_of(x))
     launch_backward = backward_rows if one_kernel else wide_backward_rows
-    dw = launch_backward(s, weight, dy, ds_out, ds, eps, offset, casting_mode, weight_grad)
-    return ds, reduce_partials(dw, weight.dtype) if weight_grad else dy.new_empty(0)
+    launch_backward(x, in_order(weight), dy, dx_out, dx, dweight, eps, offset, casting_mode)
 
 
-class RMSNormFunction(Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, offset, casting_mode):
-        ctx.save_for_backward(x, weight)
-        ctx.options = eps, offset, casting_mode
-        return _rms_norm_forward(x, weight, eps, offset, casting_mode)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        weight_grad = ctx.needs_input_grad[1]
-        dx, dw = _rms_norm_backward(x, weight, dy, None, *ctx.options, weight_grad)
-        return dx, dw if weight_grad else None, None, None, None
+rms_norm.register("triton")(_rms_norm_forward.apply)
 
 
-class FusedAddRMSNormFunction(Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, casting_mode):
-        y, s = _fused_add_rms_norm_forward(x, residual, weight, eps, offset, casting_mode)
-        ctx.save_for_backward(s, weight)
-        ctx.options = eps, offset, casting_mode
-        ctx.set_materialize_grads(False)
-        return y, s
-
-    @staticmethod
-    def backward(ctx, dy, ds_out):
-        s, weight = ctx.saved_tensors
-        if dy is None:  # no gradient reaches the normalised rows
-            return ds_out, ds_out, None, None, None, None
-        weight_grad = ctx.needs_input_grad[2]
-        ds, dw = _rms_norm_backward(s, weight, dy, ds_out, *ctx.options, weight_grad)
-        return ds, ds, dw if weight_grad else None, None, None, None
+@raw(lambda x: (empty_rows(x), empty_rows(x)))
+def _fused_add_rms_norm_forward(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str,
+    *, y, s,
+):  # fmt: skip
+    rows, cols = rows_and_cols(x)
+    config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
+    (x, x_stride), (residual, residual_stride) = rows_of(x), rows_of(residual)
+    launch(
+        rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
+        x, residual, in_order(weight), y, s, rows, x_stride, residual_stride, eps, offset, cols, casting_mode,
+    )  # fmt: skip
 
 
-@rms_norm.register("triton")
-def _(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
-    _validate(x, weight, casting_mode)
-    return RMSNormFunction.apply(x, in_order(weight), eps, offset, casting_mode)
+@_fused_add_rms_norm_forward.backward()
+def _(
+    s, weight, eps, offset, casting_mode, dy: torch.Tensor | None, ds: torch.Tensor | None,
+    *, x_grad, residual_grad, weight_grad,
+):  # fmt: skip
+    if dy is None:  # no gradient reaches the normalised rows
+        return ds, ds, None
+    dx, dweight = _rms_norm_backward(s, weight, eps, offset, casting_mode, dy, ds, True, weight_grad)
+    return dx, dx, dweight
 
 
-@fused_add_rms_norm.register("triton")
-def _(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
-    _validate(x, weight, casting_mode, residual)
-    return FusedAddRMSNormFunction.apply(x, residual, in_order(weight), eps, offset, casting_mode)
+fused_add_rms_norm.register("triton")(_fused_add_rms_norm_forward.apply)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._math import (
-    empty_partials,
+    add_partials,
     in_row,
     in_tile,
     load_parameter,
     norm_backward_config,
     norm_forward_config,
+    partial_sums,
     programs_for,
     rounded,
     rows_and_cols,
@@ -193,26 +194,14 @@ def rows_or_none(x):
     return (None, 0) if x is None else rows_of(x)
 
 
-def forward_rows(x, residual, weight, y, s, eps, offset, casting_mode):
-    """Write to `y` the normalised rows of `x`, or of `s` = `x + residual`."""
-    rows, cols = rows_and_cols(x)
-    config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
-    x, x_stride = rows_of(x)
-    residual, residual_stride = rows_or_none(residual)
-    launch(
-        rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, residual, weight, y, s, rows, x_stride, residual_stride, eps, offset, cols, casting_mode,
-    )  # fmt: skip
-
-
 @functools.cache
 def _without_empty_rows(config):
     """Change a tile to one row: with eps=0, empty rows would be 0 / 0."""
     return replace(config, meta=config.meta | {"ROWS": 1})
 
 
-def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
-    """Write `ds`, and return dw as `empty_partials`, or None if it is not wanted.
+def backward_rows(s, weight, dy, ds_out, ds, dweight, eps, offset, casting_mode):
+    """Write the gradients `ds` and, unless it is None, `dweight`.
 
     Args:
         s: the rows that were normalised.
@@ -223,10 +212,10 @@ def backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wante
     if eps == 0:
         config = _without_empty_rows(config)
     programs = programs_for(config, rows, cols)
-    dw = empty_partials(dy, programs, cols, weight.dtype) if dw_wanted else None
+    dw = partial_sums(dweight, programs)
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)
     launch(
         rms_norm_backward, (programs, 1, 1), config,
         s, weight, dy, ds_out, ds, dw, rows, s_stride, dy_stride, ds_out_stride, eps, offset, cols, casting_mode,
     )  # fmt: skip
-    return dw
+    add_partials(dw, dweight)

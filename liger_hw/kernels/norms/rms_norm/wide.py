@@ -6,6 +6,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._math import (
+    add_partials,
     in_row,
     in_tile,
     load_parameter,
@@ -84,7 +85,7 @@ def rms_norm_wide_backward(
         tl.store(dw_at, tl.sum(dw, 0)[None, :], in_row(col, cols, COLS))
 
 
-def wide_backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_wanted):
+def wide_backward_rows(s, weight, dy, ds_out, ds, dweight, eps, offset, casting_mode):
     """Do the work of `kernels.backward_rows` for rows of any width."""
     rows, cols = rows_and_cols(dy)
     rstd, mean = dy.new_empty(rows, dtype=torch.float32), dy.new_empty(rows, dtype=torch.float32)
@@ -96,10 +97,10 @@ def wide_backward_rows(s, weight, dy, ds_out, ds, eps, offset, casting_mode, dw_
     )  # fmt: skip
     config = rms_norm_wide_backward_config(s.element_size(), device_of(dy))
     blocks, groups = wide_grid(config, rows, cols)
-    dw = dy.new_empty((groups, cols), dtype=torch.float32) if dw_wanted else None
+    dw = dy.new_empty((groups, cols), dtype=torch.float32) if dweight is not None else None
     launch(
         rms_norm_wide_backward, (blocks, groups, 1), config,
         s, weight, dy, ds_out, ds, dw, rstd, mean, rows, s_stride, dy_stride, ds_out_stride, offset, cols,
         casting_mode,
     )  # fmt: skip
-    return dw
+    add_partials(dw, dweight)

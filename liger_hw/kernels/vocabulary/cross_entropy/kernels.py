@@ -9,8 +9,10 @@ from liger_hw.kernels._logits import (
     body_mask,
     body_pointer,
     edge_columns,
+    online_softmax,
     row_at,
     row_gradient_config,
+    row_softmax,
     score,
 )
 from liger_hw.kernels._math import two_on_a_core
@@ -48,7 +50,7 @@ def cross_entropy_scale_config(cols, itemsize, device):
 
 
 @triton.jit
-def _online(x, col, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, best, best_col,
+def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_smoothed, best, best_col,
             SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
     """Add a block to each lane's running maximum, sums and largest logit's column.
 
@@ -66,66 +68,71 @@ def _online(x, col, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, b
         weighted = tl.where(mask, z, 0.0)
         if WEIGHT is not None:
             weighted *= tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
-        smoothed += tl.sum(tl.reshape(weighted, (LANES, VECTOR)), 1)
-    z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
-    higher = tl.maximum(peak, tl.max(z, 1))
-    total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z - higher[:, None]), 1)
-    return higher, total, smoothed, best, best_col
+        sum_smoothed += tl.sum(tl.reshape(weighted, (LANES, VECTOR)), 1)
+    row_max, sum_exp = online_softmax(tl.where(mask, z, float("-inf")), row_max, sum_exp, VECTOR)
+    return row_max, sum_exp, sum_smoothed, best, best_col
 
 
 @triton.jit
-def _over_lanes(peak, total, smoothed, best, best_col, cols: tl.constexpr):
+def _over_lanes(row_max, sum_exp, sum_smoothed, best, best_col, cols: tl.constexpr):
     """Reduce the lanes' values to the row's maximum, sums and largest logit's column."""
-    top = tl.max(peak, 0)
+    row_max, sum_exp = row_softmax(row_max, sum_exp)
     row_best = tl.max(best, 0)
     best_col = tl.min(tl.where(best == row_best, best_col, cols - 1), 0)
-    return top, tl.sum(total * tl.exp2(peak - top), 0), tl.sum(smoothed, 0), row_best, best_col
+    return row_max, sum_exp, tl.sum(sum_smoothed, 0), row_best, best_col
 
 
 @triton.jit
-def _factors(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale,
-             inside, cols: tl.constexpr, TOKEN_SCALING: tl.constexpr):  # fmt: skip
-    """Return the factors of the terms in the loss of a row.
+def _coefficients(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale,
+             valid_target, cols: tl.constexpr, TOKEN_SCALING: tl.constexpr):  # fmt: skip
+    """Return the coefficients of the terms in the loss of a row.
 
     The terms are -log p_y, -w_j log p_j, -sum_j w_j log p_j / sum_j w_j and lse^2. `distance` is -log2 p_y.
     """
-    of_target = tl.full((), 1.0, tl.float32)
-    of_each = tl.full((), 0.0, tl.float32)
-    of_all, of_square = of_each, of_each + lse_square_scale
+    coef_target = tl.full((), 1.0, tl.float32)
+    coef_each = tl.full((), 0.0, tl.float32)
+    coef_all, coef_square = coef_each, coef_each + lse_square_scale
     if WEIGHT is not None:
-        of_target = tl.load(WEIGHT + y, inside, other=0.0).to(tl.float32)
+        coef_target = tl.load(WEIGHT + y, valid_target, other=0.0).to(tl.float32)
     if label_smoothing is not None:
-        of_target *= 1.0 - label_smoothing
-        of_each += label_smoothing / cols
-        of_all += label_smoothing
+        coef_target *= 1.0 - label_smoothing
+        coef_each += label_smoothing / cols
+        coef_all += label_smoothing
         if WEIGHT is not None:
-            of_all = of_each * tl.load(WEIGHT_SUM).to(tl.float32)
+            coef_all = coef_each * tl.load(WEIGHT_SUM).to(tl.float32)
     if DENOMINATOR is not None:
         denominator = tl.load(DENOMINATOR).to(tl.float32)
-        of_target, of_each, of_all = of_target / denominator, of_each / denominator, of_all / denominator
+        coef_target, coef_each, coef_all = coef_target / denominator, coef_each / denominator, coef_all / denominator
         if COUNT is not None:
             denominator = tl.load(COUNT).to(tl.float32)
-        of_square = of_square / denominator
+        coef_square = coef_square / denominator
     if TOKEN_SCALING:
         p_y = tl.exp2(-distance)
-        of_target, of_each, of_all, of_square = of_target * p_y, of_each * p_y, of_all * p_y, of_square * p_y
-    return tl.where(inside, of_target, float("nan")), of_each, of_all, of_square
+        coef_target, coef_each, coef_all, coef_square = (
+            coef_target * p_y,
+            coef_each * p_y,
+            coef_all * p_y,
+            coef_square * p_y,
+        )
+    return tl.where(valid_target, coef_target, float("nan")), coef_each, coef_all, coef_square
 
 
 @triton.jit
-def _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr):
-    """Return dx_j from factors that logit_scale has multiplied.
+def _gradient(
+    x, col, mask, row_max, WEIGHT, coef_exp, coef_each, coef_target, logit_scale, softcap, SMOOTH: tl.constexpr
+):
+    """Return dx_j from coefficients that logit_scale has multiplied.
 
-    `of_power` multiplies 2^(z_j - peak); `of_target` is 0 except in the target's column. Peak and total are
+    `coef_exp` multiplies 2^(z_j - row_max); `coef_target` is 0 except in the target's column. Peak and sum_exp are
     separate, as the rounding of a single log-sum-exp would be the same relative error in the whole row.
     """
     z, ratio = score(x, logit_scale, softcap)
-    dx = of_power * tl.exp2(z - peak) - of_target
+    dx = coef_exp * tl.exp2(z - row_max) - coef_target
     if SMOOTH:
         if WEIGHT is not None:
-            dx -= of_each * tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
+            dx -= coef_each * tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
         else:
-            dx -= of_each
+            dx -= coef_each
     if softcap is not None:
         dx *= 1.0 - ratio * ratio
     return dx
@@ -134,8 +141,8 @@ def _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_target, logit_sc
 @triton.jit
 def _write_zeros(row, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
     if not ALIGNED or cols % VECTOR != 0:
-        edge, edge_mask = edge_columns(row, cols, VECTOR)
-        tl.store(row.first + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
+        edge, edge_valid = edge_columns(row, cols, VECTOR)
+        tl.store(row.first + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_valid)
     for start in range(0, row.body, COLS):
         at = start + tl.arange(0, COLS)
         tl.store(row.middle + at, tl.zeros((COLS,), tl.float32), body_mask(row, at, cols, VECTOR, ALIGNED, COLS))
@@ -149,39 +156,41 @@ def _statistics(
     """Walk a row for its maximum z, sums and largest logit's column."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
-    peak = tl.full((LANES,), LOWEST, tl.float32)
+    row_max = tl.full((LANES,), LOWEST, tl.float32)
     best = tl.full((LANES,), float("-inf"), tl.float32)
     best_col = tl.full((LANES,), cols - 1, tl.int32)
-    total = tl.zeros((LANES,), tl.float32)
-    smoothed = tl.zeros((LANES,), tl.float32)
+    sum_exp = tl.zeros((LANES,), tl.float32)
+    sum_smoothed = tl.zeros((LANES,), tl.float32)
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
         at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         x = tl.load(row.middle + at, mask, other=0.0, eviction_policy=POLICY)
-        peak, total, smoothed, best, best_col = _online(
-            x, row.head + at, mask, WEIGHT, logit_scale, softcap, peak, total, smoothed, best, best_col, SMOOTH,
-            PREDICT, cols, VECTOR,
+        row_max, sum_exp, sum_smoothed, best, best_col = _online(
+            x, row.head + at, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_smoothed, best, best_col,
+            SMOOTH, PREDICT, cols, VECTOR,
         )  # fmt: skip
-    peak, row_total, smoothed, best, best_col = _over_lanes(peak, total, smoothed, best, best_col, cols)
+    row_max, row_sum_exp, sum_smoothed, best, best_col = _over_lanes(
+        row_max, sum_exp, sum_smoothed, best, best_col, cols
+    )
     if not ALIGNED or cols % VECTOR != 0:
-        edge, edge_mask = edge_columns(row, cols, VECTOR)
+        edge, edge_valid = edge_columns(row, cols, VECTOR)
         zeros = tl.zeros((2,), tl.float32)
         lanes = _online(
-            tl.load(row.first + edge, edge_mask, other=0.0), edge, edge_mask, WEIGHT, logit_scale, softcap,
-            zeros + peak, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols,
+            tl.load(row.first + edge, edge_valid, other=0.0), edge, edge_valid, WEIGHT, logit_scale, softcap,
+            zeros + row_max, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols,
             VECTOR,
         )  # fmt: skip
-        higher, edge_total, edge_smoothed, best, best_col = _over_lanes(*lanes, cols)
-        row_total = row_total * tl.exp2(peak - higher) + edge_total
-        peak, smoothed = higher, smoothed + edge_smoothed
-    return peak, row_total, smoothed, best_col
+        new_max, edge_sum_exp, edge_sum_smoothed, best, best_col = _over_lanes(*lanes, cols)
+        row_sum_exp = row_sum_exp * tl.exp2(row_max - new_max) + edge_sum_exp
+        row_max, sum_smoothed = new_max, sum_smoothed + edge_sum_smoothed
+    return row_max, row_sum_exp, sum_smoothed, best_col
 
 
 @triton.jit
 def _write_gradient(
-    row, x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH: tl.constexpr,
-    cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    row, x_y, y, valid_target, row_max, WEIGHT, coef_exp, coef_each, coef_target, logit_scale, softcap,
+    SMOOTH: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr,
+    COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Walk a row block by block, and write the gradient over it."""
     lane = tl.arange(0, COLS)
@@ -193,18 +202,20 @@ def _write_gradient(
             at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         x, col = tl.load(row.middle + at, mask, other=0.0, eviction_policy="evict_first"), row.head + at
-        dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
+        dx = _gradient(x, col, mask, row_max, WEIGHT, coef_exp, coef_each, 0.0, logit_scale, softcap, SMOOTH)
         tl.store(row.middle + at, dx, mask, eviction_policy="evict_first")
     if not ALIGNED or cols % VECTOR != 0:
-        edge, edge_mask = edge_columns(row, cols, VECTOR)
-        x = tl.load(row.first + edge, edge_mask, other=0.0)
-        dx = _gradient(x, edge, edge_mask, peak, WEIGHT, of_power, of_each, 0.0, logit_scale, softcap, SMOOTH)
-        tl.store(row.first + edge, dx, edge_mask)
+        edge, edge_valid = edge_columns(row, cols, VECTOR)
+        x = tl.load(row.first + edge, edge_valid, other=0.0)
+        dx = _gradient(x, edge, edge_valid, row_max, WEIGHT, coef_exp, coef_each, 0.0, logit_scale, softcap, SMOOTH)
+        tl.store(row.first + edge, dx, edge_valid)
     # Write the target's column again with its own term: a comparison in every column would take registers (H200: 120
     # against 54 a lane), and a core would hold half as many programs.
-    dx = _gradient(x_y, y, inside, peak, WEIGHT, of_power, of_each, of_target, logit_scale, softcap, SMOOTH)
+    dx = _gradient(
+        x_y, y, valid_target, row_max, WEIGHT, coef_exp, coef_each, coef_target, logit_scale, softcap, SMOOTH
+    )
     tl.debug_barrier()
-    tl.store(row.first + y, dx, inside)
+    tl.store(row.first + y, dx, valid_target)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
@@ -232,36 +243,36 @@ def cross_entropy_forward(
         if PREDICT:
             tl.store(PREDICTED + index, -1)
     else:
-        inside = (y >= 0) & (y < cols)
-        x_y = tl.load(row.first + y, inside, other=0.0)
+        valid_target = (y >= 0) & (y < cols)
+        x_y = tl.load(row.first + y, valid_target, other=0.0)
         z_y, _ = score(x_y, logit_scale, softcap)
         POLICY: tl.constexpr = "evict_last" if GRADIENT else ""  # `_write_gradient` reads the row again
-        peak, total, smoothed, best_col = _statistics(
+        row_max, sum_exp, sum_smoothed, best_col = _statistics(
             row, WEIGHT, logit_scale, softcap, SMOOTH, PREDICT, cols, VECTOR, ALIGNED, POLICY, COLS, STAGES
         )
-        lse = peak + tl.log2(total)
-        distance = (peak - z_y) + tl.log2(total)  # the difference first: it is exact near the peak
-        of_target, of_each, of_all, of_square = _factors(
-            y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, inside, cols,
+        lse = row_max + tl.log2(sum_exp)
+        distance = (row_max - z_y) + tl.log2(sum_exp)  # the difference first: it is exact near the maximum
+        coef_target, coef_each, coef_all, coef_square = _coefficients(
+            y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, valid_target, cols,
             TOKEN_SCALING,
         )  # fmt: skip
-        z_loss = of_square * (lse * LN_2) * (lse * LN_2)
-        loss = of_target * (distance * LN_2) + z_loss
+        z_loss = coef_square * (lse * LN_2) * (lse * LN_2)
+        loss = coef_target * (distance * LN_2) + z_loss
         if SMOOTH:
-            loss += (of_all * lse - of_each * smoothed) * LN_2
+            loss += (coef_all * lse - coef_each * sum_smoothed) * LN_2
         tl.store(LOSS + index, loss)
         if Z_LOSS is not None:
             tl.store(Z_LOSS + index, z_loss)
         if PARTITION is not None:
-            tl.store(PARTITION + 2 * index, peak)
-            tl.store(PARTITION + 2 * index + 1, total)
+            tl.store(PARTITION + 2 * index, row_max)
+            tl.store(PARTITION + 2 * index + 1, sum_exp)
         if PREDICT:
             tl.store(PREDICTED + index, best_col)
         if GRADIENT:
-            of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * logit_scale / total
+            coef_exp = (coef_target + coef_all + 2.0 * LN_2 * coef_square * lse) * logit_scale / sum_exp
             _write_gradient(
-                row, x_y, y, inside, peak, WEIGHT, of_power, of_each * logit_scale, of_target * logit_scale,
-                logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, BACKWARDS, COLS, STAGES,
+                row, x_y, y, valid_target, row_max, WEIGHT, coef_exp, coef_each * logit_scale,
+                coef_target * logit_scale, logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, BACKWARDS, COLS, STAGES,
             )  # fmt: skip
 
 
@@ -285,36 +296,46 @@ def cross_entropy_backward(
     y = tl.load(TARGET + index)
     if y == ignore_index:
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(row, cols, VECTOR)
-            tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
+            edge, edge_valid = edge_columns(row, cols, VECTOR)
+            tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_valid)
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
     else:
-        inside = (y >= 0) & (y < cols)
-        peak, total = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
-        lse = peak + tl.log2(total)
+        valid_target = (y >= 0) & (y < cols)
+        row_max, sum_exp = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
+        lse = row_max + tl.log2(sum_exp)
         distance = lse
         if TOKEN_SCALING:
-            z_y, _ = score(tl.load(row.first + y, inside, other=0.0), logit_scale, softcap)
-            distance = (peak - z_y) + tl.log2(total)
-        of_target, of_each, of_all, of_square = _factors(
-            y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, inside, cols,
+            z_y, _ = score(tl.load(row.first + y, valid_target, other=0.0), logit_scale, softcap)
+            distance = (row_max - z_y) + tl.log2(sum_exp)
+        coef_target, coef_each, coef_all, coef_square = _coefficients(
+            y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, valid_target, cols,
             TOKEN_SCALING,
         )  # fmt: skip
-        of_loss = tl.load(DLOSS + index * dloss_stride).to(tl.float32) * logit_scale
-        of_power = (of_target + of_all + 2.0 * LN_2 * of_square * lse) * of_loss / total
-        of_target, of_each = of_target * of_loss, of_each * of_loss
+        coef_loss = tl.load(DLOSS + index * dloss_stride).to(tl.float32) * logit_scale
+        coef_exp = (coef_target + coef_all + 2.0 * LN_2 * coef_square * lse) * coef_loss / sum_exp
+        coef_target, coef_each = coef_target * coef_loss, coef_each * coef_loss
         x, col = tl.load(row.middle + at, mask, other=0.0), row.head + at
-        of_y = tl.where(col == y, of_target, 0.0)
-        dx = _gradient(x, col, mask, peak, WEIGHT, of_power, of_each, of_y, logit_scale, softcap, SMOOTH)
+        coef_y = tl.where(col == y, coef_target, 0.0)
+        dx = _gradient(x, col, mask, row_max, WEIGHT, coef_exp, coef_each, coef_y, logit_scale, softcap, SMOOTH)
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(row, cols, VECTOR)
-            edge_x = tl.load(row.first + edge, edge_mask, other=0.0)
-            edge_of_y = tl.where(edge == y, of_target, 0.0)
+            edge, edge_valid = edge_columns(row, cols, VECTOR)
+            edge_x = tl.load(row.first + edge, edge_valid, other=0.0)
+            edge_coef_y = tl.where(edge == y, coef_target, 0.0)
             edge_dx = _gradient(
-                edge_x, edge, edge_mask, peak, WEIGHT, of_power, of_each, edge_of_y, logit_scale, softcap, SMOOTH
+                edge_x,
+                edge,
+                edge_valid,
+                row_max,
+                WEIGHT,
+                coef_exp,
+                coef_each,
+                edge_coef_y,
+                logit_scale,
+                softcap,
+                SMOOTH,
             )
-            tl.store(D + edge, edge_dx, edge_mask)
+            tl.store(D + edge, edge_dx, edge_valid)
 
 
 @triton.jit(do_not_specialize=["misaligned"])
@@ -331,9 +352,9 @@ def cross_entropy_scale(
             mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
             tl.store(row.middle + at, tl.load(row.middle + at, mask, other=0.0).to(tl.float32) * dloss, mask)
         if not ALIGNED or cols % VECTOR != 0:
-            edge, edge_mask = edge_columns(row, cols, VECTOR)
+            edge, edge_valid = edge_columns(row, cols, VECTOR)
             EDGE = row.first + edge
-            tl.store(EDGE, tl.load(EDGE, edge_mask, other=0.0).to(tl.float32) * dloss, edge_mask)
+            tl.store(EDGE, tl.load(EDGE, edge_valid, other=0.0).to(tl.float32) * dloss, edge_valid)
 
 
 def _numbers(formula):

@@ -20,7 +20,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
-from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, add_powers, over_vectors
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, online_softmax, row_softmax
 from liger_hw.kernels._math import in_row
 from liger_hw.kernels.vocabulary.divergence import divergence_element, elements
 from liger_hw.launch import launch
@@ -56,10 +56,10 @@ def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexp
 
 
 @triton.jit
-def _log_sum(peak, total):
+def _log_sum(row_max, sum_exp):
     """Return log2 of a row's sum from those of its vectors."""
-    top, row_total = over_vectors(peak, total)
-    return top + tl.log2(row_total)
+    row_max, row_sum_exp = row_softmax(row_max, sum_exp)
+    return row_max + tl.log2(row_sum_exp)
 
 
 @triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
@@ -83,19 +83,19 @@ def divergence_of_logits(
                 tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
     else:
         scale = LOG2_E / temperature
-        s_peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
-        s_total = tl.zeros((COLS // VECTOR,), tl.float32)
-        t_peak, hard_peak = s_peak, s_peak
-        t_total, hard_total = s_total, s_total
+        s_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
+        t_max, hard_max = s_max, s_max
+        t_sum_exp, hard_sum_exp = s_sum_exp, s_sum_exp
         for start in range(0, cols, COLS):
             at = start + lane
             s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-            s_peak, s_total = add_powers(s, s_peak, s_total, VECTOR)
-            t_peak, t_total = add_powers(t, t_peak, t_total, VECTOR)
+            s_max, s_sum_exp = online_softmax(s, s_max, s_sum_exp, VECTOR)
+            t_max, t_sum_exp = online_softmax(t, t_max, t_sum_exp, VECTOR)
             if HARD is not None:
                 cold = tl.where(at < student_cols, s * temperature, float("-inf"))
-                hard_peak, hard_total = add_powers(cold, hard_peak, hard_total, VECTOR)
-        s_lse, t_lse = _log_sum(s_peak, s_total), _log_sum(t_peak, t_total)
+                hard_max, hard_sum_exp = online_softmax(cold, hard_max, hard_sum_exp, VECTOR)
+        s_lse, t_lse = _log_sum(s_max, s_sum_exp), _log_sum(t_max, t_sum_exp)
         values = tl.zeros((COLS,), tl.float32)
         slopes = tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
@@ -109,14 +109,14 @@ def divergence_of_logits(
             slope_sum = tl.sum(slopes, 0)
         hard_lse = s_lse
         if HARD is not None:
-            inside = (y >= 0) & (y < student_cols)
-            hard_lse = _log_sum(hard_peak, hard_total)
-            z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
-            hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
+            valid_target = (y >= 0) & (y < student_cols)
+            hard_lse = _log_sum(hard_max, hard_sum_exp)
+            z_y = tl.load(S + y, valid_target, other=0.0).to(tl.float32) * LOG2_E
+            hard = tl.where(valid_target, (hard_lse - z_y) * LN_2, float("nan"))
         if GRADIENT:
-            of_soft = tl.load(FACTORS).to(tl.float32) / temperature
-            of_hard = tl.load(FACTORS + 1).to(tl.float32)
-            of_hard = tl.where(hard == hard, of_hard, float("nan"))
+            coef_soft = tl.load(FACTORS).to(tl.float32) / temperature
+            coef_hard = tl.load(FACTORS + 1).to(tl.float32)
+            coef_hard = tl.where(hard == hard, coef_hard, float("nan"))
             tl.debug_barrier()  # every lane has read the label's logit
             for start in range(0, cols, COLS):
                 at = start + lane
@@ -126,10 +126,10 @@ def divergence_of_logits(
                 value, slope, q = divergence_element(s - s_lse, t - t_lse, beta, KIND)
                 if KIND == "kl":
                     values += value
-                ds = of_soft * (slope - q * slope_sum)
+                ds = coef_soft * (slope - q * slope_sum)
                 if HARD is not None:
                     p = tl.exp2(s * temperature - hard_lse)
-                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0))
+                    ds += coef_hard * (p - tl.where(at == y, 1.0, 0.0))
                 tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
         soft = tl.sum(values, 0)
     tl.store(SOFT + row, soft)
@@ -173,8 +173,8 @@ def cosine_of_logits(
     else:
         products = tl.zeros((COLS,), tl.float32)
         s_squares, t_squares = products, products
-        peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
-        total = tl.zeros((COLS // VECTOR,), tl.float32)
+        row_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         for start in range(0, cols, COLS):
             at = start + lane
             s = _values(S, at, student_cols, VECTOR, COLS)
@@ -183,7 +183,9 @@ def cosine_of_logits(
             s_squares += s * s
             t_squares += t * t
             if HARD is not None:
-                peak, total = add_powers(tl.where(at < student_cols, s * LOG2_E, float("-inf")), peak, total, VECTOR)
+                row_max, sum_exp = online_softmax(
+                    tl.where(at < student_cols, s * LOG2_E, float("-inf")), row_max, sum_exp, VECTOR
+                )
         s_square = tl.sum(s_squares, 0)
         # torch's lower bound of a norm
         norms = tl.maximum(tl.sqrt(s_square), 1e-8) * tl.maximum(tl.sqrt(tl.sum(t_squares, 0)), 1e-8)
@@ -191,24 +193,24 @@ def cosine_of_logits(
         soft = 1.0 - cosine
         hard_lse = soft
         if HARD is not None:
-            inside = (y >= 0) & (y < student_cols)
-            hard_lse = _log_sum(peak, total)
-            z_y = tl.load(S + y, inside, other=0.0).to(tl.float32) * LOG2_E
-            hard = tl.where(inside, (hard_lse - z_y) * LN_2, float("nan"))
+            valid_target = (y >= 0) & (y < student_cols)
+            hard_lse = _log_sum(row_max, sum_exp)
+            z_y = tl.load(S + y, valid_target, other=0.0).to(tl.float32) * LOG2_E
+            hard = tl.where(valid_target, (hard_lse - z_y) * LN_2, float("nan"))
         if GRADIENT:
-            of_soft, of_hard = tl.load(FACTORS).to(tl.float32), tl.load(FACTORS + 1).to(tl.float32)
-            of_s = tl.where(s_square > 0, of_soft * cosine / s_square, 0.0)
-            of_t = of_soft / norms
-            of_hard = tl.where(hard == hard, of_hard, float("nan"))
+            coef_soft, coef_hard = tl.load(FACTORS).to(tl.float32), tl.load(FACTORS + 1).to(tl.float32)
+            coef_s = tl.where(s_square > 0, coef_soft * cosine / s_square, 0.0)
+            coef_t = coef_soft / norms
+            coef_hard = tl.where(hard == hard, coef_hard, float("nan"))
             tl.debug_barrier()  # every lane has read the label's logit
             last = (student_cols - 1) // COLS * COLS
             for start in range(0, student_cols, COLS):
                 at = last - start + lane
                 s = _values(S, at, student_cols, VECTOR, COLS)
-                ds = of_s * s - of_t * _values(T, at, teacher_cols, VECTOR, COLS)
+                ds = coef_s * s - coef_t * _values(T, at, teacher_cols, VECTOR, COLS)
                 if HARD is not None:
                     p = tl.exp2(s * LOG2_E - hard_lse)
-                    ds += of_hard * (p - tl.where(at == y, 1.0, 0.0))
+                    ds += coef_hard * (p - tl.where(at == y, 1.0, 0.0))
                 tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
     tl.store(SOFT + row, soft)
     if HARD is not None:

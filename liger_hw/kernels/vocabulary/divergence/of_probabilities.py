@@ -12,7 +12,7 @@ from typing import NamedTuple
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
-from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, add_powers, over_vectors, padded_columns, padded_rows
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, online_softmax, padded_columns, padded_rows, row_softmax
 from liger_hw.kernels._math import in_row
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -69,16 +69,16 @@ def kl_of_probabilities(
                 tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
     else:
         scale = LOG2_E / temperature
-        peak = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
-        total = tl.zeros((COLS // VECTOR,), tl.float32)
+        row_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         masses, values = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
         for start in range(0, cols, COLS):
             at = start + lane
             s = padded_columns(S, at, float("-inf"), cols, COLS, "evict_last") * scale
-            peak, total = add_powers(s, peak, total, VECTOR)
+            row_max, sum_exp = online_softmax(s, row_max, sum_exp, VECTOR)
             masses += _teacher(P, at, LOGARITHMS, cols, COLS, "evict_last")[0]
-        top, row_total = over_vectors(peak, total)
-        lse = top + tl.log2(row_total)
+        row_max, row_sum_exp = row_softmax(row_max, sum_exp)
+        lse = row_max + tl.log2(row_sum_exp)
         mass = tl.sum(masses, 0)
         last = (cols - 1) // COLS * COLS
         for start in range(0, cols, COLS):

@@ -41,30 +41,30 @@ def _scaled(x, softcap, logit_scale, temperature):
 
 
 @triton.jit
-def _powers(z, mask, peak, total, moment, MOMENT: tl.constexpr, VECTOR: tl.constexpr):
-    """Add a block to each lane's running maximum and both sums of powers.
+def _online_softmax(z, mask, row_max, sum_exp, moment, MOMENT: tl.constexpr, VECTOR: tl.constexpr):
+    """Add a block to each lane's running maximum and both sums of exponentials.
 
     The second sum multiplies powers by their exponents. A lane reduces its own vectors alone, so that no lane waits for
     another before the row's end.
     """
     LANES: tl.constexpr = z.shape[0] // VECTOR
     z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
-    higher = tl.maximum(peak, tl.max(z, 1))
-    power = tl.exp2(z - higher[:, None])
+    new_max = tl.maximum(row_max, tl.max(z, 1))
+    exp = tl.exp2(z - new_max[:, None])
     if MOMENT:
-        moment = (moment + (peak - higher) * total) * tl.exp2(peak - higher)
-        moment += tl.sum(tl.where(power > 0, power * (z - higher[:, None]), 0.0), 1)
-    return higher, total * tl.exp2(peak - higher) + tl.sum(power, 1), moment
+        moment = (moment + (row_max - new_max) * sum_exp) * tl.exp2(row_max - new_max)
+        moment += tl.sum(tl.where(exp > 0, exp * (z - new_max[:, None]), 0.0), 1)
+    return new_max, sum_exp * tl.exp2(row_max - new_max) + tl.sum(exp, 1), moment
 
 
 @triton.jit
-def _over_lanes(peak, total, moment, MOMENT: tl.constexpr):
+def _over_lanes(lane_max, sum_exp, moment, MOMENT: tl.constexpr):
     """Reduce the lanes' values to the row's maximum and sums."""
-    top = tl.max(peak, 0)
-    rescale = tl.exp2(peak - top)
+    row_max = tl.max(lane_max, 0)
+    rescale = tl.exp2(lane_max - row_max)
     if MOMENT:
-        moment = tl.sum((moment + (peak - top) * total) * rescale, 0)
-    return top, tl.sum(total * rescale, 0), moment
+        moment = tl.sum((moment + (lane_max - row_max) * sum_exp) * rescale, 0)
+    return row_max, tl.sum(sum_exp * rescale, 0), moment
 
 
 @triton.jit
@@ -72,29 +72,29 @@ def _statistics(
     row, softcap, logit_scale, temperature, MOMENT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk a row for its maximum z and both sums of powers."""
+    """Walk a row for its maximum z and both sums of exponentials."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
-    peak = tl.full((LANES,), LOWEST, tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
+    row_max = tl.full((LANES,), LOWEST, tl.float32)
+    sum_exp = tl.zeros((LANES,), tl.float32)
     moment = tl.zeros((LANES,), tl.float32)
     if not ALIGNED or cols % VECTOR != 0:
-        edge, edge_mask = edge_columns(row, cols, VECTOR)
-        edge_z = _scaled(tl.load(row.first + edge, edge_mask, other=0.0), softcap, logit_scale, temperature)
+        edge, edge_valid = edge_columns(row, cols, VECTOR)
+        edge_z = _scaled(tl.load(row.first + edge, edge_valid, other=0.0), softcap, logit_scale, temperature)
         none = tl.zeros((2,), tl.float32)
-        of_edges = _powers(edge_z, edge_mask, none + LOWEST, none, none, MOMENT, VECTOR)
-        edge_peak, edge_total, edge_moment = _over_lanes(*of_edges, MOMENT)
+        edge_stats = _online_softmax(edge_z, edge_valid, none + LOWEST, none, none, MOMENT, VECTOR)
+        edge_max, edge_sum_exp, edge_moment = _over_lanes(*edge_stats, MOMENT)
         first = tl.arange(0, LANES) == 0
-        peak = tl.where(first, edge_peak, peak)
-        total = tl.where(first, edge_total, total)
+        row_max = tl.where(first, edge_max, row_max)
+        sum_exp = tl.where(first, edge_sum_exp, sum_exp)
         if MOMENT:
             moment = tl.where(first, edge_moment, moment)
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
         at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         z = _scaled(tl.load(row.middle + at, mask, other=0.0), softcap, logit_scale, temperature)
-        peak, total, moment = _powers(z, mask, peak, total, moment, MOMENT, VECTOR)
-    return _over_lanes(peak, total, moment, MOMENT)
+        row_max, sum_exp, moment = _online_softmax(z, mask, row_max, sum_exp, moment, MOMENT, VECTOR)
+    return _over_lanes(row_max, sum_exp, moment, MOMENT)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
@@ -107,40 +107,42 @@ def selective_log_softmax_forward(
     MOMENT: tl.constexpr = ENTROPY is not None
     y = tl.load(TOKENS + index)
     log_prob = tl.full((), 0.0, tl.float32)
-    entropy, lse, peak, total = log_prob, log_prob, log_prob, log_prob + 1.0
+    entropy, lse, row_max, sum_exp = log_prob, log_prob, log_prob, log_prob + 1.0
     if y != ignore_index:
         row = row_at(LOGITS, index, stride, misaligned, cols, VECTOR, ALIGNED)
-        inside = (y >= 0) & (y < cols)
-        z_y = _scaled(tl.load(row.first + y, inside, other=0.0), softcap, logit_scale, temperature)
-        peak, total, moment = _statistics(
+        valid_target = (y >= 0) & (y < cols)
+        z_y = _scaled(tl.load(row.first + y, valid_target, other=0.0), softcap, logit_scale, temperature)
+        row_max, sum_exp, moment = _statistics(
             row, softcap, logit_scale, temperature, MOMENT, cols, VECTOR, ALIGNED, COLS, STAGES
         )
-        lse = (peak + tl.log2(total)) * LN_2
-        log_prob = ((z_y - peak) - tl.log2(total)) * LN_2  # the difference first: it is exact near the peak
-        log_prob = tl.where(inside, log_prob, float("nan"))
+        lse = (row_max + tl.log2(sum_exp)) * LN_2
+        log_prob = ((z_y - row_max) - tl.log2(sum_exp)) * LN_2  # the difference first: it is exact near the maximum
+        log_prob = tl.where(valid_target, log_prob, float("nan"))
         if MOMENT:
-            entropy = (tl.log2(total) - moment / total) * LN_2
+            entropy = (tl.log2(sum_exp) - moment / sum_exp) * LN_2
     tl.store(LOG_PROBS + index, log_prob)
     tl.store(LSE + index, lse)
-    tl.store(PARTITION + 2 * index, peak)
-    tl.store(PARTITION + 2 * index + 1, total)
+    tl.store(PARTITION + 2 * index, row_max)
+    tl.store(PARTITION + 2 * index + 1, sum_exp)
     if ENTROPY is not None:
         tl.store(ENTROPY + index, entropy)
 
 
 @triton.jit
-def _gradient(x, col, y, peak, log_total, entropy, of_token, of_power, of_entropy, softcap, logit_scale, temperature):
+def _gradient(
+    x, col, y, row_max, log_sum_exp, entropy, coef_token, coef_exp, coef_entropy, softcap, logit_scale, temperature
+):
     """Return dx_j.
 
-    The factors include logit_scale / temperature, and those of powers 1 / total.
+    The factors include logit_scale / temperature, and those of exponentials 1 / sum_exp.
     """
     z, ratio = score(x, logit_scale, softcap)
     z *= 1.0 / temperature
-    power = tl.exp2(z - peak)
-    factor = tl.zeros_like(power) + of_power
-    if of_entropy is not None:
-        factor -= of_entropy * tl.where(power > 0, ((z - peak) - log_total) * LN_2 + entropy, 0.0)
-    dx = factor * power + tl.where(col == y, of_token, 0.0)
+    exp = tl.exp2(z - row_max)
+    factor = tl.zeros_like(exp) + coef_exp
+    if coef_entropy is not None:
+        factor -= coef_entropy * tl.where(exp > 0, ((z - row_max) - log_sum_exp) * LN_2 + entropy, 0.0)
+    dx = factor * exp + tl.where(col == y, coef_token, 0.0)
     if softcap is not None:
         dx *= 1.0 - ratio * ratio
     return dx
@@ -166,34 +168,34 @@ def selective_log_softmax_backward(
     if y == ignore_index:
         tl.store(D_BODY + at, tl.zeros((COLS,), tl.float32), mask)
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(row, cols, VECTOR)
-            tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_mask)
+            edge, edge_valid = edge_columns(row, cols, VECTOR)
+            tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_valid)
     else:
-        peak, total = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
+        row_max, sum_exp = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
         scale = logit_scale / temperature
-        of_token = tl.load(D_LOG_PROBS + index).to(tl.float32) * scale
-        of_token = tl.where((y >= 0) & (y < cols), of_token, float("nan"))
-        of_power = -of_token / total
+        coef_token = tl.load(D_LOG_PROBS + index).to(tl.float32) * scale
+        coef_token = tl.where((y >= 0) & (y < cols), coef_token, float("nan"))
+        coef_exp = -coef_token / sum_exp
         if D_LSE is not None:
-            of_power += tl.load(D_LSE + index).to(tl.float32) * scale / total
-        log_total = tl.log2(total)
+            coef_exp += tl.load(D_LSE + index).to(tl.float32) * scale / sum_exp
+        log_sum_exp = tl.log2(sum_exp)
         entropy = None
-        of_entropy = None
+        coef_entropy = None
         if D_ENTROPY is not None:
             entropy = tl.load(ENTROPY + index)
-            of_entropy = tl.load(D_ENTROPY + index).to(tl.float32) * scale / total
+            coef_entropy = tl.load(D_ENTROPY + index).to(tl.float32) * scale / sum_exp
         dx = _gradient(
-            tl.load(row.middle + at, mask, other=0.0), row.head + at, y, peak, log_total, entropy, of_token, of_power,
-            of_entropy, softcap, logit_scale, temperature,
+            tl.load(row.middle + at, mask, other=0.0), row.head + at, y, row_max, log_sum_exp, entropy, coef_token,
+            coef_exp, coef_entropy, softcap, logit_scale, temperature,
         )  # fmt: skip
         tl.store(D_BODY + at, dx, mask)
         if EDGES and part == 0:
-            edge, edge_mask = edge_columns(row, cols, VECTOR)
+            edge, edge_valid = edge_columns(row, cols, VECTOR)
             edge_dx = _gradient(
-                tl.load(row.first + edge, edge_mask, other=0.0), edge, y, peak, log_total, entropy, of_token, of_power,
-                of_entropy, softcap, logit_scale, temperature,
+                tl.load(row.first + edge, edge_valid, other=0.0), edge, y, row_max, log_sum_exp, entropy, coef_token,
+                coef_exp, coef_entropy, softcap, logit_scale, temperature,
             )  # fmt: skip
-            tl.store(D + edge, edge_dx, edge_mask)
+            tl.store(D + edge, edge_dx, edge_valid)
 
 
 def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):

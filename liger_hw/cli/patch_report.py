@@ -3,11 +3,11 @@
 import sys
 
 from liger_hw import console
-from liger_lab.cli import common
+from liger_hw.cli.common import add_command, show
 
 
 def add(commands) -> None:
-    command = common.add_command(
+    command = add_command(
         commands, "patch-report", patch_report, "show which modules of a model patching replaces",
         "Build a model without its weights, patch it, and list the modules that it replaces by op and those that it "
         "leaves, with the reason. It downloads nothing and reads no weight.",
@@ -28,7 +28,7 @@ def patch_report(args) -> None:
     _say("")
     replaced = [{"class": cls, "modules": n, "op": op} for (cls, op), n in summary.replaced.items()]
     left = [{"class": cls, "modules": n, "reason": why} for (cls, why), n in summary.left.items()]
-    common.show(args, {"model": name, "replaced": replaced, "left": left}, f"{name}\n", str(summary))
+    show(args, {"model": name, "replaced": replaced, "left": left}, f"{name}\n", str(summary))
 
 
 def _say(step: str) -> None:

@@ -8,17 +8,14 @@ import torch
 
 from liger_hw import __version__, backends, console, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
-from liger_lab import contribution
-from liger_lab.cases import model_cases, step
-from liger_lab.cli import common
+from liger_hw.cli.common import accelerators, add_command, show
 
 
 def add(commands) -> None:
-    common.add_command(
-        commands, "info", info, "show the detected hardware, and the implementation and launches of each op",
+    add_command(
+        commands, "info", info, "show the detected hardware, and the implementation of each op",
         "Show versions, the hardware as the driver and the tables describe it, the implementation that serves each op "
-        "here, its launch configurations at three shapes, and the tables of measured configurations that are in use. "
-        "It starts no kernel.",
+        "here, and the tables of launch configurations that are in use. It starts no kernel.",
         {"": "this machine", "--json": "the same for a program, and for an issue"},
         "a few seconds, most of them to import torch.",
     )  # fmt: skip
@@ -27,7 +24,7 @@ def add(commands) -> None:
 def info(args) -> None:
     """Print the detected hardware, the forced backend and the ops, as tables or as JSON."""
     facts = gather()
-    common.show(args, facts, _show(facts))
+    show(args, facts, _text(facts))
 
 
 def gather() -> dict:
@@ -42,7 +39,7 @@ def gather() -> dict:
         "forced": backends.forced(),
         "interpreter": interpreting(),
         "autotune": tuning.autotuning(),
-        "devices": [_about(device) for device in common.accelerators() or [torch.device("cpu")]],
+        "devices": [_about(device) for device in accelerators() or [torch.device("cpu")]],
     }
 
 
@@ -57,7 +54,6 @@ def _about(device: torch.device) -> dict:
             tuning.LOCAL: _table(tuning.cache_file(configured)),
         },
         "ops": {name: _served(op, device) for name, op in sorted(dispatch.OPS.items())},
-        "configurations": _configurations(device),
     }
 
 
@@ -67,8 +63,8 @@ def _table(file: Path) -> dict:
     return {
         "file": str(file),
         "entries": len(table),
-        "other_code": contribution.other_code(table) if AVAILABLE else [],
-        "other_triton": contribution.other_triton(table) if AVAILABLE else {},
+        "other_code": tuning.other_code(table) if AVAILABLE else [],
+        "other_triton": tuning.other_triton(table) if AVAILABLE else {},
     }
 
 
@@ -79,32 +75,7 @@ def _served(op, device) -> dict:
         return {"implementation": None, "error": str(error)}
 
 
-def _configurations(device) -> list[dict]:
-    """List the launch configurations of each op at three shapes.
-
-    The ops run on meta tensors, which launch nothing.
-    """
-    configurations = {}
-    with backends.meta_tensors_are_on(device):
-        if backends.device_of(torch.empty(0, device=common.META)).vendor == "cpu":
-            return []
-        for name, op in sorted(dispatch.OPS.items()):
-            cases = model_cases([name])
-            for case in (cases[0], cases[len(cases) // 2], cases[-1]):
-                try:
-                    serving = op.implementations[op.choose(common.META)]
-                except RuntimeError:
-                    continue
-                inputs = case.make(common.META, torch.bfloat16)
-                run = lambda: step(serving, inputs, case.options)  # noqa: B023, E731 - called at once
-                for config, shape, target in tuning.configurations_of(run):
-                    chosen = config(*shape, target)
-                    entry = {"op": name, "shape": case.label, "key": config.key(*shape), **chosen.to_json()}
-                    configurations.setdefault((name, entry["key"]), entry | {"source": chosen.source})
-    return list(configurations.values())
-
-
-def _show(facts: dict) -> str:
+def _text(facts: dict) -> str:
     lines = ["   ".join(f"{name} {number or 'not installed'}" for name, number in facts["versions"].items())]
     forced = f"{facts['forced']} (LIGER_HW_BACKEND)" if facts["forced"] else "nothing"
     kernels = "run in Triton's interpreter" if facts["interpreter"] else "compile"
@@ -124,27 +95,17 @@ def _show(facts: dict) -> str:
         lines += ["", console.table(["device", *FACTS], rows)]
     shown = []
     for about in facts["devices"]:
-        content = {key: about[key] for key in ("configured_as", "ops", "configurations")}
+        content = {key: about[key] for key in ("configured_as", "ops")}
         if content in shown:  # the second of two equal GPUs
             continue
         shown.append(content)
         ops = [[name, served["implementation"] or "none"] for name, served in about["ops"].items()]
         lines += ["", console.table([f"op on {about['device']}", "implementation"], ops)]
         lines += sorted({served["error"] for served in about["ops"].values() if "error" in served})
-        launches = [
-            [c["op"], c["shape"], c["key"], console.parameters(c["meta"]),
-             c["num_warps"], c["num_stages"], c["programs"], c["source"]]
-            for c in about["configurations"]
-        ]  # fmt: skip
-        header = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
-        if launches:
-            lines += ["", console.table(header, launches)]
-            lines += ["", *(_about_table(kind, table) for kind, table in about["tables"].items())]
+        if about["configured_as"]["vendor"] == "cpu":
+            lines += ["", "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows that vendor's."]
         else:
-            lines += [
-                "",
-                "No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows that vendor's.",
-            ]
+            lines += ["", *(_about_table(kind, table) for kind, table in about["tables"].items())]
     return "\n".join(lines)
 
 
@@ -175,4 +136,4 @@ FACTS = {  # column -> its text for a Device as a dictionary
 
 
 def _facts(device: dict) -> list:
-    return [show(device) for show in FACTS.values()]
+    return [text(device) for text in FACTS.values()]

@@ -1,0 +1,52 @@
+r"""Declare an op once: its registered op of torch, fake, autograd function and dispatch follow.
+
+    def _validate(x, weight): ...                            raises ValueErrors
+
+    @op(validate=_validate)
+    def scaled(x: torch.Tensor, weight: torch.Tensor, factor: float = 1.0):
+        return ...                                           reference: signature, docs, CPU path and parity oracle
+
+    scaled.shards(x="... c", weight="c", returns="x")        DTensors: see `liger_hw.sharding`
+
+    @scaled.cost
+    def _(x, weight, factor=1.0): return Cost(...)           bytes and operations, for the benchmark
+
+    @raw()
+    def _scaled_forward(x: torch.Tensor, weight: torch.Tensor, factor: float, *, y):
+        launch(...)                                          writes to y, memory like x
+
+    @_scaled_forward.backward()
+    def _scaled_backward(x, weight, factor, dy, *, dx, dweight):
+        launch(...)                                          writes to the gradients that are not None
+
+    scaled.register("triton")(_scaled_forward.apply)         any GPU
+
+Names connect the functions. The backward reads x, weight and factor, so the autograd function keeps them; statistics
+that the forward writes are read by their names, too. It takes dy, so `apply` returns y. It has dx and dweight after the
+star, so x and weight get gradients; each is None where nobody needs it. `torch.ops.liger_hw` has both functions under
+their names, without the underscore; their fakes are the allocations of what follows the star.
+
+| the op has | declare |
+|---|---|
+| results that are not one tensor like the first | `@raw(lambda x: (empty_rows(x), x.new_empty(...)))`, `*, y, mean` |
+| statistics for the backward alone | an input `needs_grad: bool`, which `apply` fills; None for them in `@raw` |
+| a gradient not like its input | `@_scaled_forward.backward(lambda dy, rows: dy.new_empty(rows, dy.shape[-1]))` |
+| a result that may get no gradient | `dy: torch.Tensor \| None`: no zeros are made for it |
+| a backward of other `raw` functions or of torch's | `*, x_grad, weight_grad`, and it returns the gradients, or None |
+| a forward of them | `@differentiable()` instead of `@raw()` |
+| a kernel that writes over its arguments | `mutates=("x",)` |
+| options that only the backward reads | further parameters of the backward: the last arguments of `apply` |
+| arguments to prepare | a function under `@scaled.register("triton")` that calls `_scaled_forward.apply` |
+
+`op` is in `ops.py`, `raw` and `differentiable` are in `declarations.py`. `registration.py` and `wiring.py` generate the
+functions between autograd and those of a kernel's file; `inspect.getsource(_scaled_forward.apply)` shows them.
+"""
+
+from liger_hw.dispatch.cost import Cost
+from liger_hw.dispatch.declarations import differentiable, raw
+from liger_hw.dispatch.function import Function
+from liger_hw.dispatch.ops import OPS, Op, op
+from liger_hw.dispatch.precision import uncast, widen
+from liger_hw.dispatch.registration import empty_rows
+
+__all__ = ["OPS", "Cost", "Function", "Op", "differentiable", "empty_rows", "op", "raw", "uncast", "widen"]

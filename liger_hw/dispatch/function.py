@@ -1,0 +1,62 @@
+"""Autograd functions that cost little host time."""
+
+import functools
+
+import torch
+from torch.compiler import is_compiling
+
+from liger_hw._torch import has_tangents, transforms_active
+
+
+class Function(torch.autograd.Function):
+    """An autograd function of kernels: first-order, and cheaper to call than torch's own.
+
+    torch's `apply` searches every argument for the wrappers of functorch, which only matters within a transform, and
+    makes a graph node even where gradients are off: 1.6 us (an x86 CPU) and 5 us (an H200's host).
+
+    Attributes:
+        instead: the advice in the errors below.
+
+    Raises:
+        RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes; an argument with a
+            tangent of forward-mode AD.
+    """
+
+    instead = "run under liger_hw.use_backend('reference')"
+
+    def __init_subclass__(cls):
+        if "backward" in vars(cls):  # not where a base has wrapped it
+            backward = cls.backward
+
+            @functools.wraps(backward)
+            def first_order(ctx, *grads):
+                if torch.is_grad_enabled() and not is_compiling():
+                    raise RuntimeError(
+                        f"{cls.__name__} has no second-order gradients: call backward without create_graph=True, or "
+                        f"{cls.instead}"
+                    )
+                return backward(ctx, *grads)
+
+            cls.backward = staticmethod(first_order)
+        cls.apply_with_graph = super(torch.autograd.Function, cls).apply  # torch's in C, which searches for no wrappers
+
+    @classmethod
+    def apply(cls, *args):
+        if is_compiling() or transforms_active():
+            return super().apply(*args)
+        if has_tangents(args):  # without a graph they would be lost, and a missing tangent counts as zero
+            raise RuntimeError(f"{cls.__name__} has no forward-mode derivatives: {cls.instead}")
+        if not torch.is_grad_enabled():
+            return cls.forward(_NoGraph(), *args)
+        return cls.apply_with_graph(*args)
+
+
+class _NoGraph:
+    """The context of a forward without a backward, which keeps nothing."""
+
+    needs_input_grad = (False,) * 32  # no function has more arguments
+
+    def save_for_backward(self, *tensors):
+        pass
+
+    mark_non_differentiable = set_materialize_grads = save_for_backward

@@ -1,0 +1,201 @@
+"""The decorator `op`, which chooses an implementation by device.
+
+    @op
+    def rms_norm(x, weight, eps=1e-6):          # signature, docs, CPU path and parity oracle
+        return ...
+
+    @rms_norm.register("triton")                # any GPU
+    @rms_norm.register("amd:gfx942")            # this GPU only, and preferred there
+
+It is like `functools.singledispatch`, keyed by the device and the dtype of the first tensor, or of the first one of a
+list or tuple.
+"""
+
+import functools
+import inspect
+import logging
+from collections import namedtuple
+
+import torch
+from torch.compiler import is_compiling
+
+from liger_hw import backends
+from liger_hw._torch import constant_result, is_dtensor
+from liger_hw._triton import AVAILABLE
+from liger_hw.checks import KERNEL_DTYPES, explain, refuse_dtype
+from liger_hw.dispatch.generated import arguments_by_name, define
+from liger_hw.sharding import by_shards
+
+logger = logging.getLogger("liger_hw.dispatch")
+OPS = {}  # name -> op, for the parity matrix and the docs
+
+
+def op(reference=None, *, validate=None, dtypes=KERNEL_DTYPES):
+    """Make an op of `reference`, its default implementation, documentation and oracle.
+
+    The result is a function with the methods of `Op` and the attributes that are documented there.
+
+    Args:
+        validate: a function of some of the op's arguments, taken by name, which raises a ValueError for a wrong one.
+            It runs before each implementation.
+        dtypes: those of the first tensor that kernels take; plain torch serves the others.
+    """
+    if reference is None:
+        return functools.partial(op, validate=validate, dtypes=dtypes)
+    return Op(reference, validate, dtypes).function
+
+
+class Op:
+    """A reference, its implementations, and the rules for all of them.
+
+    Attributes:
+        function: what programs call. It has the public attributes and methods below, too.
+        reference: plain torch.
+        implementations: backend -> function of the op's signature, which checks its arguments.
+        dtypes: as in `op`.
+        arguments: a named tuple of all arguments.
+        cost_of: the formula given to `cost`.
+    """
+
+    def __init__(self, reference, validate, dtypes):
+        self.name, self.reference, self.dtypes, self._validate = reference.__name__, reference, dtypes, validate
+        self._parameters = inspect.signature(reference).parameters
+        self._first = next(iter(self._parameters))
+        defaults = reference.__defaults__
+        self.arguments = namedtuple(f"{self.name}_arguments", self._parameters, defaults=defaults)
+        self.implementations, self._chosen, self._rule = {"reference": self._checked(reference)}, {}, None
+        self.function = self._function()
+        for name in ("reference", "implementations", "dtypes", "arguments", "choose", "register", "shards", "cost"):
+            setattr(self.function, name, getattr(self, name))
+        OPS[self.name] = self.function
+
+    def _function(self):
+        first, chosen, implementations, reference = self._first, self._chosen, self.implementations, self.reference
+        name, remember, on_shards = self.name, self._remember, self._on_shards
+
+        @functools.wraps(reference)
+        def call(*args, **kwargs):
+            if is_compiling():
+                x = args[0] if args else kwargs[first]
+                x = x[0] if isinstance(x, (list, tuple)) else x
+                implementation = implementations[_choice_while_tracing(name, x.device.type, x.device.index, x.dtype)]
+                return (on_shards(implementation) if is_dtensor(x) else implementation)(*args, **kwargs)
+            try:
+                x = args[0] if args else kwargs[first]
+                kind = type(x)
+                if kind is list or kind is tuple:
+                    x = x[0]
+                    kind = type(x)
+                # `_forced` itself, because a call of `forced()` would cost more than the look-up
+                implementation = chosen.get((kind, x.device, x.dtype, backends._forced)) or remember(x)
+                return implementation(*args, **kwargs)
+            except Exception as error:
+                explain(error, reference, args, kwargs)
+                raise
+
+        return call
+
+    def _remember(self, x):
+        """Choose an implementation for `x` and the tensors that have its type, device and dtype."""
+        implementation = self.implementations[self.choose(x.device, x.dtype)]
+        if is_dtensor(x):
+            implementation = self._on_shards(implementation)
+        self._chosen[(type(x), x.device, x.dtype, backends.forced())] = implementation
+        return implementation
+
+    def choose(self, device, dtype=None):
+        """Return the first backend of the chain of `device` that has an implementation.
+
+        Plain torch serves a `dtype` that kernels would round; None means one that they take. Level DEBUG logs the
+        choice and its reason; an op remembers its choices, so each device and dtype is logged once.
+
+        Raises:
+            ValueError: kernels are forced and would round that `dtype`.
+            NotImplementedError: the backend that is forced has no implementation.
+        """
+        dtype = dtype or self.dtypes[0]
+        forced, reason = backends.forced(), "the most specific one for this device"
+        if forced is not None:
+            reason = f"{forced!r} is forced"
+        elif not AVAILABLE:
+            reason = "the package triton is not installed"
+        if dtype not in self.dtypes and forced is None:
+            names, reason = backends.CPU.backends, "kernels would round this dtype"  # plain torch, on any device
+        else:
+            names = backends.backends_for(device)
+            if dtype not in self.dtypes and "reference" not in names:
+                refuse_dtype(self._first, dtype, self.dtypes)
+        for candidate in names:
+            if candidate in self.implementations:
+                logger.debug("%s of %s on %s: implementation %r, %s", self.name, dtype, device, candidate, reason)
+                return candidate
+        raise NotImplementedError(
+            f"{self.name} has no implementation for backend {forced!r}, which is forced here "
+            f"(tried {', '.join(names)}); it has {', '.join(sorted(self.implementations))}. "
+            f"Set LIGER_HW_BACKEND to one of them or unset it"
+        )
+
+    def register(self, backend, bound=False):
+        """Make a function its implementation for `backend`, one of `Device.backends`.
+
+        The function takes the op's arguments by position, after `validate`.
+
+        Args:
+            bound: it takes one argument instead, the op's `arguments`.
+        """
+
+        def decorator(implementation):
+            self.implementations[backend] = self._checked(implementation, bound)
+            self._chosen.clear()
+            return implementation
+
+        return decorator
+
+    def _checked(self, implementation, bound=False):
+        """Return `implementation` as a function of the op's signature that checks its arguments."""
+        if self._validate is None and not bound:
+            return implementation
+        names = ", ".join(self._parameters)
+        checks = self._validate and f"validate({arguments_by_name(self._validate, self._parameters)})"
+        source = f"""
+            def {self.name}({names}):
+                {checks}
+                return implementation({f"arguments({names})" if bound else names})
+        """
+        names = {"validate": self._validate, "implementation": implementation, "arguments": self.arguments}
+        checked = functools.update_wrapper(define(self.name, source, **names)[self.name], implementation)
+        checked.__defaults__ = self.reference.__defaults__
+        return checked
+
+    def shards(self, rule=None, **constant):
+        """Give the op its rule for DTensors, in the arguments of `by_shards`.
+
+        Args:
+            rule: a function of the op's `arguments` that returns them, changed or not, and the rule for this call.
+        """
+        self._rule = rule or (lambda arguments: (arguments, constant))
+        return rule
+
+    def _on_shards(self, implementation):
+        if self._rule is None:
+            raise NotImplementedError(
+                f"{self.name} has no rule for DTensors: pass each rank's part, to_local(), where that gives the right "
+                f"result"
+            )
+
+        def run(*args, **kwargs):
+            bound, rule = self._rule(self.arguments(*args, **kwargs))
+            return by_shards(implementation, bound, **rule)
+
+        return run
+
+    def cost(self, formula):
+        """Make a function of the op's arguments its `Cost`, to which measured times are compared."""
+        self.function.cost_of = formula
+        return formula
+
+
+@constant_result
+def _choice_while_tracing(name, device_type, index, dtype):
+    """Choose without tracing: the compiler sees the chosen function alone."""
+    return OPS[name].choose(torch.device(device_type, index), dtype)
