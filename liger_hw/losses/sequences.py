@@ -59,14 +59,14 @@ def token_loss(
     check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
     rows = detached(rows)
 
-    def of_group(log_probs, entropy, part):
-        of_tokens = (row if row is None else row.reshape(-1) for row in (log_probs, entropy))
-        values, *others = formula(*of_tokens, *taken(rows, part))
+    def sum_values(log_probs, entropy, part):
+        by_token = (row if row is None else row.reshape(-1) for row in (log_probs, entropy))
+        values, *others = formula(*by_token, *taken(rows, part))
         return values.sum(), *others
 
     scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
     value, _, _, *others = _by_groups(
-        "token_loss", of_group, x, weight, bias, tokens, (1, len(x), 1), scaling, with_entropy, chunk_memory
+        "token_loss", sum_values, x, weight, bias, tokens, _Groups(1, len(x), 1), scaling, with_entropy, chunk_memory
     )
     return value, *others
 
@@ -106,9 +106,27 @@ def sequence_loss(
     scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
     value, *by_token = _by_groups(
         "sequence_loss", lambda *arguments: (formula(*arguments),), x.reshape(count * length, x.shape[-1]), weight,
-        bias, tokens.reshape(-1), (parts, count // parts, length), scaling, with_entropy, chunk_memory,
+        bias, tokens.reshape(-1), _Groups(parts, count // parts, length), scaling, with_entropy, chunk_memory,
     )  # fmt: skip
     return value, *(row if row is None else row.reshape(tokens.shape) for row in by_token)
+
+
+class _Groups(NamedTuple):
+    """How rows divide into groups: (parts, count, length), the first parts of all groups, then the second ones.
+
+    Attributes:
+        parts: sequences in a group.
+        count: groups.
+        length: rows of a sequence.
+    """
+
+    parts: int
+    count: int
+    length: int
+
+    def select(self, tensors, groups):
+        """Return the values of a slice of k groups, (parts, k, length), of each tensor of all rows or None."""
+        return [x if x is None else x.reshape(self)[:, groups] for x in tensors]
 
 
 class _Fill(NamedTuple):
@@ -116,123 +134,146 @@ class _Fill(NamedTuple):
 
     Attributes:
         groups: slice of the groups.
-        dropped, kept: slices of rows; the logits of `dropped` are computed twice, the buffer keeps those of `kept`.
+        recomputed, kept: slices of rows. The buffer keeps the logits of `kept`; those of `recomputed` are computed
+            twice.
     """
 
     groups: slice
-    dropped: list
+    recomputed: list
     kept: list
 
 
-def _by_groups(op, formula, x, weight, bias, tokens, shape, scaling, with_entropy, chunk_memory):
+def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, chunk_memory):
     """Sum a formula over groups of rows.
 
     Args:
         op: name of the caller's op, for errors.
-        formula: (log-probabilities (parts, k, length), entropy alike or None, slice of k groups) -> (sum (),
-            *others (k,)).
+        formula: (log-probabilities (parts, k, length), entropy of the same shape or None, slice of k groups) ->
+            (sum (), *others (k,)).
         x: (parts groups length, H). tokens: (parts groups length,).
-        shape: (parts, groups, length).
+        groups: `_Groups`.
 
     Returns:
         (sum (), log-probabilities by row, entropy by row or None, *others (groups,)), all but the sum without a
         gradient.
     """
-    tokens, (parts, groups, length) = tokens.contiguous(), shape
-    plan = plan_of(chunk_memory, x, weight, bias)
-
-    def of_groups(rows, part):
-        return [row if row is None else row.reshape(shape)[:, part] for row in rows]
-
+    tokens, plan = tokens.contiguous(), plan_of(chunk_memory, x, weight, bias)
     if plan is None:
         ignore_index, softcap, logit_scale, temperature = scaling
         log_probs, entropy, _ = fused_linear_selective_log_softmax(
             x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True
         )
-        every = slice(0, groups)
-        value, *others = formula(*of_groups((log_probs, entropy), every), every)
+        every = slice(0, groups.count)
+        value, *others = formula(*groups.select((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
-    functions = row_functions(plan)
-    slope_bound = abs(scaling.logit_scale / scaling.temperature)  # of scaled logits by logits; a softcap's is at most 1
 
     def compute(needs_grad):
-        head = ChunkedHead(x, weight, bias, plan, group=parts * length)
-        fills = _fills(parts, groups, length, head.rows)
-        slices = sum(len(fill.dropped) + len(fill.kept) for fill in fills)
-        gradients = Gradients(head, needs_grad, slices, in_forward=True)
-        log_probs, entropy, lse, partition = empty_rows(x, with_entropy, wide_dtype(x))
-        entropy = entropy if with_entropy else None
-        incoming = [row if row is None else torch.empty_like(row) for row in (log_probs, entropy)]
-        outputs = []
-
-        def forward(part, logits):
-            functions.forward_rows(logits, tokens[part], scaling, *taken((log_probs, entropy, lse, partition), part))
-
-        def backward(part, logits):
-            of_part = taken((entropy, partition, *incoming), part)
-            functions.backward_rows(logits, tokens[part], scaling, *of_part)
-            gradients.add(part, logits)
-
-        for fill in fills:
-            for part in fill.dropped:
-                forward(part, head.logits(part))
-            at, kept = 0, []
-            for part in fill.kept:
-                kept.append(head.logits(part, at))
-                forward(part, kept[-1])
-                at += part.stop - part.start
-            differentiate = any(needs_grad)
-            leaves = [
-                row if row is None else row.detach().requires_grad_(differentiate)
-                for row in of_groups((log_probs, entropy), fill.groups)
-            ]
-            with torch.set_grad_enabled(differentiate):
-                value, *others = formula(*leaves, fill.groups)
-            outputs.append([output.detach() for output in (value, *others)])
-            if not differentiate:
-                continue
-            grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
-            if gradients.scales:
-                # the entropy's gradient has p |log p + H| <= 1 + log V, as H <= log V
-                bounds = slope_bound, slope_bound * (1 + math.log(len(weight)))
-                factor = gradients.factor(*(grad * bound for grad, bound in zip(grads, bounds)))
-                grads = [grad * factor for grad in grads]
-            for row, grad in zip(of_groups(incoming, fill.groups), grads):
-                row.copy_(grad)
-            for part, logits in zip(fill.kept, kept):
-                backward(part, logits)
-            for part in fill.dropped:
-                backward(part, head.logits(part))
-        values, *others = zip(*outputs)
-        logged = [row for row in (log_probs, entropy) if row is not None]
-        logged += [torch.cat(rows) for rows in others]
-        return (torch.stack(values).sum(), *logged), gradients.finished()
+        head = ChunkedHead(x, weight, bias, plan, group=groups.parts * groups.length)
+        return _Computation(formula, head, tokens, groups, scaling, with_entropy, needs_grad).run()
 
     value, log_probs, *logged = with_gradients(op, compute, x, weight, bias, plan)
     return value, log_probs, *(logged if with_entropy else (None, *logged))
 
 
-def _fills(parts, groups, length, size) -> list[_Fill]:
+class _Computation:
+    """Compute a formula of groups of rows, and the gradients of its sum, fill by fill.
+
+    Args:
+        formula, tokens, groups, scaling, with_entropy: of `_by_groups`.
+        head: the `ChunkedHead`, whose buffer holds a fill's logits, then their gradient.
+        needs_grad: whether x, weight and bias need a gradient.
+    """
+
+    def __init__(self, formula, head, tokens, groups, scaling, with_entropy, needs_grad):
+        self.formula, self.head, self.tokens, self.groups, self.scaling = formula, head, tokens, groups, scaling
+        self.fills, self.needs_grad = _fills(groups, head.rows), any(needs_grad)
+        slices = sum(len(fill.recomputed) + len(fill.kept) for fill in self.fills)
+        self.gradients = Gradients(head, needs_grad, slices, in_forward=True)
+        self.functions = row_functions(head.plan)
+        log_probs, entropy, lse, partition = empty_rows(head.x, with_entropy, wide_dtype(head.x))
+        entropy = entropy if with_entropy else None
+        self.statistics, self.by_row = (log_probs, entropy, lse, partition), (log_probs, entropy)
+        self.grads = [row if row is None else torch.empty_like(row) for row in self.by_row]
+
+    def run(self):
+        """Return (sum, log-probabilities, entropy if needed, *others), and the gradients."""
+        values, *others = zip(*(self._run_fill(fill) for fill in self.fills))
+        logged = [row for row in self.by_row if row is not None]
+        logged += [torch.cat(rows) for rows in others]
+        return (torch.stack(values).sum(), *logged), self.gradients.finished()
+
+    def _run_fill(self, fill):
+        """Return the formula's outputs for a fill's groups, and add to the gradients."""
+        for part in fill.recomputed:
+            self._forward(part, self.head.logits(part))
+        at, kept = 0, []
+        for part in fill.kept:
+            kept.append(self.head.logits(part, at))
+            self._forward(part, kept[-1])
+            at += part.stop - part.start
+        outputs = self._differentiate(fill.groups)
+        if self.needs_grad:
+            for part, logits in zip(fill.kept, kept):
+                self._backward(part, logits)
+            for part in fill.recomputed:
+                self._backward(part, self.head.logits(part))
+        return outputs
+
+    def _forward(self, part, logits):
+        self.functions.forward_rows(logits, self.tokens[part], self.scaling, *taken(self.statistics, part))
+
+    def _backward(self, part, logits):
+        _, entropy, _, partition = self.statistics
+        rows = taken((entropy, partition, *self.grads), part)
+        self.functions.backward_rows(logits, self.tokens[part], self.scaling, *rows)
+        self.gradients.add(part, logits)
+
+    def _differentiate(self, groups):
+        """Return the formula's outputs for a slice of the groups; its gradient by the rows is kept for `_backward`."""
+        leaves = [
+            row if row is None else row.detach().requires_grad_(self.needs_grad)
+            for row in self.groups.select(self.by_row, groups)
+        ]
+        with torch.set_grad_enabled(self.needs_grad):
+            value, *others = self.formula(*leaves, groups)
+        if self.needs_grad:
+            grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
+            if self.gradients.scales:
+                factor = self.gradients.factor(*(grad * bound for grad, bound in zip(grads, self._slope_bounds())))
+                grads = [grad * factor for grad in grads]
+            for row, grad in zip(self.groups.select(self.grads, groups), grads):
+                row.copy_(grad)
+        return [output.detach() for output in (value, *others)]
+
+    def _slope_bounds(self):
+        """Return bounds of the slopes of log-probability and entropy by a logit; a softcap's slope is at most 1."""
+        bound = abs(self.scaling.logit_scale / self.scaling.temperature)
+        # the entropy's gradient has p |log p + H| <= 1 + log V, as H <= log V
+        return bound, bound * (1 + math.log(len(self.head.weight)))
+
+
+def _fills(groups, size) -> list[_Fill]:
     """Plan fills of `size` rows: as many whole groups as fit, or part of one."""
+    parts, count, length = groups
     at_once = max(size // (parts * length), 1)
     fills = []
-    for start in range(0, groups, at_once):
-        stop = min(start + at_once, groups)
-        rows = [slice((j * groups + start) * length, (j * groups + stop) * length) for j in range(parts)]
+    for start in range(0, count, at_once):
+        stop = min(start + at_once, count)
+        rows = [slice((j * count + start) * length, (j * count + stop) * length) for j in range(parts)]
         fills.append(_Fill(slice(start, stop), *_split(rows, size)))
     return fills
 
 
 def _split(rows, size):
     """Cut slices of rows: pieces of at most `size` rows, then the last `size`."""
-    dropped, kept, rows_over = [], [], sum(part.stop - part.start for part in rows) - size
+    recomputed, kept, rows_over = [], [], sum(part.stop - part.start for part in rows) - size
     for part in rows:
         start = part.start
         while start < part.stop and rows_over > 0:
             stop = min(start + min(size, rows_over), part.stop)
-            dropped.append(slice(start, stop))
+            recomputed.append(slice(start, stop))
             rows_over -= stop - start
             start = stop
         if start < part.stop:
             kept.append(slice(start, part.stop))
-    return dropped, kept
+    return recomputed, kept
