@@ -19,7 +19,7 @@ from torch._C import _len_torch_function_stack as function_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn._reduction import legacy_get_string as reduction_of_flags  # size_average, reduce
+from torch.nn._reduction import legacy_get_string as legacy_reduction  # of size_average, reduce
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hooks
 from torch.overrides import _get_current_function_mode_stack as active_function_modes
@@ -109,10 +109,10 @@ def process_group(name: str):
 def all_gathered(x, group: str):
     """Return `x` of every rank of the named process group: (ranks, ...)."""
     group = process_group(group)
-    of_ranks = x.new_empty(group.size() * len(x), *x.shape[1:])
+    gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     former_name = getattr(torch.distributed, "all_gather_into_tensor", None)  # deprecated since torch 2.13
-    getattr(torch.distributed, "all_gather_single", former_name)(of_ranks, x.contiguous(), group)
-    return of_ranks.view(group.size(), *x.shape)
+    getattr(torch.distributed, "all_gather_single", former_name)(gathered, x.contiguous(), group)
+    return gathered.view(group.size(), *x.shape)
 
 
 def traced(*tensors) -> bool:
@@ -271,8 +271,8 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(function) -> None:
-    """Call `function` at the end of the backward that runs here."""
+def after_backward(function) -> None:
+    """Call `function` at the end of the backward that runs now."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

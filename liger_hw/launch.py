@@ -24,7 +24,7 @@ def launch(kernel, grid, config, *args):
 
     Raises:
         UnreadableTensor: an argument is a tensor subclass with its own dispatch, such as a DTensor.
-        Refused: a configuration of a table cannot be launched here, or spills by this version of Triton.
+        LaunchFailed: a configuration of a table cannot be launched here, or spills by this version of Triton.
     """
     if 0 in grid:
         return

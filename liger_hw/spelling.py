@@ -3,16 +3,16 @@
 import difflib
 
 
-def nearest(name, known, alike: float = 0.52) -> str | None:
+def nearest(name, known, least_share: float = 0.52) -> str | None:
     """Return the name in `known` that looks most like `name`, or None if none does.
 
     Of two names with digits, at least half of the digits must be alike: 'sm42' does not suggest 'sm121'.
 
     Args:
-        alike: least share of equal letters. With the default, 'sm90' suggests 'nvidia:sm90', which is 0.53 alike, and
-            'relu' does not suggest 'silu', which is 0.5. Long lists need more.
+        least_share: of equal letters. With the default, 'sm90' suggests 'nvidia:sm90', whose share is 0.53, and
+            'relu' does not suggest 'silu', whose share is 0.5. Long lists need more.
     """
-    for near in difflib.get_close_matches(str(name), known, n=1, cutoff=alike):
+    for near in difflib.get_close_matches(str(name), known, n=1, cutoff=least_share):
         digits = ["".join(filter(str.isdigit, text)) for text in (str(name), near)]
         if not all(digits) or difflib.SequenceMatcher(None, *digits).ratio() >= 0.5:
             return near

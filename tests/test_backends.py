@@ -186,7 +186,7 @@ def test_intel_without_an_active_driver(monkeypatch):
     ],
 )
 def test_launches_that_a_compiler_refuses(device, num_warps, knobs, words):
-    found = backends.refusal(device, num_warps, device.launch_options | knobs)
+    found = backends.launch_error(device, num_warps, device.launch_options | knobs)
     assert (found is None) == (words is None) and (words or "") in (found or "")
 
 

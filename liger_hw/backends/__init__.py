@@ -100,15 +100,15 @@ def target(name: str, device: torch.device) -> Device:
     return archs[arch] if arch else next(iter(archs.values()))
 
 
-def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """Return why `device` would refuse a launch with these compiler options, or None.
+def launch_error(device: Device, num_warps: int, options: dict) -> str | None:
+    """Return why `device` cannot launch a kernel with these compiler options, or None.
 
     Arithmetic decides, not the compiler: some compilers end the process where they fail.
     """
     lanes = num_warps * options.get("warp_size", device.warp_size)
     if lanes > device.max_threads:
         return f"{num_warps} warps are {lanes} threads, allowed: {device.max_threads} at most"
-    return VENDORS[device.vendor].refusal(device, num_warps, options) if device.vendor in VENDORS else None
+    return VENDORS[device.vendor].launch_error(device, num_warps, options) if device.vendor in VENDORS else None
 
 
 def knobs(device: Device) -> dict[str, tuple]:

@@ -109,6 +109,6 @@ def describe(device: torch.device) -> Device:
     )
 
 
-def refusal(device: Device, num_warps: int, options: dict) -> str | None:
-    """Return None: this compiler refuses nothing that `backends.refusal` allows."""
+def launch_error(device: Device, num_warps: int, options: dict) -> str | None:
+    """Return None: this compiler takes everything that `backends.launch_error` allows."""
     return None

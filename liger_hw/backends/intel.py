@@ -110,7 +110,7 @@ def describe(device: torch.device) -> Device:
     )
 
 
-def refusal(device: Device, num_warps: int, options: dict) -> str | None:
+def launch_error(device: Device, num_warps: int, options: dict) -> str | None:
     """Return why the compiler would raise, or None; Triton's autotuner does not catch these errors."""
     if options["warp_size"] not in device.warp_sizes:
         return f"warp_size={options['warp_size']}, allowed: {', '.join(map(str, device.warp_sizes))}"

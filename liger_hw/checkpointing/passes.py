@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch.utils import checkpoint
 
-from liger_hw._torch import at_end_of_backward
+from liger_hw._torch import after_backward
 from liger_hw.checkpointing import switch
 from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of, size
 from liger_hw.checkpointing.forward_mode import hooks_of, runs_hooks
@@ -229,7 +229,7 @@ class Activations:
     def _reach(self, current, index):
         if not current.going_backward:
             current.going_backward = True
-            at_end_of_backward(functools.partial(self._finish, current))
+            after_backward(functools.partial(self._finish, current))
         if current.phase.measures_memory:
             current.peaks[index + 1] = self.memory.peak()
 

@@ -105,7 +105,7 @@ class LayerRecorder(ForwardMode):
         self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
         self.input_bytes, self.input_can_leave = hidden.nbytes, can_leave
         self.parts = {}  # memory of a parameter -> the part of the layer
-        self.made = {}  # memory -> the operation that allocated it, or None
+        self.producers = {}  # memory -> the operation that allocated it, or None
         self.saved = []  # (a saved tensor, a reference to checkpointing's holder of it)
 
     def __enter__(self):
@@ -114,7 +114,7 @@ class LayerRecorder(ForwardMode):
         @functools.wraps(pack)  # the module of this function tells ops that checkpointing is active
         def record(x):
             packed = pack(x)
-            if type(x) is torch.Tensor and memory_of(x) in self.made:
+            if type(x) is torch.Tensor and memory_of(x) in self.producers:
                 self.saved.append((x.detach(), weakref.ref(packed)))
             self.last = len(self.operations)
             return packed
@@ -145,7 +145,7 @@ class LayerRecorder(ForwardMode):
         numbered = kind is NUMBERED
         if kind is MUTATES:
             for x in written(operation, args, kwargs):
-                if isinstance(producer := self.made.get(memory_of(x)), Operation):
+                if isinstance(producer := self.producers.get(memory_of(x)), Operation):
                     producer.keepable = False
         random_before = random_state(operation, self.clock.device) if numbered else None
         start = self.clock.now() if numbered else None
@@ -158,7 +158,7 @@ class LayerRecorder(ForwardMode):
         new = {address: size for address, size in memory.items() if address not in inputs}
         part = next((self.parts[address] for address in inputs if address in self.parts), None)
         if not numbered and part is None:
-            self.made.update(dict.fromkeys(new))
+            self.producers.update(dict.fromkeys(new))
         elif not numbered:  # a view or a cast of a parameter
             self.parts |= dict.fromkeys(memory, part)
         if numbered:
@@ -168,7 +168,7 @@ class LayerRecorder(ForwardMode):
             self.times.append((start, end))
             name = operation.__name__.partition(".")[0].strip("_")
             self.operations.append(Operation(operation, part or name, sum(new.values()), keepable))
-            self.made.update(dict.fromkeys(new, self.operations[-1]))
+            self.producers.update(dict.fromkeys(new, self.operations[-1]))
         return results
 
     def record(self) -> LayerRecord:

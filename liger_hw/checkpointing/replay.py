@@ -201,12 +201,12 @@ class Keeping(_Numbering):
         planned, offload = self.frame.actions.get(position, (None, False))
         if planned is not operation:
             results = operation(*args, **kwargs)
-            self.trace.made(results)
+            self.trace.note_results(results)
             return results
         device = self.frame.transfers.device
         before = random_state(operation, device)
         results = operation(*args, **kwargs)
-        self.trace.made(results)
+        self.trace.note_results(results)
         # what draws random numbers now, if not when it was recorded, is recomputed: the next ones depend on it
         if before is None or torch.equal(before, random_state(operation, device)):
             self.frame.keep(position, self.trace.digest, results, offload)
@@ -222,7 +222,7 @@ class Replaying(_Numbering):
             return self.pass_by(kind, operation, args, kwargs)
         position, recompute = self.trace.add(operation, args, kwargs), functools.partial(operation, *args, **kwargs)
         results = self.frame.take(position, operation, self.trace.digest, recompute)
-        self.trace.made(results)
+        self.trace.note_results(results)
         return results
 
 

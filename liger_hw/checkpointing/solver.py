@@ -82,22 +82,22 @@ def choices_of(record, limits, layers, rejected=()) -> list[Choice]:
     if host_bytes > 0 and record.input_can_leave:
         items = [(INPUT, Operation(None, "input", record.input_bytes, True)), *items]
         actions = torch.cat([torch.nn.functional.pad(actions, (1, 0), value=action) for action in (KEEP, OFFLOAD)])
-        of_input = 0  # it is among the items
+        input_bytes = 0  # it is among the items
     else:
-        of_input = record.input_bytes
+        input_bytes = record.input_bytes
     nbytes, on_host, seconds = torch.tensor(
         [(op.nbytes, buffer_bytes(op.nbytes), op.seconds) for _, op in items], dtype=torch.float64
     ).view(-1, 3).T  # fmt: skip
     is_offloaded = (actions == OFFLOAD).double()
-    kept, offloaded = (actions == KEEP).double() @ nbytes + of_input, is_offloaded @ nbytes
+    kept, offloaded = (actions == KEEP).double() @ nbytes + input_bytes, is_offloaded @ nbytes
     saved = (actions != RECOMPUTE).double() @ seconds
     fits_host = is_offloaded @ on_host <= limits.host_bytes / layers
     choices, most = [], min(host_bytes, float(nbytes.sum()))
     for limit in [most / 2**halvings for halvings in range(8)] + [0]:  # the buffers of more may not fit
         for row in _undominated(kept, saved, ((offloaded <= limit) & fits_host).nonzero().flatten()):
-            of_items = zip(items, actions[row].tolist())
-            actions_of_items = [(position, action) for (position, _), action in of_items if action != RECOMPUTE]
-            chosen = tuple(sorted(pair for pair in actions_of_items if pair != (INPUT, KEEP)))  # an input stays anyway
+            item_actions = zip(items, actions[row].tolist())
+            chosen_actions = [(position, action) for (position, _), action in item_actions if action != RECOMPUTE]
+            chosen = tuple(sorted(pair for pair in chosen_actions if pair != (INPUT, KEEP)))  # an input stays anyway
             choices.append(Choice(chosen, int(kept[row]), int(offloaded[row]), float(saved[row])))
     whole = Choice(None, record.saved_bytes + record.input_bytes, 0, sum(op.seconds for op in record.operations))
     lean = [choice for choice in dict.fromkeys([nothing(record), *choices]) if choice.nbytes < whole.nbytes]
@@ -127,19 +127,19 @@ def solve(choices, limits) -> list[Choice] | None:
     """
     # the last layer's backward follows its forward at once, so it offloads nothing
     choices = [*choices[:-1], [choice for choice in choices[-1] if not choice.offloaded]]
-    least = [min(choice.nbytes for choice in of_layer) for of_layer in choices]  # cells count what is beyond it
+    least = [min(choice.nbytes for choice in layer_choices) for layer_choices in choices]  # cells count bytes beyond
     room = [limit - sum(least[:part]) for part, limit in enumerate(limits.bytes_before)]
     if min(room) < 0:
         return None
-    largest = sum(max(choice.nbytes for choice in of_layer) - few for of_layer, few in zip(choices, least))
+    largest = sum(max(choice.nbytes for choice in layer_choices) - few for layer_choices, few in zip(choices, least))
     cell = max(1.0, min(room[-1], largest) / CELLS)
     last_cell = CELLS + len(choices)  # each choice may round up by one
     saved = torch.full((last_cell + 1,), -torch.inf, dtype=torch.float64)
     saved[0] = 0.0
     picks = []
-    for layer, of_layer in enumerate(choices):
+    for layer, layer_choices in enumerate(choices):
         after, pick = torch.full_like(saved, -torch.inf), torch.zeros(len(saved), dtype=torch.int32)
-        for number, choice in enumerate(of_layer):
+        for number, choice in enumerate(layer_choices):
             cells = -int((least[layer] - choice.nbytes) // cell)
             last = min(int((room[layer + 1] - choice.offloaded) // cell), last_cell)
             if last < cells:
@@ -154,7 +154,7 @@ def solve(choices, limits) -> list[Choice] | None:
         return None
     place = int((saved == saved.max()).nonzero()[0])  # the first: the fewest bytes
     plan = []
-    for of_layer, few, pick in zip(reversed(choices), reversed(least), reversed(picks)):
-        plan.insert(0, of_layer[int(pick[place])])
+    for layer_choices, few, pick in zip(reversed(choices), reversed(least), reversed(picks)):
+        plan.insert(0, layer_choices[int(pick[place])])
         place += int((few - plan[0].nbytes) // cell)
     return plan

@@ -35,7 +35,7 @@ class Trace:
         self.count += 1
         return self.count - 1
 
-    def made(self, results):
+    def note_results(self, results):
         """Note the results of the operation that was added last."""
         for place, x in enumerate(tensors_in(results)):
             self._name(x, (self.digest, place))
@@ -48,8 +48,8 @@ class Trace:
 
     def passed(self, operation, args, results):
         """Note an operation that is not counted: a view, or a cast of a parameter."""
-        of_arguments = {storage_id(x) for x in tensors_in(args) if _has_memory(x)}
-        new = [x for x in tensors_in(results) if _has_memory(x) and storage_id(x) not in of_arguments]
+        argument_memory = {storage_id(x) for x in tensors_in(args) if _has_memory(x)}
+        new = [x for x in tensors_in(results) if _has_memory(x) and storage_id(x) not in argument_memory]
         if new and self.sources is None:
             self._name_parts()
         for x in new:

@@ -81,10 +81,11 @@ class Transfers:
         """Return the bytes a second of the slower direction, or AT_ONCE on a CPU."""
         if self.stream is None:
             return AT_ONCE
-        there, here = self.buffer(MEASURED_BYTES), torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=self.device)
+        on_host = self.buffer(MEASURED_BYTES)
+        on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         for _ in range(2):  # the first warms up
             seconds = []
-            for target, source in ((there, here), (here, there)):
+            for target, source in ((on_host, on_device), (on_device, on_host)):
                 torch.accelerator.synchronize(self.device)
                 start = time.perf_counter()
                 target.copy_(source, non_blocking=True)

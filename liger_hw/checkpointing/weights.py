@@ -45,7 +45,7 @@ def with_these_weights(function, module):
     RuntimeError where the program changed one in place since, as autograd does for what it saves. Parameters that FSDP
     shards are left to it: before and after they are whole they are DTensors, or whole ones are views.
     """
-    then = [
+    parameters = [
         (owner, name, x, tensor_version(x))
         for owner in module.modules()
         for name, x in owner._parameters.items()
@@ -68,12 +68,12 @@ def with_these_weights(function, module):
             return result
         for owner, name in buffers.changed():
             refuse(owner, name)
-        with buffers.of_forward():
+        with buffers.as_in_forward():
             return run_with_parameters(*args)
 
     def run_with_parameters(*args):
         replaced = []
-        for owner, name, x, version in then:
+        for owner, name, x, version in parameters:
             if tensor_version(x) != version and not is_view(x):
                 refuse(owner, name)
             now = owner._parameters.get(name)
@@ -129,7 +129,7 @@ class _Buffers:
         ]  # fmt: skip
 
     @contextlib.contextmanager
-    def of_forward(self):
+    def as_in_forward(self):
         """Give the module the buffers of before the forward; copies of written ones."""
         now = [(owner, name, owner._buffers.get(name, _MISSING)) for owner, name, _, _ in self.entries]
         try:

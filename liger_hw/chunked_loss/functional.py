@@ -165,16 +165,16 @@ def liger_fused_linear_grpo(
     """Compute `policy_loss`: see `LigerFusedLinearGRPOLoss`."""
     check_grpo_options(loss_type, max_completion_length)
     options = policy_options(locals())
-    own_reference = not use_ref_model and ref_per_token_logps is None  # then the KL and its gradient are 0
-    if own_reference:
+    policy_is_reference = not use_ref_model and ref_per_token_logps is None  # then the KL and its gradient are 0
+    if policy_is_reference:
         ref_input, options["beta"] = None, 0.0
     batch_shape = selected_token_ids.shape
     output = policy_loss(
         _input.reshape(*batch_shape, -1), weight, selected_token_ids, advantages, attention_mask, bias,
         old_per_token_logps, ref_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio,
-        items_of_all_ranks(attention_mask, num_items_in_batch), **options,
+        items_per_rank(attention_mask, num_items_in_batch), **options,
     )  # fmt: skip
-    kl = torch.zeros_like(output.clip_ratio) if own_reference and beta else output.kl
+    kl = torch.zeros_like(output.clip_ratio) if policy_is_reference and beta else output.kl
     return output.loss, [metric for metric in (kl, output.clip_ratio) if metric is not None]
 
 
@@ -183,7 +183,7 @@ def policy_options(arguments: dict) -> dict:
     return {field.name: arguments[field.name] for field in fields(PolicyOptions) if field.name in arguments}
 
 
-def items_of_all_ranks(mask, num_items=None):
+def items_per_rank(mask, num_items=None):
     """Return the divisor, () fp32, that makes the mean over ranks the mean over tokens.
 
     Args:

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from liger_hw.checks import check
-from liger_hw.chunked_loss.own_losses import OwnLoss, keep_gradients
+from liger_hw.chunked_loss.custom_loss import CustomLoss, keep_gradients
 from liger_hw.losses.arguments import flatten_rows
 from liger_hw.losses.engine import logits_loss
 
 
-class LigerFusedLinearDistillationBase(OwnLoss):
+class LigerFusedLinearDistillationBase(CustomLoss):
     """Base class: define `distillation_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
     Memory holds the student's logits and their gradient for one chunk of rows at a time. `logits_loss` of

@@ -2,8 +2,8 @@
 
 import torch
 
-from liger_hw.chunked_loss.functional import items_of_all_ranks, reference_of
-from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients
+from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients
+from liger_hw.chunked_loss.functional import items_per_rank, reference_of
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
@@ -12,7 +12,7 @@ __all__ = ["LigerFusedLinearPPOBase"]
 IGNORED = -1  # no token has this value: the loss gets the mask
 
 
-class LigerFusedLinearPPOBase(OwnLoss):
+class LigerFusedLinearPPOBase(CustomLoss):
     """Base class: define `ppo_loss_fn`, and call `super().forward(cls=cls, ctx=ctx, ...)` in `forward`."""
 
     bias_at = 5
@@ -61,26 +61,26 @@ class LigerFusedLinearPPOBase(OwnLoss):
             "ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps,
             "vllm_is_ratio": vllm_is_ratio,
         }  # fmt: skip
-        metrics_of_calls = []
+        call_metrics = []
 
         def formula(log_probs, entropy, groups):
             part = {name: row if row is None else row[groups] for name, row in rows.items()}
             loss, metrics = cls.ppo_loss_fn(
                 log_probs[0], attention_mask[groups], advantages[groups], attention_mask, **part, **options
             )
-            metrics_of_calls.append([torch.as_tensor(metric).detach() for metric in metrics])
+            call_metrics.append([torch.as_tensor(metric).detach() for metric in metrics])
             return loss
 
         def loss_of(x, weight, bias):
             return sequence_loss(formula, x.reshape(*shape, -1), weight, selected_token_ids, bias, **linear)
 
         loss, *_ = keep_gradients(ctx, loss_of, _input, weight, bias)
-        return loss, tuple(joined(metrics_of_calls))
+        return loss, tuple(joined(call_metrics))
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
         """Return the divisor of the sum of this rank's token losses."""
-        return items_of_all_ranks(attention_mask, num_items_in_batch)
+        return items_per_rank(attention_mask, num_items_in_batch)
 
     @staticmethod
     def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):

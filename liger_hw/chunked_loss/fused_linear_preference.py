@@ -1,13 +1,13 @@
 """Base class for a program's own preference losses, with liger_kernel's interface."""
 
+from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients, loss_and_others
 from liger_hw.chunked_loss.functional import reference_of
-from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients, loss_and_others
 from liger_hw.losses.preference import preference_loss
 
 __all__ = ["LigerFusedLinearPreferenceBase"]
 
 
-class LigerFusedLinearPreferenceBase(OwnLoss):
+class LigerFusedLinearPreferenceBase(CustomLoss):
     """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
     `preference_loss` of `liger_hw.losses.preference` takes a function as its `loss_type`, without a class.
@@ -43,14 +43,14 @@ class LigerFusedLinearPreferenceBase(OwnLoss):
             (loss + alpha NLL, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
             *others of `preference_loss_fn`: numbers summed, rows concatenated)).
         """
-        others_of_calls = []
+        call_outputs = []
 
         def formula(pairs, beta, label_smoothing):
             ref = {"ref_chosen_logps": pairs.ref_chosen, "ref_rejected_logps": pairs.ref_rejected}
             named = loss_kwargs | (ref if use_ref_model else {})
             returned = cls.preference_loss_fn(pairs.chosen, pairs.rejected, target, beta=beta, **named)
             loss, others = loss_and_others(returned)
-            others_of_calls.append(others)
+            call_outputs.append(others)
             return loss * (target.shape[0] // 2)
 
         ref_model = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
@@ -62,4 +62,4 @@ class LigerFusedLinearPreferenceBase(OwnLoss):
             )  # fmt: skip
 
         loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
-        return loss, (*others[:5], *joined(others_of_calls))
+        return loss, (*others[:5], *joined(call_outputs))

@@ -1,13 +1,13 @@
 """Base class for a program's own losses of single answers, with liger_kernel's interface."""
 
+from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients, loss_and_others
 from liger_hw.chunked_loss.functional import reference_of
-from liger_hw.chunked_loss.own_losses import OwnLoss, joined, keep_gradients, loss_and_others
 from liger_hw.losses.preference import unpaired_preference_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
 
 
-class LigerFusedLinearUnpairedPreferenceBase(OwnLoss):
+class LigerFusedLinearUnpairedPreferenceBase(CustomLoss):
     """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.
 
     `unpaired_preference_loss` of `liger_hw.losses.preference` takes a function as its `loss_type`, without a class.
@@ -39,13 +39,13 @@ class LigerFusedLinearUnpairedPreferenceBase(OwnLoss):
             (loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum, *sums of the others of
             `preference_loss_fn`)).
         """
-        others_of_calls = []
+        call_outputs = []
 
         def formula(answers, beta):
             ref = {"ref_log_prob_chunk": answers.ref_log_probs} if use_ref_model else {}
             returned = cls.preference_loss_fn(answers.log_probs, answers.preferred, target, **ref, **loss_kwargs)
             loss, others = loss_and_others(returned)
-            others_of_calls.append(others)
+            call_outputs.append(others)
             # each answer gets an equal share, so that the caller's sum over answers is the loss
             return (loss * (target.shape[0] / len(answers.log_probs))).expand(len(answers.log_probs))
 
@@ -58,4 +58,4 @@ class LigerFusedLinearUnpairedPreferenceBase(OwnLoss):
             )  # fmt: skip
 
         loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
-        return loss, (*others[:4], *joined(others_of_calls))
+        return loss, (*others[:4], *joined(call_outputs))

@@ -29,7 +29,7 @@ def raw(outputs=None, *, mutates=(), returns="y"):
             an absent one. By default the result has the shape of the first tensor. A function without a star allocates
             and returns its results itself; then `outputs` is its fake.
         mutates: names of the tensor arguments written to. Such a function launches one kernel, so nothing is written
-            yet if that launch is refused, and the function can run again with another configuration.
+            yet if that launch fails, and the function can run again with another configuration.
         returns: names of the results of a function without a star, for `backward`.
 
     Returns:

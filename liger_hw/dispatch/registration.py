@@ -11,7 +11,7 @@ from liger_hw._triton import AVAILABLE
 from liger_hw.checks import UnreadableTensor
 from liger_hw.dispatch.generated import arguments_by_name, define
 from liger_hw.hooks import hooks
-from liger_hw.tuning import Refused
+from liger_hw.tuning import LaunchFailed
 
 _library = torch.library.Library("liger_hw", "DEF") if AVAILABLE else None
 
@@ -52,7 +52,7 @@ def register(function, inputs, results, allocation, mutates=(), **constants):
             while True:
                 try:
                     return run({names})
-                except Refused:  # by the compiler or the driver, at a first launch: look up another configuration
+                except LaunchFailed:  # by the compiler or the driver, at a first launch: look up another configuration
                     pass
 
         def run_observed({names}):
@@ -72,14 +72,14 @@ def register(function, inputs, results, allocation, mutates=(), **constants):
             try:  # not `run_until_accepted` at once: two calls fewer
                 {launches}
                 return {returned}
-            except Refused:
+            except LaunchFailed:
                 return run_until_accepted({names})
             except UnreadableTensor:  # such as a gradient that torch still receives from other ranks
                 return opaque({flat})
     """
     constants |= {
         "function": function, "repeatable": not mutates, "empty_rows": empty_rows, "is_compiling": is_compiling,
-        "dispatch_modes": dispatch_modes, "hooks": hooks, "PLAIN": PLAIN, "Refused": Refused,
+        "dispatch_modes": dispatch_modes, "hooks": hooks, "PLAIN": PLAIN, "LaunchFailed": LaunchFailed,
         "UnreadableTensor": UnreadableTensor, "opaque": None,
     }  # fmt: skip
     functions = define(name, source, **constants)

@@ -95,10 +95,10 @@ def distillation_loss(
     factors = torch.stack([soft_weight / count, hard_weight / count])
 
     def by_row(logits, teacher_logits, labels):
-        keep = labels != ignore_index
-        logits = logits.masked_fill(~keep[:, None], 0)
-        soft = soft_rows(logits, teacher_logits.masked_fill(~keep[:, None], 0), kind, beta, temperature)
-        soft, hard = torch.where(keep, soft, 0), torch.zeros_like(soft)
+        valid = labels != ignore_index
+        logits = logits.masked_fill(~valid[:, None], 0)
+        soft = soft_rows(logits, teacher_logits.masked_fill(~valid[:, None], 0), kind, beta, temperature)
+        soft, hard = torch.where(valid, soft, 0), torch.zeros_like(soft)
         if hard_weight:
             hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
         return soft, hard
@@ -114,17 +114,17 @@ def distillation_loss(
         teacher = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
         teacher_logits = teacher.logits(slice(0, len(logits)))
         soft, hard = logits.new_zeros(2, len(logits), dtype=wide)
-        of_gradient = factors
+        grad_factors = factors
         if gradients.scales:
             largest = largest_soft_gradient(logits, teacher_logits, labels[part] != ignore_index, kind, temperature)
-            of_gradient = factors * gradients.factor(factors[0] * largest, factors[1])
+            grad_factors = factors * gradients.factor(factors[0] * largest, factors[1])
         if plan.with_kernels:
             divergence_rows(
-                logits, teacher_logits, labels[part], of_gradient, soft, hard if hard_weight else None, kind,
+                logits, teacher_logits, labels[part], grad_factors, soft, hard if hard_weight else None, kind,
                 float(beta), float(temperature), ignore_index, differentiate,
             )  # fmt: skip
         else:
-            incoming = [row.expand(len(logits)) for row in of_gradient]
+            incoming = [row.expand(len(logits)) for row in grad_factors]
             incoming = incoming if hard_weight else [incoming[0], None]
             rows_by_autograd(
                 lambda logits, rows: by_row(logits, teacher_logits[rows], labels[part][rows]), logits,

@@ -71,16 +71,16 @@ def multi_token_loss(
     biases = [bias] * count if bias is None or torch.is_tensor(bias) else bias
     check(len(weights) == count, "weight", len(weights), f"one tensor or {count} of them")
     check(len(biases) == count, "bias", len(biases), f"None, one tensor or {count} of them")
-    for head, of_head in zip(heads, weights):
-        for name, part in {"heads": head, "weight": of_head}.items():
+    for head, head_weight in zip(heads, weights):
+        for name, part in {"heads": head, "weight": head_weight}.items():
             check(torch.is_tensor(part), name, f"{type(part).__name__} among them", "tensors")
         check(head.shape[:-1] == labels.shape, "heads", head, f"K of shape {tuple(labels.shape)} and H")
-        check_head(head, of_head, ("heads", "weight"))
-    for classes in {len(of_head) for of_head in weights}:
+        check_head(head, head_weight, ("heads", "weight"))
+    for classes in {len(head_weight) for head_weight in weights}:
         check_labels("labels", labels, classes, ignore_index)
     tokens = torch.stack([_ahead(labels, shift, ignore_index) for shift in shifts])
     items = (tokens != ignore_index).sum((1, 2)).clamp(min=1)
-    of_rows = torch.stack([share / number for share, number in zip(head_weights, items.unbind())])
+    all_row_weights = torch.stack([share / number for share, number in zip(head_weights, items.unbind())])
 
     def formula(log_probs, entropy, row_weights):
         return -log_probs * row_weights, -log_probs
@@ -94,9 +94,9 @@ def multi_token_loss(
         return loss, losses.reshape(len(row_weights), -1).sum(1)
 
     if torch.is_tensor(weight) and torch.is_tensor(heads):
-        loss, sums = run(heads, weight, bias, tokens, of_rows)
+        loss, sums = run(heads, weight, bias, tokens, all_row_weights)
         return MultiTokenOutput(loss, sums / items)
-    parts = [run(heads[k], weights[k], biases[k], tokens[k], of_rows[k : k + 1]) for k in range(count)]
+    parts = [run(heads[k], weights[k], biases[k], tokens[k], all_row_weights[k : k + 1]) for k in range(count)]
     return MultiTokenOutput(sum(loss for loss, _ in parts), torch.cat([sums for _, sums in parts]) / items)
 
 

@@ -78,23 +78,23 @@ def offline_distillation_loss(
         shape = tuple(teacher_tokens.shape)
     fits = teacher.is_floating_point() and teacher.shape == shape and teacher.device == x.device
     check(fits, "teacher", teacher, f"floats {shape} on {x.device}")
-    keep = labels != ignore_index
-    factor = 1 / keep.sum().clamp(min=1).to(wide_dtype(x))
+    valid = labels != ignore_index
+    factor = 1 / valid.sum().clamp(min=1).to(wide_dtype(x))
     options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
     if teacher_tokens is None:
-        of_all = x, weight, bias, teacher, labels, factor, ignore_index
-        return kl_to_probabilities("offline_distillation_loss", *of_all, logarithms=True, **options)
-    return _kl_to_top_k(x, weight, bias, teacher, teacher_tokens, teacher_lse, keep, factor, rest, **options)
+        arguments = x, weight, bias, teacher, labels, factor, ignore_index
+        return kl_to_probabilities("offline_distillation_loss", *arguments, logarithms=True, **options)
+    return _kl_to_top_k(x, weight, bias, teacher, teacher_tokens, teacher_lse, valid, factor, rest, **options)
 
 
-def check_top_k(tokens, keep, vocabulary):
+def check_top_k(tokens, valid, vocabulary):
     """Refuse on a CPU tokens that are outside the vocabulary or twice in a row.
 
-    keep: (N,) bool, the rows to check.
+    valid: (N,) bool, the rows to check.
     """
     if tokens.device.type != "cpu" or traced(tokens):
         return
-    tokens = tokens[keep].sort(1).values
+    tokens = tokens[valid].sort(1).values
     outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
     check(outside.numel() == 0, "teacher_tokens", outside[:1].tolist(), f"0 to {vocabulary - 1}")
     twice = tokens[:, 1:][tokens[:, 1:] == tokens[:, :-1]]
@@ -115,9 +115,9 @@ def kl_to_probabilities(
     form = Form(logarithms, temperature, eps)
 
     def by_row(logits, teacher, labels):
-        keep = labels != ignore_index
-        logits, teacher = (t.masked_fill(~keep[:, None], 0) for t in (logits, teacher))
-        return (torch.where(keep, kl_by_row(logits, teacher, form), 0),)
+        valid = labels != ignore_index
+        logits, teacher = (t.masked_fill(~valid[:, None], 0) for t in (logits, teacher))
+        return (torch.where(valid, kl_by_row(logits, teacher, form), 0),)
 
     plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype)
     if plan is None:
@@ -126,15 +126,15 @@ def kl_to_probabilities(
         teacher = teacher.float()
 
     def step(part, logits, differentiate, gradients):
-        soft, of_gradient = factor.new_zeros(len(logits)), factor
+        soft, grad_factor = factor.new_zeros(len(logits)), factor
         if gradients.scales:
             mass = teacher[part].logsumexp(1).exp() if logarithms else teacher[part].sum(1, dtype=torch.float32)
             largest = mass.float().masked_fill(labels[part] == ignore_index, 0)
-            of_gradient = factor * gradients.factor(factor * largest_finite(largest) / temperature)
+            grad_factor = factor * gradients.factor(factor * largest_finite(largest) / temperature)
         if plan.with_kernels:
-            kl_rows(logits, teacher[part], labels[part], of_gradient, soft, form, ignore_index, differentiate)
+            kl_rows(logits, teacher[part], labels[part], grad_factor, soft, form, ignore_index, differentiate)
         else:
-            incoming = [of_gradient.expand(len(logits))] if differentiate else None
+            incoming = [grad_factor.expand(len(logits))] if differentiate else None
             rows_by_autograd(
                 lambda logits, rows: by_row(logits, teacher[part][rows], labels[part][rows]), logits, (soft,), incoming
             )
@@ -144,7 +144,7 @@ def kl_to_probabilities(
 
 
 def _kl_to_top_k(
-    x, weight, bias, teacher, tokens, teacher_lse, keep, factor, rest, temperature, chunk_memory, accum_dtype
+    x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype
 ):
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
@@ -152,41 +152,41 @@ def _kl_to_top_k(
         check(fits, "teacher_lse", teacher_lse, f"floats ({len(x)},) on {x.device}")
         log_p = log_p / temperature - teacher_lse.detach()[:, None].to(log_p.dtype)
     vocabulary, k = len(weight), tokens.shape[1]
-    check_top_k(tokens, keep, vocabulary)
-    outside = ((tokens < 0) | (tokens >= vocabulary)).any(1) & keep
-    reads = keep & ~outside
+    check_top_k(tokens, valid, vocabulary)
+    outside = ((tokens < 0) | (tokens >= vocabulary)).any(1) & valid
+    reads = valid & ~outside
     tokens = torch.where(reads[:, None], tokens, torch.arange(k, device=tokens.device, dtype=tokens.dtype)).long()
     if k == vocabulary:
-        labels, log_p = torch.where(keep, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
+        labels, log_p = torch.where(valid, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
         return kl_to_probabilities(
             "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
             factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype,
         )  # fmt: skip
     log_p = log_p.masked_fill(~reads[:, None], float("-inf"))
     p_rest = (1 - log_p.exp().sum(1)).clamp(min=0) if rest else torch.zeros_like(log_p[:, 0])
-    of_row = torch.where(outside, float("nan"), keep.to(factor.dtype))
+    row_weights = torch.where(outside, float("nan"), valid.to(factor.dtype))
 
-    def by_row(logits, log_p, p_rest, tokens, of_row):
-        logits = logits.masked_fill((of_row == 0)[:, None], 0)
+    def by_row(logits, log_p, p_rest, tokens, row_weights):
+        logits = logits.masked_fill((row_weights == 0)[:, None], 0)
         log_q = (widen(logits) / temperature).log_softmax(-1)
         soft = _divergence(log_p, log_q.gather(1, tokens))
         if rest:
             log_q_rest = log_q.scatter(1, tokens, float("-inf")).logsumexp(1)
             soft = soft + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
-        return (torch.where(of_row == 0, 0, soft) * of_row,)
+        return (torch.where(row_weights == 0, 0, soft) * row_weights,)
 
-    rows = log_p, p_rest, tokens, of_row
+    rows = log_p, p_rest, tokens, row_weights
     plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype)
     if plan is None:
         return (by_row(linear(x, weight, bias), *rows)[0] * factor).sum()
     scaling = Scaling(IGNORED, None, 1.0, temperature)
 
-    def with_kernels(logits, soft, of_gradient, log_p, p_rest, tokens, of_row):
-        """Write `by_row`'s results to `soft` and, unless `of_gradient` is None, the gradient over the logits."""
+    def with_kernels(logits, soft, grad_factor, log_p, p_rest, tokens, row_weights):
+        """Write `by_row`'s results to `soft` and, unless `grad_factor` is None, the gradient over the logits."""
         z = logits.gather(1, tokens).float() / temperature
-        z = z.masked_fill((of_row == 0)[:, None], 0)
+        z = z.masked_fill((row_weights == 0)[:, None], 0)
         logits.scatter_(1, tokens, float("-inf"))  # the kernels then see the other tokens alone
-        first = torch.where(of_row == 0, IGNORED, 0)  # any token of a row that counts: its log-probability is unused
+        first = torch.where(row_weights == 0, IGNORED, 0)  # any token of the vocabulary: its result is unused
         unused, _, lse_rest, partition = empty_rows(logits, False)
         forward_rows(logits, first, scaling, unused, None, lse_rest, partition)
         top = torch.maximum(z.amax(1), lse_rest)
@@ -194,27 +194,27 @@ def _kl_to_top_k(
         log_total = (z.exp().sum(1) + z_rest.exp()).log()
         log_q, log_q_rest = z - log_total[:, None], z_rest - log_total
         divergence = _divergence(log_p, log_q) + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
-        soft.copy_(torch.where(of_row == 0, 0, divergence) * of_row)
-        if of_gradient is not None:
-            p, of_gradient = log_p.exp(), of_gradient * of_row
+        soft.copy_(torch.where(row_weights == 0, 0, divergence) * row_weights)
+        if grad_factor is not None:
+            p, grad_factor = log_p.exp(), grad_factor * row_weights
             mass = p.sum(1) + p_rest
-            drest = (mass * log_q_rest.exp() - p_rest) * of_gradient
+            drest = (mass * log_q_rest.exp() - p_rest) * grad_factor
             backward_rows(logits, first, scaling, None, partition, torch.zeros_like(drest), None, drest)
-            dz = (mass[:, None] * log_q.exp() - p) * (of_gradient / temperature)[:, None]
+            dz = (mass[:, None] * log_q.exp() - p) * (grad_factor / temperature)[:, None]
             logits.scatter_(1, tokens, dz.to(logits.dtype))
 
     def step(part, logits, differentiate, gradients):
-        soft, of_gradient = factor.new_zeros(len(logits)), factor
-        of_part = [row[part] for row in rows]
+        soft, grad_factor = factor.new_zeros(len(logits)), factor
+        part_rows = [row[part] for row in rows]
         if gradients.scales:
-            largest = largest_finite(of_part[0].exp().sum(1) + of_part[1])
-            of_gradient = factor * gradients.factor(factor * largest / temperature)
+            largest = largest_finite(part_rows[0].exp().sum(1) + part_rows[1])
+            grad_factor = factor * gradients.factor(factor * largest / temperature)
         if plan.with_kernels:
-            with_kernels(logits, soft, of_gradient if differentiate else None, *of_part)
+            with_kernels(logits, soft, grad_factor if differentiate else None, *part_rows)
         else:
-            incoming = [of_gradient.expand(len(logits))] if differentiate else None
+            incoming = [grad_factor.expand(len(logits))] if differentiate else None
             rows_by_autograd(
-                lambda logits, part: by_row(logits, *(row[part] for row in of_part)), logits, (soft,), incoming
+                lambda logits, part: by_row(logits, *(row[part] for row in part_rows)), logits, (soft,), incoming
             )
         return ((soft * factor).sum(),)
 

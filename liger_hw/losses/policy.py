@@ -271,7 +271,7 @@ class Batch(NamedTuple):
         return (values.detach() * self.mask).sum() / self.mask.sum().clamp(min=1)
 
 
-def losses_of(log_probs, entropy, batch, options):
+def token_losses(log_probs, entropy, batch, options):
     """Compute (loss, KL or None, is clipped), each (B, T), 0 at masked positions."""
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     log_weights, phi = log_probs - old, None
@@ -346,15 +346,15 @@ def policy_loss(
     with_entropy = return_entropy or options.entropy_coef != 0
     if options.importance_sampling_level == "sequence" or options.loss_type == "vespo":
 
-        def of_sequences(log_probs, entropy, groups):
+        def sequence_sum(log_probs, entropy, groups):
             part = Batch(*(row if row is None else row[groups] for row in batch))
             entropy = entropy if entropy is None else entropy[0]
-            return (losses_of(log_probs[0], entropy, part, options)[0] * weights[groups]).sum()
+            return (token_losses(log_probs[0], entropy, part, options)[0] * weights[groups]).sum()
 
         loss, log_probs, entropy = sequence_loss(
-            of_sequences, x, weight, batch.tokens, bias, with_entropy=with_entropy, **linear
+            sequence_sum, x, weight, batch.tokens, bias, with_entropy=with_entropy, **linear
         )
-        _, kl, is_clipped = losses_of(log_probs, entropy, batch, options)
+        _, kl, is_clipped = token_losses(log_probs, entropy, batch, options)
     else:
 
         def formula(log_probs, entropy, old, ref, advantages, ratio, mask, weights):
@@ -407,7 +407,7 @@ def policy_loss_of_logits(
     # an ignored token at the last position avoids a slice of the logits, which the kernel would copy
     padded = torch.nn.functional.pad(batch.tokens, (0, logits.shape[1] - length), value=IGNORED)
     log_probs = selective_log_softmax(logits, padded, options.temperature, ignore_index=IGNORED, in_place=in_place)
-    loss, kl, is_clipped = losses_of(log_probs[:, :length], None, batch, options)
+    loss, kl, is_clipped = token_losses(log_probs[:, :length], None, batch, options)
     return loss, None if kl is None else kl.detach(), is_clipped, batch
 
 

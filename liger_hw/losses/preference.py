@@ -162,15 +162,15 @@ def preference_loss(
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     by_pair, labels_by_pair = reference.reshape(2, pairs), labels.reshape(2, pairs, -1)
     nll_items = (labels_by_pair[0] != ignore_index).sum().clamp(min=1)
-    of_same_labels = alpha if nll_labels is None else 0.0
+    nll_weight = alpha if nll_labels is None else 0.0
 
-    def of_pairs(log_probs, entropy, groups):
+    def pair_sum(log_probs, entropy, groups):
         policy = _answers(log_probs, labels_by_pair[:, groups], ignore_index, average_log_prob)
         losses = formula(Pairs(*policy, *by_pair[:, groups]), beta, label_smoothing)
         value = losses.sum() / pairs
-        return value - of_same_labels * log_probs[0].sum() / nll_items if of_same_labels else value
+        return value - nll_weight * log_probs[0].sum() / nll_items if nll_weight else value
 
-    loss, token_log_probs = _loss_of_groups(of_pairs, whole_batch, x, weight, labels, bias, 2, options)
+    loss, token_log_probs = _grouped_loss(pair_sum, whole_batch, x, weight, labels, bias, 2, options)
     nll = torch.zeros_like(loss.detach())
     if alpha and nll_labels is None:
         nll = -token_log_probs[:pairs].sum() / nll_items
@@ -224,12 +224,12 @@ def unpaired_preference_loss(
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     factors = torch.full_like(reference, undesirable_weight).masked_fill(preferred, desirable_weight) / len(x)
 
-    def of_answers(log_probs, entropy, groups):
+    def answer_sum(log_probs, entropy, groups):
         policy = _answers(log_probs[0], labels[groups], ignore_index, average_log_prob)
         losses = formula(Answers(policy, reference[groups], preferred[groups]), beta)
         return (losses * factors[groups]).sum()
 
-    loss, token_log_probs = _loss_of_groups(of_answers, whole_batch, x, weight, labels, bias, 1, options)
+    loss, token_log_probs = _grouped_loss(answer_sum, whole_batch, x, weight, labels, bias, 1, options)
     policy = _answers(token_log_probs, labels, ignore_index, average_log_prob)
     rewards = beta * (policy - reference)
     logits = _logits_sums(x.detach(), weight.detach(), bias if bias is None else bias.detach(), preferred, ~preferred)
@@ -241,7 +241,7 @@ def _negative(log_probs, entropy):
     return (-log_probs,)
 
 
-def _loss_of_groups(formula, whole_batch, x, weight, labels, bias, parts, options):
+def _grouped_loss(formula, whole_batch, x, weight, labels, bias, parts, options):
     """Compute (loss, detached token log-probabilities), by group unless the loss couples the batch."""
     if not whole_batch:
         return sequence_loss(formula, x, weight, labels, bias, parts, **options)[:2]
@@ -261,7 +261,7 @@ def _formula(losses, loss_type, beta, loss_options):
         for name, value in loss_options.items():
             check_known("option", name, known, f"Options of {loss_type}")
             kinds = get_args(known[name].annotation)
-            of_one = torch.Tensor in kinds and torch.is_tensor(value) and value.numel() == 1
-            if not of_one and not (type(None) in kinds and value is None):
+            is_scalar = torch.Tensor in kinds and torch.is_tensor(value) and value.numel() == 1
+            if not is_scalar and not (type(None) in kinds and value is None):
                 check_numbers("a number" + ", or a tensor of one" * (torch.Tensor in kinds), **{name: value})
     return functools.partial(loss, **loss_options), needs_whole_batch(loss, loss_options)

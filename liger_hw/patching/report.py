@@ -59,7 +59,7 @@ def _config(model, trust_remote_code):
     if (path / "config.json").is_file():
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     allowed = f"a model type of transformers {__version__} (such as llama) or a folder with a config.json"
-    if near := None if model in CONFIG_MAPPING else nearest(model, CONFIG_MAPPING.keys(), alike=0.75):
+    if near := None if model in CONFIG_MAPPING else nearest(model, CONFIG_MAPPING.keys(), least_share=0.75):
         raise ValueError(f"unknown model {str(model)!r}; did you mean {near!r}? Allowed: {allowed}")
     check(model in CONFIG_MAPPING, "model", repr(str(model)), allowed)
     return AutoConfig.for_model(model)

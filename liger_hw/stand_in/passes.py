@@ -7,7 +7,7 @@ rounds them to the dtype of its inputs. No pass writes in place.
 
 import torch
 
-from liger_hw.chunked_loss.own_losses import with_gradients
+from liger_hw.chunked_loss.custom_loss import with_gradients
 from liger_hw.stand_in import ops
 from liger_hw.transformers import functional, rotary_names
 
@@ -30,10 +30,10 @@ def fused_linear_cross_entropy_forward(
         (loss, z_loss, token_accuracy, predicted_tokens, gradient of the input, of the weight, of the bias), each None
         unless requested.
     """
-    of_input = _input.requires_grad if compute_gradients is None else compute_gradients
-    of_weight = of_input and (weight.requires_grad if weight_requires_grad is None else weight_requires_grad)
+    grad_input = _input.requires_grad if compute_gradients is None else compute_gradients
+    grad_weight = grad_input and (weight.requires_grad if weight_requires_grad is None else weight_requires_grad)
     tensors = [None if x is None else x.detach() for x in (_input, weight, bias)]
-    for tensor, needed in zip(tensors, (of_input, of_weight, of_weight)):
+    for tensor, needed in zip(tensors, (grad_input, grad_weight, grad_weight)):
         if tensor is not None:
             tensor.requires_grad_(needed)
 

@@ -5,7 +5,7 @@
 
 import torch
 
-from liger_hw._torch import reduction_of_flags
+from liger_hw._torch import legacy_reduction
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.attention.multi_token_attention import multi_token_attention
 from liger_hw.kernels.attention.neighborhood_attention import neighborhood_attention
@@ -54,7 +54,7 @@ def liger_cross_entropy(
         `return_*` is True, loss and z_loss in that dtype.
     """
     if size_average is not None or reduce is not None:
-        reduction = reduction_of_flags(size_average, reduce)
+        reduction = legacy_reduction(size_average, reduce)
     output = cross_entropy(
         input, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction=reduction,
         return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,

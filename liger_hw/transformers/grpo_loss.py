@@ -1,6 +1,6 @@
 """Compute GRPO and related losses from logits, as `liger_kernel.transformers.grpo_loss`."""
 
-from liger_hw.chunked_loss.functional import items_of_all_ranks, policy_options
+from liger_hw.chunked_loss.functional import items_per_rank, policy_options
 from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss_of_logits, token_weights
 
 __all__ = ["triton_grpo_loss"]
@@ -41,6 +41,6 @@ def triton_grpo_loss(
     )
     if not reduce:
         return loss, kl, is_clipped
-    items = items_of_all_ranks(batch.mask, num_items_in_batch)
+    items = items_per_rank(batch.mask, num_items_in_batch)
     value = (loss * token_weights(batch.mask, PolicyOptions(**options), items, loss.dtype)).sum()
     return value, [batch.mean(part) for part in (kl, is_clipped) if part is not None]

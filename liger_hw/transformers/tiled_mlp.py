@@ -104,12 +104,12 @@ def tiled(function, module, x, shards=None):
     if torch.is_grad_enabled():
         if x.requires_grad and is_plain(x) and not is_compiling():
             pieces = _pieces(x, pieces)
-        of_piece = functools.partial(function, module)
+        run_piece = functools.partial(function, module)
         if not is_compiling():
-            of_piece = with_these_weights(of_piece, module)
-        return torch.cat([checkpoint(of_piece, piece, use_reentrant=False) for piece in pieces], -2)
+            run_piece = with_these_weights(run_piece, module)
+        return torch.cat([checkpoint(run_piece, piece, use_reentrant=False) for piece in pieces], -2)
     part = function(module, pieces[0])
     y = part.new_empty(*part.shape[:-2], x.shape[-2], part.shape[-1])  # torch.cat would hold the result twice
-    for i, of_piece in enumerate(y.split(pieces[0].shape[-2] or 1, -2)):
-        of_piece.copy_(function(module, pieces[i]) if i else part)
+    for i, y_piece in enumerate(y.split(pieces[0].shape[-2] or 1, -2)):
+        y_piece.copy_(function(module, pieces[i]) if i else part)
     return y

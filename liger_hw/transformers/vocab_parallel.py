@@ -38,13 +38,13 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch
     @staticmethod
     def forward(ctx, logits, target, plan, scaling, alpha, mode):
         columns = Columns(plan, logits, target, scaling, smooths=alpha > 0 and mode == "global")
-        found, cols = columns.statistics(), logits.shape[1]
-        loss = (1 - alpha) * LN_2 * found.distance
+        statistics, cols = columns.statistics(), logits.shape[1]
+        loss = (1 - alpha) * LN_2 * statistics.distance
         if columns.smooths:
-            loss = loss + alpha / plan.vocabulary * found.smoothed
+            loss = loss + alpha / plan.vocabulary * statistics.smoothed
         elif alpha:
-            loss = loss + alpha * (found.lse - logits.sum(-1, dtype=torch.float32) / cols)
-        ctx.save_for_backward(logits, target, torch.stack((found.peak, found.total), -1))
+            loss = loss + alpha * (statistics.lse - logits.sum(-1, dtype=torch.float32) / cols)
+        ctx.save_for_backward(logits, target, torch.stack((statistics.peak, statistics.total), -1))
         ctx.rest = plan, scaling, alpha, plan.vocabulary if mode == "global" else cols
         return torch.where(columns.counts, loss, 0).float()
 
@@ -55,8 +55,8 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch
         plan, scaling, alpha, averaged = ctx.rest
         gradient, dloss = logits.clone(), dloss.to(partition.dtype)
         columns = Columns(plan, gradient, target, scaling, smooths=alpha > 0)
-        of_each = alpha / averaged * dloss if alpha else None
-        columns.write_gradient(partition, None, (alpha - 1) * dloss, None, alpha * dloss, of_each)
+        smoothing_grad = alpha / averaged * dloss if alpha else None
+        columns.write_gradient(partition, None, (alpha - 1) * dloss, None, alpha * dloss, smoothing_grad)
         return gradient, *[None] * 5
 
 

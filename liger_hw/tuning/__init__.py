@@ -19,7 +19,7 @@ measures and writes. `liger_lab/contribution.py` checks tables before they are s
 
 from liger_hw.tuning.choice import (
     CONFIGS,
-    Refused,
+    LaunchFailed,
     forget,
     is_current,
     other_code,
@@ -35,7 +35,7 @@ from liger_hw.tuning.entries import (
     cache_folder,
     kernel_hash,
     launchable,
-    read_own,
+    read_owned,
     read_table,
     shipped_file,
     warn_once,
@@ -54,9 +54,9 @@ from liger_hw.tuning.search import (
 )  # fmt: skip
 
 __all__ = [
-    "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "Refused",
+    "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "LaunchFailed",
     "autotuning", "bench", "cache_file", "cache_folder", "calls_within", "configurations_of", "entry_for", "forget",
     "is_current", "kernel_hash", "launchable", "measured_entry", "neighbours", "other_code", "other_triton", "override",
-    "power_of_2", "read_own", "read_table", "record", "row_warps", "shipped_file", "tune", "tuned", "warn_once",
+    "power_of_2", "read_owned", "read_table", "record", "row_warps", "shipped_file", "tune", "tuned", "warn_once",
     "withdraw", "write_table",
 ]  # fmt: skip

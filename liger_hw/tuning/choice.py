@@ -132,7 +132,7 @@ def override(key: str, config: Config):
 
 
 def _valid(entry, like: Config, source: str, code_hash: str) -> Config | None:
-    """Return an entry's Config; None if its code differs or a launch refused it."""
+    """Return an entry's Config; None if its code differs or a launch of it failed."""
     try:
         if entry["kernel"] != code_hash:
             return None
@@ -143,22 +143,22 @@ def _valid(entry, like: Config, source: str, code_hash: str) -> Config | None:
         return None
 
 
-class Refused(Exception):
+class LaunchFailed(Exception):
     """A table's configuration that cannot be launched: the caller asks again and gets another."""
 
 
-_withdrawn: set[str] = set()  # winners that a launch refused, each with its key and device
+_withdrawn: set[str] = set()  # winners whose launch failed, each with its key and device
 
 
 def _identity(config: Config) -> str:
     return f"{config.device.vendor}-{config.device.arch} {config.key} {json.dumps(config.to_json())}"
 
 
-def withdraw(config: Config, error: Exception) -> Refused:
+def withdraw(config: Config, error: Exception) -> LaunchFailed:
     """Take a table's configuration out of use in this process; return the error to raise."""
     _withdrawn.add(_identity(config))
     entries.warn_once(
         f"ignoring the {config.source} winner {_identity(config)}, which cannot be launched here: {error!r}"[:500]
     )
     CONFIGS[config.key.partition("(")[0]].forget()
-    return Refused(_identity(config))
+    return LaunchFailed(_identity(config))

@@ -70,9 +70,9 @@ class Config:
             **({"knobs": self.knobs} if self.knobs else {}),
         }  # fmt: skip
 
-    def refusal(self) -> str | None:
-        """Return why its device refuses this launch, or None."""
-        return backends.refusal(self.device, self.num_warps, self.device.launch_options | self.knobs)
+    def launch_error(self) -> str | None:
+        """Return why its device cannot launch it, or None."""
+        return backends.launch_error(self.device, self.num_warps, self.device.launch_options | self.knobs)
 
 
 def power_of_2(n: int) -> int:

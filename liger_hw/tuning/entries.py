@@ -41,11 +41,11 @@ def cache_folder() -> Path:
     try:
         return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "liger_hw"
     except RuntimeError:  # a container's user without a name or a home
-        return _own_temporary_folder(Path(tempfile.gettempdir()) / f"liger_hw-{_user()}")
+        return _private_temporary_folder(Path(tempfile.gettempdir()) / f"liger_hw-{_user()}")
 
 
 @functools.cache
-def _own_temporary_folder(folder: Path) -> Path:
+def _private_temporary_folder(folder: Path) -> Path:
     """Make `folder` for this user alone, or return another where that fails."""
     try:
         if not os.path.lexists(folder):
@@ -55,15 +55,15 @@ def _own_temporary_folder(folder: Path) -> Path:
         return folder
     if stat.S_ISDIR(facts.st_mode) and facts.st_uid == _user() and not facts.st_mode & 0o077:
         return folder
-    own = Path(tempfile.mkdtemp(prefix="liger_hw-"))
+    private = Path(tempfile.mkdtemp(prefix="liger_hw-"))
     warn_once(
-        f"{folder} is not used: it is no folder that this user alone may write to. Until this process ends, {own} is "
-        f"used; set LIGER_HW_CACHE_DIR to a folder of your own to keep results"
+        f"{folder} is not used: it is no folder that this user alone may write to. Until this process ends, "
+        f"{private} is used; set LIGER_HW_CACHE_DIR to a folder of your own to keep results"
     )
-    return own
+    return private
 
 
-def read_own(file: Path) -> str:
+def read_owned(file: Path) -> str:
     """Return the text of a file of winners or results.
 
     Raises:
@@ -116,7 +116,7 @@ def read_table(file: Path) -> dict:
     An absent file is empty; so is an unreadable or malformed one, with one warning.
     """
     try:
-        table = json.loads(read_own(file))
+        table = json.loads(read_owned(file))
         if not isinstance(table, dict):
             raise ValueError(f"expected an object of entries, got {type(table).__name__}")
         return table
@@ -181,8 +181,8 @@ def launchable(entry: dict, like: Config, source: str) -> Config:
     allowed = backends.knobs(like.device)
     if any(value not in allowed.get(name, ()) for name, value in config.knobs.items()):
         raise ValueError(f"knobs={config.knobs}, allowed: {allowed}")
-    if config.refusal():
-        raise ValueError(config.refusal())
+    if config.launch_error():
+        raise ValueError(config.launch_error())
     return config
 
 

@@ -78,7 +78,7 @@ def neighbours(config: Config) -> list[Config]:
 
     def add(meta, **changes):
         candidate = replace(config, meta=config.meta | meta, **changes)
-        if min([candidate.num_warps, *candidate.meta.values()]) >= 1 and not candidate.refusal():
+        if min([candidate.num_warps, *candidate.meta.values()]) >= 1 and not candidate.launch_error():
             near.append(candidate)
 
     for scale in (0.5, 2):

@@ -63,7 +63,7 @@ def test_winners_of_other_code_are_ignored_without_a_word(caplog):
 
 
 def test_winners_of_another_triton_serve():
-    """The first launch checks them: test_refused.py."""
+    """The first launch checks them: test_launch_failures.py."""
     ship({KEY: entry(triton="3.0.0")})
     found = made_up_config(1024, 2, H200)
     assert (found.source, found.triton) == (SHIPPED, "3.0.0")

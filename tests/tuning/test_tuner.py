@@ -23,7 +23,7 @@ EVERY = [device for vendor in VENDORS.values() for device in vendor.ARCHS.values
 def test_neighbours_are_near_and_launchable(device):
     config = Config({"ROWS": 1, "COLS": 4096, "STAGES": 3}, num_warps=device.max_warps, programs=1, device=device)
     for found in tuning.neighbours(config):
-        assert list(found.meta) == list(config.meta) and found.device is device and found.refusal() is None
+        assert list(found.meta) == list(config.meta) and found.device is device and found.launch_error() is None
         assert found.num_warps >= 1 and found.programs >= 1 and found.num_stages >= 1
         steps = [math.log2(found.meta[n] / config.meta[n]) for n in ("ROWS", "COLS")]
         assert sum(map(abs, steps)) + len(found.knobs) <= 1 and 1 <= found.meta["STAGES"] <= 6
@@ -60,7 +60,7 @@ def test_no_heuristic_is_refused(device, monkeypatch):
     known = {"num_warps", "num_stages", "enable_fp_fusion", *backends.knobs(device)}
     assert len(seen) > 30
     for key, config in seen.items():
-        assert config.refusal() is None, key
+        assert config.launch_error() is None, key
         assert config.options(device).keys() <= known, key
         tuning.launchable(config.to_json() | {"triton": "3.6.0"}, config, LOCAL)  # as an entry of a table
         if device.vendor == "intel":  # one tile in half the registers: no compiler is here to say that it spills

@@ -121,7 +121,7 @@ def bench(args) -> int | None:
         show(args, changes, formatting.show_changes(changes))
         return None
     for name in args.ops[:1]:
-        if not nearest(name, CASES) and (subject := nearest(name, SUBJECTS, alike=0.75)):
+        if not nearest(name, CASES) and (subject := nearest(name, SUBJECTS, least_share=0.75)):
             raise ValueError(f"unknown op {name!r}; did you mean the command `liger-hw bench {subject}`?")
     console.require("matplotlib", "rich")
     from liger_lab.bench import charts, operations, peers

@@ -44,7 +44,7 @@ def run(args) -> int | None:
     if accelerators() and backends.forced():
         raise ValueError(f"examines this machine: unset LIGER_HW_BACKEND, which forces {backends.forced()}")
     if len(args.ops) == 1 and console.installed_version("transformers") and not nearest(args.ops[0], dispatch.OPS):
-        if model := nearest(args.ops[0], _model_types(), alike=0.75):
+        if model := nearest(args.ops[0], _model_types(), least_share=0.75):
             raise ValueError(f"unknown op or model {args.ops[0]!r}; did you mean the model {model!r}?")
     if args.binaries and not accelerators():
         raise ValueError("--binaries: needs a GPU; on a CPU kernels are interpreted")

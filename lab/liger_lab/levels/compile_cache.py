@@ -31,7 +31,7 @@ class Cache:
             if stale != self.file:
                 stale.unlink(missing_ok=True)
         try:
-            lines = tuning.read_own(self.file).splitlines()
+            lines = tuning.read_owned(self.file).splitlines()
         except OSError:
             return
         for line in lines:

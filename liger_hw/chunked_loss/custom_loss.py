@@ -40,7 +40,7 @@ def in_fp16(x):
 
 
 def keep_gradients(ctx, function, *tensors):
-    """Call `function(*tensors)` and keep the gradients of its first output for `OwnLoss.backward`.
+    """Call `function(*tensors)` and keep the gradients of its first output for `CustomLoss.backward`.
 
     In fp16 it keeps the graph instead: gradients rounded before the loss scale is known would underflow.
 
@@ -59,7 +59,7 @@ def keep_gradients(ctx, function, *tensors):
     return outputs
 
 
-class OwnLoss(torch.autograd.Function):
+class CustomLoss(torch.autograd.Function):
     """Base class of a program's own losses.
 
     The `forward` of a derived class calls `keep_gradients` with input, weight and bias.
@@ -75,11 +75,11 @@ class OwnLoss(torch.autograd.Function):
         """Return the gradients of the arguments up to the bias."""
         grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
         if hasattr(ctx, "graph"):
-            of_input, of_weight, of_bias = _gradients(*ctx.graph, grad_output)
+            grad_input, grad_weight, grad_bias = _gradients(*ctx.graph, grad_output)
         else:
             kept = ctx.saved_tensors
-            of_input, of_weight, of_bias = (g if g is None else g * grad_output.to(g.dtype) for g in kept)
-        return of_input, of_weight, *[None] * (cls.bias_at - 2), of_bias
+            grad_input, grad_weight, grad_bias = (g if g is None else g * grad_output.to(g.dtype) for g in kept)
+        return grad_input, grad_weight, *[None] * (cls.bias_at - 2), grad_bias
 
 
 def _with_graph(function, tensors):
@@ -103,6 +103,6 @@ def loss_and_others(returned):
     return loss, [torch.as_tensor(other).detach() for other in others]
 
 
-def joined(others_of_calls):
+def joined(call_outputs):
     """Join the others of several calls: sum numbers, concatenate rows."""
-    return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*others_of_calls)]
+    return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*call_outputs)]
