@@ -112,7 +112,7 @@ def sequence_loss(
 
 
 class _Groups(NamedTuple):
-    """How rows divide into groups: (parts, count, length), the first parts of all groups, then the second ones.
+    """The order of rows: the first sequences of all groups, then the second ones, and so on.
 
     Attributes:
         parts: sequences in a group.
@@ -125,7 +125,7 @@ class _Groups(NamedTuple):
     length: int
 
     def select(self, tensors, groups):
-        """Return the values of a slice of k groups, (parts, k, length), of each tensor of all rows or None."""
+        """Return (parts, k, length) of a slice of k groups, for each tensor of all rows or None."""
         return [x if x is None else x.reshape(self)[:, groups] for x in tensors]
 
 
@@ -176,7 +176,7 @@ def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entro
 
 
 class _Computation:
-    """Compute a formula of groups of rows, and the gradients of its sum, fill by fill.
+    """Compute a formula and the gradients of its sum, fill by fill.
 
     Args:
         formula, tokens, groups, scaling, with_entropy: of `_by_groups`.
@@ -229,7 +229,7 @@ class _Computation:
         self.gradients.add(part, logits)
 
     def _differentiate(self, groups):
-        """Return the formula's outputs for a slice of the groups; its gradient by the rows is kept for `_backward`."""
+        """Return the formula's outputs for a slice of the groups; keep its gradient for `_backward`."""
         leaves = [
             row if row is None else row.detach().requires_grad_(self.needs_grad)
             for row in self.groups.select(self.by_row, groups)
@@ -246,9 +246,9 @@ class _Computation:
         return [output.detach() for output in (value, *others)]
 
     def _slope_bounds(self):
-        """Return bounds of the slopes of log-probability and entropy by a logit; a softcap's slope is at most 1."""
+        """Return bounds of the slopes of log-probability and entropy by a logit."""
         bound = abs(self.scaling.logit_scale / self.scaling.temperature)
-        # the entropy's gradient has p |log p + H| <= 1 + log V, as H <= log V
+        # a softcap's slope is at most 1; the entropy's has p |log p + H| <= 1 + log V, as H <= log V
         return bound, bound * (1 + math.log(len(self.head.weight)))
 
 
