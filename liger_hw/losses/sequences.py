@@ -112,7 +112,7 @@ def sequence_loss(
 
 
 class _Groups(NamedTuple):
-    """The order of rows: the first sequences of all groups, then the second ones, and so on.
+    """The order of rows: all groups' first sequences, then their second ones, and so on.
 
     Attributes:
         parts: sequences in a group.
@@ -125,7 +125,7 @@ class _Groups(NamedTuple):
     length: int
 
     def select(self, tensors, groups):
-        """Return (parts, k, length) of a slice of k groups, for each tensor of all rows or None."""
+        """Return (parts, k, length) of a slice of k groups, for each tensor or None."""
         return [x if x is None else x.reshape(self)[:, groups] for x in tensors]
 
 
