@@ -81,7 +81,7 @@ compile: $(READY)
 	$(RUN) -m pytest -n auto $(COMPILED) $(ARGS)
 
 emulate: $(READY)
-	$(RUN) -m liger_hw matrix --emulate $(ARGS)
+	$(RUN) -m liger_hw emulate $(ARGS)
 
 interpret: $(READY)
 	$(INTERPRET) $(OPS) $(USERS_OF_OPS) $(ARGS)

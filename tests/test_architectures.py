@@ -32,13 +32,13 @@ with backends.use_backend(name):
 row = backends.ARCHITECTURES[name]
 full = device.core.occupancy(64, 0, 8)
 print(json.dumps({
-    "matrix": [arch for arch in compiled.ARCHS if crosscompile.DEVICES[arch].vendor == vendor],
+    "compiled": [arch for arch in compiled.ARCHS if crosscompile.DEVICES[arch].vendor == vendor],
     "table": page.rows([Cell("rope", name, "bf16", COMPILED, 1, 0)])[0],
     "programs": full.programs,
     "nearest": backends.VENDORS[vendor].nearest(arch + "0").arch,
     "bare name": backends.target(vendor, torch.device("cpu")).arch,
 }))
-cli.main(["matrix", "--backends"])
+cli.main(["architectures", "--json"])
 """
 
 
@@ -69,7 +69,7 @@ def test_an_architecture_is_one_row(package):
     insert(package / "backends/nvidia.py", '    _row("sm80"', row)
     found, names = look(package, "nvidia", "sm130")
     assert found == {
-        "matrix": [r.device.arch for r in ARCHITECTURES.values() if r.in_matrix and r.device.vendor == "nvidia"],
+        "compiled": [r.device.arch for r in ARCHITECTURES.values() if r.in_matrix and r.device.vendor == "nvidia"],
         "table": ["NVIDIA sm130", "RTX 70", "-", "-", "-", "-", "1 of 1 ops, 1 cases, bf16"],
         "programs": 4,
         "nearest": "sm130",
@@ -85,7 +85,7 @@ def test_a_new_generation_of_amd_is_one_row(package):
     insert(package / "backends/amd.py", '    _rdna4("gfx1200"', "    " + row)
     found, names = look(package, "amd", "gfx1300")
     assert found["table"][:2] == ["AMD gfx1300", "RX 10"] and found["nearest"] == "gfx1300"
-    assert "gfx1300" not in found["matrix"] and "amd:gfx1300" in names
+    assert "gfx1300" not in found["compiled"] and "amd:gfx1300" in names
 
 
 def test_a_row_with_an_unknown_fact_is_refused(package):
@@ -108,5 +108,5 @@ def test_the_lists_have_a_vendor_of_one_file_and_its_name(package):
     insert(package / "backends/__init__.py", ', "intel": intel}', ', "maker": maker')
     insert(package / "backends/__init__.py", ", nvidia\n", ", maker")
     found, names = look(package, "maker", "mk100")
-    assert found["matrix"] == [] and found["table"][:2] == ["Maker mk100", "B200, GB200"]
+    assert found["compiled"] == [] and found["table"][:2] == ["Maker mk100", "B200, GB200"]
     assert found["bare name"] == "mk90" and {"maker:mk80", "maker:mk121", "nvidia:sm90"} <= set(names)

@@ -22,7 +22,7 @@ from liger_lab.tools import mutants, transformers_versions
 
 ROOT = Path(__file__).parent.parent
 VENDORS = tuple(backends.VENDORS)
-STEPS = ["device", "info", "tests", "ranks", "bench", "doctor", "tables", "matrix"]
+STEPS = ["device", "info", "tests", "ranks", "bench", "doctor", "tables", "evidence"]
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "lab" / "gpu").is_dir() or shutil.which("bash") is None, reason="no scripts or no bash"
@@ -77,7 +77,7 @@ def test_every_step_of_a_dry_run_is_a_command_that_exists(vendor, pytestconfig, 
             assert command == ["lab/gpu/device.py", vendor] and (ROOT / command[0]).exists(), name
     assert {"--needs-device", "--evidence"} <= set(steps["tests"])
     kept = [word for name in ("tests", "doctor", "bench") for word in steps[name] if word.startswith(str(tmp_path))]
-    read = [word for word in steps["matrix"][:-1] if word.startswith(str(tmp_path))]
+    read = [word for word in steps["evidence"][:-1] if word.startswith(str(tmp_path))]
     assert sorted(read[:3]) == sorted({str(Path(p).parent) if p.endswith(".json") else p for p in kept})
     assert not any(tmp_path.iterdir())
 
@@ -126,7 +126,7 @@ def test_a_run_in_which_all_passes(vendor, tmp_path):
 def test_a_failed_step_is_reported_and_the_next_ones_run(tmp_path):
     done = script("amd", **stub(tmp_path, "-m pytest", "liger_hw bench"))
     assert done.returncode == 1 and "=== failed: tests ranks bench" in done.stdout
-    assert asked(tmp_path)[-1].startswith("-m liger_hw matrix")
+    assert asked(tmp_path)[-1].startswith("-m liger_hw evidence")
 
 
 @pytest.mark.parametrize("vendor", VENDORS)

@@ -433,6 +433,12 @@ def test_an_unknown_name_suggests_the_nearest(arguments, message, on_a_cpu, caps
     assert message in capsys.readouterr().err
 
 
+def test_the_former_command_names_its_five_programs(capsys):
+    assert cli.main(["matrix", "--compile"]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("evidence", "compile", "neighbours", "emulate", "architectures"))
+
+
 def test_words_that_a_command_does_not_take(capsys):
     with pytest.raises(SystemExit):
         cli.main(["info", "rms_norm"])
@@ -453,7 +459,7 @@ def test_json_of_tables(on_a_cpu, capsys, tmp_path):
     assert shown == json.loads(file.read_text()) and shown["results"]
     changes = printed(capsys, "bench", "--compare", str(file), str(file))
     assert changes["compared"] == len(shown["results"]) and changes["only"] == [0, 0] and changes["changes"] == []
-    found = printed(capsys, "matrix", *report, str(EVIDENCE))
+    found = printed(capsys, "evidence", *report, str(EVIDENCE))
     assert found["runs"] and found["cells"] and found["problems"] == []
 
 

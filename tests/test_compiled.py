@@ -310,7 +310,7 @@ def test_records_are_plain_data_and_say_what_was_missed():
 
 
 def test_tables_and_page_show_what_was_missed(tmp_path):
-    about = {"versions": {"triton": "3.9.0"}, "date": "today", "commit": "c", "command": "liger-hw matrix --compile"}
+    about = {"versions": {"triton": "3.9.0"}, "date": "today", "commit": "c", "command": "liger-hw compile"}
     assert "2 of 3 FAIL" in resources.show(rows())
     resources.write(rows(), about | {"commit": None}, tmp_path / "compiled.html")  # installed, not checked out
     page = resources.write(rows(), about, tmp_path / "compiled.html").read_text()

@@ -34,7 +34,7 @@ def test_on_a_cpu_it_says_what_it_can_check_and_does(monkeypatch, tmp_path, caps
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
     assert cli.main(["doctor", "swiglu", "--report", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for words in ("swiglu: ", "no accelerator is here", "Triton's interpreter", "matrix --compile", "doctor.json"):
+    for words in ("swiglu: ", "no accelerator is here", "Triton's interpreter", "compile", "doctor.json"):
         assert words in shown
     runs, cells = evidence.read([tmp_path])
     cases = len(list(small_cases("swiglu", torch.float32)))
@@ -43,7 +43,7 @@ def test_on_a_cpu_it_says_what_it_can_check_and_does(monkeypatch, tmp_path, caps
     }
     found = report(tmp_path)
     assert found["info"]["versions"]["torch"] == torch.__version__ and found["plain"] == {} and not found["checks"]
-    assert cli.main(["matrix", str(tmp_path), "--report", str(tmp_path / "m")]) == 0
+    assert cli.main(["evidence", str(tmp_path), "--report", str(tmp_path / "m")]) == 0
 
 
 @pytest.fixture

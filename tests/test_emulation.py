@@ -349,7 +349,7 @@ class Inline:
 
 
 def test_a_planted_miscompilation_fails_the_command(monkeypatch, tmp_path, capsys):
-    command = ["matrix", "--emulate", "--few", "--archs", "gfx1100", "--ops", "swiglu", "--report", str(tmp_path)]
+    command = ["emulate", "--few", "--archs", "gfx1100", "--ops", "swiglu", "--report", str(tmp_path)]
     monkeypatch.setattr(compile_cache, "processes", Inline)
     assert cli.main(command) in (0, None)
     runs, cells = evidence.read([tmp_path / "emulated.json"])
@@ -372,7 +372,7 @@ def test_a_planted_miscompilation_fails_the_command(monkeypatch, tmp_path, capsy
 
 
 def test_an_architecture_without_a_decoder_is_refused(tmp_path, capsys):
-    assert cli.main(["matrix", "--emulate", "--archs", "gfx12ff", "--report", str(tmp_path)]) == 2
+    assert cli.main(["emulate", "--archs", "gfx12ff", "--report", str(tmp_path)]) == 2
     assert "unknown architecture 'gfx12ff'" in (message := capsys.readouterr().err)
     assert "The emulation executes: gfx942, gfx90a" in message
 

@@ -25,8 +25,8 @@ BAD = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 1, ["AssertionError: <wo
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
 
 
-def matrix(capsys, tmp_path, *arguments):
-    status = cli.main(["matrix", *map(str, arguments), "--report", str(tmp_path / "report")])
+def shown_evidence(capsys, tmp_path, *arguments):
+    status = cli.main(["evidence", *map(str, arguments), "--report", str(tmp_path / "report")])
     return status, capsys.readouterr()
 
 
@@ -55,11 +55,11 @@ def test_a_cell_in_two_files_counts_once_and_runs_add_up(tmp_path):
 )  # fmt: skip
 def test_other_files_than_evidence_are_refused(text, tmp_path, capsys):
     (tmp_path / "x.json").write_text(text)
-    status, shown = matrix(capsys, tmp_path, tmp_path / "x.json")
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path / "x.json")
     assert status == 2 and "x.json, allowed: evidence" in shown.err
-    status, shown = matrix(capsys, tmp_path, tmp_path)
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path)
     assert status == 2 and "there is no evidence" in shown.err
-    status, shown = matrix(capsys, tmp_path, tmp_path / "absent.json")
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path / "absent.json")
     assert status == 2 and "absent.json" in shown.err
 
 
@@ -73,19 +73,19 @@ def test_a_benchmark_is_evidence_of_its_times():
     assert (cell.passed, cell.failed) == (len(shapes), 0)
 
 
-def test_the_matrix_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
+def test_the_evidence_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
     evidence.write(tmp_path / "good.json", RUN, [GOOD])
-    status, shown = matrix(capsys, tmp_path, tmp_path / "good.json")
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path / "good.json")
     assert status == 0 and "1 of 1 ops, 3 cases, bf16" in shown.out and "FAILED" not in shown.out
-    text = (tmp_path / "report" / "matrix.html").read_text()
+    text = (tmp_path / "report" / "evidence.html").read_text()
     assert 'class="ok" title="interpreted: 3 passed, 0 failed"' in text and 'class="bad"' not in text
-    assert evidence.read([tmp_path / "report" / "matrix.json"]) == (RUN, [GOOD])
+    assert evidence.read([tmp_path / "report" / "evidence.json"]) == (RUN, [GOOD])
 
     evidence.write(tmp_path / "bad.json", RUN, [GOOD, BAD])
-    status, shown = matrix(capsys, tmp_path, tmp_path / "bad.json")
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path / "bad.json")
     assert status == 1 and "0 of 2 ops (not rms_norm, rope), 2 cases, fp32, 1 FAILED" in shown.out
     assert "rope on intel:bmg in fp32, interpreted: 1 of 3 cases failed: AssertionError: <worst> error" in shown.out
-    text = (tmp_path / "report" / "matrix.html").read_text()
+    text = (tmp_path / "report" / "evidence.html").read_text()
     assert 'class="bad"' in text and "<worst>" not in text and "&lt;worst&gt;" in text
     assert not re.search(r"""(src|href)=|<script|url\(""", text)
 
@@ -93,19 +93,19 @@ def test_the_matrix_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
 def test_a_failed_test_that_is_no_parity_case_is_red(tmp_path, capsys):
     runs = {"r": RUN["r"] | {"tests": {"passed": 9, "skipped": 3, "failed": 2}, "command": "pytest -n auto"}}
     evidence.write(tmp_path / "e.json", runs, [GOOD])
-    status, shown = matrix(capsys, tmp_path, tmp_path / "e.json")
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path / "e.json")
     assert status == 1 and "2 tests failed in the run of 2026-01-02 03:04: pytest -n auto" in shown.out
-    assert "2 tests failed" in (tmp_path / "report" / "matrix.html").read_text()
+    assert "2 tests failed" in (tmp_path / "report" / "evidence.html").read_text()
 
 
 def test_complete_means_every_op_wherever_one_is(tmp_path, capsys):
     cells = [Cell(op, "amd:gfx942", "bf16", INTERPRETED, 1, 0, [], "r") for op in dispatch.OPS]
     evidence.write(tmp_path / "all.json", RUN, cells)
-    assert matrix(capsys, tmp_path, tmp_path / "all.json", "--complete")[0] == 0
+    assert shown_evidence(capsys, tmp_path, tmp_path / "all.json", "--complete")[0] == 0
     compiled = Cell("rope", "amd:gfx942", "bf16", COMPILED, 1, 0, [], "r")
     evidence.write(tmp_path / "all.json", RUN, [*cells, compiled])
-    assert matrix(capsys, tmp_path, tmp_path / "all.json")[0] == 0
-    status, shown = matrix(capsys, tmp_path, tmp_path / "all.json", "--complete")
+    assert shown_evidence(capsys, tmp_path, tmp_path / "all.json")[0] == 0
+    status, shown = shown_evidence(capsys, tmp_path, tmp_path / "all.json", "--complete")
     assert status == 1 and "rms_norm on amd:gfx942 in bf16: not compiled" in shown.out
     assert "\nrope on" not in shown.out
 

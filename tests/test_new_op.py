@@ -59,7 +59,7 @@ def test_its_code_is_clean(checkout):
 
 
 def test_its_parity_and_all_that_tests_hold_every_op_to(checkout):
-    """In the interpreter, with every vendor's launches; and as evidence, in the matrix."""
+    """In the interpreter, with every vendor's launches; and as evidence, in the table."""
     files = [f"kernels/test_{OP}.py", "test_tracing.py", "test_bad_input.py", "test_public_api.py"]
     tests = "pytest", "-k", OP, "--evidence", "interpreted.json", *(f"tests/{file}" for file in files)
     shown = run(checkout, *tests, TRITON_INTERPRET="1")
@@ -68,13 +68,13 @@ def test_its_parity_and_all_that_tests_hold_every_op_to(checkout):
     found = {(cell.op, cell.backend, cell.dtype, cell.level, cell.passed, cell.failed) for cell in cells}
     assert found == {(OP, backend, dtype, INTERPRETED, 6, 0) for backend in ("nvidia:sm90", "amd:gfx942", "intel:pvc")
                      for dtype in ("fp32", "bf16", "fp16")}  # fmt: skip
-    shown = run(checkout, "liger_hw", "matrix", "interpreted.json")
+    shown = run(checkout, "liger_hw", "evidence", "interpreted.json")
     assert "1 of 1 ops, 18 cases, fp32 bf16 fp16" in shown
 
 
 def test_it_is_compiled(checkout):
     report = checkout / "compiled"
-    command = "liger_hw", "matrix", "--compile", "--archs", "sm90", "--ops", OP, "--report", str(report)
+    command = "liger_hw", "compile", "--archs", "sm90", "--ops", OP, "--report", str(report)
     assert re.search(rf"^{OP} +\d+$", run(checkout, *command), re.M)
     cells = evidence.read([report / "compiled.json"])[1]
     assert {(cell.op, cell.backend, cell.level, cell.failed) for cell in cells} == {(OP, "nvidia:sm90", COMPILED, 0)}

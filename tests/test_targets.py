@@ -1,7 +1,7 @@
 """Check without a GPU that every kernel builds, fits and reads whole vectors.
 
 The configurations are exactly those a launch on that architecture would use. Here: the wide and odd shapes, in bf16,
-for an architecture of each kind (`--archs all`: for all; `--archs turns`: each op for one of them). `liger-hw matrix
+for an architecture of each kind (`--archs all`: for all; `--archs turns`: each op for one of them). `liger-hw evidence
 --compile` holds every shape and dtype on every architecture to the same gates.
 """
 

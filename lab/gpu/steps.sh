@@ -86,10 +86,10 @@ step bench "$PYTHON" -m liger_hw bench rms_norm swiglu cross_entropy fused_linea
   --shapes 8192x4096 8192x14336 8192x32000 8192x4096x128256 --modes full --against torch --report "$REPORT/bench"
 step doctor "$PYTHON" -m liger_hw doctor --report "$REPORT/doctor"
 step tables "$PYTHON" -m liger_hw tune --check
-step matrix "$PYTHON" -m liger_hw matrix "$REPORT/evidence" "$REPORT/doctor" "$REPORT/bench" --report "$REPORT"
+step evidence "$PYTHON" -m liger_hw evidence "$REPORT/evidence" "$REPORT/doctor" "$REPORT/bench" --report "$REPORT"
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "=== failed: ${failed[*]}"
   exit 1
 fi
-[ -n "$DRY_RUN" ] || echo "=== all passed in $SECONDS s; results: $REPORT/matrix.html, $REPORT/bench/bench.html"
+[ -n "$DRY_RUN" ] || echo "=== all passed in $SECONDS s; results: $REPORT/evidence.html, $REPORT/bench/bench.html"

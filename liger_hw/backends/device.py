@@ -85,7 +85,7 @@ class Architecture:
     Attributes:
         device: the facts for launches, of the product that the row's comment names.
         cards: products of this architecture, as the tables of docs/hardware.md show them.
-        in_matrix: whether `liger-hw matrix --compile` compiles for it by default. Its compiler must be in Triton's
+        in_matrix: whether `liger-hw compile` compiles for it by default. Its compiler must be in Triton's
             wheel.
         same_code: compiler stage ("ttir", "ttgir", "llir", "ptx", "amdgcn") -> group of architectures. For a group the
             stage writes the same text except for architecture names, and the compile matrix runs it once. Other stages

@@ -16,7 +16,8 @@ from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
 
 LAB_COMMANDS = (
-    "demo", "doctor", "launches", "tune", "bench", "bench losses", "bench train", "bench distributed", "matrix", "plan",
+    "demo", "doctor", "launches", "tune", "bench", "bench losses", "bench train", "bench distributed", "plan",
+    "evidence", "compile", "neighbours", "emulate", "architectures",
 )  # fmt: skip
 
 
@@ -59,6 +60,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser, names = make_parser()
     if " ".join(argv[:2]) in LAB_COMMANDS:  # a command of two words, such as `bench train`
         argv = [" ".join(argv[:2]), *argv[2:]]
+    if argv[:1] == ["matrix"]:
+        raise ValueError("unknown command 'matrix'. It is five commands: evidence, compile (also --mend), neighbours "
+                         "(was --search), emulate, architectures (was --backends)")  # fmt: skip
     if argv and not argv[0].startswith("-"):
         check_known("command", argv[0], [*names, *LAB_COMMANDS])
         if argv[0] not in names:

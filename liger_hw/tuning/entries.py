@@ -3,7 +3,7 @@
 A table is a JSON file for one architecture: key -> entry. A key is a kernel and the numbers that its heuristic takes,
 "rms_norm_forward(4608, 2)", or a class of widths in the place of `cols`, "rms_norm_forward(<=8192 aligned, 2)". The
 origin of an entry says how it was found: "measured" by `liger-hw tune` on the hardware, at one width, or "compiled" by
-`liger-hw matrix --compile --mend` because the compiler refused the heuristic's choice, for a class of widths.
+`liger-hw compile --mend` because the compiler refused the heuristic's choice, for a class of widths.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """Share options, argument types, devices and dtypes among the laboratory's commands."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -32,3 +33,20 @@ def positive(text: str) -> int:
 def here() -> torch.device:
     """Return the first accelerator, or the CPU."""
     return next(iter(accelerators()), torch.device("cpu"))
+
+
+def add_build(parser) -> None:
+    """Add the options of commands that compile kernels."""
+    parser.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="architectures to compile for (all)")
+    parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="ops to compile (all)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compiling processes (one a core)")
+    add_report(parser)
+
+
+def build(args, run, name: str, *options) -> int:
+    """Compile by `run`, which prints its table; with --json print its file `name` instead."""
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        code = run(args.archs, args.ops, args.jobs, args.report, *options)
+    if args.json:
+        print((args.report / name).read_text(), end="")
+    return code

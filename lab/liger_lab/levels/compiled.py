@@ -1,6 +1,6 @@
 """Compile every kernel for every architecture and judge the compiled code.
 
-`run` is `liger-hw matrix --compile`. A kernel gets the configuration that a launch on the architecture would choose.
+`run` is `liger-hw compile`. A kernel gets the configuration that a launch on the architecture would choose.
 The matrix covers each op's forward and backward, in fp32, bf16 and fp16, at
 - the shapes of real models and wide and odd shapes (`model_cases` and `wide_cases` of `liger_lab.cases`),
 - samples: one shape of each class of `small_cases`. Launches of one class share kernel, tensors, dtypes and flags, one
@@ -261,7 +261,7 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
-    """Run `liger-hw matrix --compile`: compile, judge, print the table, write the files.
+    """Run `liger-hw compile`: compile, judge, print the table, write the files.
     The files are compiled.json (evidence: the counts of passes), kernels.json (every `record`) and compiled.html.
 
     Args:
@@ -292,7 +292,7 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
 
 
 def cells(rows: list[dict], run_id: str) -> list:
-    """Count passes and failures of each op, architecture and dtype, for `liger-hw matrix`."""
+    """Count passes and failures of each op, architecture and dtype, for `liger-hw evidence`."""
     from liger_lab.levels import evidence
 
     counts = {}

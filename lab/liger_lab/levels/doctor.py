@@ -3,7 +3,7 @@
 On an accelerator it runs the parity cases of every op in every dtype. It compares the driver's facts with the table of
 architectures, spilled registers with a limit, the copy rate with the data sheet, and each op's time with the time to
 move its bytes at that rate. On a CPU it checks plain torch, and the kernels in Triton's interpreter. The report is one
-file, which `liger-hw matrix` also reads as evidence.
+file, which `liger-hw evidence` also reads as evidence.
 """
 
 import functools
@@ -279,7 +279,7 @@ def _advice(found, device) -> list[str]:
         lines += [
             f"no accelerator is here: checked were plain torch, which serves on a CPU, and {seen}; not whether a GPU "
             "compiles and runs the kernels",
-            "`liger-hw matrix --compile` builds every kernel for NVIDIA's and AMD's GPUs without one",
+            "`liger-hw compile` builds every kernel for NVIDIA's and AMD's GPUs without one",
         ]
         return lines
     slow = [time["op"] for time in found["times"] if time.get("share", 1) < SHARE]

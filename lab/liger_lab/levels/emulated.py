@@ -1,6 +1,6 @@
 """Execute and check AMD machine code of every op without an AMD GPU.
 
-`run` is `liger-hw matrix --emulate`. Each parity case compiles its launches for the architecture, with the
+`run` is `liger-hw emulate`. Each parity case compiles its launches for the architecture, with the
 configurations that it would use there, and `emulation` executes the code objects. The parity rule judges outputs and
 gradients. No hardware is involved: execution is in order, so nothing about waits, hazards or time is shown.
 
@@ -39,7 +39,7 @@ _REMOVED_LIMIT = 20_000  # instructions of a wave, after which a removal has mad
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path, few: bool = False, remove: int = 0) -> int:
-    """Run `liger-hw matrix --emulate`: execute, judge, print the table, write emulated.json and emulated_kernels.json.
+    """Run `liger-hw emulate`: execute, judge, print the table, write emulated.json and emulated_kernels.json.
 
     Args:
         archs: names in `emulation.instructions.FAMILIES`; none means all.

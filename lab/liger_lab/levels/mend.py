@@ -1,6 +1,6 @@
 """Replace each choice that misses a gate by the nearest configuration that passes.
 
-`run` is `liger-hw matrix --compile --mend`. A heuristic does not know the compiler's exceptions: spills at one width,
+`run` is `liger-hw compile --mend`. A heuristic does not know the compiler's exceptions: spills at one width,
 narrow accesses on one architecture, too much shared memory. Each becomes an entry of origin "compiled" in the shipped
 tables, for a class of widths: the compile matrix has samples, users have all widths.
 

@@ -1,6 +1,6 @@
 """Search for configurations whose compiled code is better than a heuristic's choice.
 
-`run` is `liger-hw matrix --search`. It needs no GPU. The rating of a configuration reads its compiled code:
+`run` is `liger-hw neighbours`. It needs no GPU. The rating of a configuration reads its compiled code:
 
     clean      the code passes every gate: fits, spills nothing, ...
     width      bytes a lane of the narrowest wide access / bytes a lane that its tile allows
@@ -213,8 +213,8 @@ def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
 
 
 def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int:
-    """Run `liger-hw matrix --search`: rate the choices at wide and real shapes.
-    Search around the imperfect ones, print the dominated ones, and write search.json.
+    """Run `liger-hw neighbours`: rate the choices at wide and real shapes.
+    Search around the imperfect ones, print the dominated ones, and write neighbours.json.
 
     Args:
         archs, ops, jobs, report: as in `compiled.run`.
@@ -237,10 +237,12 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
     uses, results = compiled.gather(archs, ops, jobs, origins=[compiled.MODEL, compiled.WIDE], further=near)
     lines = dominated(uses, results)
     report.mkdir(parents=True, exist_ok=True)
-    (report / "search.json").write_text(json.dumps(lines, indent=1) + "\n")
+    (report / "neighbours.json").write_text(json.dumps(lines, indent=1) + "\n")
     better = [line for line in lines if line["better"]]
     choices = len(_choices(uses))
-    print(f"{report / 'search.json'}: {choices} choices, {len(lines)} short of something, {len(better)} dominated\n")
+    print(
+        f"{report / 'neighbours.json'}: {choices} choices, {len(lines)} short of something, {len(better)} dominated\n"
+    )
     header = ["architecture", "kernel", "shape", "chosen", "short of", "better", "short of"]
     print(console.table(header, [_line(line) for line in better]))
     return 1 if better else 0

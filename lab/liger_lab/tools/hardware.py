@@ -1,7 +1,7 @@
 """Write the tables of evidence: `python -m liger_lab.tools.hardware [--check] [PATH ...]`.
 
 The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
-`liger-hw matrix` with --compile or --emulate. In docs/hardware.md, docs/compiled.md and README.md this replaces the
+`liger-hw evidence` with --compile or --emulate. In docs/hardware.md, docs/compiled.md and README.md this replaces the
 text between the lines
 
     <!-- proven NAME: begin, by liger_lab.tools.hardware -->
