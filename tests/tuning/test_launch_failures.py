@@ -63,7 +63,7 @@ def test_a_winner_that_cannot_be_launched_costs_one_warning(mutates, path, compi
         return y.clone()
 
     _launches.__name__ = f"launches_{path}_{len(mutates)}"
-    by_call = dispatch.raw(lambda x: torch.empty_like(x), mutates)(_launches)
+    by_call = dispatch.raw(lambda x: torch.empty_like(x), mutates=mutates)(_launches)
     observer = (lambda f, args, again: f(*args)) if path == "observed" else None
     function = by_call.opaque if path == "registered" else by_call
     tuning.record(tuning.cache_file(H200), {KEY: entry()})
