@@ -106,8 +106,8 @@ class Op:
     def choose(self, device, dtype=None):
         """Return the first backend of the chain of `device` that has an implementation.
 
-        Plain torch serves a `dtype` that kernels would round; None means one that they take. Level DEBUG logs the
-        choice and its reason; an op remembers its choices, so each device and dtype is logged once.
+        A `dtype` that kernels would round, such as fp64, runs the reference; None means one that they take. Level DEBUG
+        logs the choice and its reason; an op remembers its choices, so each device and dtype is logged once.
 
         Raises:
             ValueError: kernels are forced and would round that `dtype`.

@@ -4,14 +4,14 @@
     def rms_norm_forward_config(cols, itemsize, device) -> Config:      # pure: numbers and a Device in, Config out
         return ...
 
-A heuristic is what follows from the facts of a device. What measurement found beyond that, and what a compiler refuses,
-are entries of tables: those of this machine, those shipped in `tables/`, one file for each architecture.
+A heuristic computes a configuration from facts of the device. Exceptions, measured or forced by a compiler, are entries
+of tables: this machine's, and those shipped in `tables/`, one file for each architecture.
 
-Order: this machine's table, then the shipped one, in each the entry of the heuristic's numbers before that of their
-class of widths; last the heuristic. `X_config` is the configuration of the kernel `X` in the same file, "X(4096, 2)"
-the key of its entry for the numbers 4096 and 2. An entry is valid for the hash of that kernel's code. Where Triton is
-another version, the first launch checks that the kernel still fits and spills nothing, and falls back to the heuristic
-with one warning.
+Precedence: this machine's table, the shipped one, the heuristic. Within a table an entry for the heuristic's exact
+numbers precedes one for their class of widths. `X_config` is the configuration of the kernel `X` in the same file,
+"X(4096, 2)" the key of its entry for the numbers 4096 and 2. An entry is valid for the hash of that kernel's code.
+Under another version of Triton the first launch checks that the kernel still fits and spills nothing, and falls back
+to the heuristic with one warning.
 
 `config.py` says what a configuration is, `entries.py` reads tables, `choice.py` makes the choice, `search.py`
 measures and writes. `liger_lab/contribution.py` checks tables before they are shipped.

@@ -60,7 +60,7 @@ def _cards(backend: str) -> str:
 
 
 def _ops(cells: list[Cell], every: set) -> str:
-    """Count the ops of which every case passed; name the others if few."""
+    """Count the ops with all tests passing; name the others if few."""
     if not cells:
         return "-"
     passed = {cell.op for cell in cells if cell.passed} - {cell.op for cell in cells if cell.failed}
