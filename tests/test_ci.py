@@ -18,7 +18,7 @@ import torch
 import liger_hw
 from liger_hw import backends, cli
 from liger_hw.backends import amd, intel, nvidia
-from liger_lab.tools import mutants, transformers_versions
+from liger_lab.tools import check, mutants, transformers_versions
 
 ROOT = Path(__file__).parent.parent
 VENDORS = tuple(backends.VENDORS)
@@ -222,6 +222,8 @@ def test_the_workflow_of_cpus():
     for job in jobs.values():
         for step in job["steps"]:
             words = shlex.split(step.get("run", "").partition(" > ")[0])
+            if "liger_lab.tools.check" in words:
+                assert words[words.index("liger_lab.tools.check") + 1] in check.CHECKS
             if "liger_hw" in words:
                 assert cli._parse(words[words.index("liger_hw") + 1 :])
 
@@ -253,6 +255,31 @@ def test_the_workflow_interprets_for_every_architecture(tmp_path):
         subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, check=True)
     name, _, names = (tmp_path / "output").read_text().partition("=")
     assert name == "names" and json.loads(names) == list(backends.ARCHITECTURES)
+
+
+def test_checks_name_files_that_exist_and_run_them_all(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(check, "run", lambda *words, **variables: started.append((words, variables)) or 0)
+    monkeypatch.setattr(check, "install", lambda *requirements, **variables: 0)
+    for name in check.CHECKS:
+        assert check.main([name, "--flag"]) == 0
+    paths = {word.removeprefix("--ignore=") for words, _ in started for word in words}
+    assert all((ROOT / path).exists() for path in paths if path.startswith("tests/"))
+    assert all("--flag" in words for words, _ in started)
+    started.clear()
+    assert check.main(["test"]) == 0
+    (plain, nothing), (kernels, variables) = started
+    assert nothing == {} and variables == {"TRITON_INTERPRET": "1"} and "tests/kernels" in kernels
+    assert {f"--ignore={path}" for path in check.PROGRAMS} <= set(plain)
+    monkeypatch.setattr(check, "run", lambda *words, **variables: "liger_lab.tools.mutants" in words)
+    assert check.main(["programs"]) == 0 and check.main(["all"]) == 1
+    assert check.main(["program"]) == 2 and "got program, allowed: all, list, test" in capsys.readouterr().err
+
+
+def test_the_makefile_has_a_target_for_each_common_task():
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets.split() == ["setup", "demo", "test", "lint", "gpu", "docs", "package", "all"]
+    assert "make all" in (ROOT / ".ci" / "run").read_text()
 
 
 def commands(job):

@@ -269,7 +269,7 @@ def sample(op, dtype=torch.bfloat16, number=0):
     return list(training_cases(op, dtype))[number]
 
 
-KERNELS = [  # elementwise, reductions, matrix instructions; `make emulate` runs all of gfx942
+KERNELS = [  # elementwise, reductions, matrix instructions; `liger-hw emulate` runs all
     (op, torch.bfloat16, arch) for op in ("swiglu", "softmax", "grouped_mm") for arch in ("gfx1100", "gfx1201")
 ]
 KERNELS += [  # upper halves of registers; a constant of fp16 in fp32 arithmetic; scalar loads of 16 bits

@@ -77,7 +77,7 @@ def test_example_on_two_ranks(name, ranks, tmp_path):
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_launch(name, tmp_path):
     if find_spec("deepspeed") is None:
-        pytest.skip("`make distributed`, which installs deepspeed, launches the examples")
+        pytest.skip("the check `distributed`, which installs deepspeed, launches the examples")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["--tiny", "--steps", "1", "--output", str(tmp_path), "--json", str(tmp_path / "result.json")]
     done = subprocess.run([*launch, str(FOLDER / f"{name}.py"), *arguments], capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Run LIGER_HW_FUZZ random programs (10000 without it), show progress, and shorten each that differs.
 
-    make fuzz                     # or: python tests/fuzz/run.py
+    python -m liger_lab.tools.check fuzz       # or: python tests/fuzz/run.py
     LIGER_HW_FUZZ=500 FIRST_SEED=70000 python tests/fuzz/run.py
 
 Ctrl-C ends it with the count so far. Ends with 1 if a program differed.

@@ -1,4 +1,4 @@
-"""Random programs of `programs.py`, in a run of the tests; `make fuzz` runs thousands, with progress (`run.py`)."""
+"""Random programs of `programs.py`, in a run of the tests; `run.py` runs thousands, with progress."""
 
 import os
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from naive import token_log_probs
 
-pytest.importorskip("trl", reason="TRL is not installed; `make trl` installs it and runs these tests")
+pytest.importorskip("trl", reason="TRL is not installed; the check `trl` installs it and runs these tests")
 
 from test_policy import case as policy_case  # noqa: E402
 from test_preference import answers_of  # noqa: E402

@@ -1,4 +1,4 @@
-"""Mini models trained patched become what they become unpatched; `make converge` trains every family."""
+"""Mini models trained patched become what they become unpatched; `liger_lab.tools.converge` trains every family."""
 
 import pytest
 import torch

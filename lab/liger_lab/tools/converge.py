@@ -1,6 +1,6 @@
 """Train mini models of liger-kernel's families, unpatched and patched, and compare them.
 
-    make converge  # or: python -m liger_lab.tools.converge --report lab/results/converge-h100
+    python -m liger_lab.tools.converge --report lab/results/converge-h100
     python -m liger_lab.tools.converge llama gemma2  # some model types
 
 Each model trains 32 steps by AdamW on one batch, in fp32 and in bf16: unpatched; unpatched with every weight moved by
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transformers")]
 STEPS, LIKELIEST, ROOM = 32, 20, 8
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 READ = """Each training was compared with the unpatched model's: the losses of all steps, the last log-probabilities and
-the weights. A share of 1 is the difference that `make converge` allows: 8 times what moving every weight by one
+the weights. A share of 1 is the difference that it allows: 8 times what moving every weight by one
 rounding changes.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

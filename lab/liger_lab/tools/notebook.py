@@ -2,7 +2,7 @@
 
     python -m liger_lab.tools.notebook [--output FILE.ipynb]
 
-`make notebook` runs it, in about a minute on two cores. It prints what the cells print, and fails where one fails. The
+It runs in about a minute on two cores. It prints what the cells print, and fails where one fails. The
 committed notebook has no outputs; --output writes a copy with them. It needs nbclient and ipykernel.
 """
 

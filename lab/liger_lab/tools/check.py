@@ -1,0 +1,164 @@
+"""Run the project's checks, each by its name: `python -m liger_lab.tools.check NAME [ARG ...]`.
+
+`make test` and `make all` run them from here, and so do the jobs of .github/workflows. Further arguments go to pytest
+or to the program of the check; `check list` prints the names.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
+USERS_OF_OPS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
+PROGRAMS = [
+    "tests/test_examples.py", "tests/test_new_op.py", "tests/test_bench.py", "tests/test_distributed_bench.py",
+    "tests/test_emulation.py", "tests/transformers/test_activations.py", "tests/transformers/test_engines.py",
+]  # fmt: skip
+COMPILED = ["tests/test_targets.py", "tests/losses/test_losses_on_targets.py"]
+MUTANTS = ["rms_norm", "glu", "of_logits", "sequences"]
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+QUIET_TRL = {"TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+def run(*words: str, **variables: str) -> int:
+    """Run `python WORDS` in the checkout and return its status."""
+    print("+", *variables, "python", *words, flush=True)
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | variables).returncode
+
+
+def pytest(*words: str, **variables: str) -> int:
+    """Run pytest on every core."""
+    return run("-m", "pytest", "-n", "auto", *words, **variables)
+
+
+def each(*statuses: int) -> int:
+    """Return 1 if one of several runs failed; all of them ran."""
+    return int(any(statuses))
+
+
+def install(*requirements: str, **variables: str) -> int:
+    """Install packages beside the torch of this environment, unless NO_VENV says to change nothing."""
+    if os.environ.get("NO_VENV"):
+        return 0
+    constraints = Path(sys.prefix, "constraints.txt")
+    kept = ["--constraint", str(constraints)] if constraints.exists() else []
+    return run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *kept, *requirements, **variables)
+
+
+def test(*args):
+    """Run the tests for this machine, a few of each matrix."""
+    whole = [f"--ignore={path}" for path in PROGRAMS]
+    # A test of kernels takes one vendor or architecture, in turn. Two runs, because the import of Triton chooses its
+    # interpreter; the second has the tests that need it.
+    return each(
+        pytest("--archs", "turns", *whole, *args),
+        pytest(*OPS, "--archs", "turns", *args, **INTERPRETED),
+    )
+
+
+def programs(*args):
+    """Run the tests of whole programs: examples, engines, the benchmark, the emulation."""
+    return pytest("--archs", "turns", *PROGRAMS, *args)
+
+
+def models(*args):
+    """Compare every class of language models with its patched copy; run kernels in models."""
+    return each(
+        pytest("--models", "all", "tests/transformers/test_models.py", "tests/transformers/test_parts.py", *args),
+        pytest(*USERS_OF_OPS, "--archs", "turns", *args, **INTERPRETED),
+    )
+
+
+def compile(*args):
+    """Compile every kernel for one architecture of each kind; --archs all: for every one."""
+    return pytest(*COMPILED, *args)
+
+
+def interpret(*args):
+    """Run kernels in Triton's interpreter for every vendor, or for LIGER_HW_BACKEND."""
+    return pytest(*OPS, *USERS_OF_OPS, *args, **INTERPRETED)
+
+
+def mutants(*args):
+    """Plant mistakes in kernels; their tests must fail."""
+    return run("-m", "liger_lab.tools.mutants", *(args or MUTANTS))
+
+
+def emulate(*args):
+    """Execute AMD machine code of each kernel, loop and tail once, in five minutes."""
+    return run("-m", "liger_hw", "emulate", *(args or ["--few", "--archs", "gfx942"]))
+
+
+def fuzz(*args):
+    """Run random programs on tiny models, plain and patched; LIGER_HW_FUZZ=10000 sets how many."""
+    return run("tests/fuzz/run.py", *args)
+
+
+def converge(*args):
+    """Train mini models of every family of liger-kernel's list, plain and patched, and compare."""
+    return run("-m", "liger_lab.tools.converge", *args)
+
+
+def versions(*args):
+    """Test models and trainers on the oldest and the newest transformers; --all: on all."""
+    return run("-m", "liger_lab.tools.transformers_versions", *args)
+
+
+def notebook(*args):
+    """Execute the notebook of the examples, in about a minute."""
+    return run("-m", "liger_lab.tools.notebook", *args)
+
+
+def distributed(*args):
+    """Test DeepSpeed and the launch of examples on two ranks; installs DeepSpeed."""
+    # its operators compile at their first use, not here
+    if status := install("--no-build-isolation", "setuptools", "deepspeed", DS_BUILD_OPS="0"):
+        return status
+    files = "tests/transformers/test_deepspeed.py", "tests/test_examples.py"
+    return run("-m", "pytest", *files, "-k", "deepspeed or launch or two_ranks", *args)
+
+
+def trl(*args):
+    """Test losses and examples with TRL of two versions; installs TRL and Lightning."""
+    # Frameworks pin 1.9, which calls liger_kernel's losses; 1.16 has its own.
+    trainers = "tests/integrations/test_trainers.py"
+    if status := install("trl==1.9.0", "requests", "lightning"):
+        return status
+    if status := run("-m", "pytest", "-k", "trl", trainers, *args, **QUIET_TRL):
+        return status
+    if status := install("trl>=1.16"):
+        return status
+    files = "tests/losses/test_trl.py", trainers, "tests/test_examples.py"
+    return run("-m", "pytest", "-n", "2", "-k", "trl or example", *files, *args, **QUIET_TRL)
+
+
+CHECKS: dict[str, Callable[..., int]] = {
+    function.__name__: function
+    for function in (
+        test, programs, models, compile, interpret, mutants, emulate, fuzz, converge, versions, notebook, distributed,
+        trl,
+    )
+}  # fmt: skip
+ALL = ("programs", "models", "compile", "mutants", "emulate")  # of `make all`, after lint and test
+
+
+def main(argv: list[str]) -> int:
+    """Run a check with its arguments, or all of ALL until one fails."""
+    name, *args = argv or ["list"]
+    if name == "list":
+        print("\n".join(f"{check:12} {function.__doc__.splitlines()[0]}" for check, function in CHECKS.items()))
+        return 0
+    if name == "all" and not args:
+        return next((status for status in (CHECKS[check]() for check in ALL) if status), 0)
+    if name not in CHECKS:
+        allowed = "all (without arguments), list" if name == "all" else f"all, list, {', '.join(CHECKS)}"
+        print(f"check: got {' '.join(argv)}, allowed: {allowed}", file=sys.stderr)
+        return 2
+    return CHECKS[name](*args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
