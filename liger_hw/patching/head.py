@@ -19,7 +19,6 @@ from liger_hw._torch import (
     backward_hooks,
     forward_hooks,
     has_global_module_hooks,
-    is_fsdp2_hook,
     is_plain,
     keep_unsharded,
     reshard_again,
@@ -28,7 +27,7 @@ from liger_hw._torch import (
 )
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
-from liger_hw.patching.hooks import is_of_zero3
+from liger_hw.patching.hooks import only_gathers
 from liger_hw.patching.lazy_logits import HeadFunction
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, read
@@ -69,24 +68,19 @@ def _only_multiplies(head):
     Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
     Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
-    only_gathers = all(_only_gathers(hook) for hook in forward_hooks(head))
-    return "forward" not in head.__dict__ and only_gathers and not _is_observed(head)
+    unwatched = all(only_gathers(hook) for hook in forward_hooks(head))
+    return "forward" not in head.__dict__ and unwatched and not _is_observed(head)
 
 
 def _is_observed(head):
     """Tell whether a program may see calls of `head` without forward hooks."""
     return (
         hasattr(head, "parametrizations")
-        or not all(_only_gathers(hook) for hook in backward_hooks(head))
+        or not all(only_gathers(hook) for hook in backward_hooks(head))
         or has_global_module_hooks()
         or saved_tensors_may_change()
         or transforms_active()  # torch.func needs autograd functions of another form
     )
-
-
-def _only_gathers(hook):
-    """Tell whether `hook` gathers and frees weights, and neither reads nor changes logits."""
-    return is_fsdp2_hook(hook) or is_of_zero3(hook)
 
 
 class HeadMatch(Match):

@@ -1,6 +1,13 @@
 """Tell whether a call of a module runs more than its own forward."""
 
-from liger_hw._torch import backward_hooks, forward_hooks, has_global_module_hooks, has_hooks, without_compiler_disabled
+from liger_hw._torch import (
+    backward_hooks,
+    forward_hooks,
+    has_global_module_hooks,
+    has_hooks,
+    is_fsdp2_hook,
+    without_compiler_disabled,
+)
 
 
 def is_intercepted(module):
@@ -22,6 +29,11 @@ def own_class(module):
     """Return the class of `module` without the swap of `patch`."""
     cls = type(module)
     return vars(cls).get("liger_original", cls)
+
+
+def only_gathers(hook):
+    """Tell whether `hook` gathers and frees weights, and neither keeps nor changes outputs."""
+    return is_fsdp2_hook(hook) or is_of_zero3(hook)
 
 
 def is_of_zero3(hook):

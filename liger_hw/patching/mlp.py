@@ -14,7 +14,7 @@ from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing
 from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
-from liger_hw.patching.projection import is_projection, project_down
+from liger_hw.patching.projection import is_projection, project_down, return_new_memory
 from liger_hw.patching.reading import foreign, read
 
 PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
@@ -39,6 +39,7 @@ class MLPMatch(Match):
         clamped = gates.OPS[self.op] if self.op == "clamped_swiglu" else None
         activation = None if clamped else gates.activation_name(self.op, options)
         down_name, dropout_name = names["down"], names.get("dropout_before")
+        producer_names = [names[role] for role in ("gate", "up") if names.get(role)]
 
         def forward(self, *args, **kwargs):
             if len(args) != 1 or kwargs or not unchanged(self):
@@ -49,10 +50,12 @@ class MLPMatch(Match):
             if clamped:
                 return compute(self, names, args[0], clamped, options)
             gate, up = _gate_and_up(self, names, args[0])
+            producers = [getattr(self, name) for name in producer_names]
             if dropout_name and _drops(self, dropout_name):
-                y = down(_dropped(self, dropout_name, unit(gate, up, activation, in_place=True)))
+                y = unit(gate, up, activation, in_place=return_new_memory(producers))
+                y = down(_dropped(self, dropout_name, y))
             else:
-                y = project_down(down, gate, up, activation)
+                y = project_down(down, gate, up, activation, producers)
             return _after_down(self, names, y)
 
         return {"forward": forward}

@@ -2,23 +2,54 @@
 
 from torch import nn
 
-from liger_hw._torch import is_plain
+from liger_hw._torch import backward_hooks, forward_hooks, has_global_module_hooks, is_plain
 from liger_hw.kernels.mlp.glu import unit
 from liger_hw.kernels.mlp.glu_linear import glu_linear
-from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.hooks import is_intercepted, only_gathers
+
+LINEAR_FORWARD = nn.Linear.forward
+# classes whose forward returns a new tensor, which they keep nowhere; adapters hold such a layer as `base_layer`
+PRODUCERS = {
+    ("bitsandbytes.nn.modules", "Linear4bit"), ("bitsandbytes.nn.modules", "Linear8bitLt"),
+    ("peft.tuners.lora.bnb", "Linear4bit"), ("peft.tuners.lora.bnb", "Linear8bitLt"),
+    ("peft.tuners.lora.layer", "Linear"), ("transformers.pytorch_utils", "Conv1D"),
+}  # fmt: skip
 
 
-def project_down(down, gate, up, activation):
-    """Compute down(f(gate) * up); the backward writes the gradients over `gate` and `up`.
+def project_down(down, gate, up, activation, producers):
+    """Compute down(f(gate) * up), backward in place where nobody else may read the inputs.
 
     Args:
         down: the last projection. If it is not a plain linear layer, the function calls it and saves its input.
-        gate, up: (..., C), outputs of earlier projections, which nothing else reads; up None: down(f(gate)).
+        gate, up: (..., C), outputs of earlier projections; up None: down(f(gate)).
         activation: one of `glu.ACTIVATIONS`.
+        producers: the modules whose outputs `gate` and `up` are.
     """
+    in_place = return_new_memory(producers)
     if is_plain_linear(down) and is_plain(gate, up):
-        return glu_linear(gate, up, down.weight, down.bias, activation, in_place=True)
-    return down(unit(gate, up, activation, in_place=True))
+        return glu_linear(gate, up, down.weight, down.bias, activation, in_place=in_place)
+    return down(unit(gate, up, activation, in_place=in_place))
+
+
+def return_new_memory(modules):
+    """Tell whether a backward may write over the outputs of `modules`: nobody else holds them."""
+    return not has_global_module_hooks() and all(map(_returns_new_memory, modules))
+
+
+def _returns_new_memory(module):
+    """Tell whether only the caller of `module` holds its output.
+
+    A hook, a forward of the program's own or an unknown class may keep the output, or return a tensor that the program
+    keeps: a parameter, the input, an activation to patch in.
+    """
+    cls = type(module)
+    known = cls is nn.Linear and cls.forward is LINEAR_FORWARD or (cls.__module__, cls.__name__) in PRODUCERS
+    if not known or "forward" in module.__dict__:
+        return False
+    if not all(map(only_gathers, (*forward_hooks(module), *backward_hooks(module)))):
+        return False
+    base = module._modules.get("base_layer")
+    return base is None or _returns_new_memory(base)
 
 
 def is_plain_linear(module):

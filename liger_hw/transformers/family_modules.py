@@ -134,7 +134,10 @@ class LigerFalconH1SwiGLUMLP(nn.Module):
 
     def forward(self, x):
         gate = self.gate_proj(x) * self.gate_multiplier
-        return project_down(self.down_proj, gate, self.up_proj(x), "silu") * self.down_multiplier
+        return (
+            project_down(self.down_proj, gate, self.up_proj(x), "silu", (self.gate_proj, self.up_proj))
+            * self.down_multiplier
+        )
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
@@ -157,7 +160,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x):
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return project_down(self.down_proj, gate, up, "silu")
+        return project_down(self.down_proj, gate, up, "silu", (self.gate_up_proj,))
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
@@ -176,7 +179,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x):
-        return project_down(self.w2, self.w1(x), self.w3(x), "silu")
+        return project_down(self.w2, self.w1(x), self.w3(x), "silu", (self.w1, self.w3))
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

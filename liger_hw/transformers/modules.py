@@ -244,7 +244,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         return config.hidden_act
 
     def forward(self, x):
-        return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "silu")
+        return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "silu", (self.gate_proj, self.up_proj))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -260,7 +260,9 @@ class LigerGEGLUMLP(_GatedMLP):
         super().__init__(config)
 
     def forward(self, x):
-        return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "gelu_tanh")
+        return project_down(
+            self.down_proj, self.gate_proj(x), self.up_proj(x), "gelu_tanh", (self.gate_proj, self.up_proj)
+        )
 
 
 class LigerCrossEntropyLoss(OptionsModule):

@@ -1,12 +1,16 @@
 """Compare a patched model whose ops run as Triton kernels with the plain model."""
 
+import importlib
+
 import pytest
 import tiny
 import torch
 from saved import saved_bytes
 
 import liger_hw
+from liger_hw.kernels.mlp import _in_place
 
+glu_linear_module = importlib.import_module("liger_hw.kernels.mlp.glu_linear")
 FAMILIES = "glm4 gpt_oss mixtral llama gemma2 phi3 stablelm nemotron phi llama4_text".split()
 
 
@@ -37,6 +41,112 @@ def test_a_second_backward_says_why_it_cannot(backend, device):
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="second"):
             loss.backward()
+
+
+class Keeping(torch.nn.Linear):
+    """A projection that keeps its output."""
+
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Fixed(torch.nn.Linear):
+    """A projection that returns a parameter, whatever its input is: an ablation."""
+
+    def forward(self, x):
+        return self.weight[:, 0].expand(*x.shape[:-1], -1)
+
+
+def hook_that_keeps(mlp, name, kept):
+    mlp.get_submodule(name).register_forward_hook(lambda module, args, out: kept.append(out.detach()))
+
+
+def hook_with_a_penalty(mlp, name, kept):
+    mlp.get_submodule(name).register_forward_hook(lambda module, args, out: kept.append(out.square().mean()))
+
+
+def hook_with_a_numpy_view(mlp, name, kept):
+    mlp.get_submodule(name).register_forward_hook(
+        lambda module, args, out: kept.append(torch.from_numpy(out.detach().cpu().numpy()))
+    )
+
+
+def hook_that_patches_in(mlp, name, kept):
+    shape = 1, 7, mlp.get_submodule(name).out_features
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(mlp.parameters()).device)
+    kept.append(value := value.requires_grad_() * 1)
+    mlp.get_submodule(name).register_forward_hook(lambda module, args, out: value)
+
+
+def forward_on_the_instance(mlp, name, kept):
+    projection = mlp.get_submodule(name)
+    original = projection.forward
+    projection.forward = lambda x: (kept.append(out := original(x)), out)[1]
+
+
+def subclass_that_keeps(mlp, name, kept):
+    mlp.get_submodule(name).__class__ = Keeping
+    mlp.register_forward_hook(lambda module, args, out: kept.append(module.get_submodule(name).kept))
+
+
+def hook_on_every_module(mlp, name, kept):
+    projection = mlp.get_submodule(name)
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: kept.append(out) if module is projection else None
+    )
+
+
+WATCHERS = [
+    hook_that_keeps, hook_with_a_penalty, hook_with_a_numpy_view, hook_that_patches_in, forward_on_the_instance,
+    subclass_that_keeps, hook_on_every_module,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("watch", WATCHERS)
+@pytest.mark.parametrize(
+    "family, name", [("llama", "gate_proj"), ("llama", "up_proj"), ("phi3", "gate_up_proj"), ("phi", "fc1")]
+)
+def test_a_backward_writes_over_nothing_that_the_program_keeps(family, name, watch, backend, device):
+    plain, patched = tiny.pair(family, num_hidden_layers=1)
+    inputs, results = {key: x.to(device) for key, x in tiny.tokens(1, 7).items()}, []
+    for model, by in ((plain, "reference"), (patched, backend)):
+        kept = []
+        mlp = model.to(device).model.layers[0].mlp
+        with liger_hw.use_backend(by):
+            handle = watch(mlp, name, kept)
+            loss = model(**inputs, use_cache=False).loss
+            penalty = kept[0] if watch is hook_with_a_penalty else 0
+            (loss + penalty).backward()
+            if handle is not None:
+                handle.remove()
+        results.append([loss.detach(), *(x.detach().clone() for x in kept), *(p.grad for p in mlp.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4) if expected is not None else None
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+def test_a_projection_that_returns_a_parameter(name, backend, device):
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    inputs = {key: x.to(device) for key, x in tiny.tokens(1, 7).items()}
+    for model in (plain.to(device), patched.to(device)):
+        model.model.layers[0].mlp.get_submodule(name).__class__ = Fixed
+    with liger_hw.use_backend(backend):
+        tiny.assert_learns_alike(plain, patched, **inputs)
+
+
+def test_projections_of_a_model_are_written_over(backend, device, monkeypatch):
+    """The memory that the decision saves: nobody watches plain layers."""
+    decisions = []
+    decide = _in_place.writes_over
+    monkeypatch.setattr(
+        glu_linear_module, "writes_over", lambda *args: decisions.append(decide(*args)) or decisions[-1]
+    )
+    _, patched = tiny.pair(num_hidden_layers=2)
+    inputs = {key: x.to(device) for key, x in tiny.tokens(1, 7).items()}
+    with liger_hw.use_backend(backend):
+        patched.to(device)(**inputs).loss.backward()
+    assert decisions == [True, True]
 
 
 MIXTURES = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}

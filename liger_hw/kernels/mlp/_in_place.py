@@ -2,6 +2,7 @@
 
 import torch
 
+from liger_hw._torch import backward_keeps_graph
 from liger_hw.checks import check
 from liger_hw.kernels._math import rows_of
 
@@ -19,12 +20,16 @@ def goes_in_place(gate, up, in_place):
     return True
 
 
-def overwritten(ctx, gate, up):
-    """Return `gate` and `up` (or None), now their gradients, and refuse a second backward."""
-    ctx.spent = (
-        "a second backward through swiglu, geglu, activate or glu_linear with in_place=True: the first one wrote the "
-        "gradients over their inputs. Pass in_place=False to go backward twice"
-    )
+def writes_over(in_place, gate_grad, up_grad):
+    """Tell whether this backward writes over its inputs.
+
+    One with retain_graph=True does not: another may follow.
+    """
+    return in_place and gate_grad and up_grad and not backward_keeps_graph()
+
+
+def overwritten(gate, up):
+    """Return `gate` and `up` (or None), which now hold their gradients."""
     for x in (gate,) if up is None else (gate, up):
         torch.autograd.graph.increment_version(x)  # so that another function that saved it raises an error
     return gate.detach(), None if up is None else up.detach()

@@ -25,7 +25,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw
 from liger_hw.kernels._math import activated, activated_with_slope, rows_of
-from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten
+from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -62,9 +62,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
             strided (the halves of a fused projection are read in place); other layouts are copied once.
         up: (..., C), like `gate`; another floating dtype promotes the result.
         in_place: the backward writes the gradients over `gate` and `up`. For a module that owns both and shares them
-            with nothing else. A second backward then raises a RuntimeError, as does the backward of any other function
-            that saved one of them. Has no effect where only one of the two wants a gradient or their dtypes differ, in
-            the reference (a CPU), and under torch.compile, which reuses dead memory by itself.
+            with nothing else. The backward of any other function that saved one of them then raises a RuntimeError.
+            Has no effect in a backward with retain_graph=True, where only one of the two wants a gradient or their
+            dtypes differ, in the reference (a CPU), and under torch.compile, which reuses dead memory by itself.
 
     Returns:
         (..., C), contiguous, in the promoted dtype; silu(gate) is rounded to `gate.dtype` before the product.
@@ -299,9 +299,9 @@ def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor | None, dy: torc
 
 @glu.backward()
 def _(ctx, gate, up, activation, in_place: bool, dy, *, gate_grad, up_grad):
-    if in_place and gate_grad and (up is None or up_grad):
+    if writes_over(in_place, gate_grad, up is None or up_grad):
         _glu_backward_in_place(gate, up, dy, activation)
-        return overwritten(ctx, gate, up)
+        return overwritten(gate, up)
     return _glu_backward(gate, up, dy, activation, gate_grad, up_grad)
 
 

@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 from liger_hw._torch import saved_tensors_hooks
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op, raw
-from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten
+from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
 from liger_hw.kernels.mlp.glu import (
     ACTIVATIONS,
     activate,
@@ -136,9 +136,9 @@ def _(ctx, gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_
     dout = dout.reshape(-1, weight.shape[0])
     y = torch.mm(dout, weight).to(gate.dtype)  # dy, which the next line overwrites; autocast in a backward casts it
     dy = y.view(gate.shape)
-    if in_place and gate_grad and (up is None or up_grad):
+    if writes_over(in_place, gate_grad, up is None or up_grad):
         glu_linear_backward_in_place(gate, up, dy, activation)
-        dgate, dup = overwritten(ctx, gate, up)
+        dgate, dup = overwritten(gate, up)
     else:
         dgate, dup = _glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
     return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
