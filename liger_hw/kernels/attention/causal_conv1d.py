@@ -12,7 +12,17 @@ Letters: N values of x, K taps, G gates. Traffic: forward reads x and the gates 
 x, the gates and dy and writes the gradients of x and the gates ((3 + 2 G) N), plus fp32 partial sums of a fixed number
 of programs. Both are bound by memory. A program has a block of channels and consecutive tokens: it reads each once, and
 keeps the last K - 1 tokens and their unfinished gradients in registers. It reads K - 1 tokens of each neighbour, too.
-Its tokens belong to one row of the batch.
+Its tokens belong to one row of the batch. A program's part of it, for K = 4:
+
+                          first                       end
+    tokens      . . b b b | x x x x x x x x x x x x x | a a a . .
+                    |---|                               |---|
+                    `_before` fills `window` with       the backward goes on here: their ds belong
+                    the K - 1 inputs u before           to du of the part's last tokens
+
+    forward     row t:  s_t from u_t and `window`, then `window` <- u_t, u_(t-1), u_(t-2)
+    backward    row t:  du_(t-3) = `pending[2]` + w_0 ds_t is complete, and stored
+                        `pending` <- w_3 ds_t, pending[0] + w_2 ds_t, pending[1] + w_1 ds_t
 """
 
 import torch

@@ -13,6 +13,15 @@ Letters: B sequences of T tokens, each of H heads (Hq of the queries, Hk of the 
 reads and writes q and k once, 2BT(Hq + Hk)D; backward reads q, k and both results' gradients and writes those of q and
 k, 3BT(Hq + Hk)D. Each reads cos and sin once or twice a token. Bound by memory. Apart, `rms_norm` and `rope` move 4 and
 5.
+
+A program holds a tile of ROWS heads as two or three tensors. The pairs (x1, x2) rotate, `rest` is beyond rotary_dim:
+
+    head 0      | x1  HALF | x2  HALF | rest |          rstd of each head (ROWS, 1), or
+    head 1      | x1       | x2       | rest |          JOINT: the heads are one token's, and one rstd (1, 1)
+    ...                                                 serves them all
+
+    forward     one tile a program, in one grid:        | tiles of q ......... | tiles of k ... |
+    backward    each program strides over all tiles of q, then of k, and sums dw of its tiles in registers
 """
 
 import torch
