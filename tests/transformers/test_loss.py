@@ -223,7 +223,11 @@ def test_an_option_is_not_lost_with_labels_that_do_not_fit():
 
 
 @pytest.mark.parametrize("flags", [{}, {"cross_entropy": True, "fused_linear_cross_entropy": False}], ids=str)
-@pytest.mark.parametrize("kind", [int, torch.tensor, lambda n: torch.tensor([n, 2 * n]), numpy.int64], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [int, torch.tensor, lambda n: torch.tensor([n, 2 * n]), numpy.int64],
+    ids=["int", "tensor", "vector", "numpy"],  # an address in a name would differ from worker to worker
+)
 @pytest.mark.parametrize("number", [0, 4])
 def test_divisors(number, kind, flags):
     plain, patched = tiny.pair(flags=flags)
