@@ -44,7 +44,7 @@ def neighborhood_attention(
     """Attend from each position to `kernel_size` positions around it, `dilation` apart.
 
     Positions beyond the ends of the sequence do not count, so those near an end have fewer neighbours. Everything is
-    computed in fp32 and rounded once.
+    computed in fp32 and rounded once; gradients of query and key take the rounded result, as flash attention's do.
 
     Args:
         query: (batch, heads, positions, D), any D and floating dtype; plain torch computes dtypes other than fp32, fp16
@@ -68,8 +68,12 @@ def neighborhood_attention(
     scores = torch.stack([(q * keys[:, :, start : start + positions]).sum(-1) for start in starts])
     place = torch.arange(positions, device=query.device) + torch.tensor(starts, device=query.device)[:, None] - reach
     absent = (place < 0) | (place >= positions)
-    weights = scores.masked_fill(absent[:, None, None], float("-inf")).softmax(0)
+    scores = scores.masked_fill(absent[:, None, None], float("-inf"))
+    weights = scores.softmax(0)
     y = sum(weight[..., None] * values[:, :, start : start + positions] for weight, start in zip(weights, starts))
+    rounding = (y - y.to(query.dtype)).detach().nan_to_num(0.0, 0.0, 0.0)  # 0 where fp16 overflows
+    total = scores.logsumexp(0)  # adds zero to y, and to the gradients of scores the rounding of y
+    y = y + (total - total.detach())[..., None] * rounding
     return y.to(query.dtype)
 
 
