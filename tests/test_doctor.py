@@ -49,7 +49,7 @@ def test_on_a_cpu_it_says_what_it_can_check_and_does(monkeypatch, tmp_path, caps
 @pytest.fixture
 def wrong_swiglu():
     op = dispatch.OPS["swiglu"]
-    op.register("cpu")(lambda gate, up, **options: gate * up)
+    op.register("cpu")(lambda gate, up, *options: gate * up)
     yield
     del op.implementations["cpu"]
     op.register("reference")(op.reference)  # forgets what was chosen meanwhile
