@@ -158,6 +158,26 @@ def test_rooms_that_are_clear_leave_the_list():
         assert not rooms - unclear, "the names of these rooms are clear now: delete them from NOT_YET"
 
 
+LINES = 60
+
+
+def is_kernel(function):
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in SOURCES if room_of(file)[0] == "liger_hw"], ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_functions_are_short(file):
+    """Without its docstring; a kernel is one function, however long."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and not is_kernel(node):
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            lines = node.end_lineno - node.lineno + 1
+            lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+            assert lines <= LINES, f"{node.name}: give its checks or halves to helpers"
+
+
 SHARED_CLASS_NAMES = {"Access", "Cell", "Form", "Model", "Norm", "Run", "Sizes"}  # rename these, and add none
 
 

@@ -79,10 +79,7 @@ def distillation_loss(
         for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
-    check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
-    check_numbers("a positive number", above=0, temperature=temperature)
-    check_numbers("0 to 1", least=0, most=1, beta=beta)
-    check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)
+    _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
     kind = kind_of(beta) if soft_loss == "jsd" else soft_loss
     if labels is None:
         labels, hard_weight, ignore_index = torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
@@ -93,19 +90,11 @@ def distillation_loss(
     wide = wide_dtype(x)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide)
     factors = torch.stack([soft_weight / count, hard_weight / count])
-
-    def by_row(logits, teacher_logits, labels):
-        valid = labels != ignore_index
-        logits = logits.masked_fill(~valid[:, None], 0)
-        soft = soft_rows(logits, teacher_logits.masked_fill(~valid[:, None], 0), kind, beta, temperature)
-        soft, hard = torch.where(valid, soft, 0), torch.zeros_like(soft)
-        if hard_weight:
-            hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
-        return soft, hard
-
+    options = kind, beta, temperature, bool(hard_weight), ignore_index
     plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias, accum_dtype=accum_dtype)
     if plan is None:
-        soft, hard = by_row(linear(x, weight, bias), linear(teacher_x, teacher_weight, teacher_bias), labels)
+        teacher_logits = linear(teacher_x, teacher_weight, teacher_bias)
+        soft, hard = _rows_by_torch(linear(x, weight, bias), teacher_logits, labels, *options)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
     labels = labels.contiguous()
@@ -127,11 +116,29 @@ def distillation_loss(
             incoming = [row.expand(len(logits)) for row in grad_factors]
             incoming = incoming if hard_weight else [incoming[0], None]
             rows_by_autograd(
-                lambda logits, rows: by_row(logits, teacher_logits[rows], labels[part][rows]), logits,
-                (soft, hard), incoming if differentiate else None,
+                lambda logits, rows: _rows_by_torch(logits, teacher_logits[rows], labels[part][rows], *options),
+                logits, (soft, hard), incoming if differentiate else None,
             )  # fmt: skip
         return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
 
     widths = 1 + teacher_weight.shape[0] / weight.shape[0]  # memory holds the teacher's logits beside the student's
     loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)
+
+
+def _check_options(soft_loss, beta, temperature, hard_weight, soft_weight):
+    check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
+    check_numbers("a positive number", above=0, temperature=temperature)
+    check_numbers("0 to 1", least=0, most=1, beta=beta)
+    check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)
+
+
+def _rows_by_torch(logits, teacher_logits, labels, kind, beta, temperature, with_hard_loss, ignore_index):
+    """Return the soft and the hard loss of each row, (N,) each, 0 where ignored."""
+    valid = labels != ignore_index
+    logits = logits.masked_fill(~valid[:, None], 0)
+    soft = soft_rows(logits, teacher_logits.masked_fill(~valid[:, None], 0), kind, beta, temperature)
+    soft, hard = torch.where(valid, soft, 0), torch.zeros_like(soft)
+    if with_hard_loss:
+        hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)
+    return soft, hard

@@ -23,7 +23,7 @@ from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_by_
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
-from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
+from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks, taken
 
 IGNORED = -100
 
@@ -165,60 +165,63 @@ def _kl_to_top_k(
     log_p = log_p.masked_fill(~reads[:, None], float("-inf"))
     p_rest = (1 - log_p.exp().sum(1)).clamp(min=0) if rest else torch.zeros_like(log_p[:, 0])
     row_weights = torch.where(outside, float("nan"), valid.to(factor.dtype))
-
-    def by_row(logits, log_p, p_rest, tokens, row_weights):
-        logits = logits.masked_fill((row_weights == 0)[:, None], 0)
-        log_q = (widen(logits) / temperature).log_softmax(-1)
-        soft = _divergence(log_p, log_q.gather(1, tokens))
-        if rest:
-            log_q_rest = log_q.scatter(1, tokens, float("-inf")).logsumexp(1)
-            soft = soft + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
-        return (torch.where(row_weights == 0, 0, soft) * row_weights,)
-
     rows = log_p, p_rest, tokens, row_weights
     plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype)
     if plan is None:
-        return (by_row(linear(x, weight, bias), *rows)[0] * factor).sum()
-    scaling = Scaling(IGNORED, None, 1.0, temperature)
-
-    def with_kernels(logits, soft, grad_factor, log_p, p_rest, tokens, row_weights):
-        """Write `by_row`'s results to `soft` and, unless `grad_factor` is None, the gradient over the logits."""
-        z = logits.gather(1, tokens).float() / temperature
-        z = z.masked_fill((row_weights == 0)[:, None], 0)
-        logits.scatter_(1, tokens, float("-inf"))  # the kernels then see the other tokens alone
-        first = torch.where(row_weights == 0, IGNORED, 0)  # any token of the vocabulary: its result is unused
-        unused, _, lse_rest, partition = empty_rows(logits, False)
-        forward_rows(logits, first, scaling, unused, None, lse_rest, partition)
-        top = torch.maximum(z.amax(1), lse_rest)
-        z, z_rest = z - top[:, None], lse_rest - top
-        log_total = (z.exp().sum(1) + z_rest.exp()).log()
-        log_q, log_q_rest = z - log_total[:, None], z_rest - log_total
-        divergence = _divergence(log_p, log_q) + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
-        soft.copy_(torch.where(row_weights == 0, 0, divergence) * row_weights)
-        if grad_factor is not None:
-            p, grad_factor = log_p.exp(), grad_factor * row_weights
-            mass = p.sum(1) + p_rest
-            drest = (mass * log_q_rest.exp() - p_rest) * grad_factor
-            backward_rows(logits, first, scaling, None, partition, torch.zeros_like(drest), None, drest)
-            dz = (mass[:, None] * log_q.exp() - p) * (grad_factor / temperature)[:, None]
-            logits.scatter_(1, tokens, dz.to(logits.dtype))
+        return (_top_k_by_torch(linear(x, weight, bias), *rows, rest, temperature)[0] * factor).sum()
 
     def step(part, logits, differentiate, gradients):
         soft, grad_factor = factor.new_zeros(len(logits)), factor
-        part_rows = [row[part] for row in rows]
+        part_rows = taken(rows, part)
         if gradients.scales:
             largest = largest_finite(part_rows[0].exp().sum(1) + part_rows[1])
             grad_factor = factor * gradients.factor(factor * largest / temperature)
         if plan.with_kernels:
-            with_kernels(logits, soft, grad_factor if differentiate else None, *part_rows)
+            _top_k_by_kernels(logits, soft, grad_factor if differentiate else None, *part_rows, temperature)
         else:
             incoming = [grad_factor.expand(len(logits))] if differentiate else None
             rows_by_autograd(
-                lambda logits, part: by_row(logits, *(row[part] for row in part_rows)), logits, (soft,), incoming
-            )
+                lambda logits, part: _top_k_by_torch(logits, *taken(part_rows, part), rest, temperature), logits,
+                (soft,), incoming,
+            )  # fmt: skip
         return ((soft * factor).sum(),)
 
     return sum_over_chunks("offline_distillation_loss", step, x, weight, bias, plan)[0]
+
+
+def _top_k_by_torch(logits, log_p, p_rest, tokens, row_weights, rest, temperature):
+    """Return each row's divergence times its weight, ((N,),)."""
+    logits = logits.masked_fill((row_weights == 0)[:, None], 0)
+    log_q = (widen(logits) / temperature).log_softmax(-1)
+    soft = _divergence(log_p, log_q.gather(1, tokens))
+    if rest:
+        log_q_rest = log_q.scatter(1, tokens, float("-inf")).logsumexp(1)
+        soft = soft + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
+    return (torch.where(row_weights == 0, 0, soft) * row_weights,)
+
+
+def _top_k_by_kernels(logits, soft, grad_factor, log_p, p_rest, tokens, row_weights, temperature):
+    """Write `_top_k_by_torch` to `soft` and, unless `grad_factor` is None, the gradient over the logits."""
+    scaling = Scaling(IGNORED, None, 1.0, temperature)
+    z = logits.gather(1, tokens).float() / temperature
+    z = z.masked_fill((row_weights == 0)[:, None], 0)
+    logits.scatter_(1, tokens, float("-inf"))  # the kernels then see the other tokens alone
+    first = torch.where(row_weights == 0, IGNORED, 0)  # any token of the vocabulary: its result is unused
+    unused, _, lse_rest, partition = empty_rows(logits, False)
+    forward_rows(logits, first, scaling, unused, None, lse_rest, partition)
+    row_max = torch.maximum(z.amax(1), lse_rest)
+    z, z_rest = z - row_max[:, None], lse_rest - row_max
+    log_sum_exp = (z.exp().sum(1) + z_rest.exp()).log()
+    log_q, log_q_rest = z - log_sum_exp[:, None], z_rest - log_sum_exp
+    divergence = _divergence(log_p, log_q) + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
+    soft.copy_(torch.where(row_weights == 0, 0, divergence) * row_weights)
+    if grad_factor is not None:
+        p, grad_factor = log_p.exp(), grad_factor * row_weights
+        mass = p.sum(1) + p_rest
+        drest = (mass * log_q_rest.exp() - p_rest) * grad_factor
+        backward_rows(logits, first, scaling, None, partition, torch.zeros_like(drest), None, drest)
+        dz = (mass[:, None] * log_q.exp() - p) * (grad_factor / temperature)[:, None]
+        logits.scatter_(1, tokens, dz.to(logits.dtype))
 
 
 def _divergence(log_p, log_q):

@@ -334,47 +334,58 @@ def policy_loss(
     check_head(x, weight)
     check_labels("tokens", batch.tokens, len(weight), IGNORED)
     if options.beta and ref_log_probs is None:
-        fits = ref_x is not None and ref_weight is not None
-        check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
-        with torch.no_grad():
-            ref_x, ref_weight, ref_bias = prepare_reference(
-                ref_x, ref_weight, ref_bias, "tokens", batch.tokens, IGNORED, chunk_memory
-            )
-            ref_log_probs = fused_linear_selective_log_softmax(ref_x, ref_weight, batch.tokens, ref_bias, **linear)
-        batch = batch._replace(ref_log_probs=ref_log_probs)
+        batch = batch._replace(ref_log_probs=_reference_log_probs(ref_x, ref_weight, ref_bias, batch.tokens, linear))
     weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
     with_entropy = return_entropy or options.entropy_coef != 0
-    if options.importance_sampling_level == "sequence" or options.loss_type == "vespo":
+    couples_tokens = options.importance_sampling_level == "sequence" or options.loss_type == "vespo"
+    compute = _loss_by_sequence if couples_tokens else _loss_by_token
+    loss, log_probs, *logged = compute(x, weight, bias, batch, weights, options, with_entropy, linear)
+    return PolicyOutput(loss, *(value if value is None else batch.mean(value) for value in logged), log_probs)
 
-        def sequence_sum(log_probs, entropy, groups):
-            part = Batch(*(row if row is None else row[groups] for row in batch))
-            entropy = entropy if entropy is None else entropy[0]
-            return (token_losses(log_probs[0], entropy, part, options)[0] * weights[groups]).sum()
 
-        loss, log_probs, entropy = sequence_loss(
-            sequence_sum, x, weight, batch.tokens, bias, with_entropy=with_entropy, **linear
-        )
-        _, kl, is_clipped = token_losses(log_probs, entropy, batch, options)
-    else:
+def _reference_log_probs(ref_x, ref_weight, ref_bias, tokens, linear):
+    fits = ref_x is not None and ref_weight is not None
+    check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
+    with torch.no_grad():
+        head = prepare_reference(ref_x, ref_weight, ref_bias, "tokens", tokens, IGNORED, linear["chunk_memory"])
+        ref_x, ref_weight, ref_bias = head
+        return fused_linear_selective_log_softmax(ref_x, ref_weight, tokens, ref_bias, **linear)
 
-        def formula(log_probs, entropy, old, ref, advantages, ratio, mask, weights):
-            log_weights = log_probs - (log_probs.detach() if old is None else old)
-            loss, kl, is_clipped = _losses(log_probs, log_weights, entropy, ref, advantages, ratio, None, options)
-            logged = (value for value in (is_clipped & mask, log_probs, kl, entropy) if value is not None)
-            return loss * weights, *logged
 
-        rows = batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.ratio, batch.mask, weights
-        rows = [row if row is None else row.expand(tokens.shape).reshape(-1) for row in rows]
-        loss, *logged = token_loss(
-            formula, x.reshape(-1, x.shape[-1]), weight, batch.tokens.reshape(-1), bias, rows,
-            with_entropy=with_entropy, **linear,
-        )  # fmt: skip
-        logged = iter([row.reshape(tokens.shape) for row in logged])
-        is_clipped, log_probs = next(logged), next(logged)
-        kl = next(logged) if options.beta else None
-        entropy = next(logged) if with_entropy else None
-    means = (value if value is None else batch.mean(value) for value in (kl, is_clipped, entropy))
-    return PolicyOutput(loss, *means, log_probs)
+def _loss_by_sequence(x, weight, bias, batch, weights, options, with_entropy, linear):
+    """Return (loss (), log-probabilities, KL or None, is clipped, entropy or None) of coupled tokens."""
+
+    def sequence_sum(log_probs, entropy, groups):
+        part = Batch(*(row if row is None else row[groups] for row in batch))
+        entropy = entropy if entropy is None else entropy[0]
+        return (token_losses(log_probs[0], entropy, part, options)[0] * weights[groups]).sum()
+
+    loss, log_probs, entropy = sequence_loss(
+        sequence_sum, x, weight, batch.tokens, bias, with_entropy=with_entropy, **linear
+    )
+    _, kl, is_clipped = token_losses(log_probs, entropy, batch, options)
+    return loss, log_probs, kl, is_clipped, entropy
+
+
+def _loss_by_token(x, weight, bias, batch, weights, options, with_entropy, linear):
+    """Return the values of `_loss_by_sequence` where a token's loss depends on the token alone."""
+
+    def formula(log_probs, entropy, old, ref, advantages, ratio, mask, weights):
+        log_weights = log_probs - (log_probs.detach() if old is None else old)
+        loss, kl, is_clipped = _losses(log_probs, log_weights, entropy, ref, advantages, ratio, None, options)
+        logged = (value for value in (is_clipped & mask, log_probs, kl, entropy) if value is not None)
+        return loss * weights, *logged
+
+    tokens = batch.tokens
+    rows = batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.ratio, batch.mask, weights
+    rows = [row if row is None else row.expand(tokens.shape).reshape(-1) for row in rows]
+    loss, *logged = token_loss(
+        formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, rows, with_entropy=with_entropy, **linear
+    )
+    logged = iter([row.reshape(tokens.shape) for row in logged])
+    is_clipped, log_probs = next(logged), next(logged)
+    kl = next(logged) if options.beta else None
+    return loss, log_probs, kl, is_clipped, next(logged) if with_entropy else None
 
 
 @names_arguments
