@@ -66,6 +66,9 @@ def _backward(forward, inputs, results, outputs=None, *, without_gradient="", de
     return decorate
 
 
+HOW = "read it, or pass `outputs` to backward"
+
+
 class _Wiring:
     """The source of the functions between autograd and a forward and its backward.
 
@@ -120,6 +123,9 @@ class _Wiring:
         names = [f"d{name}" for name in self.gradients]
         if outputs is not None:
             return f"{', '.join(names)} = allocate({arguments_by_name(outputs, self.backward_inputs())})"
+        unread = [name for name in self.gradients if name not in self.parameters]
+        if unread:
+            raise TypeError(f"{self.backward.__name__}: got no {', '.join(unread)}, like which it gets gradients: {HOW}")
         like = zip(names, self.gradients, self.flags)
         return "; ".join(f"{name} = empty_rows({of}) if {flag} else None" for name, of, flag in like)
 

@@ -288,7 +288,7 @@ def partial_sums(gradient: torch.Tensor | None, programs: int) -> torch.Tensor |
 
 def add_partials(partial: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
     """Sum `partial_sums` over programs, always in the same order, into `gradient`."""
-    if partial is gradient:
+    if gradient is None or partial is gradient:
         return
     rows, cols = partial.shape
     config = sum_partials_config(cols, device_of(partial))

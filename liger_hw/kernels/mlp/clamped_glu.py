@@ -18,7 +18,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
 from liger_hw.kernels.mlp.glu import own_tile, tile_config
 from liger_hw.launch import launch
@@ -36,7 +36,7 @@ def _validate(gate, up, limit, interleaved):
     check(limit > 0, "limit", limit, "a positive number")
 
 
-@op
+@op(validate=_validate)
 def clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, limit: float = 7.0, alpha: float | None = None,
     offset: float = 0.0, interleaved: bool = False,
@@ -58,7 +58,6 @@ def clamped_swiglu(
     Raises:
         ValueError: `up` is not like `gate`, a fused row is odd, or `limit` is not positive.
     """
-    _validate(gate, up, limit, interleaved)
     gate, up = _split(gate, up, interleaved)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     activated = gate * torch.sigmoid(gate * alpha) if alpha else torch.nn.functional.silu(widen(gate)).to(gate.dtype)
@@ -242,46 +241,19 @@ def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
     )  # fmt: skip
 
 
-def _empty_product(gate, up, clamp):
-    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
-
-
-@raw(_empty_product)
-def _clamped_glu_forward(gate: torch.Tensor, up: torch.Tensor | None, clamp: Clamp) -> torch.Tensor:
-    y = _empty_product(gate, up, clamp)
+@raw(lambda gate, up: gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))))
+def _clamped_glu_forward(gate: torch.Tensor, up: torch.Tensor | None, clamp: Clamp, *, y):
     _launch(clamped_glu_forward, clamped_glu_forward_config, gate, up, None, (y,), clamp)
-    return y
 
 
-def _empty_gradients(gate, up, dy, clamp):
-    return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
-
-
-@raw(_empty_gradients)
-def _clamped_glu_backward(
-    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, clamp: Clamp
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = _empty_gradients(gate, up, dy, clamp)
-    outputs = (dgate, dgate) if clamp.interleaved else _split(dgate, None if up is None else dup, False)
+@_clamped_glu_forward.backward(
+    lambda gate, up: (gate.new_empty(gate.shape), up if up is None else up.new_empty(up.shape))
+)
+def _clamped_glu_backward(gate, up, clamp, dy, *, dgate, dup):
+    outputs = (dgate, dgate) if clamp.interleaved else _split(dgate, dup, False)
     _launch(clamped_glu_backward, clamped_glu_backward_config, gate, up, dy, outputs, clamp)
-    return dgate, dup
-
-
-class ClampedGLUFunction(Function):
-    @staticmethod
-    def forward(ctx, gate, up, clamp):
-        ctx.save_for_backward(gate, up)
-        ctx.clamp = clamp
-        return _clamped_glu_forward(gate, up, clamp)
-
-    @staticmethod
-    def backward(ctx, dy):
-        gate, up = ctx.saved_tensors
-        dgate, dup = _clamped_glu_backward(gate, up, dy, ctx.clamp)
-        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
 
 
 @clamped_swiglu.register("triton")
-def _(gate, up=None, limit=7.0, alpha=None, offset=0.0, interleaved=False):
-    _validate(gate, up, limit, interleaved)
-    return ClampedGLUFunction.apply(gate, up, Clamp(float(limit), float(alpha or 0.0), float(offset), interleaved))
+def _(gate, up, limit, alpha, offset, interleaved):
+    return _clamped_glu_forward.apply(gate, up, Clamp(float(limit), float(alpha or 0.0), float(offset), interleaved))

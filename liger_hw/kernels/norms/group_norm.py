@@ -21,8 +21,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
-from liger_hw.kernels._math import in_order, in_row, in_tile, reduce_partials
+from liger_hw.dispatch import Cost, op, raw, widen
+from liger_hw.kernels._math import add_partials, in_order, in_row, in_tile
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -37,7 +37,7 @@ def _validate(x, weight, bias, num_groups):
             check(fits, name, parameter, "one value for each channel of x, on its device")
 
 
-@op
+@op(validate=_validate)
 def group_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float = 1e-5
 ):  # fmt: skip
@@ -59,7 +59,6 @@ def group_norm(
     Raises:
         ValueError: `num_groups` does not divide C, or `weight` or `bias` does not fit.
     """
-    _validate(x, weight, bias, num_groups)
     groups = widen(x).unflatten(1, (num_groups, x.shape[1] // num_groups)).flatten(2)
     groups = groups - groups.mean(-1, keepdim=True)
     normed = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).reshape(x.shape)
@@ -265,19 +264,18 @@ def _sizes(x, num_groups):
     return samples, channels, channels // num_groups, torch.Size(positions).numel()
 
 
-def _empty_outputs(x, num_groups, *parameters):
+def _empty_outputs(x, num_groups):
     mean = x.new_empty(x.shape[0] * num_groups, dtype=torch.float32)
     return x.new_empty(x.shape), mean, torch.empty_like(mean)
 
 
 @raw(_empty_outputs)
 def _group_norm_forward(
-    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute y, and each group's mean and rstd."""
-    y, mean, rstd = _empty_outputs(x, num_groups)
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float,
+    *, y, mean, rstd,
+):  # fmt: skip
     if not x.numel():
-        return y, mean, rstd
+        return
     x = x.contiguous()
     samples, channels, group_channels, positions = _sizes(x, num_groups)
     rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
@@ -293,38 +291,26 @@ def _group_norm_forward(
     config = group_norm_forward_config(*shape, device)
     launch(
         group_norm_forward, _grid(config, rows, positions), config,
-        x, weight, bias, mean, rstd, y, rows, channels, group_channels, positions,
+        x, in_order(weight), in_order(bias), mean, rstd, y, rows, channels, group_channels, positions,
     )  # fmt: skip
-    return y, mean, rstd
 
 
 def _grid(config, rows, positions):
     return -(-rows // config["ROWS"]) * -(-positions // config["COLS"]), 1, 1
 
 
-def _fake_backward(x, num_groups, weight, bias, mean, rstd, dy, x_grad, weight_grad, bias_grad):
-    wanted = ((x, x_grad), (weight, weight_grad), (bias, bias_grad))
-    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in wanted)
-
-
-@raw(_fake_backward)
-def _group_norm_backward(
-    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor,
-    rstd: torch.Tensor, dy: torch.Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    absent = dy.new_empty(0)
+@_group_norm_forward.backward()
+def _group_norm_backward(x, weight, bias, num_groups, mean, rstd, dy, *, dx, dweight, dbias):
     of_dy, of_product = (dy.new_zeros(x.shape[:2], dtype=torch.float32) for _ in range(2))
-    dx = x.new_empty(x.shape) if x_grad else absent
     if x.numel():
-        _launch_backward(x.contiguous(), num_groups, weight, mean, rstd, dy.contiguous(), of_dy, of_product, dx, x_grad)
-    return (
-        dx,
-        reduce_partials(of_product, weight.dtype) if weight_grad else absent,
-        reduce_partials(of_dy, bias.dtype) if bias_grad else absent,
-    )
+        _launch_backward(
+            x.contiguous(), num_groups, in_order(weight), mean, rstd, dy.contiguous(), of_dy, of_product, dx
+        )
+    add_partials(of_product, dweight)
+    add_partials(of_dy, dbias)
 
 
-def _launch_backward(x, num_groups, weight, mean, rstd, dy, of_dy, of_product, dx, x_grad):
+def _launch_backward(x, num_groups, weight, mean, rstd, dy, of_dy, of_product, dx):
     samples, channels, group_channels, positions = _sizes(x, num_groups)
     rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
     config = group_norm_channel_sums_config(*shape, device)
@@ -332,7 +318,7 @@ def _launch_backward(x, num_groups, weight, mean, rstd, dy, of_dy, of_product, d
         group_norm_channel_sums, (-(-rows // config["ROWS"]), 1, 1), config,
         x, dy, mean, rstd, of_dy, of_product, rows, group_channels, positions,
     )  # fmt: skip
-    if not x_grad:
+    if dx is None:
         return
     shift, along = torch.empty_like(mean), torch.empty_like(mean)
     launch(
@@ -346,23 +332,4 @@ def _launch_backward(x, num_groups, weight, mean, rstd, dy, of_dy, of_product, d
     )  # fmt: skip
 
 
-class GroupNormFunction(Function):
-    @staticmethod
-    def forward(ctx, x, num_groups, weight, bias, eps):
-        y, mean, rstd = _group_norm_forward(x, num_groups, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.num_groups = num_groups
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, *saved = ctx.saved_tensors
-        x_grad, _, *wanted, _ = ctx.needs_input_grad
-        dx, *grads = _group_norm_backward(x, ctx.num_groups, *saved, dy, x_grad, *wanted)
-        return dx if x_grad else None, None, *(grad if need else None for grad, need in zip(grads, wanted)), None
-
-
-@group_norm.register("triton")
-def _(x, weight, bias, num_groups, eps=1e-5):
-    _validate(x, weight, bias, num_groups)
-    return GroupNormFunction.apply(x, num_groups, in_order(weight), in_order(bias), eps)
+group_norm.register("triton")(_group_norm_forward.apply)

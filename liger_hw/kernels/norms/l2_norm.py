@@ -25,7 +25,7 @@ def _validate(x, casting_mode):
     check_known("casting_mode", casting_mode, L2_CASTING_MODES)
 
 
-@op
+@op(validate=_validate)
 def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma"):
     """Compute x / sqrt(sum(x^2) + eps) of each row.
 
@@ -44,7 +44,6 @@ def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma"):
     Raises:
         ValueError: `x` has no floating point rows, or `casting_mode` is unknown.
     """
-    _validate(x, casting_mode)
     wide = x if casting_mode == "none" else widen(x)
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -58,6 +57,5 @@ def _(x, *options, **named):
 
 
 @l2_norm.register("triton")
-def _(x, eps=1e-6, casting_mode="gemma"):
-    _validate(x, casting_mode)
+def _(x, eps, casting_mode):
     return normalise(x, Form(eps, casting_mode=casting_mode, mean=False))

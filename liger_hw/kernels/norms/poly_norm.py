@@ -15,13 +15,13 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, widen
+from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import (
+    add_partials,
     in_order,
     in_tile,
     norm_backward_config,
     norm_forward_config,
-    reduce_partials,
     rows_and_cols,
     rows_of,
     widest_block,
@@ -36,7 +36,7 @@ def _validate(x, weight, bias):
     check(bias.numel() == 1 and bias.device == x.device, "bias", bias, f"one value on {x.device}")
 
 
-@op
+@op(validate=_validate)
 def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6):
     """Compute w0 n(x^3) + w1 n(x^2) + w2 n(x) + b.
 
@@ -54,7 +54,6 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
     Raises:
         ValueError: `weight` or `bias` has another number of values.
     """
-    _validate(x, weight, bias)
     wide = widen(x)
     powers = (p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in (wide**3, wide**2, wide))
     return (sum(w * p for w, p in zip(widen(weight), powers)) + widen(bias.reshape(()))).to(x.dtype)
@@ -198,48 +197,32 @@ def poly_norm_backward(
     tl.store(SUMS + tl.program_id(0) * 16 + at, tl.where(at == 3, db, sums))
 
 
-@raw(lambda x, *options: empty_rows(x))
-def _poly_norm_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    y = empty_rows(x)
+@raw()
+def _poly_norm_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, y):
     rows, cols = rows_and_cols(x)
     config = poly_norm_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
-    launch(
-        poly_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config, x, weight, bias, y, rows, x_stride, eps, cols
-    )  # fmt: skip
-    return y
+    grid = -(-rows // config["ROWS"]), 1, 1
+    launch(poly_norm_forward, grid, config, x, in_order(weight), bias, y, rows, x_stride, eps, cols)
 
 
-@raw(lambda x, weight, dy, eps: (empty_rows(x), x.new_empty(16, dtype=torch.float32)))
-def _poly_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dx, and 16 fp32 values: first the gradients of three weights and the bias."""
-    dx = empty_rows(x)
+@raw(lambda x: (empty_rows(x), x.new_empty(16, dtype=torch.float32)))
+def _poly_norm_backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float, *, dx, sums):
+    """Compute dx, and 16 values: first the gradients of three weights and the bias."""
     rows, cols = rows_and_cols(x)
     config = poly_norm_backward_config(cols, x.element_size(), device_of(x))
     programs = config.grid_for(-(-rows // config["ROWS"]))
-    sums = dy.new_empty((programs, 16), dtype=torch.float32)
-    (x, x_stride), (dy, dy_stride) = rows_of(x), rows_of(dy)
-    launch(poly_norm_backward, (programs, 1, 1), config, x, weight, dy, dx, sums, rows, x_stride, dy_stride, eps, cols)
-    return dx, reduce_partials(sums, torch.float32)
+    partial = dy.new_empty((programs, 16), dtype=torch.float32)
+    (x, x_stride), (dy, dy_stride), weight = rows_of(x), rows_of(dy), in_order(weight)
+    grid = programs, 1, 1
+    launch(poly_norm_backward, grid, config, x, weight, dy, dx, partial, rows, x_stride, dy_stride, eps, cols)
+    add_partials(partial, sums)
 
 
-class PolyNormFunction(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        ctx.save_for_backward(x, weight, bias)
-        ctx.eps = eps
-        return _poly_norm_forward(x, weight, bias, eps)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
-        dx, sums = _poly_norm_backward(x, weight, dy, ctx.eps)
-        return dx, sums[:3].to(weight.dtype), sums[3].to(bias.dtype).view(bias.shape), None
+@_poly_norm_forward.backward()
+def _(x, weight, bias, eps, dy, *, x_grad, weight_grad, bias_grad):
+    dx, sums = _poly_norm_backward(x, weight, dy, eps)
+    return dx, sums[:3].to(weight.dtype), sums[3].to(bias.dtype).view(bias.shape)
 
 
-@poly_norm.register("triton")
-def _(x, weight, bias, eps=1e-6):
-    _validate(x, weight, bias)
-    return PolyNormFunction.apply(x, in_order(weight), bias, eps)
+poly_norm.register("triton")(_poly_norm_forward.apply)

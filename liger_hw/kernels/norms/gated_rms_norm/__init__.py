@@ -22,7 +22,7 @@ sums a program. All are bound by memory. A row too wide for a program is read tw
 import torch
 
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, widen
+from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import in_order, rows_and_cols
 from liger_hw.kernels.norms.gated_rms_norm.kernels import Form, backward_rows, forward_rows
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
@@ -63,7 +63,7 @@ def _validate_modulated(x, weight, scale, shift, casting_mode):
             check(rows % of_m == 0 if of_m else not rows, name, f"{of_m} rows", f"a divisor of x's {rows}")
 
 
-@op
+@op(validate=_validate_gated)
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6,
     activation: str = "silu", gate_first: bool = False, casting_mode: str = "llama", group_size: int | None = None,
@@ -89,7 +89,6 @@ def gated_rms_norm(
     Raises:
         ValueError: `gate` or `weight` does not fit `x`, `group_size` does not divide C, or an option is unknown.
     """
-    _validate_gated(x, gate, weight, activation, casting_mode, group_size)
     factor = GATE_ACTIVATIONS[activation](widen(gate))
     y = widen(x) * factor if gate_first else widen(x)
     if group_size is not None:
@@ -106,7 +105,7 @@ def gated_rms_norm(
     return (y * factor).to(x.dtype)
 
 
-@op
+@op(validate=_validate_modulated)
 def modulated_rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -127,7 +126,6 @@ def modulated_rms_norm(
     Raises:
         ValueError: `weight`, `scale` or `shift` does not fit `x`, or `casting_mode` is unknown.
     """
-    _validate_modulated(x, weight, scale, shift, casting_mode)
     y = widen(rms_norm.reference(x, weight, eps, offset, casting_mode))
     y = y * (1 + widen(_for_each_row(scale, x)).view_as(x))
     return (y if shift is None else y + widen(_for_each_row(shift, x)).view_as(x)).to(x.dtype)
@@ -161,61 +159,42 @@ def _(x, weight, scale, shift=None, *options, **named):
     )  # fmt: skip
 
 
-@raw(lambda x, *options: empty_rows(x))
+@raw()
 def _gated_rms_norm_forward(
-    x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None, form: Form
-) -> torch.Tensor:
-    y = empty_rows(x)
+    x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None, form: Form,
+    *, y,
+):  # fmt: skip
     forward_rows(x, gate, shift, weight, y, form)
-    return y
 
 
-def _empty_gradients(x, gate, shift, weight, dy, form, gate_grad, shift_grad, weight_grad):
-    absent = dy.new_empty(0)
+def _empty_gradients(x, gate, shift, weight, gate_grad, shift_grad, weight_grad):
     optional = ((gate, gate_grad), (shift, shift_grad), (weight, weight_grad))
-    return empty_rows(x), *(empty_rows(of) if wanted else absent for of, wanted in optional)
+    return empty_rows(x), *(empty_rows(like) if needed else None for like, needed in optional)
 
 
 @raw(_empty_gradients)
 def _gated_rms_norm_backward(
     x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None,
-    dy: torch.Tensor, form: Form, gate_grad: bool, shift_grad: bool, weight_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dx, dgate, dshift, dw = _empty_gradients(x, gate, shift, weight, dy, form, gate_grad, shift_grad, False)
-    of_weight = backward_rows(
-        x, gate, weight, dy, dx, dgate if gate_grad else None, dshift if shift_grad else None, form, weight_grad
+    dy: torch.Tensor, form: Form, gate_grad: bool, shift_grad: bool, weight_grad: bool, *, dx, dgate, dshift, dweight,
+):  # fmt: skip
+    backward_rows(x, gate, weight, dy, dx, dgate, dshift, dweight, form)
+
+
+@_gated_rms_norm_forward.backward()
+def _(x, gate, shift, weight, form, dy, *, x_grad, gate_grad, shift_grad, weight_grad):
+    of_each_row = shift_grad and form.gate_rows == rows_and_cols(x)[0]  # the gradient of such a shift is dy
+    dx, dgate, dshift, dweight = _gated_rms_norm_backward(
+        x, gate, shift, weight, dy, form, gate_grad, shift_grad and not of_each_row, weight_grad
     )
-    return dx, dgate, dshift, of_weight if weight_grad else dw
-
-
-class GatedRMSNormFunction(Function):
-    @staticmethod
-    def forward(ctx, x, gate, shift, weight, form):
-        ctx.save_for_backward(x, gate, shift, weight)
-        ctx.form = form
-        return _gated_rms_norm_forward(x, gate, shift, weight, form)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, gate, shift, weight = ctx.saved_tensors
-        _, gate_grad, shift_grad, weight_grad, _ = ctx.needs_input_grad
-        of_each_row = shift_grad and ctx.form.gate_rows == rows_and_cols(x)[0]  # the gradient of such a shift is dy
-        dx, dgate, dshift, dw = _gated_rms_norm_backward(
-            x, gate, shift, weight, dy, ctx.form, gate_grad, shift_grad and not of_each_row, weight_grad
-        )
-        if of_each_row:
-            dshift = dy.reshape(shift.shape).to(shift.dtype)
-        return dx, dgate if gate_grad else None, dshift if shift_grad else None, dw if weight_grad else None, None
+    return dx, dgate, dy.reshape(shift.shape).to(shift.dtype) if of_each_row else dshift, dweight
 
 
 def normalise(x, form, gate=None, shift=None, weight=None):
-    """Compute a norm of the rows of `x` in the given `Form` with the kernels."""
-    return GatedRMSNormFunction.apply(x, gate, shift, in_order(weight), form)
+    return _gated_rms_norm_forward.apply(x, gate, shift, in_order(weight), form)
 
 
 @gated_rms_norm.register("triton")
-def _(x, gate, weight=None, eps=1e-6, activation="silu", gate_first=False, casting_mode="llama", group_size=None):
-    _validate_gated(x, gate, weight, activation, casting_mode, group_size)
+def _(x, gate, weight, eps, activation, gate_first, casting_mode, group_size):
     check_kernel_dtype("gate", gate)
     rows, cols = rows_and_cols(x)
     groups = cols // group_size if group_size else 1
@@ -224,8 +203,7 @@ def _(x, gate, weight=None, eps=1e-6, activation="silu", gate_first=False, casti
 
 
 @modulated_rms_norm.register("triton")
-def _(x, weight, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama"):
-    _validate_modulated(x, weight, scale, shift, casting_mode)
+def _(x, weight, scale, shift, eps, offset, casting_mode):
     check_kernel_dtype("scale", scale)
     rows = rows_and_cols(scale)[0]
     if shift is not None:

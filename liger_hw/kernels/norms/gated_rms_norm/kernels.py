@@ -9,15 +9,15 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._math import (
-    empty_partials,
+    add_partials,
     in_row,
     in_tile,
     load_parameter,
     norm_backward_config,
     norm_forward_config,
     norm_wide_sums_config,
+    partial_sums,
     programs_for_blocks,
-    reduce_partials,
     rounded,
     rows_and_cols,
     rows_of,
@@ -341,15 +341,14 @@ def forward_rows(x, gate, shift, weight, y, form):
     )  # fmt: skip
 
 
-def backward_rows(x, gate, weight, dy, dx, dgate, dshift, form, weight_grad):
-    """Write the gradients of x, gate and shift, and return that of the weight.
+def backward_rows(x, gate, weight, dy, dx, dgate, dshift, dweight, form):
+    """Write the gradients, each but `dx` unless it is None.
 
-    `dgate` and `dshift` may be None; the result is None unless `weight_grad`. A `dshift` needs rows of the gate that
-    several rows share: otherwise it is dy.
+    A `dshift` needs rows of the gate that several rows share: otherwise it is dy.
     """
     rows, cols = rows_and_cols(x)
     if not cols:
-        return torch.empty_like(weight) if weight_grad else None
+        return
     width, groups, *_ = constants = form.constants(cols)
     device, own = device_of(x), _has_own_rows(gate, form, rows)
     shared = gate is not None and not own
@@ -368,11 +367,11 @@ def backward_rows(x, gate, weight, dy, dx, dgate, dshift, form, weight_grad):
     span = rows // spans
     blocks = groups * -(-width // config["COLS"])
     programs = programs_for_blocks(config, rows * cols, span, blocks * spans)
-    wants_sum = weight_grad or shared and dgate is not None
     if shared:
-        dw = dy.new_empty((programs * spans, cols), dtype=torch.float32) if wants_sum else None
+        absent = dweight is None and dgate is None
+        dw = None if absent else dy.new_empty((programs * spans, cols), dtype=torch.float32)
     else:
-        dw = empty_partials(dy, programs, cols, weight.dtype) if wants_sum else None
+        dw = partial_sums(dweight, programs)
     shift_sums = None if dshift is None else dy.new_empty((programs * spans, cols), dtype=torch.float32)
     launch(
         gated_rms_norm_backward, (programs * spans * blocks, 1, 1), config,
@@ -380,14 +379,15 @@ def backward_rows(x, gate, weight, dy, dx, dgate, dshift, form, weight_grad):
         gate_stride, dy_stride, form.eps, form.offset, *constants, shared,
     )  # fmt: skip
     if not shared:
-        return reduce_partials(dw, weight.dtype) if weight_grad else None
-    dw_of_spans = empty_partials(dy, spans, cols, weight.dtype) if weight_grad else None
+        add_partials(dw, dweight)
+        return
+    dw_of_spans = partial_sums(dweight, spans)
     config = modulation_gradients_config(cols, device)
     launch(
         modulation_gradients, (spans * -(-cols // config["COLS"]), 1, 1), config,
         gate, dw, shift_sums, weight, dgate, dshift, dw_of_spans, programs, spans, gate_stride, form.offset, cols,
     )  # fmt: skip
-    return reduce_partials(dw_of_spans, weight.dtype) if weight_grad else None
+    add_partials(dw_of_spans, dweight)
 
 
 def _has_own_rows(gate, form, rows):
