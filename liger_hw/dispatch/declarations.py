@@ -3,7 +3,7 @@
 import inspect
 
 from liger_hw.dispatch.generated import arguments_by_name
-from liger_hw.dispatch.registration import register
+from liger_hw.dispatch.registration import default_allocation, register
 from liger_hw.dispatch.wiring import with_backward
 
 
@@ -26,8 +26,9 @@ def raw(outputs=None, *, mutates=(), returns="y"):
 
     Args:
         outputs: a function of some of the arguments, taken by name, that allocates the results in their order, None for
-            an absent one. By default the result has the shape of the first tensor. A function without a star allocates
-            and returns its results itself; then `outputs` is its fake.
+            an absent one. By default a result has the shape of the first tensor, and a gradient dx that of x, or None
+            where a flag x_grad among the inputs is false. A function without a star allocates and returns its results
+            itself; then `outputs` is its fake.
         mutates: names of the tensor arguments written to. Such a function launches one kernel, so nothing is written
             yet if that launch fails, and the function can run again with another configuration.
         returns: names of the results of a function without a star, for `backward`.
@@ -40,10 +41,9 @@ def raw(outputs=None, *, mutates=(), returns="y"):
         parameters = inspect.signature(function).parameters.values()
         inputs = {p.name: p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY}
         results = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        allocation = default_allocation(inputs, results)
         if outputs is not None:
             allocation = f"{', '.join(results) or 'y'} = allocate({arguments_by_name(outputs, inputs)})"
-        else:
-            allocation = f"{', '.join(results) or 'y'} = {f'empty_rows({next(iter(inputs))})' if results else None}"
         call = register(function, inputs, results, allocation, mutates, allocate=outputs)
         return with_backward(call, inputs, results or returns.split())
 

@@ -21,6 +21,18 @@ def empty_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
 
 
+def default_allocation(inputs, results) -> str:
+    """Return the statement that allocates results without a function for it.
+
+    A gradient dx is like x, or None where an input x_grad is false. Another result is like the first tensor.
+    """
+    texts = []
+    for result in results:
+        name = result[1:] if result[0] == "d" and result[1:] in inputs else next(iter(inputs))
+        texts.append(f"{result} = empty_rows({name})" + f" if {name}_grad else None" * (f"{name}_grad" in inputs))
+    return "; ".join(texts) or "y = None"
+
+
 def is_tuple(annotation) -> bool:
     """Tell whether a parameter is a NamedTuple."""
     return hasattr(annotation, "_fields")

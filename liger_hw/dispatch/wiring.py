@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from liger_hw._torch import in_forward_ad, transforms_active
 from liger_hw.dispatch.function import Function
 from liger_hw.dispatch.generated import arguments_by_name, define, function_source
-from liger_hw.dispatch.registration import is_tuple, register
+from liger_hw.dispatch.registration import default_allocation, is_tuple, register
 
 
 def with_backward(forward, inputs, results):
@@ -64,9 +64,6 @@ def _backward(forward, inputs, results, outputs=None, *, without_gradient="", de
         return gradient
 
     return decorate
-
-
-HOW = "read it, or pass `outputs` to backward"
 
 
 class _Wiring:
@@ -125,9 +122,10 @@ class _Wiring:
             return f"{', '.join(names)} = allocate({arguments_by_name(outputs, self.backward_inputs())})"
         unread = [name for name in self.gradients if name not in self.parameters]
         if unread:
-            raise TypeError(f"{self.backward.__name__}: got no {', '.join(unread)}, like which it gets gradients: {HOW}")
-        like = zip(names, self.gradients, self.flags)
-        return "; ".join(f"{name} = empty_rows({of}) if {flag} else None" for name, of, flag in like)
+            raise TypeError(
+                f"{self.backward.__name__}: got no parameter {', '.join(unread)}; add it, or pass `outputs`"
+            )
+        return default_allocation(self.backward_inputs(), names)
 
     def apply(self, gradient):
         """Return the differentiable function of `arguments`."""
@@ -171,7 +169,7 @@ class _Wiring:
         if self.without_gradient:
             yield f"ctx.mark_non_differentiable({', '.join(self.without_gradient)})"
         for result in self.depends:
-            yield f"if not ({self._needed(result)}):"
+            yield f"if {result} is not None and not ({self._needed(result)}):"
             yield f"    ctx.mark_non_differentiable({result})"
 
     def _needed(self, result):

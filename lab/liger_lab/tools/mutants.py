@@ -186,8 +186,8 @@ MUTANTS = {
         ("the result's future kept", "dilation, groups).tril_()", "dilation, groups)"),
         (
             "sparsemax for softmax",
-            "SoftmaxFunction.apply(scores, sparse, True)",
-            "SoftmaxFunction.apply(scores, True, True)",
+            "softmax_rows(scores, sparse, True)",
+            "softmax_rows(scores, True, True)",
         ),
     ],
     "causal_softmax": [

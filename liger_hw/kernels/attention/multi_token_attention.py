@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op
-from liger_hw.kernels.attention.softmax import SoftmaxFunction, softmax, sparsemax
+from liger_hw.kernels.attention.softmax import softmax, softmax_rows, sparsemax
 
 
 def _validate(scores, weight, bias, groups):
@@ -44,7 +44,7 @@ def _validate(scores, weight, bias, groups):
         check(fits, "bias", bias, f"{scores.dtype} of shape ({weight.shape[0]},) {like}")
 
 
-@op
+@op(validate=_validate)
 def multi_token_attention(
     scores: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: int | Sequence = 1,
     padding: int | str | Sequence = 0, dilation: int | Sequence = 1, groups: int = 1, sparse: bool = False,
@@ -72,7 +72,6 @@ def multi_token_attention(
         ValueError: `weight` or `bias` does not fit, or `groups` does not divide C.
         RuntimeError: F.conv2d refuses the sizes: a kernel larger than the padded scores, or a stride of 0.
     """
-    _validate(scores, weight, bias, groups)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     weights = (sparsemax if sparse else softmax).reference(scores.masked_fill(future, float("-inf")))
     return F.conv2d(weights.tril(), weight, bias, stride, padding, dilation, groups).tril()
@@ -103,7 +102,6 @@ def _(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, spar
 
 
 @multi_token_attention.register("triton")
-def _(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    _validate(scores, weight, bias, groups)
-    weights = SoftmaxFunction.apply(scores, sparse, True)
+def _(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    weights = softmax_rows(scores, sparse, True)
     return F.conv2d(weights, weight, bias, stride, padding, dilation, groups).tril_()

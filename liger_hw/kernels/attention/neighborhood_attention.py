@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._logits import LOG2_E, LOWEST
 from liger_hw.kernels._math import in_row
 from liger_hw.launch import launch
@@ -36,7 +36,7 @@ def _validate(query, key, value, kernel_size, dilation):
     check(dilation > 0, "dilation", dilation, "1 or more")
 
 
-@op
+@op(validate=_validate)
 def neighborhood_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int = 7, dilation: int = 1,
     scale: float | None = None,
@@ -61,7 +61,6 @@ def neighborhood_attention(
     Raises:
         ValueError: `key` or `value` is not like `query`, `kernel_size` is even, or `dilation` is not positive.
     """
-    _validate(query, key, value, kernel_size, dilation)
     positions, reach, starts = query.shape[2], kernel_size // 2 * dilation, range(0, kernel_size * dilation, dilation)
     q = widen(query) * _scale(query, scale)
     keys, values = (F.pad(widen(x), (0, 0, reach, reach)) for x in (key, value))
@@ -212,7 +211,7 @@ def _alike(*tensors):
     return *tensors, tensors[0].stride()[:3]
 
 
-def _empty_results(query, *options):
+def _empty_results(query):
     y = torch.empty_like(query)
     y = y if y.stride(3) == 1 else query.new_empty(query.shape)
     batch, heads, length, _ = query.shape
@@ -221,13 +220,13 @@ def _empty_results(query, *options):
 
 @raw(_empty_results)
 def _neighborhood_attention_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int, dilation: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int, dilation: int, scale: float,
+    *, y, stats,
+):  # fmt: skip
     """Compute y and, for the backward, statistics of each position and head, in fp32.
 
     They are the largest score, base 2, and the divisor of the softmax.
     """
-    y, stats = _empty_results(query)
     batch, heads, length, cols = query.shape
     config = neighborhood_attention_forward_config(cols, query.element_size(), device_of(query))
     q, k, v, strides = _alike(query, key, value)
@@ -236,48 +235,26 @@ def _neighborhood_attention_forward(
         neighborhood_attention_forward, (programs, 1, 1), config,
         q, k, v, y, stats, length, heads, *strides, *y.stride()[:3], kernel_size, dilation, scale, cols,
     )  # fmt: skip
-    return y, stats
 
 
-def _empty_gradients(query, key, value, y, stats, dy, kernel_size, dilation, scale, *wanted):
-    return tuple(torch.empty_like(y) if grad else y.new_empty(0) for grad in wanted)
+def _empty_gradients(y, query_grad, key_grad, value_grad):
+    return tuple(torch.empty_like(y) if needed else None for needed in (query_grad, key_grad, value_grad))
 
 
-@raw(_empty_gradients)
+@_neighborhood_attention_forward.backward(_empty_gradients)
 def _neighborhood_attention_backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, y: torch.Tensor, stats: torch.Tensor, dy: torch.Tensor,
-    kernel_size: int, dilation: int, scale: float, query_grad: bool, key_grad: bool, value_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    wanted = query_grad, key_grad, value_grad
-    grads = _empty_gradients(query, key, value, y, stats, dy, kernel_size, dilation, scale, *wanted)
+    query, key, value, y, stats, dy, kernel_size, dilation, scale, *, dquery, dkey, dvalue
+):  # fmt: skip
     batch, heads, length, cols = query.shape
     config = neighborhood_attention_backward_config(cols, query.element_size(), device_of(query))
     (q, k, v, strides), (dy, dy_strides) = _alike(query, key, value), _alike(dy)
     programs = batch * heads * -(-length // config["ROWS"]) if cols else 0
     launch(
-        neighborhood_attention_backward, (programs, 1, 1), config,
-        q, k, v, y, stats, dy, *(grad if want else None for grad, want in zip(grads, wanted)),
+        neighborhood_attention_backward, (programs, 1, 1), config, q, k, v, y, stats, dy, dquery, dkey, dvalue,
         length, heads, *strides, *y.stride()[:3], *dy_strides, kernel_size, dilation, scale, cols,
     )  # fmt: skip
-    return grads
-
-
-class NeighborhoodAttentionFunction(Function):
-    @staticmethod
-    def forward(ctx, query, key, value, *options):
-        y, stats = _neighborhood_attention_forward(query, key, value, *options)
-        ctx.save_for_backward(query, key, value, y, stats)
-        ctx.options = options
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        wanted = ctx.needs_input_grad[:3]
-        grads = _neighborhood_attention_backward(*ctx.saved_tensors, dy, *ctx.options, *wanted)
-        return *(grad if want else None for grad, want in zip(grads, wanted)), None, None, None
 
 
 @neighborhood_attention.register("triton")
-def _(query, key, value, kernel_size=7, dilation=1, scale=None):
-    _validate(query, key, value, kernel_size, dilation)
-    return NeighborhoodAttentionFunction.apply(query, key, value, kernel_size, dilation, _scale(query, scale))
+def _(query, key, value, kernel_size, dilation, scale):
+    return _neighborhood_attention_forward.apply(query, key, value, kernel_size, dilation, _scale(query, scale))

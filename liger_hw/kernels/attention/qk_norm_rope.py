@@ -29,14 +29,14 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._math import (
     ONE_PROGRAM,
-    empty_partials,
+    add_partials,
     in_order,
     in_row,
     norm_backward_config,
-    reduce_partials,
+    partial_sums,
     rounded,
     widest_block,
 )
@@ -68,7 +68,7 @@ def _validate(q, k, q_weight, k_weight, cos, sin, casting_mode, unsqueeze_dim, l
     check(k_weight.dtype == q_weight.dtype, "k_weight", k_weight, "q_weight's dtype")
 
 
-@op
+@op(validate=_validate)
 def qk_norm_rope(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", unsqueeze_dim: int = 1,
@@ -99,7 +99,6 @@ def qk_norm_rope(
         ValueError: shapes, dtypes or devices do not fit, `layout` or `casting_mode` is unknown, or `cos` or `sin`
             requires grad.
     """
-    _validate(q, k, q_weight, k_weight, cos, sin, casting_mode, unsqueeze_dim, layout)
     options = eps, offset, casting_mode, unsqueeze_dim
     q, k = _normed(rms_norm.reference, q, q_weight, *options), _normed(rms_norm.reference, k, k_weight, *options)
     return rope.reference(q, k, cos, sin, unsqueeze_dim, layout)
@@ -414,17 +413,17 @@ def _tiles(config, tokens, heads, joint):
     return tokens if joint else -(-tokens * heads // config["ROWS"])
 
 
-def _fake_forward(cos, sin, q, k, q_weight, k_weight, eps, offset, casting_mode, unsqueeze_dim, layout):
-    return empty_outputs(cos, q, k, unsqueeze_dim, heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim))
+def _empty_results(q, k, unsqueeze_dim):
+    return empty_outputs(q, k, unsqueeze_dim, heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim))
 
 
-@raw(_fake_forward)
+@raw(_empty_results)
 def _qk_norm_rope_forward(
     cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor,
     k_weight: torch.Tensor, eps: float, offset: float, casting_mode: str, unsqueeze_dim: int, layout: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    *, q_out, k_out,
+):  # fmt: skip
     q_inside, k_inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-    q_out, k_out = empty_outputs(cos, q, k, unsqueeze_dim, q_inside, k_inside)
     (angles, tokens, rotary_dim), cos_strides = cos.shape, cos.stride()
     q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
     k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
@@ -439,7 +438,6 @@ def _qk_norm_rope_forward(
         q_heads, k_heads, q.shape[3], rotary_dim, q_inside, k_inside, *joint, numbers[1], casting_mode,
         *LAYOUTS[layout],
     )  # fmt: skip
-    return q_out, k_out
 
 
 def _weight_cols(q_weight, k_weight, dq_out, dk_out):
@@ -447,28 +445,21 @@ def _weight_cols(q_weight, k_weight, dq_out, dk_out):
     return sum(w.shape[0] for w, dout in ((q_weight, dq_out), (k_weight, dk_out)) if dout is not None)
 
 
-def _fake_backward(
-    cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, eps, offset, casting_mode, unsqueeze_dim, layout, *wanted
-):
-    q_grad, k_grad, weight_grad = wanted
-    absent = cos.new_empty(0)
-    cols = _weight_cols(q_weight, k_weight, dq_out, dk_out)
+def _empty_gradients(q, k, q_weight, k_weight, dq_out, dk_out, unsqueeze_dim, q_grad, k_grad, weight_grad):
     return (
-        empty_output(q, unsqueeze_dim, heads_inside(q, unsqueeze_dim)) if q_grad else absent,
-        empty_output(k, unsqueeze_dim, heads_inside(k, unsqueeze_dim)) if k_grad else absent,
-        q_weight.new_empty(cols) if weight_grad else absent,
+        empty_output(q, unsqueeze_dim, heads_inside(q, unsqueeze_dim)) if q_grad else None,
+        empty_output(k, unsqueeze_dim, heads_inside(k, unsqueeze_dim)) if k_grad else None,
+        q_weight.new_empty(_weight_cols(q_weight, k_weight, dq_out, dk_out)) if weight_grad else None,
     )
 
 
-@raw(_fake_backward)
+@raw(_empty_gradients)
 def _qk_norm_rope_backward(
     cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor,
     k_weight: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, eps: float, offset: float,
-    casting_mode: str, unsqueeze_dim: int, layout: str, q_grad: bool, k_grad: bool, weight_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    casting_mode: str, unsqueeze_dim: int, layout: str, q_grad: bool, k_grad: bool, weight_grad: bool, *, dq, dk, dw,
+):  # fmt: skip
     q_inside, k_inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-    dq = empty_output(q, unsqueeze_dim, q_inside) if q_grad else None
-    dk = empty_output(k, unsqueeze_dim, k_inside) if k_grad else None
     (angles, tokens, rotary_dim), cos_strides = cos.shape, cos.stride()
     q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
     k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
@@ -479,59 +470,33 @@ def _qk_norm_rope_backward(
     all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
     tiles = max(_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
     programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(tiles)
-    cols = _weight_cols(q_weight, k_weight, dq_out, dk_out)
-    dw = empty_partials(q, programs, cols, q_weight.dtype) if weight_grad else None
+    sums = partial_sums(dw, programs)
     launch(
         qk_norm_rope_backward, (programs, 1, 1), config,
-        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, dw, tokens, all_tokens,
+        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, sums, tokens, all_tokens,
         cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2],
         *q_strides, *k_strides, *dq_strides, *dk_strides, eps, offset, q_heads, k_heads, q.shape[3], rotary_dim,
         q_inside, k_inside, *joint, numbers[1], casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
-    absent = cos.new_empty(0)
-    dw = reduce_partials(dw, q_weight.dtype) if weight_grad else absent
-    return absent if dq is None else dq, absent if dk is None else dk, dw
+    add_partials(sums, dw)
 
 
-class QKNormRopeFunction(Function):
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, *options):
-        q_out, k_out = _qk_norm_rope_forward(cos, sin, q, k, q_weight, k_weight, *options)
-        q_wanted, k_wanted = (any(ctx.needs_input_grad[i:4:2]) for i in (0, 1))
-        if not (q_wanted or k_wanted):
-            return q_out, k_out
-        if not (q_wanted and k_wanted):
-            ctx.mark_non_differentiable(k_out if q_wanted else q_out)
-        ctx.save_for_backward(cos, sin, q, k, q_weight, k_weight)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return q_out, k_out
-
-    @staticmethod
-    def backward(ctx, dq_out, dk_out):
-        cos, sin, q, k, q_weight, k_weight = ctx.saved_tensors
-        q_grad, k_grad, q_weight_grad, k_weight_grad = ctx.needs_input_grad[:4]
-        dq_out = dq_out if q_grad or q_weight_grad else None
-        dk_out = dk_out if k_grad or k_weight_grad else None
-        nothing = (None,) * 7
-        if dq_out is None and dk_out is None:
-            return None, None, None, None, *nothing
-        q_grad, q_weight_grad = q_grad and dq_out is not None, q_weight_grad and dq_out is not None
-        k_grad, k_weight_grad = k_grad and dk_out is not None, k_weight_grad and dk_out is not None
-        dq, dk, dw = _qk_norm_rope_backward(
-            cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, *ctx.options, q_grad, k_grad,
-            q_weight_grad or k_weight_grad,
-        )  # fmt: skip
-        return (
-            dq if q_grad else None, dk if k_grad else None,
-            dw[: q_weight.shape[0]] if q_weight_grad else None, dw[-k_weight.shape[0] :] if k_weight_grad else None,
-            *nothing,
-        )  # fmt: skip
+@_qk_norm_rope_forward.backward(depends={"q_out": ["q", "q_weight"], "k_out": ["k", "k_weight"]})
+def _(
+    cos, sin, q, k, q_weight, k_weight, eps, offset, casting_mode, unsqueeze_dim, layout,
+    dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, *, q_grad, k_grad, q_weight_grad, k_weight_grad,
+):  # fmt: skip
+    q_weight_grad, k_weight_grad = q_weight_grad and dq_out is not None, k_weight_grad and dk_out is not None
+    dq, dk, dw = _qk_norm_rope_backward(
+        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, eps, offset, casting_mode, unsqueeze_dim, layout,
+        q_grad and dq_out is not None, k_grad and dk_out is not None, q_weight_grad or k_weight_grad,
+    )  # fmt: skip
+    dq_weight = dw[: q_weight.shape[0]] if q_weight_grad else None
+    return dq, dk, dq_weight, dw[-k_weight.shape[0] :] if k_weight_grad else None
 
 
 @qk_norm_rope.register("triton")
-def _(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", unsqueeze_dim=1, layout="half"):
-    _validate(q, k, q_weight, k_weight, cos, sin, casting_mode, unsqueeze_dim, layout)
+def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_dim, layout):
     check_kernel_dtype("k", k)
     options = eps, offset, casting_mode, unsqueeze_dim
     head_dim, together, _ = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
@@ -542,4 +507,4 @@ def _(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="ll
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     q_weight, k_weight = in_order(q_weight), in_order(k_weight)
-    return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, *options, layout)
+    return _qk_norm_rope_forward.apply(cos, sin, q, k, q_weight, k_weight, *options, layout)

@@ -26,7 +26,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, uncast, widen
+from liger_hw.dispatch import Cost, op, raw, uncast, widen
 from liger_hw.kernels._logits import LOG2_E
 from liger_hw.kernels._math import in_row, in_tile, row_block, rows_and_cols, rows_of
 from liger_hw.launch import launch
@@ -39,7 +39,7 @@ def _validate(x):
     check(x.is_floating_point() and x.ndim > 0, "x", x, "floating point rows")
 
 
-@op
+@op(validate=_validate)
 def softmax(x: torch.Tensor):
     """Compute the softmax over the last dimension, as torch.softmax does.
 
@@ -53,12 +53,11 @@ def softmax(x: torch.Tensor):
     Raises:
         ValueError: `x` has no dimension or is not floating point.
     """
-    _validate(x)
     with uncast(x):  # of a GPU's 16-bit values it makes fp32
         return torch.softmax(x, -1)
 
 
-@op
+@op(validate=_validate)
 def sparsemax(x: torch.Tensor):
     """Project each row on the probability simplex: the nearest distribution (arXiv:1602.02068).
 
@@ -72,7 +71,6 @@ def sparsemax(x: torch.Tensor):
     Raises:
         ValueError: `x` has no dimension or is not floating point.
     """
-    _validate(x)
     if x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)
     z = widen(x)
@@ -341,54 +339,35 @@ KERNELS = {  # whether sparse -> forward, its configuration, backward, its confi
 }
 
 
-@raw(lambda x, *options: empty_rows(x))
-def _softmax_forward(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
-    y = empty_rows(x)
-    kernel, config_of, _, _ = KERNELS[sparse]
+@raw()
+def _softmax_forward(x: torch.Tensor, sparse: bool, causal: bool, *, y):
+    """Compute softmax, or sparsemax, of rows, or of matrices (..., queries, keys) of causal scores."""
+    kernel, find_config, _, _ = KERNELS[sparse]
     rows, cols = rows_and_cols(x)
     x, x_stride = rows_of(x)
-    config = config_of(cols, x.element_size(), device_of(x))
+    config = find_config(cols, x.element_size(), device_of(x))
     queries = y.shape[-2] if causal else None
     launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, x, y, rows, x_stride, queries, cols)
-    return y
 
 
-@raw(lambda y, *options: torch.empty_like(y))
-def _softmax_backward(y: torch.Tensor, dy: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
-    """Compute dx from a contiguous y."""
-    dx = torch.empty_like(y)
-    _, _, kernel, config_of = KERNELS[sparse]
+@_softmax_forward.backward(lambda y: torch.empty_like(y))
+def _softmax_backward(y, sparse, causal, dy, *, dx):
+    _, _, kernel, find_config = KERNELS[sparse]
     rows, cols = rows_and_cols(y)
     dy, dy_stride = rows_of(dy)
-    config = config_of(cols, y.element_size(), device_of(y))
+    config = find_config(cols, y.element_size(), device_of(y))
     queries = y.shape[-2] if causal else None
     launch(kernel, (-(-rows // config["ROWS"]), 1, 1), config, y, dy, dx, rows, dy_stride, queries, cols)
-    return dx
 
 
-class SoftmaxFunction(Function):
-    """Softmax, or sparsemax, of rows, or of matrices (..., queries, keys) of causal scores."""
-
-    @staticmethod
-    def forward(ctx, x, sparse, causal):
-        y = _softmax_forward(x, sparse, causal)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(y)
-            ctx.options = sparse, causal
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _softmax_backward(*ctx.saved_tensors, dy, *ctx.options), None, None
+softmax_rows = _softmax_forward.apply
 
 
 @softmax.register("triton")
 def _(x):
-    _validate(x)
-    return SoftmaxFunction.apply(x, False, False)
+    return softmax_rows(x, False, False)
 
 
 @sparsemax.register("triton")
 def _(x):
-    _validate(x)
-    return SoftmaxFunction.apply(x, True, False)
+    return softmax_rows(x, True, False)

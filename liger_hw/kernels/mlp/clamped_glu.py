@@ -18,7 +18,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
+from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
 from liger_hw.kernels.mlp.glu import own_tile, tile_config
 from liger_hw.launch import launch

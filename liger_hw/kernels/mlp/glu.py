@@ -280,11 +280,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str, *, y):
     _launch(glu_forward, glu_forward_config, activation, gate, up, y)
 
 
-def empty_gradients(gate, up, gate_grad, up_grad):
-    return empty_rows(gate) if gate_grad else None, empty_rows(up) if up_grad else None
-
-
-@raw(empty_gradients)
+@raw()
 def _glu_backward(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool,
     *, dgate, dup,

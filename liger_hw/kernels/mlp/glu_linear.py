@@ -21,17 +21,7 @@ from liger_hw._torch import saved_tensors_hooks
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op, raw
 from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
-from liger_hw.kernels.mlp.glu import (
-    ACTIVATIONS,
-    activate,
-    empty_gradients,
-    gated,
-    geglu,
-    glu,
-    launch_backward,
-    swiglu,
-    validate,
-)
+from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, geglu, glu, launch_backward, swiglu, validate
 from liger_hw.spelling import check_known
 
 
@@ -102,7 +92,7 @@ def _(gate, up, weight, bias=None, activation="silu", **options):
     )
 
 
-@raw(empty_gradients, mutates=("dy",))
+@raw(mutates=("dy",))
 def _glu_linear_backward(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool,
     *, dgate, dup,

@@ -23,16 +23,16 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw, uncast, widen
+from liger_hw.dispatch import Cost, op, raw, uncast, widen
 from liger_hw.kernels._logits import LOG2_E, LOWEST
 from liger_hw.kernels._math import (
-    empty_partials,
+    add_partials,
     in_order,
     in_row,
     in_tile,
     load_parameter,
+    partial_sums,
     programs_for_blocks,
-    reduce_partials,
     row_block,
     rows_and_cols,
     rows_of,
@@ -258,20 +258,19 @@ def _rows_of_blocks(blocks):
     return blocks, blocks.stride(0), blocks.stride(1)
 
 
-def _empty_results(blocks, *options):
+def _empty_results(blocks):
     rows, _ = rows_and_cols(blocks[0])
     return blocks.new_empty(blocks.shape[1:]), blocks.new_empty((2 * len(blocks) + 2, rows), dtype=torch.float32)
 
 
 @raw(_empty_results)
 def _attention_residual_forward(
-    blocks: torch.Tensor, w_query: torch.Tensor, w_norm: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks: torch.Tensor, w_query: torch.Tensor, w_norm: torch.Tensor, eps: float, *, y, stats
+):  # fmt: skip
     """Compute y and statistics of each row, in fp32.
 
     They are the largest score, the softmax's divisor, N scores and N reciprocal roots.
     """
-    y, stats = _empty_results(blocks)
     rows, cols = rows_and_cols(y)
     config = attention_residual_forward_config(cols, blocks.element_size(), device_of(blocks))
     v, *strides = _rows_of_blocks(blocks)
@@ -279,55 +278,45 @@ def _attention_residual_forward(
         attention_residual_forward, (-(-rows // config["ROWS"]) * -(-cols // config["COLS"]), 1, 1), config,
         v, w_query, w_norm, y, stats, len(blocks), rows, *strides, eps, cols,
     )  # fmt: skip
-    return y, stats
 
 
-def _empty_gradients(blocks, w_query, w_norm, stats, dy, blocks_grad, weights_grad):
-    dv = blocks.new_empty(blocks.shape if blocks_grad else 0)
-    return dv, dy.new_empty(w_query.shape if weights_grad else 0, dtype=torch.float32)
+def _empty_gradients(blocks, w_query, blocks_grad, weights_grad):
+    dv = blocks.new_empty(blocks.shape) if blocks_grad else None
+    return dv, blocks.new_empty(w_query.shape, dtype=torch.float32) if weights_grad else None
 
 
 @raw(_empty_gradients)
 def _attention_residual_backward(
     blocks: torch.Tensor, w_query: torch.Tensor, w_norm: torch.Tensor, stats: torch.Tensor, dy: torch.Tensor,
-    blocks_grad: bool, weights_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    blocks_grad: bool, weights_grad: bool, *, dv, du,
+):  # fmt: skip
     """Compute the gradients of blocks and of u, in fp32."""
-    dv, du = _empty_gradients(blocks, w_query, w_norm, stats, dy, blocks_grad, weights_grad)
     rows, cols = rows_and_cols(dy)
     if not rows:
-        return dv, du.zero_()
+        if du is not None:
+            du.zero_()
+        return
     config = attention_residual_backward_config(cols, blocks.element_size(), device_of(blocks))
     parts = -(-cols // config["COLS"])
     programs = programs_for_blocks(config, blocks.numel(), rows, parts)
-    sums = empty_partials(dy, programs, cols, torch.float32) if weights_grad else None
+    sums = partial_sums(du, programs)
     (v, *strides), (dy, dy_stride) = _rows_of_blocks(blocks), rows_of(dy)
     launch(
         attention_residual_backward, (programs * parts, 1, 1), config,
-        v, w_query, w_norm, stats, dy, dv if blocks_grad else None, sums, len(blocks), rows, *strides, dy_stride, cols,
+        v, w_query, w_norm, stats, dy, dv, sums, len(blocks), rows, *strides, dy_stride, cols,
     )  # fmt: skip
-    return dv, reduce_partials(sums, torch.float32) if weights_grad else du
+    add_partials(sums, du)
 
 
-class AttentionResidualFunction(Function):
-    @staticmethod
-    def forward(ctx, blocks, w_query, w_norm, eps):
-        y, stats = _attention_residual_forward(blocks, w_query, w_norm, eps)
-        ctx.save_for_backward(blocks, w_query, w_norm, stats)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        _, w_query, w_norm, _ = ctx.saved_tensors
-        blocks_grad, query_grad, norm_grad, _ = ctx.needs_input_grad
-        dv, du = _attention_residual_backward(*ctx.saved_tensors, dy, blocks_grad, query_grad or norm_grad)
-        dquery = (du * w_norm).to(w_query.dtype) if query_grad else None
-        dnorm = (du * w_query).to(w_norm.dtype) if norm_grad else None
-        return dv if blocks_grad else None, dquery, dnorm, None
+@_attention_residual_forward.backward()
+def _(blocks, w_query, w_norm, stats, dy, *, blocks_grad, w_query_grad, w_norm_grad):
+    dv, du = _attention_residual_backward(blocks, w_query, w_norm, stats, dy, blocks_grad, w_query_grad or w_norm_grad)
+    dquery = (du * w_norm).to(w_query.dtype) if w_query_grad else None
+    return dv, dquery, (du * w_query).to(w_norm.dtype) if w_norm_grad else None
 
 
 @attention_residual.register("triton")
 def _(blocks, w_query, w_norm, eps=1e-6):
     blocks = _stacked(blocks)
     _validate(blocks, w_query, w_norm)
-    return AttentionResidualFunction.apply(blocks, in_order(w_query), in_order(w_norm), eps)
+    return _attention_residual_forward.apply(blocks, in_order(w_query), in_order(w_norm), eps)

@@ -21,7 +21,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, uncast, widen
+from liger_hw.dispatch import Cost, empty_rows, op, raw, uncast, widen
 from liger_hw.kernels._math import in_order, in_row, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -58,7 +58,7 @@ def _validate_post_res(x, f_out, h_post, h_res):
     _check_like("h_res", h_res, x.shape[:-1] + x.shape[-2:-1], x)
 
 
-@op
+@op(validate=_validate_pre)
 def mhc_pre(x: torch.Tensor, h_pre: torch.Tensor):
     """Sum the streams of hyper-connections to the input of a layer, weighted by `h_pre`.
 
@@ -73,11 +73,10 @@ def mhc_pre(x: torch.Tensor, h_pre: torch.Tensor):
     Raises:
         ValueError: `x` has no streams or more than 16, or `h_pre` does not fit it.
     """
-    _validate_pre(x, h_pre)
     return (widen(h_pre).unsqueeze(-1) * widen(x)).sum(-2).to(x.dtype)
 
 
-@op
+@op(validate=_validate_post_res)
 def mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor):
     """Mix the streams of hyper-connections by `h_res` and add a layer's output by `h_post`.
 
@@ -93,7 +92,6 @@ def mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_r
     Raises:
         ValueError: `x` has no streams or more than 16, or another argument does not fit it.
     """
-    _validate_post_res(x, f_out, h_post, h_res)
     return (wide_product(h_res, x) + widen(h_post).unsqueeze(-1) * widen(f_out).unsqueeze(-2)).to(x.dtype)
 
 
@@ -251,10 +249,6 @@ def mhc_backward(
             tl.store(DP + row * outs + o, tl.sum(dp[o], 0), first == 0)
 
 
-def _empty_output(x, f_out, h_post, h):
-    return x.new_empty(x.shape[:-2] + x.shape[-1:]) if f_out is None else empty_rows(x)
-
-
 def _sizes(x, f_out):
     """Return rows, streams, columns and the number of outputs."""
     streams, cols = x.shape[-2:]
@@ -265,64 +259,34 @@ def _rows_or_none(x):
     return (None, 0) if x is None else rows_of(x)
 
 
-@raw(_empty_output)
-def _mhc_forward(
-    x: torch.Tensor, f_out: torch.Tensor | None, h_post: torch.Tensor | None, h: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
-    y = _empty_output(x, f_out, h_post, h)
+@raw(lambda x, f_out: x.new_empty(x.shape[:-2] + x.shape[-1:]) if f_out is None else empty_rows(x))
+def _mhc_forward(x: torch.Tensor, f_out: torch.Tensor | None, h_post: torch.Tensor | None, h: torch.Tensor, *, y):
     rows, streams, cols, outs = _sizes(x, f_out)
     config = mhc_forward_config(cols, streams, outs, x.element_size(), device_of(x))
     (x, x_stride), (f, f_stride) = rows_of(x), _rows_or_none(f_out)
     grid = rows, -(-cols // config["COLS"]), 1
     launch(mhc_forward, grid, config, x, f, h_post, h, y, x_stride, f_stride, cols, streams, outs)
-    return y
 
 
-def _empty_gradients(x, f_out, h_post, h, dy, *wanted):
-    tensors = zip((x, f_out, h_post, h), wanted)
-    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in tensors)
-
-
-@raw(_empty_gradients)
-def _mhc_backward(
-    x: torch.Tensor, f_out: torch.Tensor | None, h_post: torch.Tensor | None, h: torch.Tensor, dy: torch.Tensor,
-    x_grad: bool, f_grad: bool, post_grad: bool, h_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    wanted = x_grad, f_grad, post_grad, h_grad
-    gradients = _empty_gradients(x, f_out, h_post, h, dy, *wanted)
+@_mhc_forward.backward()
+def _mhc_backward(x, f_out, h_post, h, dy, *, dx, df_out, dh_post, dh):
     rows, streams, cols, outs = _sizes(x, f_out)
     config = mhc_backward_config(cols, streams, outs, x.element_size(), device_of(x))
     (x, x_stride), (f, f_stride), (dy, dy_stride) = rows_of(x), _rows_or_none(f_out), rows_of(dy)
-    dx, df, dp, dh = (gradient if grad else None for gradient, grad in zip(gradients, wanted))
     launch(
         mhc_backward, (rows, -(-streams // config["GROUP"]), 1), config,
-        x, f, h_post, h, dy, dx, df, dp, dh, x_stride, f_stride, dy_stride, cols, streams, outs,
+        x, f, h_post, h, dy, dx, df_out, dh_post, dh, x_stride, f_stride, dy_stride, cols, streams, outs,
     )  # fmt: skip
-    return gradients
-
-
-class MHCFunction(Function):
-    @staticmethod
-    def forward(ctx, x, f_out, h_post, h):
-        ctx.save_for_backward(x, f_out, h_post, h)
-        return _mhc_forward(x, f_out, h_post, h)
-
-    @staticmethod
-    def backward(ctx, dy):
-        gradients = _mhc_backward(*ctx.saved_tensors, dy, *ctx.needs_input_grad)
-        return tuple(gradient if grad else None for gradient, grad in zip(gradients, ctx.needs_input_grad))
 
 
 @mhc_pre.register("triton")
 def _(x, h_pre):
-    _validate_pre(x, h_pre)
     check_kernel_dtype("h_pre", h_pre)
-    return MHCFunction.apply(x, None, None, in_order(h_pre))
+    return _mhc_forward.apply(x, None, None, in_order(h_pre))
 
 
 @mhc_post_res.register("triton")
 def _(x, f_out, h_post, h_res):
-    _validate_post_res(x, f_out, h_post, h_res)
     for name, tensor in (("f_out", f_out), ("h_post", h_post), ("h_res", h_res)):
         check_kernel_dtype(name, tensor)
-    return MHCFunction.apply(x, f_out, in_order(h_post), in_order(h_res))
+    return _mhc_forward.apply(x, f_out, in_order(h_post), in_order(h_res))

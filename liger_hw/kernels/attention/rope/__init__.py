@@ -16,7 +16,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype, refuse
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._math import in_row, rounded
 from liger_hw.kernels.attention.rope.heads import (
     LAYOUTS,
@@ -56,7 +56,7 @@ def validate_rotation(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False
         refuse("cos" if cos.requires_grad else "sin", "a tensor that requires grad", "a constant; detach it")
 
 
-@op
+@op(validate=validate_rotation)
 def rope(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1,
     layout: str = "half", shared: bool = False, wide: bool = False,
@@ -87,7 +87,6 @@ def rope(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, `layout` is unknown, or `cos` or `sin` requires grad.
     """
-    validate_rotation(q, k, cos, sin, unsqueeze_dim, layout, shared)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))
 
@@ -211,75 +210,40 @@ def _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_i
     config = rope_rotate_config(power_of_2(max(q_heads, k_heads)), power_of_2(rotary_dim // 2), device_of(first))
     launch(
         rope_rotate, (first.shape[0] * tokens, 1, 1), config,
-        cos, sin, q, k, None if q is None else outs[0], None if k is None else outs[1], tokens,
+        cos, sin, q, k, *outs, tokens,
         cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2], *q_strides, *k_strides,
         q_heads, k_heads, first.shape[3], rotary_dim, q_heads_inside, k_heads_inside,
         pairs_in, pairs_out, shared, wide, backward,
     )  # fmt: skip
 
 
-def _fake_forward(cos, sin, q, k, unsqueeze_dim, *options):
-    return empty_outputs(cos, q, k, unsqueeze_dim, heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim))
-
-
-@raw(_fake_forward)
+@raw(empty_outputs)
 def _rope_forward(
-    cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, unsqueeze_dim: int,
-    layout: str, shared: bool, wide: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    q_inside, k_inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-    outs = empty_outputs(cos, q, k, unsqueeze_dim, q_inside, k_inside)
-    _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_inside, k_inside, False)
-    return outs
+    cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, unsqueeze_dim: int, layout: str,
+    shared: bool, wide: bool, q_heads_inside: bool, k_heads_inside: bool, *, q_out, k_out,
+):  # fmt: skip
+    outs = q_out, k_out
+    _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, False)
 
 
-def _fake_backward(cos, sin, dq_out, dk_out, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside):
-    return empty_outputs(cos, dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside)
+def _empty_gradients(dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside):
+    return empty_outputs(dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside)
 
 
-@raw(_fake_backward)
+@_rope_forward.backward(_empty_gradients, depends={"q_out": ["q"], "k_out": ["k"]})
 def _rope_backward(
-    cos: torch.Tensor, sin: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None,
-    unsqueeze_dim: int, layout: str, shared: bool, wide: bool, q_heads_inside: bool, k_heads_inside: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    options = unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside
-    grads = _fake_backward(cos, sin, dq_out, dk_out, *options)
-    _launch(cos, sin, dq_out, dk_out, grads, *options, True)
-    return grads
-
-
-class RopeFunction(Function):
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, unsqueeze_dim, layout, shared, wide):
-        q_out, k_out = _rope_forward(cos, sin, q, k, unsqueeze_dim, layout, shared, wide)
-        q_wanted, k_wanted = ctx.needs_input_grad[:2]
-        if not (q_wanted or k_wanted):
-            return q_out, k_out
-        if not (q_wanted and k_wanted):
-            ctx.mark_non_differentiable(k_out if q_wanted else q_out)
-        ctx.save_for_backward(cos, sin)
-        # the gradients take the memory order of q and k, for the view that made those from a projection
-        orders = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-        ctx.options = unsqueeze_dim, layout, shared, wide, *orders
-        ctx.set_materialize_grads(False)
-        return q_out, k_out
-
-    @staticmethod
-    def backward(ctx, dq_out, dk_out):
-        cos, sin = ctx.saved_tensors
-        dq_out = dq_out if ctx.needs_input_grad[0] else None
-        dk_out = dk_out if ctx.needs_input_grad[1] else None
-        if dq_out is None and dk_out is None:
-            return (None,) * 8
-        dq, dk = _rope_backward(cos, sin, dq_out, dk_out, *ctx.options)
-        return None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 6
+    cos, sin, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, dq_out: torch.Tensor | None,
+    dk_out: torch.Tensor | None, *, dq, dk,
+):  # fmt: skip
+    grads = dq, dk
+    _launch(cos, sin, dq_out, dk_out, grads, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, True)
 
 
 @rope.register("triton")
-def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
-    validate_rotation(q, k, cos, sin, unsqueeze_dim, layout, shared)
+def _(q, k, cos, sin, unsqueeze_dim, layout, shared, wide):
     if k is not None:
         check_kernel_dtype("k", k)
     sin = sin.resolve_neg()  # the memory of a conjugate's imaginary part lacks the sign
-    q_out, k_out = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim, layout, shared, wide)
-    return q_out, None if k is None else k_out
+    # the gradients take the memory order of q and k, for the view that made those from a projection
+    orders = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
+    return _rope_forward.apply(cos, sin, q, k, unsqueeze_dim, layout, shared, wide, *orders)

@@ -79,9 +79,10 @@ def empty_output(x, unsqueeze_dim, inside):
     return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)
 
 
-def empty_outputs(cos, q, k, unsqueeze_dim, q_heads_inside, k_heads_inside):
-    q_out = cos.new_empty(0) if q is None else empty_output(q, unsqueeze_dim, q_heads_inside)
-    return q_out, cos.new_empty(0) if k is None else empty_output(k, unsqueeze_dim, k_heads_inside)
+def empty_outputs(q, k, unsqueeze_dim, q_heads_inside, k_heads_inside):
+    """Return `empty_output` of queries and keys; None for None."""
+    q_out = None if q is None else empty_output(q, unsqueeze_dim, q_heads_inside)
+    return q_out, None if k is None else empty_output(k, unsqueeze_dim, k_heads_inside)
 
 
 def heads_and_strides(x, unsqueeze_dim):

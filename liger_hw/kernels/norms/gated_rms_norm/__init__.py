@@ -22,7 +22,7 @@ sums a program. All are bound by memory. A row too wide for a program is read tw
 import torch
 
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
+from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import in_order, rows_and_cols
 from liger_hw.kernels.norms.gated_rms_norm.kernels import Form, backward_rows, forward_rows
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
@@ -167,12 +167,7 @@ def _gated_rms_norm_forward(
     forward_rows(x, gate, shift, weight, y, form)
 
 
-def _empty_gradients(x, gate, shift, weight, gate_grad, shift_grad, weight_grad):
-    optional = ((gate, gate_grad), (shift, shift_grad), (weight, weight_grad))
-    return empty_rows(x), *(empty_rows(like) if needed else None for like, needed in optional)
-
-
-@raw(_empty_gradients)
+@raw()
 def _gated_rms_norm_backward(
     x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None,
     dy: torch.Tensor, form: Form, gate_grad: bool, shift_grad: bool, weight_grad: bool, *, dx, dgate, dshift, dweight,

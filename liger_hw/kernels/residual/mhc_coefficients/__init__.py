@@ -28,8 +28,8 @@ import torch
 
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw, widen
-from liger_hw.kernels._math import empty_partials, in_order, reduce_partials, rows_of
+from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
+from liger_hw.kernels._math import add_partials, in_order, partial_sums, rows_of
 from liger_hw.kernels.residual.hyper_connections import check_streams, wide_product
 from liger_hw.kernels.residual.mhc_coefficients.kernels import (
     mhc_coefficients_backward,
@@ -46,20 +46,20 @@ from liger_hw.launch import launch
 from liger_hw.tuning import power_of_2
 
 
-def _validate(x, phi, b, alphas, tmax):
+def _validate(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax):
     check_streams(x)
     streams, cols = x.shape[-2:]
     count = streams * (streams + 2)
     for name, tensor, shape in (("phi", phi, (streams * cols, count)), ("b", b, (count,))):
         fits = tensor.is_floating_point() and tensor.shape == shape and tensor.device == x.device
         check(fits, name, tensor, f"floating point of shape {shape} on {x.device}")
-    for name, alpha in zip(("alpha_pre", "alpha_post", "alpha_res"), alphas):
+    for name, alpha in (("alpha_pre", alpha_pre), ("alpha_post", alpha_post), ("alpha_res", alpha_res)):
         fits = alpha.is_floating_point() and alpha.shape in ((), (1,)) and alpha.device == x.device
         check(fits, name, alpha, f"one floating point value on {x.device}")
     check(tmax >= 1, "tmax", tmax, "at least 1")
 
 
-@op
+@op(validate=_validate)
 def mhc_coefficients(
     x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
     alpha_res: torch.Tensor, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
@@ -87,7 +87,6 @@ def mhc_coefficients(
     Raises:
         ValueError: `x` has no streams or more than 16, another tensor does not fit it, or `tmax` is less than 1.
     """
-    _validate(x, phi, b, (alpha_pre, alpha_post, alpha_res), tmax)
     streams = x.shape[-2]
     flat = widen(x.flatten(-2))
     mix = wide_product(flat, phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
@@ -131,36 +130,35 @@ def _sizes(x):
     return math.prod(x.shape[:-2]), streams, streams * cols, count, -(-(count + 3) // 8) * 8
 
 
-def _fake_forward(x, *options):
+def _empty_results(x):
     rows, streams, _, _, width = _sizes(x)
     shapes = x.shape[:-1], x.shape[:-1], (*x.shape[:-1], streams), (rows * width,)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-@raw(_fake_forward)
+@raw(_empty_results)
 def _mhc_coefficients_forward(
     x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
     alpha_res: torch.Tensor, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    *, h_pre, h_post, h_res, sums,
+):  # fmt: skip
     """Compute h_pre, h_post, h_res, and for each row x phi and its sum of squares."""
     rows, streams, depth, count, width = _sizes(x)
-    h_pre, h_post, h_res, _ = _fake_forward(x)
     device = device_of(x)
     config = mhc_project_config(depth, streams, x.element_size(), device)
     tiles, steps = -(-rows // config["ROWS"]), -(-depth // config["DEPTH"])
     parts = max(config.grid_for(tiles * steps) // max(tiles, 1), 1)
-    partial = x.new_empty((parts, rows * width), dtype=torch.float32)
+    partial = sums if parts == 1 else x.new_empty((parts, rows * width), dtype=torch.float32)
     flat, x_stride = rows_of(x.flatten(-2))
     launch(
         mhc_project, (tiles, parts, 1), config, flat, phi, partial, rows, x_stride, depth, count, width,
         _precision(device, x.dtype, phi.dtype), phi_columns(streams),
     )  # fmt: skip
-    whole = None if parts == 1 else partial.new_empty(rows * width)
+    whole = None if parts == 1 else sums
     _launch_coefficients(
         x, partial, b, alpha_pre, alpha_post, alpha_res, whole, h_pre, h_post, h_res, None, parts, tmax, rms_eps,
         pre_eps, sinkhorn_eps, post_mult,
     )  # fmt: skip
-    return h_pre, h_post, h_res, partial.view(-1) if whole is None else whole
 
 
 def _launch_coefficients(
@@ -174,22 +172,19 @@ def _launch_coefficients(
     )  # fmt: skip
 
 
-def _fake_backward(x, phi, *more):
-    *_, x_grad, phi_grad = more
-    _, _, _, _, width = _sizes(x)
-    return (
-        x.new_empty(x.shape if x_grad else 0), phi.new_empty(phi.shape if phi_grad else 0),
-        x.new_empty(width, dtype=torch.float32),
-    )  # fmt: skip
+def _empty_gradients(x, phi, x_grad, phi_grad):
+    *_, width = _sizes(x)
+    dx, dphi = empty_rows(x) if x_grad else None, empty_rows(phi) if phi_grad else None
+    return dx, dphi, x.new_empty(width, dtype=torch.float32)
 
 
-@raw(_fake_backward)
+@raw(_empty_gradients)
 def _mhc_coefficients_backward(
     x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
     alpha_res: torch.Tensor, sums: torch.Tensor, h_res: torch.Tensor, dpre: torch.Tensor, dpost: torch.Tensor,
     dres: torch.Tensor, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, x_grad: bool,
-    phi_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    phi_grad: bool, *, dx, dphi, small,
+):  # fmt: skip
     """Compute dx, dphi, and in fp32 db and the gradients of the three alphas."""
     rows, streams, cols, count, width = _sizes(x)
     device, alphas = device_of(x), (alpha_pre, alpha_post, alpha_res)
@@ -199,58 +194,44 @@ def _mhc_coefficients_backward(
     )  # fmt: skip
     config = mhc_coefficients_backward_config(streams, device)
     programs = config.grid_for(-(-rows // config["ROWS"]))
-    g, partial = torch.empty_like(sums), empty_partials(sums, programs, width, torch.float32)
+    g, partial = torch.empty_like(sums), partial_sums(small, programs)
     launch(
         mhc_coefficients_backward, (programs, 1, 1), config, sums, b, *alphas, h_res, divisors, dpre.contiguous(),
         dpost.contiguous(), dres.contiguous(), g, partial, rows, cols, tmax, rms_eps, post_mult, streams, width,
         power_of_2(streams),
     )  # fmt: skip
-    small = reduce_partials(partial, torch.float32)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if x_grad else x.new_empty(0)
-    if not (x_grad or phi_grad):
-        return dx, phi.new_empty(0), small
+    add_partials(partial, small)
+    if dx is None and dphi is None:
+        return
     config = mhc_project_backward_config(cols, streams, x.element_size(), device)
     blocks, tiles = -(-cols // config["COLS"]), -(-rows // config["DEPTH"])
     parts = max(config.grid_for(blocks * tiles) // max(blocks, 1), 1)
-    partial = empty_partials(phi, parts, cols * count, phi.dtype) if phi_grad else None
+    partial = partial_sums(dphi, parts)
     flat, x_stride = rows_of(x.flatten(-2))
     launch(
-        mhc_project_backward, (blocks, parts, 1), config, flat, phi, g, dx if x_grad else None, partial, rows, x_stride,
+        mhc_project_backward, (blocks, parts, 1), config, flat, phi, g, dx, partial, rows, x_stride,
         cols, count, width, _precision(device, x.dtype, phi.dtype), phi_columns(streams),
     )  # fmt: skip
-    return dx, reduce_partials(partial, phi.dtype).view(phi.shape) if phi_grad else phi.new_empty(0), small
+    add_partials(partial, dphi)
 
 
-class MHCCoefficientsFunction(Function):
-    @staticmethod
-    def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, *options):
-        *outputs, sums = _mhc_coefficients_forward(x, phi, b, alpha_pre, alpha_post, alpha_res, *options)
-        ctx.save_for_backward(x, phi, b, alpha_pre, alpha_post, alpha_res, sums, outputs[2])
-        ctx.options = options
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx, dpre, dpost, dres):
-        x, phi, *parameters = ctx.saved_tensors[:6]
-        x_grad, phi_grad = ctx.needs_input_grad[:2]
-        dx, dphi, small = _mhc_coefficients_backward(
-            *ctx.saved_tensors, dpre, dpost, dres, *ctx.options, x_grad, phi_grad
-        )
-        parts = small[: phi.shape[1] + 3].split([phi.shape[1], 1, 1, 1])
-        of_parameters = [part.to(like.dtype).view(like.shape) for part, like in zip(parts, parameters)]
-        gradients = dx, dphi, *of_parameters
-        wanted = zip(gradients, ctx.needs_input_grad)
-        return *(gradient if grad else None for gradient, grad in wanted), *(None,) * len(ctx.options)
+@_mhc_coefficients_forward.backward()
+def _(
+    x, phi, b, alpha_pre, alpha_post, alpha_res, sums, h_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult, dh_pre,
+    dh_post, dh_res, *, x_grad, phi_grad, b_grad, alpha_pre_grad, alpha_post_grad, alpha_res_grad,
+):  # fmt: skip
+    parameters = b, alpha_pre, alpha_post, alpha_res
+    dx, dphi, small = _mhc_coefficients_backward(
+        x, phi, *parameters, sums, h_res, dh_pre, dh_post, dh_res, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+        x_grad, phi_grad,
+    )  # fmt: skip
+    parts = small[: phi.shape[1] + 3].split([phi.shape[1], 1, 1, 1])
+    return dx, dphi, *(part.to(like.dtype).view(like.shape) for part, like in zip(parts, parameters))
 
 
 @mhc_coefficients.register("triton")
-def _(
-    x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
-):
-    alphas = alpha_pre, alpha_post, alpha_res
-    _validate(x, phi, b, alphas, tmax)
-    for name, tensor in zip(("phi", "b", "alpha_pre", "alpha_post", "alpha_res"), (phi, b, *alphas)):
+def _(x, phi, b, alpha_pre, alpha_post, alpha_res, *options):
+    parameters = phi, in_order(b), alpha_pre, alpha_post, alpha_res
+    for name, tensor in zip(("phi", "b", "alpha_pre", "alpha_post", "alpha_res"), parameters):
         check_kernel_dtype(name, tensor)
-    return MHCCoefficientsFunction.apply(
-        x, in_order(phi), in_order(b), *alphas, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    )
+    return _mhc_coefficients_forward.apply(x, in_order(phi), *parameters[1:], *options)
