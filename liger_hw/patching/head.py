@@ -45,10 +45,12 @@ def armed(model, heads, sources):
     before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
     for head, armed_before in zip(heads, before):
         if sources is not None or armed_before is None or armed_before[0] is model:
-            head.liger_armed[thread] = model, sources
+            head.liger_armed[thread] = model, sources, id(head)
     try:
         yield
     finally:
+        for source in sources or ():
+            source.recording = False  # also after an error: a program may hold logits of the forward that failed
         for head, armed_before in zip(heads, before):
             if sources is not None:
                 reshard_again(head.__dict__.pop("liger_kept", ()))
@@ -56,6 +58,12 @@ def armed(model, heads, sources):
                 head.liger_armed.pop(thread, None)
             else:
                 head.liger_armed[thread] = armed_before
+
+
+def _armed_sources(head):
+    """Return the list for sources of lazy logits; None if `head` is not armed."""
+    entry = head.__dict__.get("liger_armed", {}).get(_thread())  # with an id, which that of a copy differs from
+    return entry[1] if entry is not None and entry[2] == id(head) else None
 
 
 def _thread():
@@ -95,7 +103,7 @@ class HeadMatch(Match):
             weight = self._parameters.get("weight")
             sharded = weight is not None and not is_plain(weight)
             if sharded and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-                _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+                sources = _armed_sources(self)
                 if (
                     sources is not None
                     and unchanged(self)
@@ -108,7 +116,7 @@ class HeadMatch(Match):
             return original.__call__(self, *args, **kwargs)
 
         def forward(self, *args, **kwargs):
-            _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+            sources = _armed_sources(self)
             if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self) or not unchanged(self):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
@@ -147,7 +155,7 @@ class LoraHeadMatch(Match):
 
     def members(self, original, unchanged):
         def forward(self, x, *args, **kwargs):
-            _, sources = self.__dict__.get("liger_armed", {}).get(_thread(), (None, None))
+            sources = _armed_sources(self)
             if sources is None or args or kwargs or not _is_one_product(self, x) or not unchanged(self):
                 return original.forward(self, x, *args, **kwargs)
             hidden, weight = [x], [self.base_layer.weight]

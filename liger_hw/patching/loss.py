@@ -203,8 +203,6 @@ class CausalLMMatch(Match):
                 outputs = original.forward(self, *args, **kwargs)
             if not lazily:
                 return outputs
-            for source in sources:
-                source.recording = False
             return _finish(outputs, in_replica=is_replica(self))
 
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`

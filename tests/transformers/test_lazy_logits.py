@@ -621,3 +621,33 @@ def test_gradients_by_torch_func():
         for model in tiny.pair()
     )
     torch.testing.assert_close(patched, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_a_forward_that_failed_ends_the_record():
+    """Later operations on its logits compute at once, from the weight as it was."""
+    plain, patched = tiny.pair()
+    results = []
+    for model in (plain, patched):
+        kept = []
+        layers = model.model.layers
+        layers[0].register_forward_hook(
+            lambda module, args, out, model=model, kept=kept: kept.append(
+                model.lm_head(out[0] if isinstance(out, tuple) else out)
+            )
+        )
+        layers[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**tiny.tokens())
+        half = kept[0] / 2
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        results.append(torch.clone(half))
+    assert torch.equal(*results)
+
+
+def test_a_copy_of_a_head_within_a_forward_is_not_armed():
+    _, patched = tiny.pair()
+    copies = []
+    patched.model.norm.register_forward_hook(lambda *_: copies.append(copy.deepcopy(patched.lm_head)))
+    assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+    assert type(copies[0](torch.ones(2, 3, 64))) is torch.Tensor
