@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from liger_hw import backends
 from liger_hw._torch import has_tangents, is_dtensor, is_plain, transforms_active
+from liger_hw.spelling import nearest
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
 
@@ -72,7 +73,16 @@ def explain(error, function, args, kwargs) -> None:
         TypeError: for arguments that are missing or unknown.
         RuntimeError: within a transform of torch.func, or with a tangent of forward-mode AD: kernels know neither.
     """
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    signature = inspect.signature(function)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        for name in kwargs.keys() - signature.parameters.keys():
+            near = nearest(name, signature.parameters)
+            suggestion = f"; did you mean {near!r}?" if near else ""
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{suggestion}")
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        raise TypeError(f"{function.__name__}() {mismatch}") from None
     for name, value in bound.arguments.items():
         annotation = bound.signature.parameters[name].annotation
         kinds = [KINDS.get(kind) for kind in get_args(annotation) or (annotation,)]

@@ -19,7 +19,7 @@ def nearest(name, known, least_share: float = 0.52) -> str | None:
     return None
 
 
-def check_known(kind: str, name, known, title: str = "") -> None:
+def check_known(kind: str, name, known, title: str = "", others=()) -> None:
     """Raise a ValueError with the nearest of `known` unless `name` is among them.
 
     "unknown flag 'rms_nrom'; did you mean 'rms_norm'? Flags: rope, rms_norm, ..."
@@ -28,10 +28,11 @@ def check_known(kind: str, name, known, title: str = "") -> None:
         kind: what `name` should be, in the singular, such as "flag" or "loss_type".
         known: names, in the order in which the error lists them.
         title: of that list; by default the plural of `kind`.
+        others: further names that the caller may have meant, which the error does not list.
     """
     if isinstance(name, str) and name in known:
         return
-    near = nearest(name, known)
+    near = nearest(name, [*known, *others])
     suggestion = f"; did you mean {near!r}?" if near else "."
     title = title or f"{kind.replace('_', ' ').capitalize()}s"
     raise ValueError(f"unknown {kind} {name!r}{suggestion} {title}: {', '.join(known) or 'none'}")

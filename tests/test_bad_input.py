@@ -200,3 +200,26 @@ def test_the_fused_linear_kl_divergence_of_liger_kernels_name():
         arguments = {"student_input": x, "student_weight": weight, "target": target, "shift_labels": labels}
         with pytest.raises(ValueError, match=f"^{name}: got "):
             liger_fused_linear_kl_div(**arguments | {name: change})
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (
+            lambda x, w, t: liger_hw.policy_loss(x, w, t, x[:, 0, 0], old_logps=t), ValueError,
+            "'old_logps'; did you mean 'old_log_probs'",
+        ),
+        (
+            lambda x, w, t: liger_hw.preference_loss(x, w, t, ref_weigth=w), ValueError,
+            "'ref_weigth'; did you mean 'ref_weight'",
+        ),
+        (
+            lambda x, w, t: liger_hw.fused_linear_cross_entropy(x[0], w, t[0], ignore_idx=3), TypeError,
+            r"fused_linear_cross_entropy\(\) got .* 'ignore_idx'; did you mean 'ignore_index'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_misspelt_argument_of_a_loss(call, error, words):
+    """The nearest name may be an argument of the function, not one of its options."""
+    with pytest.raises(error, match=words):
+        call(torch.randn(2, 3, 4), torch.randn(5, 4), torch.zeros(2, 3, dtype=torch.int64))

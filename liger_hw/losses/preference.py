@@ -6,6 +6,7 @@ the backward recomputes the logits.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
@@ -149,7 +150,7 @@ def preference_loss(
     """
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
-    formula, whole_batch = _formula(PAIR_LOSSES, loss_type, beta, loss_options)
+    formula, whole_batch = _formula(PAIR_LOSSES, loss_type, beta, loss_options, preference_loss)
     smooths = getattr(formula.func, "smooths", True)
     allowed = "0 to 0.5" if smooths else f"0, as {loss_type} has no smoothing"
     check_numbers(allowed, least=0, most=0.5 if smooths else 0, label_smoothing=label_smoothing)
@@ -219,7 +220,7 @@ def unpaired_preference_loss(
     fits = torch.is_tensor(preferred) and preferred.dtype == torch.bool and preferred.shape == labels.shape[:1]
     check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")
     check_numbers("0 or more", least=0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-    formula, whole_batch = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options)
+    formula, whole_batch = _formula(UNPAIRED_LOSSES, loss_type, beta, loss_options, unpaired_preference_loss)
     options = {"ignore_index": ignore_index, "chunk_memory": chunk_memory}
     reference = _reference(x, labels, average_log_prob, options, ref_x, ref_weight, ref_bias, ref_log_probs)
     factors = torch.full_like(reference, undesirable_weight).masked_fill(preferred, desirable_weight) / len(x)
@@ -250,7 +251,7 @@ def _grouped_loss(formula, whole_batch, x, weight, labels, bias, parts, options)
     return formula(grouped, None, slice(None)), log_probs.detach()
 
 
-def _formula(losses, loss_type, beta, loss_options):
+def _formula(losses, loss_type, beta, loss_options, function):
     """Return (the loss with its options, whether it couples the batch); check both."""
     if not callable(loss_type):
         check_known("loss_type", loss_type, losses, "Loss types, or a function of that form")
@@ -259,7 +260,9 @@ def _formula(losses, loss_type, beta, loss_options):
     if not callable(loss_type):
         loss, known = losses[loss_type], losses[loss_type].options
         for name, value in loss_options.items():
-            check_known("option", name, known, f"Options of {loss_type}")
+            if name not in known:
+                arguments = inspect.signature(function).parameters
+                check_known("option", name, known, f"Options of {loss_type}", others=arguments)
             kinds = get_args(known[name].annotation)
             is_scalar = torch.Tensor in kinds and torch.is_tensor(value) and value.numel() == 1
             if not is_scalar and not (type(None) in kinds and value is None):
