@@ -232,9 +232,8 @@ def learn_the_same_with_planned_activations(engine, budget, host_budget, communi
     on_cpu = device().type == "cpu"
 
     def with_recomputation(planned):
-        inputs = [record.input_bytes for _, record in planned.records]
-        peaks = [base + max(planned._with_inputs(above, inputs)) for base, above in planned.timelines.values()]
-        return budget + max(peaks, default=2**40) + 1  # the peaks are rounded, because lengths scale them
+        peak = planned.measured.recomputing_peak() if planned.measured.timelines else 2**40
+        return budget + peak + 1  # the peak is rounded, because lengths scale it
 
     planned = liger_hw.activations(engines[0].model, budget if on_cpu else 2**40, host_budget)
     with (
