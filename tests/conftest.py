@@ -12,7 +12,6 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
-from liger_lab.levels import compiled, evidence
 
 # The other architectures of the compile matrix are these but for the last stages of compilation.
 ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
@@ -67,7 +66,9 @@ class _Evidence:
     """Count parity checks in this process and in xdist's workers; write evidence at the end."""
 
     def __init__(self, config):
-        self.config, self.recorder, self.tests = config, evidence.Recorder(), {}
+        from liger_lab.levels import evidence
+
+        self.config, self.evidence, self.recorder, self.tests = config, evidence, evidence.Recorder(), {}
         self.level = evidence.INTERPRETED if interpreting() else evidence.EXECUTED
         self.observing = hooks.observe_checks(self.recorder.add)
         self.observing.__enter__()
@@ -86,12 +87,12 @@ class _Evidence:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["evidence"] = self.recorder.dump()
             return
-        here = torch.accelerator.current_accelerator() if self.level == evidence.EXECUTED else None
-        run, facts = evidence.about(self.level, here)
+        here = torch.accelerator.current_accelerator() if self.level == self.evidence.EXECUTED else None
+        run, facts = self.evidence.about(self.level, here)
         file = self.config.getoption("--evidence")
         arguments = [word.replace(str(file), file.name) for word in map(str, self.config.invocation_params.args)]
         facts |= {"command": " ".join(["pytest", *arguments]), "tests": self.tests}
-        evidence.write(file, {run: facts}, self.recorder.cells(run))
+        self.evidence.write(file, {run: facts}, self.recorder.cells(run))
 
 
 def _backends(config):
@@ -112,6 +113,8 @@ def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", _backends(metafunc.config), indirect=True)
     if "compiled_arch" in metafunc.fixturenames:
+        from liger_lab.levels import compiled
+
         every = metafunc.config.getoption("--archs") == "all"
         metafunc.parametrize("compiled_arch", compiled.ARCHS if every else ONE_OF_EACH_KIND)
 

@@ -1,4 +1,4 @@
-"""Check the kernels of losses as test_targets.py checks the ops'."""
+"""Check the kernels of losses as tests/lab/test_targets.py checks the ops'."""
 
 import os
 

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[3]
 OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
 USERS_OF_OPS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
 PROGRAMS = [
-    "tests/test_examples.py", "tests/test_new_op.py", "tests/test_bench.py", "tests/test_distributed_bench.py",
-    "tests/test_emulation.py", "tests/transformers/test_activations.py", "tests/transformers/test_engines.py",
+    "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
+    "tests/lab/test_emulation.py", "tests/transformers/test_activations.py", "tests/transformers/test_engines.py",
 ]  # fmt: skip
-COMPILED = ["tests/test_targets.py", "tests/losses/test_losses_on_targets.py"]
+COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
 MUTANTS = ["rms_norm", "glu", "of_logits", "sequences"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 QUIET_TRL = {"TRL_EXPERIMENTAL_SILENCE": "1"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "transformers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
 import tiny  # noqa: E402
 import transformers  # noqa: E402
 

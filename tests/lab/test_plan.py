@@ -11,7 +11,7 @@ import torch
 from liger_hw import cli
 from liger_lab.bench import plan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
 MEASURED = [
     (file, record)

@@ -20,7 +20,7 @@ from liger_hw import backends, cli
 from liger_hw.backends import amd, intel, nvidia
 from liger_lab.tools import check, mutants, transformers_versions
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 VENDORS = tuple(backends.VENDORS)
 STEPS = ["device", "info", "tests", "ranks", "bench", "doctor", "tables", "evidence"]
 

@@ -18,7 +18,7 @@ from liger_lab.levels import evidence, page
 from liger_lab.levels.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
 from liger_lab.tools import hardware
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 RUN = {"r": {"level": INTERPRETED, "date": "2026-01-02 03:04", "commit": "abc", "versions": {"torch": "2.11.0"}}}
 GOOD = Cell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 3, 0, [], "r")
 BAD = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 1, ["AssertionError: <worst> error"], "r")

@@ -16,7 +16,7 @@ from liger_hw import dispatch
 from liger_hw.integrations import uninstall
 from liger_hw.kernels import load_all
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 

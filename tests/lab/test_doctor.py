@@ -167,7 +167,7 @@ def test_interrupted_it_leaves_nothing(tmp_path):
     """
     command = [sys.executable, "-u", "-m", "liger_hw", "doctor", "swiglu", "rope", "--report", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True, cwd=Path(__file__).parent.parent,
+                               start_new_session=True, cwd=Path(__file__).parents[2],
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     while process.poll() is None and len(children_of(process.pid)) < 2:  # multiprocessing's tracker, and a worker
         time.sleep(0.05)
