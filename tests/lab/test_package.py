@@ -44,7 +44,9 @@ def test_files_of_an_archive(package):
     release = liger_hw.__version__
     wheel, sdist = package.wheel_files(release), package.sdist_files(release)
     assert "liger_hw/py.typed" in wheel and "liger_hw/tuning/tables/nvidia-sm90.json" in wheel
-    assert not any(name.startswith(("tests/", "lab/", "docs/")) for name in wheel)
+    assert not any(name.startswith(("tests/", "lab/", "liger_lab/", "docs/")) for name in wheel)
+    lab = package.lab_wheel_files(release)
+    assert "liger_lab/levels/doctor.py" in lab and not any(name.startswith("liger_hw/") for name in lab)
     assert {f"liger_hw-{release}/{name}" for name in ("pyproject.toml", "Makefile", "tests/conftest.py")} <= sdist
     assert package.unexpected("w", wheel, wheel) == []
     lines = package.unexpected("w", wheel - {"liger_hw/py.typed"} | {"liger_hw/left.pyc"}, wheel)

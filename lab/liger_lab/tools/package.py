@@ -1,4 +1,4 @@
-"""Build wheel and sdist, check their files, run the wheel in a fresh environment.
+"""Build both wheels and the sdist, check their files, run the wheels in fresh environments.
 
     python -m liger_lab.tools.package  build the tracked files into dist/, check them
     python -m liger_lab.tools.package --tag v0.1.0  fail unless the tag names the package's version, too
@@ -54,10 +54,16 @@ def unexpected(name: str, files: set[str], expected: set[str]) -> list[str]:
 
 
 def wheel_files(release: str) -> set[str]:
-    """Return the files that the wheel must have: the package and its metadata."""
+    """Return the files that the product's wheel must have: the package and its metadata."""
     about = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
     package = {name for name in tracked() if name.startswith("liger_hw/")}
     return package | {f"liger_hw-{release}.dist-info/{name}" for name in about}
+
+
+def lab_wheel_files(release: str) -> set[str]:
+    """Return the files that the laboratory's wheel must have: its package and metadata."""
+    package = {name.removeprefix("lab/") for name in tracked() if name.startswith("lab/liger_lab/")}
+    return package | {f"liger_hw_lab-{release}.dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL")}
 
 
 def sdist_files(release: str) -> set[str]:
@@ -81,6 +87,7 @@ def build(args, copy: Path, output: Path) -> str:
         page = copy / "README.md"
         page.write_text(absolute_links(page.read_text(), args.repository, args.tag or "HEAD"))
     run(sys.executable, "-m", "build", "--outdir", output, copy)
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", output, copy / "lab")
     return release
 
 
@@ -93,8 +100,8 @@ def run(*command, **options) -> None:
         raise SystemExit(status)
 
 
-def smoke(wheel: Path, folder: Path) -> None:
-    """Run lab/liger_lab/tools/smoke.py in a fresh environment, without and with transformers."""
+def smoke(wheel: Path, lab: Path, folder: Path) -> None:
+    """Run smoke.py in a fresh environment: the product alone, with transformers, with the laboratory."""
     run(sys.executable, "-m", "venv", folder / "venv")
     python, constraints = folder / "venv" / "bin" / "python", folder / "constraints.txt"
     constraints.write_text(f"torch=={version('torch')}\n")
@@ -102,8 +109,8 @@ def smoke(wheel: Path, folder: Path) -> None:
     if index := os.environ.get("TORCH_INDEX"):
         install += ["--extra-index-url", index]
     check = shutil.copy(Path(__file__).with_name("smoke.py"), folder)
-    for extra in ("", "[transformers]"):
-        run(*install, f"{wheel}{extra}")
+    for packages in ([wheel], [f"{wheel}[transformers]"], [f"{wheel}[lab]", lab]):
+        run(*install, *packages)
         run(python, "-I", check, cwd=folder)  # -I: neither this folder nor PYTHONPATH can hide the installed package
 
 
@@ -117,17 +124,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy, output = Path(folder, "copy"), Path(folder, "dist")
         release = build(args, copy, output)
-        (wheel,), (sdist,) = output.glob("*.whl"), output.glob("*.tar.gz")
-        with zipfile.ZipFile(wheel) as archive:
-            problems = unexpected(wheel.name, set(archive.namelist()), wheel_files(release))
+        (wheel,), (lab,), (sdist,) = map(output.glob, ("liger_hw-*.whl", "liger_hw_lab-*.whl", "*.tar.gz"))
+        problems = []
+        for file, expected in ((wheel, wheel_files(release)), (lab, lab_wheel_files(release))):
+            with zipfile.ZipFile(file) as archive:
+                problems += unexpected(file.name, set(archive.namelist()), expected)
         with tarfile.open(sdist) as archive:
             problems += unexpected(sdist.name, {f.name for f in archive if f.isfile()}, sdist_files(release))
         if problems:
             raise SystemExit("\n".join(problems))
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-        smoke(wheel, Path(folder))
+        smoke(wheel, lab, Path(folder))
         args.output.mkdir(parents=True, exist_ok=True)
-        for file in (wheel, sdist):
+        for file in (wheel, lab, sdist):
             print(shutil.copy(file, args.output))
 
 

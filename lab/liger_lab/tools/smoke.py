@@ -1,6 +1,7 @@
 """Check an installed liger_hw without its checkout: names, ops, kernels, tables, the command and patching.
 
-lab/liger_lab/tools/package.py runs it in a fresh environment, without and with transformers.
+lab/liger_lab/tools/package.py runs it in a fresh environment: the product alone, with transformers, with the
+laboratory.
 """
 
 import importlib.metadata
@@ -65,7 +66,6 @@ def check_kernels() -> None:
         print("no kernel ran: Triton's interpreter needs numpy, which is not installed")
     else:
         output(sys.executable, "-I", "-c", IN_INTERPRETER, TRITON_INTERPRET="1")
-    assert "fit to ship" in output(COMMAND, "tune", "--check")
 
 
 def check_models() -> None:
@@ -95,8 +95,24 @@ def check_models() -> None:
     output(sys.executable, "-I", "-m", "liger_hw.run", str(file))
 
 
+def check_laboratory() -> None:
+    if importlib.util.find_spec("liger_lab") is None:
+        done = subprocess.run([COMMAND, "doctor"], capture_output=True, text=True)
+        assert done.returncode == 2 and "pip install 'liger_hw[lab]'" in done.stderr, done.stderr
+        return
+    if importlib.util.find_spec("triton") is not None:
+        assert "fit to ship" in output(COMMAND, "tune", "--check")
+        forced = {"TRITON_INTERPRET": "1", "LIGER_HW_BACKEND": "nvidia:sm90"}
+        assert "rms_norm_forward(4096, 2)" in output(COMMAND, "launches", "rms_norm", **forced)
+    assert "rms_norm: " in output(COMMAND, "doctor", "rms_norm")
+    bench = "bench", "rms_norm", "--shapes", "16x2048", "--modes", "host", "--against", "eager"
+    assert "rms_norm" in output(COMMAND, *bench)
+    plan = "plan", "--model", "llama-8b", "--gpus", "8", "--gpu-memory", "80"
+    assert "8.03 billion parameters" in output(COMMAND, *plan)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for check in (check_package, check_ops, check_kernels, check_models):
+    for check in (check_package, check_ops, check_kernels, check_models, check_laboratory):
         check()
         print(f"{check.__name__}: passed", flush=True)
