@@ -31,14 +31,14 @@ from torch.nn import functional as F
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, empty_rows, op, raw, widen
+from liger_hw.dispatch import Cost, differentiable, op, raw, widen
 from liger_hw.kernels._math import (
-    empty_partials,
+    add_partials,
     in_order,
     in_row,
     load_parameter,
+    partial_sums,
     programs_for_blocks,
-    reduce_partials,
     rows_and_cols,
     rows_of,
     sigmoid,
@@ -79,7 +79,7 @@ def _validate(x, weight, bias, input_gate, output_gate, initial_states, seq_idx,
         check_known("activation", activation, ACTIVATIONS)
 
 
-@op
+@op(validate=_validate)
 def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, input_gate: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
@@ -114,7 +114,6 @@ def causal_conv1d(
         ValueError: an argument does not fit `x`, `weight` has another number of taps, `activation` is unknown, or
             states are given or asked for beside `seq_idx`.
     """
-    _validate(x, weight, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states)
     tokens, before = x.shape[1], weight.shape[1] - 1
     u = widen(x) if input_gate is None else widen(x) * widen(input_gate)
     if initial_states is None:
@@ -473,15 +472,14 @@ def _row_views(*tensors):
     return [view for view, _ in views], [stride for _, stride in views]
 
 
-@raw(lambda x, *rest: empty_rows(x))
+@raw()
 def _causal_conv1d_forward(
     x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, input_gate: torch.Tensor | None,
     output_gate: torch.Tensor | None, initial_states: torch.Tensor | None, seq_idx: torch.Tensor | None,
-    activation: str | None,
-) -> torch.Tensor:  # fmt: skip
-    y = empty_rows(x)
+    activation: str | None, *, y,
+):  # fmt: skip
     if not x.numel():
-        return y
+        return
     rows, cols = rows_and_cols(x)
     views, strides = _row_views(x, input_gate, output_gate)
     config = causal_conv1d_forward_config(cols, x.element_size(), _present(views), device_of(x))
@@ -492,89 +490,83 @@ def _causal_conv1d_forward(
         views[0], taps, bias, *views[1:], initial_states, seq_idx, y, rows, x.shape[1], parts, *strides, cols,
         len(taps), activation,
     )  # fmt: skip
-    return y
 
 
 def _present(tensors):
     return sum(x is not None for x in tensors)
 
 
-def _empty_gradients(x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, dfinal, *wanted):
-    likes = zip((x, taps, bias, input_gate, output_gate, initial_states), wanted)
-    return tuple(like.new_empty(like.shape) if grad else dy.new_empty(0) for like, grad in likes)
-
-
-@raw(_empty_gradients)
+@raw()
 def _causal_conv1d_backward(
     x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, input_gate: torch.Tensor | None,
     output_gate: torch.Tensor | None, initial_states: torch.Tensor | None, seq_idx: torch.Tensor | None,
     activation: str | None, dy: torch.Tensor, dfinal: torch.Tensor | None, x_grad: bool, taps_grad: bool,
-    bias_grad: bool, input_grad: bool, output_grad: bool, initial_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    wanted = x_grad, taps_grad, bias_grad, input_grad, output_grad, initial_grad
-    grads = _empty_gradients(
-        x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, dfinal, *wanted
-    )  # fmt: skip
-    dx, dtaps, dbias, dinput, doutput, dinitial = (grad if need else None for grad, need in zip(grads, wanted))
+    bias_grad: bool, input_gate_grad: bool, output_gate_grad: bool, initial_states_grad: bool,
+    *, dx, dtaps, dbias, dinput_gate, doutput_gate, dinitial_states,
+):  # fmt: skip
     if not x.numel():
-        for grad in grads:
-            grad.zero_()
-        if initial_grad and dfinal is not None:
-            dinitial.copy_(dfinal)
-        return grads
+        for gradient in (dx, dtaps, dbias, dinput_gate, doutput_gate, dinitial_states):
+            if gradient is not None:
+                gradient.zero_()
+        if dinitial_states is not None and dfinal is not None:
+            dinitial_states.copy_(dfinal)
+        return
     rows, cols = rows_and_cols(x)
     views, strides = _row_views(x, input_gate, output_gate, dy)
     config = causal_conv1d_backward_config(cols, x.element_size(), _present(views), device_of(x))
     blocks = -(-cols // config["COLS"])
     programs, parts = _parts(config, x, blocks)
-    count, width, sums = len(taps) + (bias is not None), blocks * config["COLS"], None
-    if taps_grad or bias_grad:
-        sums = empty_partials(dy, programs, count * width, torch.float32)
+    count, width, total = len(taps) + (bias is not None), blocks * config["COLS"], None
+    if dtaps is not None or dbias is not None:
+        total = dy.new_empty(count * width, dtype=torch.float32)
+    sums = partial_sums(total, programs)
     launch(
         causal_conv1d_backward, (programs * blocks, 1, 1), config,
-        views[0], taps, bias, *views[1:3], initial_states, seq_idx, views[3], dfinal, dx, dinput, doutput, dinitial,
+        views[0], taps, bias, *views[1:3], initial_states, seq_idx, views[3], dfinal, dx, dinput_gate, doutput_gate,
+        dinitial_states,
         sums, rows, x.shape[1], parts, *strides, cols, len(taps), activation,
     )  # fmt: skip
-    if sums is not None:
-        sums = reduce_partials(sums, torch.float32).view(count, width)[:, :cols]
-    if taps_grad:
-        dtaps.copy_(sums[: len(taps)])
-    if bias_grad:
-        dbias.copy_(sums[-1])
-    return grads
+    add_partials(sums, total)
+    if dtaps is not None:
+        dtaps.copy_(total.view(count, width)[: len(taps), :cols])
+    if dbias is not None:
+        dbias.copy_(total.view(count, width)[-1, :cols])
 
 
-class CausalConv1dFunction(Function):
-    """Differentiate by the kernels.
+@differentiable("y final_states")
+def _causal_conv1d(
+    x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, input_gate: torch.Tensor | None,
+    output_gate: torch.Tensor | None, initial_states: torch.Tensor | None, seq_idx: torch.Tensor | None,
+    activation: str | None, return_final_states: bool,
+):  # fmt: skip
+    """Compute y and, where asked for, the final states.
 
     Taps are (taps, channels), states (batch, taps - 1, channels), so that lanes read whole vectors.
     """
+    y = _causal_conv1d_forward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation)
+    return y, _final_states(x, input_gate, initial_states, len(taps) - 1) if return_final_states else None
 
-    @staticmethod
-    def forward(ctx, x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states):
-        ctx.save_for_backward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx)
-        ctx.activation = activation
-        ctx.set_materialize_grads(False)
-        y = _causal_conv1d_forward(x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation)
-        return (y, _final_states(x, input_gate, initial_states, len(taps) - 1)) if return_final_states else y
 
-    @staticmethod
-    def backward(ctx, dy, dfinal=None):
-        wanted = ctx.needs_input_grad[:6]
-        if dy is None:  # nothing but the final states is used: they do not depend on weight, bias and output gate
-            dy = torch.zeros_like(ctx.saved_tensors[0])
-            wanted = [need and place not in (1, 2, 4) for place, need in enumerate(wanted)]
-        grads = _causal_conv1d_backward(*ctx.saved_tensors, ctx.activation, dy, in_order(dfinal), *wanted)
-        return *(grad if need else None for grad, need in zip(grads, wanted)), None, None, None
+@_causal_conv1d.backward()
+def _(
+    x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy: torch.Tensor | None,
+    dfinal_states: torch.Tensor | None,
+    *, x_grad, taps_grad, bias_grad, input_gate_grad, output_gate_grad, initial_states_grad,
+):  # fmt: skip
+    if dy is None:  # nothing but the final states is used: they do not depend on weight, bias and output gate
+        dy, taps_grad, bias_grad, output_gate_grad = torch.zeros_like(x), False, False, False
+    return _causal_conv1d_backward(
+        x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, in_order(dfinal_states),
+        x_grad, taps_grad, bias_grad, input_gate_grad, output_gate_grad, initial_states_grad,
+    )  # fmt: skip
 
 
 @causal_conv1d.register("triton", bound=True)
 def _(call):
-    _validate(*call)
     states = call.initial_states
-    result = CausalConv1dFunction.apply(
+    y, final_states = _causal_conv1d.apply(
         call.x, call.weight.t().contiguous(), in_order(call.bias), call.input_gate, call.output_gate,
         states if states is None else states.transpose(1, 2).contiguous(), in_order(call.seq_idx), call.activation,
         call.return_final_states,
     )  # fmt: skip
-    return (result[0], result[1].transpose(1, 2)) if call.return_final_states else result
+    return (y, final_states.transpose(1, 2)) if call.return_final_states else y
