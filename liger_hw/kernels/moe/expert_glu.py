@@ -57,14 +57,11 @@ def expert_glu_backward(
     tl.store(DW + row, tl.sum(dw, 0))
 
 
-def _fake(gate, up, d, weights, activation):
-    return weights.new_empty(weights.shape)
-
-
-@raw(_fake, mutates=("gate", "up", "d"))
+@raw(lambda weights: weights.new_empty(weights.shape), mutates=("gate", "up", "d"))
 def expert_glu_backward_in_place(
-    gate: torch.Tensor, up: torch.Tensor | None, d: torch.Tensor, weights: torch.Tensor, activation: str
-) -> torch.Tensor:
+    gate: torch.Tensor, up: torch.Tensor | None, d: torch.Tensor, weights: torch.Tensor, activation: str,
+    *, dweights,
+):  # fmt: skip
     """Write gradients over `gate` and `up`, the product over `d`; return the weights' gradient.
 
     Args:
@@ -73,11 +70,9 @@ def expert_glu_backward_in_place(
         weights: (R,) floats.
         activation: one of `glu.ACTIVATIONS`.
     """
-    dweights = weights.new_empty(weights.shape)
     rows, cols = gate.shape
     (gate, g_stride), (up, u_stride) = rows_of(gate), (None, 0) if up is None else rows_of(up)
     config = expert_glu_backward_config(power_of_2(cols), gate.element_size(), device_of(gate))
     launch(
         expert_glu_backward, (rows, 1, 1), config, gate, up, d, weights, dweights, g_stride, u_stride, cols, activation
     )
-    return dweights

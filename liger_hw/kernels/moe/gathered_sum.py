@@ -53,12 +53,8 @@ def gathered_sum(ROWS, PLACE, W, OUT, cols: tl.constexpr, K: tl.constexpr, COLS:
     tl.store(OUT + tl.program_id(0).to(tl.int64) * cols + col, a + b + c + d, mask)
 
 
-def _fake(rows, place, weights):
-    return rows.new_empty(place.shape[0], rows.shape[1])
-
-
-@raw(_fake)
-def sum_gathered(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+@raw(lambda rows, place: rows.new_empty(place.shape[0], rows.shape[1]))
+def sum_gathered(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None, *, out):
     """Return the weighted sums of gathered rows, (T, H) in the dtype of `rows`.
 
     Args:
@@ -66,12 +62,10 @@ def sum_gathered(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor 
         place: (T, k) contiguous int64, the rows of each sum.
         weights: (S,), one for each row, in the dtype of `rows` or fp32; None: no weights.
     """
-    out = _fake(rows, place, weights)
     tokens, cols = out.shape
     config = gathered_sum_config(power_of_2(cols), rows.element_size(), device_of(rows))
     grid = tokens, -(-cols // config["COLS"]), 1
     launch(gathered_sum, grid, config, rows, place, weights, out, cols, place.shape[1])
-    return out
 
 
 @tuned
@@ -89,16 +83,14 @@ def gathered_product(ROWS, INDEX, W, OUT, row_stride, cols: tl.constexpr, COLS: 
     tl.store(OUT + row * cols + col, x * tl.load(W + row).to(tl.float32), mask)
 
 
-@raw(lambda rows, index, weights: rows.new_empty(len(index), rows.shape[1]))
-def gather_weighted(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+@raw(lambda rows, index: rows.new_empty(len(index), rows.shape[1]))
+def gather_weighted(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, out):
     """Return rows[index] * weights[:, None], rounded to the dtype of `rows`.
 
     Args:
         rows: (T, H). index: (S,) int64. weights: (S,) floats.
     """
     (rows, row_stride), cols = rows_of(rows), rows.shape[1]
-    out = rows.new_empty(len(index), cols)
     config = gathered_product_config(power_of_2(cols), rows.element_size(), device_of(rows))
     grid = len(index), -(-cols // config["COLS"]), 1
     launch(gathered_product, grid, config, rows, index, weights, out, row_stride, cols)
-    return out

@@ -26,7 +26,7 @@ from liger_hw._torch import grouped_mm as torch_grouped_mm
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check
-from liger_hw.dispatch import Cost, Function, op, raw, uncast
+from liger_hw.dispatch import Cost, differentiable, op, raw, uncast
 from liger_hw.kernels._math import dot, in_row, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -41,7 +41,7 @@ def _validate(rows, weights, offs):
     check(offs.device == rows.device, "offs", offs, f"a tensor on {rows.device}")
 
 
-@op
+@op(validate=_validate)
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
     """Multiply each group of rows by its matrix, as torch.nn.functional.grouped_mm does.
 
@@ -57,7 +57,6 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    _validate(rows, weights, offs)
     ends = [rows.shape[0]] * len(offs) if offs.is_meta else offs.tolist()
     with uncast(rows):  # as torch's grouped product
         return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])
@@ -73,7 +72,6 @@ def _(rows, weights, offs):
 @grouped_mm.register("cpu")
 def _(rows, weights, offs):
     """Call torch's product, which can be traced; the reference where torch refuses the operands."""
-    _validate(rows, weights, offs)
     vectors = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
     return (torch_grouped_mm() if vectors and rows.dtype in KERNEL_DTYPES else grouped_mm.reference)(
         rows, weights, offs=offs
@@ -290,27 +288,21 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, index:
     return out
 
 
-class GroupedFunction(Function):
-    @staticmethod
-    def forward(ctx, rows, weights, offs):
-        ctx.save_for_backward(rows, weights, offs)
-        return multiply_rows(rows, weights, offs, None)
+@differentiable()
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
+    return multiply_rows(rows, weights, offs, None)
 
-    @staticmethod
-    def backward(ctx, dout):
-        rows, weights, offs = ctx.saved_tensors
-        drows = dweights = None
-        if ctx.needs_input_grad[0]:
-            drows = multiply_rows(dout, weights.transpose(1, 2), offs, None)
-        if ctx.needs_input_grad[1]:
-            if weights.stride(1) == 1:  # the gradient of a transposed parameter, in the parameter's layout
-                dweights = multiply_groups(dout, rows, offs, None).transpose(1, 2)
-            else:
-                dweights = multiply_groups(rows, dout, offs, None)
-        return drows, dweights, None
+
+@_grouped.backward()
+def _(rows, weights, offs, dy, *, rows_grad, weights_grad):
+    drows = multiply_rows(dy, weights.transpose(1, 2), offs, None) if rows_grad else None
+    if not weights_grad:
+        return drows, None
+    if weights.stride(1) == 1:  # the gradient of a transposed parameter, in the parameter's layout
+        return drows, multiply_groups(dy, rows, offs, None).transpose(1, 2)
+    return drows, multiply_groups(rows, dy, offs, None)
 
 
 @grouped_mm.register("triton")
 def _(rows, weights, offs):
-    _validate(rows, weights, offs)
-    return GroupedFunction.apply(rows, weights, offs.contiguous())
+    return _grouped.apply(rows, weights, offs.contiguous())

@@ -139,18 +139,18 @@ def sorted_pairs(
         tl.store(OFFS + expert, low, expert < experts)
 
 
-def _fake(chosen, order, weights, experts, k):
+def _empty_pairs(order, weights, experts):
     return (
         torch.empty_like(order), torch.empty_like(order), weights.new_empty(order.shape),
         order.new_empty(experts, dtype=torch.int32),
     )  # fmt: skip
 
 
-@raw(_fake)
+@raw(_empty_pairs)
 def _sorted_pairs(
-    chosen: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, experts: int, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, position, row_weights, offs = _fake(chosen, order, weights, experts, k)
+    chosen: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, experts: int, k: int,
+    *, tokens, position, row_weights, offs,
+):  # fmt: skip
     config = sorted_pairs_config(device_of(chosen))
     pairs, block = len(order), config["BLOCK"]
     blocks = -(-pairs // block)
@@ -158,7 +158,6 @@ def _sorted_pairs(
         sorted_pairs, (blocks - (-experts // block), 1, 1), config, chosen, order, weights, tokens, position,
         row_weights, offs, pairs, k, experts, blocks, (pairs + 1).bit_length(),
     )  # fmt: skip
-    return tokens, position, row_weights, offs
 
 
 def sort_pairs(

@@ -14,7 +14,7 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
-from liger_hw.dispatch import Cost, Function, op, raw, widen
+from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._logits import (
     LN_2,
     LOG2_E,
@@ -179,38 +179,35 @@ def cross_entropy_tvd_backward(
         tl.store(DS_ROW + at, tl.where(at < cols, ds, 0.0), in_row(at, padded, COLS))
 
 
-def _fake_forward(student, teacher, target, ignore_index):
+def _empty_results(student):
     ce = student.new_empty(len(student), dtype=torch.float32)
     return ce, torch.empty_like(ce), ce.new_empty(len(student), NUMBERS)
 
 
-@raw(_fake_forward)
+@raw(_empty_results)
 def _cross_entropy_tvd(
-    student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ce, tvd, state = _fake_forward(student, teacher, target, ignore_index)
+    student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int, *, ce, tvd, state
+):  # fmt: skip
     (rows, cols), student, teacher = student.shape, padded_rows(student), padded_rows(teacher)
     config = cross_entropy_tvd_forward_config(cols, student.element_size(), device_of(student))
     launch(
         cross_entropy_tvd_forward, (rows, 1, 1), config,
         student, teacher, target, ce, tvd, state, student.stride(0), teacher.stride(0), ignore_index, cols,
     )  # fmt: skip
-    return ce, tvd, state
 
 
-def _fake_backward(student, *others):
-    vector = 16 // student.element_size()
-    rows, cols = student.shape
+def _padded_gradient(student):
+    vector, (rows, cols) = 16 // student.element_size(), student.shape
     return student.new_empty(rows, -(-cols // vector) * vector)
 
 
-@raw(_fake_backward)
+@raw(_padded_gradient)
 def _cross_entropy_tvd_backward(
     student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, state: torch.Tensor, dce: torch.Tensor,
-    dtvd: torch.Tensor, ignore_index: int,
-) -> torch.Tensor:  # fmt: skip
-    """Return the gradient, padded to whole vectors."""
-    ds, (rows, cols) = _fake_backward(student), student.shape
+    dtvd: torch.Tensor, ignore_index: int, *, ds,
+):  # fmt: skip
+    """Compute the gradient, padded to whole vectors."""
+    rows, cols = student.shape
     student, teacher = padded_rows(student), padded_rows(teacher)
     config = cross_entropy_tvd_backward_config(cols, student.element_size(), device_of(student))
     launch(
@@ -218,28 +215,16 @@ def _cross_entropy_tvd_backward(
         student, teacher, target, state, dce.contiguous(), dtvd.contiguous(), ds, student.stride(0), teacher.stride(0),
         ds.stride(0), ignore_index, cols,
     )  # fmt: skip
-    return ds
 
 
-class CrossEntropyTVDFunction(Function):
-    @staticmethod
-    def forward(ctx, student, teacher, target, ignore_index):
-        ce, tvd, state = _cross_entropy_tvd(student, teacher, target, ignore_index)
-        ctx.save_for_backward(student, teacher, target, state)
-        ctx.ignore_index = ignore_index
-        return ce, tvd
-
-    @staticmethod
-    def backward(ctx, dce, dtvd):
-        student, *others = ctx.saved_tensors
-        ds = _cross_entropy_tvd_backward(student, *others, dce, dtvd, ctx.ignore_index)
-        return ds[:, : student.shape[1]], None, None, None
+@_cross_entropy_tvd.backward()
+def _(student, teacher, target, state, ignore_index, dce, dtvd, *, student_grad):
+    ds = _cross_entropy_tvd_backward(student, teacher, target, state, dce, dtvd, ignore_index)
+    return ds[:, : student.shape[1]]
 
 
 @cross_entropy_tvd.register("triton")
 def _(student_logits, teacher_logits, target, ignore_index=-100):
     _validate(student_logits, teacher_logits, target, ignore_index)
     check_kernel_dtype("teacher_logits", teacher_logits)
-    return CrossEntropyTVDFunction.apply(
-        student_logits, teacher_logits.detach(), target.contiguous(), int(ignore_index)
-    )
+    return _cross_entropy_tvd.apply(student_logits, teacher_logits.detach(), target.contiguous(), int(ignore_index))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels._math import in_row, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -33,7 +33,7 @@ def _validate(weight, indices, padding_idx):
         check(-rows <= padding_idx < rows, "padding_idx", padding_idx, f"{-rows} to {rows - 1}, or None")
 
 
-@op
+@op(validate=_validate)
 def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None):
     """Return the rows of `weight` that `indices` name.
 
@@ -52,7 +52,6 @@ def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | No
     Raises:
         ValueError: `weight` is no table, `indices` has another dtype or device, or `padding_idx` is outside the table.
     """
-    _validate(weight, indices, padding_idx)
     return F.embedding(indices, weight, padding_idx)
 
 
@@ -160,16 +159,21 @@ def _chunk_of(count):
     return max(32, power_of_2(-(-count // 1024)))
 
 
-@raw(lambda dy, indices, rows, padding: dy.new_empty(rows, dy.shape[-1]))
-def _embedding_backward(dy: torch.Tensor, indices: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
-    """Return the gradient of a table of `rows` rows.
+@differentiable()
+def _embedding(weight: torch.Tensor, indices: torch.Tensor, rows: int, padding: int):
+    return F.embedding(indices, weight)
+
+
+@_embedding.backward(lambda dy, rows: dy.new_empty(rows, dy.shape[-1]))
+def _embedding_backward(dy, indices, rows, padding, *, dweight):
+    """Compute the gradient of a table of `rows` rows.
 
     That of row `padding` is zero; -1 means none.
     """
     cols, count = dy.shape[-1], indices.numel()
-    dw = dy.new_zeros(rows, cols)
-    if dw.numel() == 0 or count == 0:
-        return dw
+    dweight.zero_()
+    if dweight.numel() == 0 or count == 0:
+        return
     # the sort of 32-bit keys takes half the steps of 64-bit ones
     tokens, order = torch.sort(indices.reshape(-1).to(torch.int32 if rows < 2**31 else torch.int64), stable=True)
     chunk = _chunk_of(count)
@@ -181,28 +185,14 @@ def _embedding_backward(dy: torch.Tensor, indices: torch.Tensor, rows: int, padd
     dy, dy_stride = rows_of(dy)
     launch(
         embedding_backward, grid, config,
-        tokens, order, dy, dw, parts, count, chunk, chunks, padding, dy_stride, cols,
+        tokens, order, dy, dweight, parts, count, chunk, chunks, padding, dy_stride, cols,
     )  # fmt: skip
     config = embedding_add_parts_config(*numbers)
     grid = chunks - 1, -(-cols // config["COLS"]), 1
-    launch(embedding_add_parts, grid, config, tokens, parts, dw, chunk, chunks, padding, cols)
-    return dw
-
-
-class EmbeddingFunction(Function):
-    @staticmethod
-    def forward(ctx, weight, indices, padding):
-        ctx.save_for_backward(indices)
-        ctx.rows, ctx.padding = weight.shape[0], padding
-        return F.embedding(indices, weight)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _embedding_backward(dy, *ctx.saved_tensors, ctx.rows, ctx.padding), None, None
+    launch(embedding_add_parts, grid, config, tokens, parts, dweight, chunk, chunks, padding, cols)
 
 
 @embedding.register("triton")
-def _(weight, indices, padding_idx=None):
-    _validate(weight, indices, padding_idx)
+def _(weight, indices, padding_idx):
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return EmbeddingFunction.apply(weight, indices, padding)
+    return _embedding.apply(weight, indices, weight.shape[0], padding)
