@@ -271,6 +271,8 @@ def test_checks_name_files_that_exist_and_run_them_all(monkeypatch, capsys):
     (plain, nothing), (kernels, variables) = started
     assert nothing == {} and variables == {"TRITON_INTERPRET": "1"} and "tests/kernels" in kernels
     assert {f"--ignore={path}" for path in check.PROGRAMS} <= set(plain)
+    for plain, kernels, status in ((0, 5, 0), (5, 0, 0), (5, 5, 1), (1, 0, 1), (0, 1, 1)):  # 5: no test was selected
+        assert check.each(plain, kernels) == status
     monkeypatch.setattr(check, "run", lambda *words, **variables: "liger_lab.tools.mutants" in words)
     assert check.main(["programs"]) == 0 and check.main(["all"]) == 1
     assert check.main(["program"]) == 2 and "got program, allowed: all, list, test" in capsys.readouterr().err
