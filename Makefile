@@ -1,6 +1,6 @@
 # make setup       set up the environment (below) and nothing else
 # make test        run the tests for this machine, a few of each matrix; ARGS="-k rope" goes to pytest
-# make lint        check style and format
+# make lint        check style, format, and the lines of each room against lab/budget.json
 # make gpu         run the tests, measurements and the doctor on this machine's GPU; ARGS=--dry-run: print the steps
 # make docs        build the documentation site into site/, strictly and without a network
 # make package     build the packages into dist/, check their files, run them in fresh environments
@@ -52,6 +52,7 @@ test: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m liger_lab.tools.sizes --brief
 
 gpu:
 	@test $(ACCELERATOR) != none || { echo "make gpu: got no GPU on this machine; ACCELERATOR=nvidia, amd or intel" \
