@@ -295,22 +295,6 @@ def add_partials(partial: torch.Tensor | None, gradient: torch.Tensor | None) ->
     launch(sum_partials, (-(-cols // config["COLS"]), 1, 1), config, partial, gradient, rows, cols)
 
 
-def empty_partials(like: torch.Tensor, programs: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for partial sums: (programs, cols) fp32, or (cols,) `dtype` for one program."""
-    return like.new_empty((programs, cols), dtype=torch.float32) if programs > 1 else like.new_empty(cols, dtype=dtype)
-
-
-def reduce_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum `partial` over programs, always in the same order, to (cols,) of `dtype`."""
-    if partial.ndim == 1:
-        return partial
-    rows, cols = partial.shape
-    out = partial.new_empty(cols, dtype=dtype)
-    config = sum_partials_config(cols, device_of(partial))
-    launch(sum_partials, (-(-cols // config["COLS"]), 1, 1), config, partial, out, rows, cols)
-    return out
-
-
 def in_order(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """Return a weight or bias with unit stride; copy one with other strides."""
     return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
