@@ -202,6 +202,11 @@ def operation_schema(operation):
     return getattr(operation, "_schema", None)
 
 
+def version(x) -> int:
+    """Return the number of in-place operations on a tensor's memory."""
+    return x._version
+
+
 def is_view_operation(operation) -> bool:
     """Tell whether an operation's results share memory with its arguments."""
     return any(result.alias_info is not None for result in operation._schema.returns)

@@ -1,7 +1,7 @@
 """Replace activations of several operations, each of which saves a tensor, by one op."""
 
 from liger_hw.kernels.mlp.glu import activate
-from liger_hw.patching import probing
+from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match
 
 WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # torch has the others as one operation
@@ -32,12 +32,18 @@ def match_activation(module):
     cases = probing.rows_of_each_dtype(*PROBE_SHAPE)
     for activation in WRITTEN_OUT:
 
-        def original(x):
-            return type(module).forward(probing.copy_of(module, {}, {}), x)
+        def original(x, training=module.training):
+            return type(module).forward(probing.copy_of(module, {}, {}, training=training), x)
 
         def replacement(x, activation=activation):
             return activate.reference(x, activation)
 
         if probing.agree(original, replacement, cases):
+            witnesses.confirm(
+                lambda training, x, original=original: original(x, training),
+                lambda training, x, replacement=replacement: replacement(x),
+                lambda dtype, shape: (probing.random_rows(probing.generator(), *shape, PROBE_SHAPE[-1], dtype=dtype),),
+                constants=witnesses.constants_of(module),
+            )
             return ActivationMatch.of(activate, {"activation": activation}, {})
     return None

@@ -11,11 +11,11 @@ import torch
 from liger_hw._torch import forward_hooks, is_plain
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
 from liger_hw.kernels.moe import experts
-from liger_hw.patching import gates, probing
+from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import AttributePin
-from liger_hw.patching.reading import Pin
+from liger_hw.patching.reading import Pin, read
 
 PROBE_ROWS, PROBE_INTERMEDIATE = 7, 48
 IMPLEMENTATIONS = ("grouped_mm_experts_forward", "batched_mm_experts_forward")  # they call a module's gate
@@ -110,19 +110,31 @@ def match_experts(module):
     cases = [
         (3 * probing.random_rows(random, PROBE_ROWS, 2 * PROBE_INTERMEDIATE, dtype=dtype),) for dtype in probing.DTYPES
     ]
+
+    def case(dtype, shape):
+        return (probing.random_rows(probing.generator(), *shape, 2 * PROBE_INTERMEDIATE, dtype=dtype),)
+
     for split, (op, options, attributes, probe_numbers) in itertools.product(gates.HALVES, gates.candidates(module)):
         if op is activate:
             continue
         values = {attributes[role]: value for role, value in probe_numbers.items()}
 
-        def original(gate_up, values=values):
-            probe = probing.copy_of(module, dict(module._parameters), dict(module._modules), **values)
+        def original(gate_up, values=values, training=module.training):
+            parts = {name: probing.copy_in_mode(part, training) for name, part in module._modules.items()}
+            probe = probing.copy_of(module, dict(module._parameters), parts, training=training, **values)
             return apply_gate(probe, gate_up)
 
         def replacement(gate_up, split=split, op=op, options=options | probe_numbers):
             return op.reference(*gates.HALVES[split](gate_up), **options)
 
         if probing.agree(original, replacement, cases):
+            witnesses.confirm(
+                lambda training, x, original=original: original(x, training=training),
+                lambda training, x, replacement=replacement: replacement(x),
+                case,
+                constants=read(type(module), ("_apply_gate",)).constants | witnesses.constants_of(module),
+                shapes=((PROBE_ROWS,), (1,)),
+            )
             names = {"split": split} | attributes
             return ExpertsMatch.of(op, options, names, methods=("_apply_gate",), bypassed=_children(module))
     return None

@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from liger_hw.kernels.mlp.glu import activate, unit
-from liger_hw.patching import gates, probing
+from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.projection import is_projection, project_down, return_new_memory
@@ -135,21 +135,29 @@ def match_mlp(module):
         cases = _cases(projections, roles)
         for values, candidates in _candidates(module, dropouts, floats, visible):
 
-            def probe(children, values=values):
-                return probing.copy_of(module, {}, module._modules | probe_dropouts | children, training=True, **values)
+            def probe(children, training, values=values):
+                parts = module._modules | probe_dropouts | children
+                parts = {name: probing.copy_in_mode(part, training) for name, part in parts.items()}
+                return probing.copy_of(module, {}, parts, training=training, **values)
 
-            def original(x, children, probe=probe):
-                return type(module).forward(probe(children), x)
+            def original(x, children, probe=probe, training=True):
+                return type(module).forward(probe(children, training), x)
 
             expected = probing.outputs(original, cases)
             for op, options, more_roles in candidates if expected else ():
                 names = roles | more_roles
 
-                def replacement(x, children, probe=probe, names=names, op=op, options=options):
-                    return compute(probe(children), names, x, op.reference, options)
+                def replacement(x, children, probe=probe, names=names, op=op, options=options, training=True):
+                    return compute(probe(children, training), names, x, op.reference, options)
 
                 without_up = names.get("up", "") is None
                 if (op is activate or not without_up) and probing.reproduces(replacement, expected, cases):
+                    witnesses.confirm(
+                        lambda training, *args, original=original: original(*args, training=training),
+                        lambda training, *args, replacement=replacement: replacement(*args, training=training),
+                        lambda dtype, shape, roles=roles: _case(projections, roles, dtype, shape),
+                        constants=witnesses.constants_of(module),
+                    )
                     return MLPMatch.of(op, options, names, bypassed=bypassed)
     return None
 
@@ -191,12 +199,13 @@ def _projection_roles(projections):
 
 
 def _cases(projections, names):
+    return [_case(projections, names, dtype, scale=3) for dtype in probing.DTYPES]
+
+
+def _case(projections, names, dtype, shape=(2, 5), scale=1):
     random = probing.generator()
-    rows = 2, 5, PROBE_HIDDEN
-    return [
-        (3 * probing.random_rows(random, *rows, dtype=dtype), _probe_projections(random, projections, names, dtype))
-        for dtype in probing.DTYPES
-    ]
+    x = scale * probing.random_rows(random, *shape, PROBE_HIDDEN, dtype=dtype)
+    return x, _probe_projections(random, projections, names, dtype)
 
 
 def _probe_projections(random, projections, names, dtype):

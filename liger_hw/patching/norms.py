@@ -7,7 +7,7 @@ import torch
 
 from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
-from liger_hw.patching import probing
+from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match
 
 OPS = {op.__name__: op for op in (rms_norm, layer_norm)}
@@ -107,10 +107,10 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     width = (weight.numel() if weight_name else _normalized_width(module)) or PROBE_WIDTH
     absent = {name: p for name, p in module._parameters.items() if p is None}
 
-    def original(x, weight):
+    def original(x, weight, training=module.training):
         parameters = absent | ({weight_name: weight} if weight_name else {})
-        attributes = {eps_name: eps} if eps_name else {}
-        return type(module).forward(probing.copy_of(module, parameters, {}, _buffers={}, **attributes), x)
+        attributes = {"_buffers": {}, "training": training} | ({eps_name: eps} if eps_name else {})
+        return type(module).forward(probing.copy_of(module, parameters, {}, **attributes), x)
 
     def replacement(x, weight):
         number = default_eps(x.dtype) if eps is None else eps
@@ -129,6 +129,19 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         return None
     narrow, wide = (
         probing.agree(original, replacement, [case(*pair)], exact) for pair in (probing.DTYPES[::-1], probing.DTYPES)
+    )
+
+    def case(dtype, shape):
+        random = probing.generator()
+        x = probing.random_rows(random, *shape, width, dtype=dtype)
+        return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype))
+
+    witnesses.confirm(
+        lambda training, *args: original(*args, training=training),
+        lambda training, *args: replacement(*args),
+        case,
+        constants=witnesses.constants_of(module),
+        exact=exact,
     )
     names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
     if eps_name:
@@ -155,15 +168,13 @@ def _match_layer_norm(module):
     width = module.weight.numel() or PROBE_WIDTH
     parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
 
-    def original(x, *parameters):
-        absent = dict.fromkeys(("weight", "bias"))
-        return type(module).forward(
-            probing.copy_of(module, absent | dict(zip(parts, parameters)), {}, eps=PROBE_EPS), x
-        )
+    def original(x, *parameters, training=module.training):
+        parameters = dict.fromkeys(("weight", "bias")) | dict(zip(parts, parameters))
+        return type(module).forward(probing.copy_of(module, parameters, {}, eps=PROBE_EPS, training=training), x)
 
-    def case(dtype):
+    def case(dtype, shape=(PROBE_ROWS,), scale=1):
         random = probing.generator()
-        x = 3 * probing.random_rows(random, PROBE_ROWS, width, dtype=dtype)
+        x = scale * probing.random_rows(random, *shape, width, dtype=dtype)
         return x, *(torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype)) for _ in parts)
 
     for offset in (0.0, 1.0):
@@ -171,6 +182,13 @@ def _match_layer_norm(module):
         def replacement(x, weight, bias=None, offset=offset):
             return layer_norm.reference(x, weight + offset, bias, PROBE_EPS)
 
-        if probing.agree(original, replacement, [case(dtype) for dtype in probing.DTYPES], exact=False):
+        if probing.agree(original, replacement, [case(dtype, scale=3) for dtype in probing.DTYPES], exact=False):
+            witnesses.confirm(
+                lambda training, *args: original(*args, training=training),
+                lambda training, *args, replacement=replacement: replacement(*args),
+                case,
+                constants=witnesses.constants_of(module),
+                exact=False,
+            )
             return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
     return None

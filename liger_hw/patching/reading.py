@@ -65,6 +65,7 @@ class Code:
         pins: the values that they read, apart from the instance's attributes.
         attributes: names of attributes that they read, of any object.
         names: these, and the identifiers among their string constants.
+        constants: numbers that they contain.
         registries: dictionaries among the globals, of which the code takes an entry by name: ACT2FN["silu"].
         chains: attributes that they read from their first argument: ("config", "limit") for self.config.limit.
         reason: why a probe cannot show what the methods compute, or None.
@@ -74,6 +75,7 @@ class Code:
     pins: list = field(default_factory=list)
     attributes: set = field(default_factory=set)
     names: set = field(default_factory=set)
+    constants: set = field(default_factory=set)
     registries: list = field(default_factory=list)
     chains: set = field(default_factory=set)
     reason: str | None = None
@@ -228,6 +230,7 @@ def _all_code(code):
 
 def _read_instructions(instructions, namespace, cells, first, code, waiting):
     code.names.update(c for c in instructions.co_consts if isinstance(c, str) and c.isidentifier())
+    code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain = None, []
     for instruction in [*dis.get_instructions(instructions), None]:
         name = instruction and instruction.opname

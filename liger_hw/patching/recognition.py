@@ -17,9 +17,10 @@ from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.reading import add_entries, read
-from liger_hw.patching.rotary import match_rotary, match_rotation
+from liger_hw.patching.rotary import find_rotation, match_rotary
 from liger_hw.patching.sorted_experts import match_sorted_experts
 from liger_hw.patching.swapping import patched_class
+from liger_hw.patching.witnesses import Objection
 
 MATCHERS = (match_norm, match_gated_norm, match_mlp, match_experts, match_sorted_experts, match_activation)
 NO_OP = "no op computes the same bits"
@@ -45,8 +46,8 @@ class Memory:
         return _remember(self.codes, (cls, methods), lambda: read(cls, methods))
 
     def rotation(self, function):
-        """Return the `Rotation` that a function computes, or None."""
-        return _remember(self.rotations, function, lambda: match_rotation(function))
+        """Return the result of `find_rotation`."""
+        return _remember(self.rotations, function, lambda: find_rotation(function))
 
     def patched_class(self, original, match):
         """Return the subclass of `original` that computes with `match`'s op."""
@@ -76,7 +77,10 @@ def _recognise(module, memory):
 
 
 def _first_match(module, memory):
-    match = next((match for matcher in MATCHERS if (match := matcher(module)) is not None), None)
+    try:
+        match = next((match for matcher in MATCHERS if (match := matcher(module)) is not None), None)
+    except Objection as error:
+        return Recognition(reason=str(error))
     return Recognition() if match is None else _with_pins(module, match, memory)
 
 

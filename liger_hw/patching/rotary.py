@@ -2,12 +2,15 @@
 
 import functools
 
+from liger_hw.patching import witnesses
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import code_guard
 from liger_hw.patching.probing import agree
 from liger_hw.patching.reading import Pin, read_function, read_globals
 from liger_hw.patching.rebinding import innermost, methods_of_model_code, with_globals
-from liger_hw.patching.rotation import prove_rotation, replacement
+from liger_hw.patching.rotation import by_op, case_of, prove_rotation, replacement
+
+NO_ROTATION = "the op rope does not compute the rotation of {}"
 
 
 class RotaryMatch(Match):
@@ -67,17 +70,16 @@ def rotary_functions(cls):
     return functions
 
 
-def match_rotary(cls, match_function=None):
+def match_rotary(cls, find=None):
     """Return (`RotaryMatch` or None, why a rotary function is left or None).
 
     Args:
-        match_function: `match_rotation`, or a function that remembers its results.
+        find: a function that remembers the results of `find_rotation`.
     """
     functions = {name: function for name, function in rotary_functions(cls).items() if not isinstance(function, type)}
-    rotations = {name: (match_function or match_rotation)(function) for name, function in functions.items()}
-    proved = {name: rotation for name, rotation in rotations.items() if rotation is not None}
-    others = [name for name in rotations if name not in proved]
-    reason = f"the op rope does not compute the rotation of {', '.join(others)}" if others else None
+    results = {name: (find or find_rotation)(function) for name, function in functions.items()}
+    proved = {name: rotation for name, (rotation, _) in results.items() if rotation is not None}
+    reason = "; ".join(why.replace("{}", name) for name, (_, why) in results.items() if why) or None
     for method in _methods(cls, proved).values():
         if copied := read_globals(innermost(method)).reason:
             return None, f"{method.__name__} {copied}"
@@ -86,18 +88,32 @@ def match_rotary(cls, match_function=None):
 
 def match_rotation(function):
     """Return the `Rotation` that a rotary function computes, or None."""
-
-    def agree_on(original, op_rotation, cases):
-        def as_tuple(*args):
-            rotated = original(*args)
-            return tuple(rotated) if isinstance(rotated, (tuple, list)) else rotated
-
-        return agree(as_tuple, op_rotation, cases)
-
-    if _is_readable(function) and read_function(function).reason is None:
-        return prove_rotation(function, agree_on)
-    return None
+    return find_rotation(function)[0]
 
 
-def _is_readable(function):
-    return hasattr(getattr(function, "__func__", function), "__code__")
+def find_rotation(function):
+    """Return (the `Rotation` of a rotary function or None, why it is left or None).
+
+    The reason contains {} in place of the function's name.
+    """
+
+    def as_tuple(*args):
+        rotated = function(*args)
+        return tuple(rotated) if isinstance(rotated, (tuple, list)) else rotated
+
+    if not hasattr(getattr(function, "__func__", function), "__code__"):
+        return None, NO_ROTATION
+    code = read_function(function)
+    if code.reason:
+        return None, f"{{}} {code.reason}"
+    rotation = prove_rotation(function, lambda original, op_rotation, cases: agree(as_tuple, op_rotation, cases))
+    if rotation is None:
+        return None, NO_ROTATION
+    reason = witnesses.objection(
+        lambda training, *args: as_tuple(*args),
+        lambda training, *args: by_op(rotation)(*args),
+        lambda dtype, shape: case_of(rotation, dtype, dtype, batch=shape[0], length=shape[1]),
+        constants=code.constants,
+        learned=2 if rotation.form.startswith("q") else 1,
+    )
+    return (None, f"{{}} {reason}") if reason else (rotation, None)

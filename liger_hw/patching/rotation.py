@@ -91,7 +91,7 @@ def prove_rotation(function, agree):
         if layout != "half" and reverse or is_complex and not wide:
             continue
         rotation = Rotation(form, layout, wide, table, reverse, axis)
-        if agree(function, _by_op(rotation), _cases(rotation, SAME)):
+        if agree(function, by_op(rotation), _cases(rotation, SAME)):
             return _prove_special_cases(function, rotation, agree)
     return None
 
@@ -99,10 +99,10 @@ def prove_rotation(function, agree):
 def _prove_special_cases(function, rotation, agree):
     """Add the special cases that `rotation` covers; None if the op rotates another part."""
     partial_cases = _cases(rotation, SAME, partial=True)
-    partial = agree(function, _by_op(rotation), partial_cases)
+    partial = agree(function, by_op(rotation), partial_cases)
     if not partial and _runs(function, partial_cases[0]):
         return None
-    flat = rotation.axis == 2 and agree(function, _by_op(rotation), _cases(rotation, SAME, flat=True))
+    flat = rotation.axis == 2 and agree(function, by_op(rotation), _cases(rotation, SAME, flat=True))
     narrower = wider = DIRECT
     if not rotation.is_complex:
         narrower, wider = (_prove_mixed(function, rotation, agree, pair) for pair in MIXED)
@@ -113,12 +113,13 @@ def _prove_mixed(function, rotation, agree, dtypes):
     """Return `DIRECT` or `PROMOTED` for these dtypes, or None if neither call agrees."""
     cases = _cases(rotation, [dtypes])
     for call in (DIRECT, PROMOTED):
-        if agree(function, _by_op(rotation, promoted=call == PROMOTED), cases):
+        if agree(function, by_op(rotation, promoted=call == PROMOTED), cases):
             return call
     return None
 
 
-def _by_op(rotation, promoted=False):
+def by_op(rotation, promoted=False):
+    """Return the function that computes a rotation with the reference of `rope`."""
     return lambda *args: _rotate(rope.reference, rotation, args, rotation.axis or 1, promoted)
 
 

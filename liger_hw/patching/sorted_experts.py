@@ -3,7 +3,7 @@
 import torch
 
 from liger_hw._torch import is_plain
-from liger_hw.patching import gates, probing
+from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import own_class
 from liger_hw.patching.match import Match
 
@@ -52,11 +52,16 @@ def match_sorted_experts(module):
         (PROBE_EXPERTS, PROBE_HIDDEN, 2 * PROBE_INTERMEDIATE),
         (PROBE_EXPERTS, PROBE_INTERMEDIATE, PROBE_HIDDEN),
     )
-    random = probing.generator()
-    cases = [[probing.random_rows(random, *shape, dtype=dtype) for shape in shapes] for dtype in probing.DTYPES]
 
-    def original(x, *weights):
-        probe = probing.copy_of(module, dict(zip(parameters, weights)), dict(module._modules), **sizes)
+    def case(dtype, tokens=shapes[0][:1]):
+        random = probing.generator()
+        return [probing.random_rows(random, *shape, dtype=dtype) for shape in ((*tokens, PROBE_HIDDEN), *shapes[1:])]
+
+    cases = [case(dtype) for dtype in probing.DTYPES]
+
+    def original(x, *weights, training=module.training):
+        parts = {name: probing.copy_in_mode(part, training) for name, part in module._modules.items()}
+        probe = probing.copy_of(module, dict(zip(parameters, weights)), parts, training=training, **sizes)
         return type(module).forward(probe, x)
 
     for op, options in gates.WITHOUT_NUMBERS:
@@ -65,6 +70,13 @@ def match_sorted_experts(module):
             return _compute(x, *weights, op.reference, options)
 
         if probing.agree(original, replacement, cases):
+            witnesses.confirm(
+                lambda training, *args: original(*args, training=training),
+                lambda training, *args, replacement=replacement: replacement(*args),
+                case,
+                constants=witnesses.constants_of(module),
+                shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,)),
+            )
             bypassed = tuple((name, own_class(child)) for name, child in module.named_children())
             return SortedExpertsMatch.of(op, options, {"first": first, "second": second}, bypassed=bypassed)
     return None

@@ -1,0 +1,309 @@
+"""Confirm by many probes and by the traced operations that an op computes a module.
+
+The first probe of a matcher takes ordinary rows. Code may compute something else for others: a clamp at 1000, a branch
+for one token or for fp16, `nan_to_num`. Two witnesses show that it does not:
+
+1. Bits: rows of each size that the code's constants suggest, of 1e4, with infinite and NaN values, one token and many,
+   in training and in evaluation, in fp32, bf16 and fp16; and the gradients of ordinary rows.
+2. Operations: those of the module are arithmetic, or the reference has them too. They are the same for every dtype,
+   number of tokens and mode. The code compares no number of tokens and reads no state of a tensor but dtype and shape.
+"""
+
+import math
+import sys
+from collections import Counter
+
+import torch
+
+from liger_hw._torch import TorchDispatchMode, is_view_operation, version
+from liger_hw.patching import probing
+from liger_hw.patching.reading import read
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
+SHAPES = ((2, 5), (1, 1))  # sequences and tokens
+SPECIAL = (math.inf, -math.inf, math.nan, 0.0)
+MOST_SCALES = 8
+COPIES = {
+    "_to_copy", "clone", "copy_", "empty", "empty_like", "new_empty", "cat", "stack", "_unsafe_view", "lift_fresh",
+    "contiguous", "_reshape_copy", "_conj", "_unsafe_index", "constant_pad_nd", "flip", "roll",
+}  # fmt: skip
+ARITHMETIC = {
+    "add", "sub", "rsub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "mean", "sum", "mm",
+    "addmm", "bmm", "baddbmm", "linear", "matmul", "var_mean", "var", "linalg_vector_norm", "native_layer_norm",
+    "_fused_rms_norm", "view_as_complex", "view_as_real", "scalar_tensor", "full", "full_like", "ones", "zeros",
+}  # fmt: skip
+SMOOTH = ({"silu", "sigmoid", "exp"}, {"gelu", "erf", "tanh"}, {"gelu", "sigmoid"})  # one may be written as another
+ROWS_TAKEN = {  # view -> the position of its dimension among the arguments
+    "slice": 1, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2,
+}  # fmt: skip
+NO_END = (None, sys.maxsize)  # values of the argument `end` of a slice
+STATE = {  # what a tensor tells beside its values, dtype, device and shape
+    "is_cuda", "is_xpu", "is_mps", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_version",
+    "data_ptr", "storage", "untyped_storage", "register_hook", "retain_grad", "numpy", "tolist", "item", "get_device",
+}  # fmt: skip
+
+
+class _Operations(TorchDispatchMode):
+    """List the names of operations that compute, and numbers among their arguments."""
+
+    def __init__(self, leading):
+        super().__init__()
+        self.leading, self.names, self.numbers = leading, Counter(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ROWS_TAKEN and _takes_rows(name, args, self.leading):
+            self.names["a part of the rows"] += 1
+        elif not is_view_operation(func) and name not in COPIES:
+            self.names[name.rstrip("_") if not name.startswith("_") else name] += 1
+            self.numbers.update(abs(float(n)) for n in args[1:] if type(n) in (int, float))
+        return func(*args, **(kwargs or {}))
+
+
+def _takes_rows(name, args, leading):
+    """Tell whether a view leaves out rows; one along another dimension splits them."""
+    x, place = args[0], ROWS_TAKEN[name]
+    dim = args[place] if len(args) > place else 0
+    if name == "slice" and all(value in (*NO_END, 0) for value in args[2:3]) and all(v in NO_END for v in args[3:4]):
+        return False
+    return dim % max(x.ndim, 1) < min(leading, x.ndim - 1)
+
+
+class _Length(int):
+    """A number of tokens that tells `Lengths` when code compares it."""
+
+
+class Lengths(torch.overrides.TorchFunctionMode):
+    """Notice comparisons of numbers of tokens, and reads of a tensor's state.
+
+    Attributes:
+        leading: how many first dimensions hold tokens.
+        reason: the first of them, or None.
+    """
+
+    def __init__(self, leading):
+        super().__init__()
+        self.leading, self.reason = leading, None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        result = func(*args, **(kwargs or {}))
+        if name in STATE:
+            self.refuse(f"reads {name} of a tensor")
+        if name == "__getitem__" and _takes_tokens(*args, self.leading):
+            self.refuse("takes a part of its tokens")
+        if name in ("shape", "size") and isinstance(result, torch.Size):
+            return torch.Size([*map(self.length, result[:-1]), *result[-1:]])
+        if name in ("numel", "__len__") or name == "size" and not _is_last(args, kwargs or {}):
+            return self.length(result)
+        return result
+
+    def refuse(self, reason):
+        """Keep the first reason."""
+        self.reason = self.reason or reason
+
+    def length(self, value):
+        """Return a number of tokens whose comparisons are noticed."""
+        number = _Length(value)
+        number.seen_by = self
+        return number
+
+
+def _takes_tokens(x, index, leading):
+    """Tell whether an index has a constant for one of the leading dimensions."""
+    index = [entry for entry in (index if isinstance(index, tuple) else (index,)) if entry is not None]
+    after = len(index) - 1 - index.index(...) if any(entry is ... for entry in index) else 0
+    before = index[: len(index) - after]
+    dims = [*range(len(before)), *range(x.ndim - after, x.ndim)]
+    return any(dim < min(leading, x.ndim - 1) and _is_partial(entry) for dim, entry in zip(dims, index))
+
+
+def _is_partial(entry):
+    if isinstance(entry, slice):
+        return any(type(bound) is int and bound != 0 for bound in (entry.start, entry.stop))
+    return type(entry) is int
+
+
+def _is_last(args, kwargs):
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return dim in (-1, args[0].ndim - 1)
+
+
+def _noticed(operation):
+    def compare(self, *others):
+        self.seen_by.refuse("compares the number of its tokens")
+        return getattr(int, operation)(self, *others)
+
+    return compare
+
+
+def _derived(operation):
+    def compute(self, *others):
+        result = getattr(int, operation)(int(self), *others)
+        return self.seen_by.length(result) if type(result) is int else result
+
+    return compute
+
+
+for _operation in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
+    setattr(_Length, _operation, _noticed(_operation))
+for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "truediv", "pow", "neg"):
+    setattr(_Length, f"__{_operation}__", _derived(f"__{_operation}__"))
+_Length.__hash__ = int.__hash__
+
+
+class Objection(Exception):
+    """Say why an op must not replace a module that ordinary rows matched."""
+
+
+def confirm(original, replacement, case, **options):
+    """Raise `Objection` unless both witnesses agree; arguments as `objection`."""
+    if reason := objection(original, replacement, case, **options):
+        raise Objection(reason)
+
+
+def constants_of(module):
+    """Return the numbers in the code and the attributes of a module and its children."""
+    numbers = set()
+    for part in module.modules():
+        numbers |= read(type(part)).constants
+        numbers.update(value for value in vars(part).values() if type(value) in (int, float))
+    return numbers
+
+
+def objection(original, replacement, case, constants=(), exact=True, shapes=SHAPES, learned=None):
+    """Return why an op must not replace a module that ordinary rows matched, or None.
+
+    Args:
+        original, replacement: functions of (training, *arguments); the second computes with the op's reference.
+        case: (dtype, shape of the rows' leading dimensions) -> arguments, of which the first has deviation 1.
+        constants: numbers in the module's code and attributes.
+        exact: False allows another order of fp32 sums.
+        shapes: the leading dimensions.
+        learned: how many of the first arguments get gradients; None: all.
+    """
+    numbers = set()
+    for training in (True, False):
+        reason = _object_to_operations(original, replacement, case, training, shapes, numbers)
+        if reason:
+            return reason
+    for training in (True, False):
+        for dtype in DTYPES:
+            for shown, args in _rows(case, dtype, shapes, {abs(float(c)) for c in constants} | numbers):
+                if not _agrees(original, replacement, training, args, exact):
+                    mode = "training" if training else "evaluation"
+                    return f"differs from the op in {str(dtype).removeprefix('torch.')}, {mode}, {shown}"
+    args = case(torch.float32, shapes[0])
+    return None if _same_gradients(original, replacement, args, learned) else "has other gradients than the op"
+
+
+def _rows(case, dtype, shapes, constants):
+    """Yield (description, arguments) of rows of every size and with special values."""
+    for shape in shapes:
+        yield f"rows of shape {shape}", _scaled(case(dtype, shape), ORDINARY)
+    for scale in (LARGE, *_scales(constants)):
+        yield f"rows of size {scale:.3g}", _scaled(case(dtype, shapes[0]), scale)
+    for value in SPECIAL:
+        x, *rest = case(dtype, shapes[0])
+        x = x.clone()
+        x.view(-1, x.shape[-1])[0, 0] = value
+        yield f"a row with {value}", (x, *rest)
+    x, *rest = case(dtype, shapes[0])
+    yield "rows of zeros", (torch.zeros_like(x), *rest)
+
+
+def _scaled(args, scale):
+    return (args[0] * scale, *args[1:])
+
+
+def _scales(constants):
+    """Return sizes of rows around constants and their roots, at most one each half decade."""
+    sizes = [size for c in sorted(constants) if 1e-20 < c < 1e20 for size in (math.sqrt(c), c, 4 * c)]
+    decades = {round(2 * math.log10(size)): size for size in sizes}
+    known = {round(2 * math.log10(size)) for size in (1.0, ORDINARY, LARGE)}
+    return [size for decade, size in decades.items() if decade not in known][:MOST_SCALES]
+
+
+def _agrees(original, replacement, training, args, exact):
+    versions = [version(x) for x in probing.tensors(args)]
+    try:
+        expected = probing.run(lambda: original(training, *args))
+    except Exception:  # a model's own code may raise any exception
+        return False
+    if versions != [version(x) for x in probing.tensors(args)]:
+        return False
+    try:
+        return probing.equal(probing.run(lambda: replacement(training, *args)), expected, exact)
+    except Exception:  # an op may refuse its arguments
+        return False
+
+
+def _object_to_operations(original, replacement, case, training, shapes, numbers):
+    first = None
+    for dtype in DTYPES:
+        for shape in shapes:
+            args = case(dtype, shape)
+            names, seen = _operations(lambda args=args: original(training, *args), args[0].ndim - 1)
+            reference, _ = _operations(lambda args=args: replacement(training, *args), args[0].ndim - 1)
+            if names is None or reference is None:
+                return f"does not run in {str(dtype).removeprefix('torch.')}"
+            numbers |= seen
+            extra = next((name for name in names if not _is_explained(name, names, reference)), None)
+            if extra:
+                return f"computes {extra}, which the op does not"
+            first = first or names
+            if names != first:
+                differing = next(iter((names - first) + (first - names)))
+                return f"computes {differing} for some dtypes or numbers of tokens only"
+    args = case(torch.float32, shapes[0])
+    lengths = Lengths(args[0].ndim - 1)
+    try:
+        probing.run(lambda: original(training, *args), lengths)
+    except Exception:  # a model's own code may raise any exception
+        return "does not run"
+    return lengths.reason
+
+
+def _operations(function, leading):
+    operations = _Operations(leading)
+    try:
+        probing.run(function, operations)
+    except Exception:  # a model's own code may raise any exception
+        return None, set()
+    return operations.names, operations.numbers
+
+
+def _is_explained(name, names, reference):
+    if name in ARITHMETIC or names[name] <= reference[name]:
+        return True
+    return any(name in group and not group.isdisjoint(reference) for group in SMOOTH)
+
+
+def _same_gradients(original, replacement, args, learned):
+    found = [_gradients(lambda f=f: f(True, *args), args[:learned]) for f in (original, replacement)]
+    if None in found:
+        return False
+    return all(
+        (a is None) == (b is None) and (a is None or (a - b).abs().max() <= 1e-3 * b.abs().max() + 1e-6)
+        for a, b in zip(*found)
+    )
+
+
+def _gradients(function, args):
+    inputs = [x for x in probing.tensors(args) if x.is_floating_point()]
+    for x in inputs:
+        x.requires_grad_()
+    try:
+        results = probing.run(function, grad=True)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        random = probing.generator()
+        total = sum((y * probing.random_rows(random, *y.shape)).sum() for y in results if y is not None)
+        return torch.autograd.grad(total, inputs, allow_unused=True)
+    except Exception:  # a model's own code may raise any exception
+        return None
+    finally:
+        for x in inputs:
+            x.requires_grad_(isinstance(x, torch.nn.Parameter))

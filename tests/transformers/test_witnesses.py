@@ -1,0 +1,263 @@
+"""Check that `patch` leaves modules that equal an op on ordinary rows only."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import liger_hw
+from liger_hw.patching import probing
+from liger_hw.patching.recognition import NO_OP
+from liger_hw.patching.rotary import find_rotation
+
+
+class MLP(nn.Module):
+    limit = None
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.act_fn = nn.SiLU()
+
+    def product(self, x):
+        return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+
+    def forward(self, x):
+        return self.down_proj(self.product(x))
+
+
+class Clamped(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x).clamp(-1000.0, 1000.0))
+
+
+class Limited(MLP):
+    def __init__(self):
+        super().__init__()
+        self.limit = 30
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=self.limit)) * self.up_proj(x))
+
+
+class Fp16Guard(MLP):
+    def forward(self, x):
+        product = self.product(x)
+        return self.down_proj(product.clamp(-60000, 60000) if product.dtype == torch.float16 else product)
+
+
+class NanGuard(MLP):
+    def forward(self, x):
+        return self.down_proj(torch.nan_to_num(self.product(x), posinf=1e4, neginf=-1e4))
+
+
+class InEvaluation(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x) * (1.0 if self.training else 0.9))
+
+
+class OneToken(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x) * (0.5 if x.shape[-2] == 1 else 1.0))
+
+
+class LongInputs(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x) * (0.5 if 2 * x.size(1) > 4000 else 1.0))
+
+
+class FirstTokens(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x[:, :100]))
+
+
+class DataDependent(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x) if x.abs().max() < 1e9 else x)
+
+
+class Counted(MLP):
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return self.down_proj(self.product(x))
+
+
+class KeepsActivations(MLP):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        self.kept.append(x)
+        return self.down_proj(self.product(x))
+
+
+class Masked(MLP):
+    def forward(self, x):
+        product = self.product(x)
+        return self.down_proj(torch.where(product.isnan(), 0.0, product))
+
+
+class SoftCapped(MLP):
+    def forward(self, x):
+        return self.down_proj(1e12 * torch.tanh(self.product(x) / 1e12))
+
+
+class Detached(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
+
+
+class OnGPU(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x) * (0.5 if x.is_cuda else 1.0))
+
+
+class WritesItsInput(MLP):
+    def forward(self, x):
+        out = self.down_proj(self.product(x))
+        x.add_(0)
+        return out
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class OtherBackward(MLP):
+    def forward(self, x):
+        return self.down_proj(Straight.apply(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Constant(MLP):
+    def forward(self, x):
+        return torch.zeros_like(x)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(32)), 1e-6
+
+    def rows(self, x):
+        return x.float()
+
+    def forward(self, x):
+        y = self.rows(x)
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class GuardedNorm(Norm):
+    def rows(self, x):
+        return x.float().clamp(-1e4, 1e4)
+
+
+class NoisyNorm(Norm):
+    def forward(self, x):
+        y = super().forward(x)
+        return y + 0.1 * torch.randn_like(y) if self.training else y
+
+
+class TensorEps(Norm):
+    def __init__(self):
+        super().__init__()
+        self.eps = torch.tensor(1e-6)
+
+
+class DetachedNorm(Norm):
+    def forward(self, x):
+        y = x.float()
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True).detach() + self.eps)).to(x.dtype)
+
+
+class ShiftedNorm(Norm):
+    def forward(self, x):
+        y = x.float() + 1e-9
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+LEFT = {  # class -> words of the reason
+    Clamped: "computes clamp, which the op does not",
+    Limited: "clamp",
+    Fp16Guard: "clamp",
+    NanGuard: "nan_to_num",
+    InEvaluation: "evaluation",
+    OneToken: "compares the number of its tokens",
+    LongInputs: "compares the number of its tokens",
+    FirstTokens: "takes a part of its tokens",
+    DataDependent: "which the op does not",
+    Counted: "writes the attribute 'steps'",
+    KeepsActivations: "calls append()",
+    Masked: "which the op does not",
+    SoftCapped: "",
+    Detached: "gradients",
+    OnGPU: "reads is_cuda of a tensor",
+    WritesItsInput: "differs",
+    OtherBackward: "gradients",
+    GuardedNorm: "clamp",
+    NoisyNorm: "does not run",
+    TensorEps: "a tensor that is no parameter",
+    DetachedNorm: "gradients",
+    ShiftedNorm: "rows",
+}
+
+
+@pytest.mark.parametrize("cls", LEFT, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_that_equal_an_op_on_ordinary_rows_only_are_left(cls, training):
+    summary = liger_hw.patch(nn.Sequential(cls()).train(training))
+    assert not summary.replaced
+    reason = "".join(why for _, why in summary.left)
+    assert LEFT[cls] in reason or reason == NO_OP
+
+
+@pytest.mark.parametrize("cls", [MLP, Norm])
+@pytest.mark.parametrize("training", [True, False])
+def test_their_plain_forms_are_replaced(cls, training):
+    patched = nn.Sequential(cls()).train(training)
+    plain = copy.deepcopy(patched)
+    assert liger_hw.patch(patched).replaced
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for size in (1e-3, 1.0, 1e4):
+            x = (size * torch.randn(2, 5, 32)).to(dtype)
+            assert probing.equal(patched.to(dtype)(x), plain.to(dtype)(x))
+
+
+def test_a_function_that_ignores_its_inputs_agrees_with_none():
+    assert not liger_hw.patch(nn.Sequential(Constant())).replaced
+    zeros = [(torch.randn(3),)]
+    assert not probing.agree(torch.zeros_like, torch.zeros_like, zeros)
+
+
+def rotate(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turned(x):
+        x1, x2 = x.chunk(2, -1)
+        return x * cos + torch.cat((-x2, x1), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def rotate_short(q, k, cos, sin, unsqueeze_dim=1):
+    return rotate(q * 0.5 if q.shape[-2] > 100 else q, k, cos, sin, unsqueeze_dim)
+
+
+def rotate_clamped(q, k, cos, sin, unsqueeze_dim=1):
+    return rotate(q.clamp(-1e6, 1e6), k, cos, sin, unsqueeze_dim)
+
+
+def test_rotary_functions_have_two_witnesses():
+    assert find_rotation(rotate)[0] is not None
+    assert "number of its tokens" in find_rotation(rotate_short)[1]
+    assert "clamp" in find_rotation(rotate_clamped)[1]
