@@ -4,11 +4,13 @@ Here only Triton's exists, for each device. `liger_hw.use_backend` forces a back
 """
 
 import inspect
+import os
 
 from liger_hw.checks import check
 from liger_hw.stand_in import functional
 
 IMPLEMENTATION = "triton"
+_pinned = [os.environ.get("LIGER_KERNEL_IMPL") or None]  # what `get_impl` returns
 IMPL_REGISTRY = {}  # `liger_kernel.ops.backends.registry` lists other implementations; this library has none
 
 
@@ -29,7 +31,7 @@ LigerBackendFallbackWarning = LigerImplFallbackWarning
 
 
 def set_impl(name):
-    """Accept None or a name of Triton, which is the only implementation.
+    """Pin None or a name of Triton, which is the only implementation.
 
     Raises:
         ImplNotAvailableError: another name.
@@ -38,10 +40,12 @@ def set_impl(name):
         raise ImplNotAvailableError(
             f"implementation: got {name!r}, allowed: None or triton. liger_hw.use_backend forces a backend of liger_hw"
         )
+    _pinned[0] = name
 
 
 def get_impl():
-    """Return None, as no implementation is pinned."""
+    """Return the name that `set_impl` pinned, or the variable LIGER_KERNEL_IMPL; None without one."""
+    return _pinned[0]
 
 
 def available_impls(op_name, device=None):

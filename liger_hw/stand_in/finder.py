@@ -62,6 +62,12 @@ class _Finder(importlib.metadata.DistributionFinder):
             f"Stand-in by liger_hw: {', '.join(f'liger_hw.{source}' for source in sources) or 'a package'}."
         )
         if module.__name__ == PACKAGE:
+            implementation = os.environ.get("LIGER_KERNEL_IMPL", "")
+            if implementation and "triton" not in implementation:
+                raise ImportError(
+                    f"LIGER_KERNEL_IMPL: got {implementation!r}, allowed: 'triton', or unset: liger_hw stands in for "
+                    "liger_kernel and has no other implementation"
+                )
             module.__version__ = VERSION
         # look-up at each use, so that the import of a stand-in loads and needs no other module
         module.__getattr__ = lambda name: _look_up(module.__name__, name)

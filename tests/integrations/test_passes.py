@@ -171,7 +171,9 @@ def test_choice_of_implementations():
     from liger_hw.stand_in import backends, configure, triton_cache
 
     assert backends.get_impl() is None and backends.available_impls("rms_norm") == ["triton"]
-    backends.set_impl(None), backends.set_impl("nvidia-triton"), triton_cache.apply_liger_triton_cache_manager()
+    backends.set_impl("nvidia-triton")
+    assert backends.get_impl() == "nvidia-triton"
+    backends.set_impl(None), triton_cache.apply_liger_triton_cache_manager()
     with pytest.raises(backends.ImplNotAvailableError, match="use_backend"):
         backends.set_impl("cutile")
     with pytest.raises(ValueError, match="op_name"):

@@ -60,6 +60,18 @@ def test_install_and_uninstall(clean):
         importlib.metadata.version("liger-kernel")
 
 
+def test_refuses_another_implementation_that_the_environment_names(monkeypatch):
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "nonsense")
+    integrations.install(replace=True)
+    try:
+        with pytest.raises(ImportError, match="^LIGER_KERNEL_IMPL: got 'nonsense'"):
+            import liger_kernel  # noqa: F401
+        monkeypatch.setenv("LIGER_KERNEL_IMPL", "triton")
+        import liger_kernel  # noqa: F401, F811
+    finally:
+        integrations.uninstall()
+
+
 def test_the_environment_asks_to_hide_an_installed_one(original, monkeypatch):
     """The plug-ins of trainers that require liger-kernel call `install()`."""
     monkeypatch.setenv("LIGER_HW_STAND_IN", "yes")
