@@ -29,7 +29,7 @@ def own_class(module):
     """Return the class of `module` without the swap of `patch`."""
     cls = type(module)
     original = getattr(cls, "liger_original", None)  # Dynamo cannot read vars(cls) once a dictionary has changed
-    return original if original is not None and cls.__bases__[0] is original else cls
+    return original if original is not None and cls.__bases__[-1] is original else cls
 
 
 def only_gathers(hook):
