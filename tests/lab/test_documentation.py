@@ -171,6 +171,17 @@ def test_the_printed_summary_is_real():
     assert sample in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def test_the_objects_of_the_reference_exist():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+    assert len(names) > 10
+    for name in names:
+        module, _, thing = name.rpartition(".")
+        path = ROOT / module.replace(".", "/")
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        assert re.search(rf"^(class|def) {thing}\b", text, re.MULTILINE), name
+
+
 def test_the_commands_of_the_readme_exist():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
