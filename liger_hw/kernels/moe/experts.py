@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op
+from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
 from liger_hw.kernels.moe.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.moe.gathered_sum import gather_weighted, sum_gathered
@@ -62,7 +62,7 @@ def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation
                 check(fits, name, factor, f"{x.dtype} of shapes (E, r, {inputs}) and (E, {outputs}, r) on {x.device}")
 
 
-@op
+@op(validate=_validate)
 def experts(
     x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor, activation: str = "silu", up_first: bool = False,
@@ -96,9 +96,10 @@ def experts(
         ValueError: shapes, dtypes or devices do not fit; `activation` is unknown.
         RuntimeError: a second backward through one call on a GPU, whose first one reused the saved memory.
     """
-    tensors, loras = (x, gate_up_proj, down_proj, top_k_index, top_k_weights), (gate_up_lora, down_lora)
-    _validate(*tensors, activation, *loras, lora_scale)
-    return _by_operations(grouped_mm.reference, _unit, *tensors, activation, up_first, *loras, lora_scale)
+    return _by_operations(
+        grouped_mm.reference, _unit, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first,
+        gate_up_lora, down_lora, lora_scale,
+    )  # fmt: skip
 
 
 def _unit(gate, up, activation):
@@ -160,76 +161,68 @@ def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **options):
 
 @experts.register("cpu", bound=True)
 def _(a):
-    _validate(*a[:6], a.gate_up_lora, a.down_lora, a.lora_scale)
     return _by_operations(grouped_mm, _unit, *a)
 
 
 @experts.register("triton", bound=True)
 def _(a):
-    _validate(*a[:6], a.gate_up_lora, a.down_lora, a.lora_scale)
-    # torch.compile does not follow tensors from MixtureFunction to ProjectedFunction
+    # torch.compile does not follow tensors from `_experts` to `_project`
     if torch.compiler.is_compiling() or a.gate_up_lora is not None or a.down_lora is not None:
         return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
-    kept = []
-    placeholder = MixtureFunction.apply(*a[:7], kept)
-    return ProjectedFunction.apply(placeholder, (a.down_proj, *kept), a.activation, a.up_first)
+    placeholder, *kept = _experts.apply(*a[:7])
+    return _project.apply(placeholder, (a.down_proj, *kept), a.activation, a.up_first)
 
 
-class MixtureFunction(Function):
-    """First projection of every expert, and the whole backward.
+@differentiable("out hidden row_weights tokens place offs")
+def _experts(
+    x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor, activation: str, up_first: bool,
+):  # fmt: skip
+    """Compute the first projection of every expert; its backward is the whole backward.
 
-    It takes the arguments of `experts`, and a list, to which it adds the tensors that `ProjectedFunction` needs. It
-    returns a placeholder (T, H) of one value for the graph.
+    `out` is a placeholder (T, H) of one value for the graph.
     """
-
-    @staticmethod
-    def forward(ctx, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first, kept):
-        tokens, place, row_weights, offs = sort_pairs(top_k_index, top_k_weights, gate_up_proj.shape[0])
-        hidden = multiply_rows(x, gate_up_proj.transpose(1, 2), offs, tokens)
-        kept += hidden, row_weights, place, offs
-        ctx.save_for_backward(x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs)
-        ctx.activation, ctx.up_first, ctx.overwritten = activation, up_first, False
-        return x.new_empty_strided(x.shape, (0, 0))
-
-    @staticmethod
-    def backward(ctx, dout):
-        if ctx.overwritten:
-            raise RuntimeError(
-                "a second backward through experts: the first one wrote its gradients over gate and up. Call the op or "
-                "the model again, or patch it with swiglu=False"
-            )
-        x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs = ctx.saved_tensors
-        needs_x, needs_gate_up, needs_down, _, needs_weights, *_ = ctx.needs_input_grad
-        dx = dgate_up = ddown = dweights = None
-        y = multiply_rows(dout, down_proj, offs, tokens)  # dout D_e, until the next kernel writes the product over it
-        ctx.overwritten = True
-        gate, up = _gate_and_up(hidden, down_proj.shape[2], ctx.up_first)
-        drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, ctx.activation)
-        if needs_weights:
-            dweights = drow_weights[place]
-        if needs_down:
-            ddown = multiply_groups(gather_weighted(dout, tokens, row_weights), y, offs, None)
-        del dout, y
-        if needs_gate_up:
-            dgate_up = multiply_groups(hidden, x, offs, tokens)
-        if needs_x:
-            dx = sum_gathered(multiply_rows(hidden, gate_up_proj, offs, None), place, None)
-        return dx, dgate_up, ddown, None, dweights, None, None, None
+    tokens, place, row_weights, offs = sort_pairs(top_k_index, top_k_weights, gate_up_proj.shape[0])
+    hidden = multiply_rows(x, gate_up_proj.transpose(1, 2), offs, tokens)
+    return x.new_empty_strided(x.shape, (0, 0)), hidden, row_weights, tokens, place, offs
 
 
-class ProjectedFunction(Function):
-    """Second projection of every expert, which passes its gradient unchanged to `MixtureFunction`.
+@_experts.backward(without_gradient="hidden row_weights place offs")
+def _(
+    ctx, x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs, activation, up_first, dout,
+    *, x_grad, gate_up_proj_grad, down_proj_grad, top_k_weights_grad,
+):  # fmt: skip
+    y = multiply_rows(dout, down_proj, offs, tokens)  # dout D_e, until the next kernel writes the product over it
+    ctx.spent = (
+        "a second backward through experts: the first one wrote its gradients over gate and up. Call the op or the "
+        "model again, or patch it with swiglu=False"
+    )
+    gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
+    drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, activation)
+    dx = dgate_up = ddown = None
+    if down_proj_grad:
+        ddown = multiply_groups(gather_weighted(dout, tokens, row_weights), y, offs, None)
+    del y
+    if gate_up_proj_grad:
+        dgate_up = multiply_groups(hidden, x, offs, tokens)
+    if x_grad:
+        dx = sum_gathered(multiply_rows(hidden, gate_up_proj, offs, None), place, None)
+    return dx, dgate_up, ddown, drow_weights[place] if top_k_weights_grad else None
 
-    It saves nothing. Activation checkpointing recomputes up to the last saved tensor, so it skips this function.
+
+@differentiable("out")
+def _project(placeholder: torch.Tensor, tensors: tuple, activation: str, up_first: bool):
+    """Compute the second projection of every expert; its backward passes the gradient unchanged to `_experts`.
+
+    Autograd does not track tensors in a tuple, so it saves nothing. Activation checkpointing recomputes up to the last
+    saved tensor, so it skips this function.
     """
+    down_proj, hidden, row_weights, place, offs = tensors
+    gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
+    projected = multiply_rows(glu(gate, up, activation), down_proj.transpose(1, 2), offs, None)
+    return sum_gathered(projected, place, row_weights)
 
-    @staticmethod
-    def forward(ctx, placeholder, tensors, activation, up_first):  # autograd does not track tensors in a tuple
-        down_proj, hidden, row_weights, place, offs = tensors
-        gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
-        projected = multiply_rows(glu(gate, up, activation), down_proj.transpose(1, 2), offs, None)
-        return sum_gathered(projected, place, row_weights)
 
-    @staticmethod
-    def backward(ctx, dout):
-        return dout, None, None, None
+@_project.backward()
+def _(dout, *, placeholder_grad):
+    return dout
