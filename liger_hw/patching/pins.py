@@ -201,6 +201,10 @@ def guard(pins, attributes=(), shadowed=(), bypassed=()):
         values[f"v{index}"], values[f"t{index}"] = pin.value, type(pin.value)
         if pin.is_plain:
             same = f"({current} is v{index} or type({current}) is t{index} and {current} == v{index})"
+        elif pin.value[0] is functools.partial:  # in expressions that torch.compile can trace
+            values[f"v{index}"], values[f"t{index}"] = _partial(pin.value), functools.partial
+            same = f"type({current}) is t{index} and {current}.func is v{index}.func"
+            same += f" and {current}.args == v{index}.args and {current}.keywords == v{index}.keywords"
         else:
             same = f"fact({current}) == v{index}"
         conditions.append(same)
@@ -226,6 +230,13 @@ def _described(value):
 def _described_code(code):
     constants = [_described_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _partial(fact_of_it):
+    """Return the partial function with this `fact`, whose parts are plain values."""
+    _, ((_, function), (_, args), (_, keywords)) = fact_of_it
+    pairs = [tuple(value for _, value in pair) for _, pair in keywords]
+    return functools.partial(function, *(value for _, value in args), **dict(pairs))
 
 
 def code_guard(pins):
