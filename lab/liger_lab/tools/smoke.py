@@ -18,6 +18,8 @@ import torch.nn.functional as F
 import liger_hw
 
 COMMAND = Path(sys.executable).with_name("liger-hw")
+# without a PYTHONPATH, which could lead the commands to a checkout
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 IN_INTERPRETER = """
 import torch, liger_hw
 x, weight = torch.randn(4, 96), torch.ones(96)
@@ -33,7 +35,7 @@ assert LigerRMSNorm.__module__.startswith("liger_hw"), LigerRMSNorm.__module__
 
 def output(*command, **variables) -> str:
     """Run a command and return its standard output; fail with its errors."""
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    done = subprocess.run(command, env=ENVIRONMENT | variables, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 
@@ -97,7 +99,7 @@ def check_models() -> None:
 
 def check_laboratory() -> None:
     if importlib.util.find_spec("liger_lab") is None:
-        done = subprocess.run([COMMAND, "doctor"], capture_output=True, text=True)
+        done = subprocess.run([COMMAND, "doctor"], env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 2 and "pip install 'liger_hw[lab]'" in done.stderr, done.stderr
         return
     if importlib.util.find_spec("triton") is not None:
