@@ -154,8 +154,9 @@ def _measures(exact, reference_error, error, rounding, strict):
             # errors that the values of a row or of a column share, such as that of a rounded rstd
             table = (g * direction).view(slices(exact).shape)
             variance += table.sum(1).square().sum(1) + table.sum(2).square().sum(1)
-            # small values decide alone among shares of roundings, and kernels round them once more than the reference
-            factor = 4 if along == SHARES else 2  # on an H100 4 tests in bf16 exceeded twice, by 1.1 to 1.9 times
+            # Of many slices one exceeds twice by chance: 1.3 times in fp32. Among shares of roundings small values
+            # decide alone, and kernels round them more often than the reference: 1.9 times in bf16 on an H100.
+            factor = 4 if along == SHARES else 3 if name else 2
             yield f"bias{name} along {along}", bias, factor * (reference_bias.max() + variance.sqrt())
 
 
