@@ -174,6 +174,25 @@ def without_modes():
             torch._C._push_on_torch_function_stack(mode)
 
 
+_GLOBAL_HOOKS = [
+    table for name, table in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and name.endswith("_hooks") and isinstance(table, dict)
+]  # fmt: skip
+
+
+@contextmanager
+def without_global_module_hooks():
+    """Hide the hooks that the program has set on all modules from calls within the block."""
+    kept = [dict(table) for table in _GLOBAL_HOOKS]
+    for table in _GLOBAL_HOOKS:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(_GLOBAL_HOOKS, kept):
+            table.update(hooks)
+
+
 def alias(x):
     """Return `x` without its graph, with the same version counter, inside a dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):

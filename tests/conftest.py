@@ -12,6 +12,7 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
+from liger_hw.patching.pins import TENSOR_METHODS
 
 # The other architectures of the compile matrix are these but for the last stages of compilation.
 ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
@@ -178,6 +179,8 @@ def nothing_forced():
 def poison(monkeypatch):
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    # a patched module would take `new_empty` for a program's own method of tensors, and run its own forward
+    monkeypatch.setattr(TENSOR_METHODS, "known", TENSOR_METHODS.known | {"new_empty"})
 
 
 @pytest.fixture(scope="session")

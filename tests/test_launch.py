@@ -395,7 +395,7 @@ def float_options(op, inputs, options):
         if "float" in str(parameter.annotation):
             for value in (0, 0.0, 1, 1.0, 0.25):
                 with contextlib.suppress(ValueError):  # a softcap or a temperature of 0
-                    OPS[op].reference(*inputs, **options | {name: value})
+                    keys(op, inputs, options | {name: value})
                     yield options | {name: value}
 
 

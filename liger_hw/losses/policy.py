@@ -91,13 +91,12 @@ class PolicyOptions:
         check_numbers("a positive number", above=0, **{name: numbers.pop(name) for name in positive})
         check_numbers(**numbers)
 
-    @classmethod
-    def of(cls, options, function):
-        """Build the options from keywords; raise ValueError for an unknown or invalid one."""
-        for name in options:
-            if name not in OPTION_NAMES:
-                check_known("option", name, OPTION_NAMES, others=inspect.signature(function).parameters)
-        return cls(**options)
+
+def check_option_names(options, function):
+    """Raise a ValueError for an unknown option, with the nearest argument of `function`."""
+    for name in options:
+        if name not in OPTION_NAMES:
+            check_known("option", name, OPTION_NAMES, others=inspect.signature(function).parameters)
 
 
 class Tokens(NamedTuple):
@@ -324,7 +323,8 @@ def policy_loss(
             is outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
     """
-    options = PolicyOptions.of(options, policy_loss)
+    check_option_names(options, policy_loss)
+    options = PolicyOptions(**options)
     if num_items is not None and not (torch.is_tensor(num_items) and num_items.numel() == 1):
         check_numbers("None, a positive number, or a tensor of one", above=0, num_items=num_items)
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
@@ -409,7 +409,8 @@ def policy_loss_of_logits(
     Raises:
         ValueError: as `policy_loss`.
     """
-    options = PolicyOptions.of(options, policy_loss_of_logits)
+    check_option_names(options, policy_loss_of_logits)
+    options = PolicyOptions(**options)
     check(options.entropy_coef == 0, "entropy_coef", options.entropy_coef, "0, from logits")
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check(batch.ref_log_probs is not None or not options.beta, "ref_log_probs", None, "(B, T), where beta is not 0")

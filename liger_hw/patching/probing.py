@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, without_modes
+from liger_hw._torch import TorchDispatchMode, without_global_module_hooks, without_modes
 
 DTYPES = (torch.float32, torch.bfloat16)
 VISIBLE = 0.37  # at this value, a float attribute that the forward uses changes the result
@@ -69,7 +69,7 @@ def _run(function, case):
 
 
 def run(function, observer=None, grad=False):
-    """Call a function without the program's modes, warnings and generators.
+    """Call a function without the program's modes, hooks on all modules, warnings and generators.
 
     Args:
         observer: a mode in which to call it.
@@ -77,6 +77,7 @@ def run(function, observer=None, grad=False):
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_modes())
+        stack.enter_context(without_global_module_hooks())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(warnings.catch_warnings())

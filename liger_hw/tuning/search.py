@@ -244,6 +244,8 @@ def _equal_but_for_roundings(results, expected) -> bool:
     if [(x.shape, x.dtype) for x in results] != [(x.shape, x.dtype) for x in expected]:
         return False
     for x, y in zip(results, expected):
+        if x.is_meta:  # shapes alone, as launches of meta tensors compute nothing
+            continue
         if not x.is_floating_point():
             if not torch.equal(x, y):
                 return False

@@ -184,17 +184,17 @@ def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
-def double(monkeypatch):
+def double():
     """An op whose kernel is right on every backend, until the test breaks it."""
     state = SimpleNamespace(factor=2)
 
     def double(x):
         return x * 2
 
-    monkeypatch.setattr(dispatch, "OPS", dict(dispatch.OPS))
     state.op = dispatch.op(double)
     state.op.register("triton")(lambda x: x * state.factor)
-    return state
+    yield state
+    del dispatch.OPS["double"]
 
 
 @needs_triton

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from liger_hw.cli import main
-from liger_hw.patching import probing, recognition
+from liger_hw.patching import probing
 from liger_hw.patching.report import patch_report
 
 transformers = tiny.transformers
@@ -66,7 +66,6 @@ def test_progress_on_a_terminal(tmp_path, capsys, monkeypatch):
 def test_a_module_that_is_no_mlp_is_dismissed_after_a_few_runs(model, monkeypatch):
     runs, generator = [], probing.OwnGenerator
     monkeypatch.setattr(probing, "OwnGenerator", lambda: runs.append(1) or generator())
-    monkeypatch.setattr(recognition, "remembered", {})
     patch_report(model)
     assert len(runs) < 400
 

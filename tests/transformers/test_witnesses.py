@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import tiny
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -261,3 +262,15 @@ def test_rotary_functions_have_two_witnesses():
     assert find_rotation(rotate)[0] is not None
     assert "number of its tokens" in find_rotation(rotate_short)[1]
     assert "clamp" in find_rotation(rotate_clamped)[1]
+
+
+def test_hooks_on_all_modules_do_not_see_probes():
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        model = tiny.model()
+        assert liger_hw.patch(model).replaced and not seen
+        model(**tiny.tokens())
+        assert seen
+    finally:
+        handle.remove()
