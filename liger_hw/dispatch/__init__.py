@@ -39,7 +39,9 @@ their names, without the underscore; their fakes are the allocations of what fol
 | arguments to prepare | a function under `@scaled.register("triton")` that calls `_scaled_forward.apply` |
 
 `op` is in `ops.py`, `raw` and `differentiable` are in `declarations.py`. `registration.py` and `wiring.py` generate the
-functions between autograd and those of a kernel's file; `inspect.getsource(_scaled_forward.apply)` shows them.
+functions between autograd and those of a kernel's file;
+`linecache.getlines(_scaled_forward.apply.__code__.co_filename)` shows them. A backward that
+writes to gradients needs a name of its own, as it is an op of torch; another may be called `_`.
 """
 
 from liger_hw.dispatch.cost import Cost
