@@ -182,7 +182,7 @@ _GLOBAL_HOOKS = [
 
 @contextmanager
 def without_global_module_hooks():
-    """Hide the hooks that the program has set on all modules from calls within the block."""
+    """Hide the hooks that the program has set on all modules."""
     kept = [dict(table) for table in _GLOBAL_HOOKS]
     for table in _GLOBAL_HOOKS:
         table.clear()

@@ -32,6 +32,7 @@ PLAIN = (
     numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
+NAMED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
 HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
 COMMON = (Pin(torch.nn.Module, "__call__", torch.nn.Module.__call__),)  # torch.fx replaces it while it traces
@@ -49,8 +50,8 @@ def fact(value, within=()):
     Raises:
         Incomparable: it is or contains a tensor, a module, an object with hidden contents, or is nested too deeply.
     """
-    if isinstance(value, PLAIN):
-        return type(value), value
+    if isinstance(value, PLAIN):  # a match is pickled with its facts, and types of functions cannot be
+        return None if isinstance(value, NAMED) else type(value), value
     if id(value) in within:
         return type(value)
     within = *within, id(value)

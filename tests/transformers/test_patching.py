@@ -229,6 +229,12 @@ def test_pickles_come_back_patched(through):
     assert classes(loaded) == classes(plain)
 
 
+@pytest.mark.parametrize("act", ["gelu_pytorch_tanh", "gelu_new", "silu", "relu", "gelu"])
+def test_every_activation_pickles(act):
+    _, patched = tiny.pair("gemma2", hidden_activation=act)
+    assert classes(pickle.loads(pickle.dumps(patched))) == classes(patched)
+
+
 def test_saved_models_load_as_plain_ones(tmp_path):
     plain, patched = tiny.pair()
     patched.save_pretrained(tmp_path)
