@@ -12,6 +12,7 @@ its logits, because FSDP1 frees the weight. Under tensor parallelism each rank k
 import contextlib
 import sys
 import threading
+import warnings
 
 import torch
 
@@ -31,7 +32,13 @@ from liger_hw.patching.hooks import only_gathers
 from liger_hw.patching.lazy_logits import HeadFunction
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, read
+from liger_hw.patching.swapping import patched_class, swap
 from liger_hw.patching.traced_logits import TracedLogits
+
+NOT_LINEAR_ANY_MORE = (
+    "a program replaced the model's head by a {}, not a plain linear layer: its logits are computed as without the "
+    "patch"
+)
 
 
 @contextlib.contextmanager
@@ -41,11 +48,11 @@ def armed(model, heads, sources):
     A nested call of the same model, such as a teacher's pass in a hook, arms the heads for itself. With None it does
     not disarm heads that another model armed: an image model computes the loss of the text model that it calls.
     """
-    thread = _thread()
-    before = [head.__dict__.setdefault("liger_armed", {}).get(thread) for head in heads]
+    name = _name_of_entry()
+    before = [head.__dict__.get(name) for head in heads]
     for head, armed_before in zip(heads, before):
-        if sources is not None or armed_before is None or armed_before[0] is model:
-            head.liger_armed[thread] = model, sources, id(head)
+        if sources is not None or armed_before is not None and armed_before[0] is model:
+            head.__dict__[name] = model, sources, id(head)
     try:
         yield
     finally:
@@ -55,19 +62,20 @@ def armed(model, heads, sources):
             if sources is not None:
                 reshard_again(head.__dict__.pop("liger_kept", ()))
             if armed_before is None:
-                head.liger_armed.pop(thread, None)
+                head.__dict__.pop(name, None)
             else:
-                head.liger_armed[thread] = armed_before
+                head.__dict__[name] = armed_before
 
 
 def _armed_sources(head):
     """Return the list for sources of lazy logits; None if `head` is not armed."""
-    entry = head.__dict__.get("liger_armed", {}).get(_thread())  # with an id, which that of a copy differs from
+    entry = head.__dict__.get(_name_of_entry())  # with an id, which that of a replica differs from
     return entry[1] if entry is not None and entry[2] == id(head) else None
 
 
-def _thread():
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+def _name_of_entry():
+    """Return the attribute by which this thread arms heads; copies leave it out."""
+    return f"liger_armed_{0 if torch.compiler.is_compiling() else threading.get_ident()}"
 
 
 def _only_multiplies(head):
@@ -214,3 +222,27 @@ def match_head(head):
     if type(head) is torch.nn.Linear:
         return [(head, HeadMatch())]
     return [] if getattr(head, "liger_is_head", False) else None
+
+
+def match_heads(layer):
+    """Return [(module, match)] of the heads in an output layer; None without any."""
+    copies = getattr(layer, "modules_to_save", {})  # PEFT wraps a head that it trains
+    matches = [match_head(module) for module in (layer, *copies.values())]
+    return None if all(m is None for m in matches) else [pair for m in matches for pair in m or ()]
+
+
+def patched_heads(layer, take_new):
+    """Return the patched heads in a model's output layer.
+
+    Args:
+        take_new: patch a head that the program set after `patch`, as `resize_token_embeddings` does.
+    """
+    heads = [module for module in layer.modules() if getattr(module, "liger_is_head", False)]
+    if heads or not take_new or torch.compiler.is_compiling():
+        return heads
+    matches = match_heads(layer)
+    if matches is None:
+        warnings.warn(NOT_LINEAR_ANY_MORE.format(type(layer).__name__), stacklevel=3)
+    for module, match in matches or ():
+        swap(module, patched_class(type(module), match))
+    return [module for module, _ in matches or ()]

@@ -17,7 +17,7 @@ from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.kernels.vocabulary.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.patching.head import armed, match_head
+from liger_hw.patching.head import armed, match_heads, patched_heads
 from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, foreign, read, read_function
@@ -194,7 +194,7 @@ class CausalLMMatch(Match):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
             lazily = linear and labelled and (self.training if skip_logits is None else skip_logits)
             lazily = lazily and unchanged(self)
-            heads = [m for m in head_of(self).modules() if getattr(m, "liger_is_head", False)]
+            heads = patched_heads(head_of(self), take_new=lazily)
             if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
@@ -330,11 +330,10 @@ def match_loss(model, **losses):
     if losses["cross_entropy"]:
         return [owner], None
     head = head_of(model)
-    copies = getattr(head, "modules_to_save", {})  # PEFT wraps a head that it trains
-    found = [match_head(m) for m in (head, *copies.values())]
-    if all(matches is None for matches in found):
+    matches = match_heads(head)
+    if matches is None:
         return [], f"its head is a {type(head).__name__}, not a plain linear layer: logits are computed as before"
-    return [pair for matches in found for pair in matches or ()] + [owner], None
+    return [*matches, owner], None
 
 
 def head_of(model):

@@ -92,8 +92,10 @@ def _reduce(self, protocol):
     original = cls.liger_original
     if not is_swapped(self):
         return super(_swapped_base(cls), self).__reduce_ex__(protocol)
-    _, _, *state = original.__reduce_ex__(self, max(protocol, 2))
-    return _rebuild, (original, cls.liger_match, cls.liger_digest), *state
+    _, _, state, *more = original.__reduce_ex__(self, max(protocol, 2))
+    if isinstance(state, dict):  # a head is armed while its model's forward runs, its copy is not
+        state = {name: value for name, value in state.items() if not name.startswith("liger_")}
+    return _rebuild, (original, cls.liger_match, cls.liger_digest), state, *more
 
 
 def _swapped_base(cls):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy
 import pytest
@@ -304,7 +305,7 @@ def test_labels_that_do_not_fit_give_their_error():
     with pytest.raises(ValueError) as found:
         patched(**inputs)
     assert str(found.value) == str(expected.value)
-    assert not vars(patched.lm_head).get("liger_armed"), "an error leaves the head as it was"
+    assert vars(patched.lm_head).keys() == vars(plain.lm_head).keys(), "an error leaves the head as it was"
 
 
 def test_biased_and_tied_heads():
@@ -370,3 +371,56 @@ def test_saved_tensors_may_change():
             (outputs.loss + outputs.logits.float().logsumexp(-1).mean()).backward()
     for p, q in zip(plain.parameters(), patched.parameters()):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
+
+
+NEW_HEADS = {
+    "resized": lambda model: model.resize_token_embeddings(136),
+    "set": lambda model: model.set_output_embeddings(torch.nn.Linear(64, 136)),
+    "attribute": lambda model: setattr(model, "lm_head", torch.nn.Linear(64, 136, bias=False)),
+}
+
+
+@pytest.mark.parametrize("change", NEW_HEADS)
+def test_a_head_that_a_program_sets_after_patch_is_patched_too(change):
+    _, patched = tiny.pair(tie_word_embeddings=False)
+    NEW_HEADS[change](patched)
+    patched.config.vocab_size = 136
+    plain = copy.deepcopy(patched)
+    liger_hw.unpatch(plain)
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+    liger_hw.unpatch(patched)
+    assert type(patched.lm_head) is torch.nn.Linear
+
+
+def test_a_new_head_of_another_kind_warns_once():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    plain, patched = tiny.pair()
+    for model in (plain, patched):
+        torch.manual_seed(0)
+        model.lm_head = Doubled(64, 128)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            found = tiny.call(patched, **tiny.tokens())
+    assert sum("by a Doubled, not a plain linear layer" in str(w.message) for w in caught) == 1
+    assert torch.equal(found.loss, tiny.call(plain, **tiny.tokens()).loss)
+
+
+def test_a_forward_leaves_nothing_on_the_head_and_its_copies():
+    plain, patched = tiny.pair()
+    copies, before = [], pickle.dumps(patched)
+
+    def copy_head(*_):
+        copies.extend([copy.deepcopy(patched.lm_head), pickle.loads(pickle.dumps(patched.lm_head))])
+
+    handle = patched.model.norm.register_forward_hook(copy_head)
+    assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+    handle.remove()
+    assert pickle.dumps(patched) == before
+    hidden = torch.randn(2, 64)
+    for head in (patched.lm_head, *copies):
+        assert vars(head).keys() == vars(plain.lm_head).keys()
+        assert type(head(hidden)) is torch.Tensor and torch.equal(head(hidden), plain.lm_head(hidden))

@@ -4,7 +4,6 @@ import copy
 import json
 import logging
 import textwrap
-import threading
 
 import pytest
 import tiny
@@ -13,6 +12,7 @@ from ranks import device
 
 import liger_hw
 from liger_hw.patching import swapping
+from liger_hw.patching.head import armed
 
 transformers = tiny.transformers
 
@@ -65,9 +65,8 @@ def test_a_weight_sharded_over_devices_keeps_its_logits():
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         patched.lm_head.weight = torch.nn.Parameter(distribute_tensor(patched.lm_head.weight.data, mesh, [Shard(0)]))
         hidden = torch.randn(2, 3, 64)
-        patched.lm_head.liger_armed = {threading.get_ident(): (patched, [], id(patched.lm_head))}
-        with pytest.raises(RuntimeError, match="DTensor"):  # torch's own, and not numbers of a part of the weight
-            patched.lm_head(hidden)
+        with armed(patched, [patched.lm_head], []), pytest.raises(RuntimeError, match="DTensor"):
+            patched.lm_head(hidden)  # torch's own error, and not numbers of a part of the weight
         assert torch.equal(plain.lm_head(hidden), torch.nn.functional.linear(hidden, plain.lm_head.weight))
     finally:
         dist.destroy_process_group()
