@@ -8,6 +8,7 @@ refuses `label_smoothing`.
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,19 +20,22 @@ PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 
 def _registering(losses):
-    def decorator(function=None, *, whole_batch=False, reference_free=False):
-        """Register a loss type under its name; set `whole_batch`, `reference_free`, `options` and `smooths`.
+    def decorator(function=None, *, whole_batch=False, reference_free=False, by_margin=False):
+        """Register a loss type under its name, and set its attributes.
 
         Args:
             whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
                 whole batch's log-probabilities until the backward. Or a function (options given) -> bool.
             reference_free: it is defined of averaged log-probabilities, without a reference model.
+            by_margin: it reads the log-ratios by `Pairs.margin` alone, so another divergence may replace the KL.
         """
         if function is None:
-            return functools.partial(decorator, whole_batch=whole_batch, reference_free=reference_free)
+            return functools.partial(
+                decorator, whole_batch=whole_batch, reference_free=reference_free, by_margin=by_margin
+            )
         parameters = inspect.signature(function).parameters
         function.options = {name: p for name, p in parameters.items() if p.default is not p.empty}
-        function.whole_batch, function.reference_free = whole_batch, reference_free
+        function.whole_batch, function.reference_free, function.by_margin = whole_batch, reference_free, by_margin
         function.smooths = "smoothing" in parameters
         losses[function.__name__] = function
         return function
@@ -42,19 +46,40 @@ def _registering(losses):
 pair_loss, unpaired_loss = _registering(PAIR_LOSSES), _registering(UNPAIRED_LOSSES)
 
 
-def needs_whole_batch(loss, options) -> bool:
-    """Tell whether `loss` couples the batch; an unregistered function does not by default."""
-    whole_batch = getattr(loss, "whole_batch", False)
-    return whole_batch(options) if callable(whole_batch) else whole_batch
+LARGEST_EXPONENT = 80  # as in TRL's alpha divergence: fp32 holds its power
+
+
+def _power_less_1(exponent):
+    return torch.expm1(exponent.clamp(max=LARGEST_EXPONENT))
+
+
+DIVERGENCES = {  # name -> f'(t) as a function of (log t, alpha), arXiv:2309.16240
+    "reverse_kl": lambda log_t, alpha: log_t,
+    "forward_kl": lambda log_t, alpha: -_power_less_1(-log_t),
+    "js_divergence": lambda log_t, alpha: math.log(2) + logsigmoid(log_t),
+    "alpha_divergence": lambda log_t, alpha: log_t if alpha == 1 else _power_less_1((alpha - 1) * log_t) / (alpha - 1),
+}
 
 
 class Pairs(NamedTuple):
-    """Log-probabilities (P,) of chosen and rejected answers; 0 for an absent reference model."""
+    """P chosen and rejected answers.
+
+    Attributes:
+        chosen, rejected: log-probabilities of the answers, (P,).
+        ref_chosen, ref_rejected: the reference model's; 0 without one.
+        nll: negative log-probability of the chosen answer's tokens, over the mean number of tokens, (P,).
+        chosen_tokens, rejected_tokens: their numbers, (P,); 1 where the log-probabilities are averages already.
+        score: a function of a log-ratio: log t, or f'(t) of another divergence.
+    """
 
     chosen: torch.Tensor
     rejected: torch.Tensor
     ref_chosen: torch.Tensor
     ref_rejected: torch.Tensor
+    nll: torch.Tensor | None = None
+    chosen_tokens: torch.Tensor | int = 1
+    rejected_tokens: torch.Tensor | int = 1
+    score: Callable = lambda log_ratio: log_ratio
 
     @property
     def c(self):
@@ -64,16 +89,30 @@ class Pairs(NamedTuple):
     def r(self):
         return self.rejected - self.ref_rejected
 
+    @property
+    def margin(self):
+        return self.score(self.c) - self.score(self.r)
+
+    @property
+    def margin_by_token(self):
+        return self.score(self.c) / self.chosen_tokens - self.score(self.r) / self.rejected_tokens
+
 
 def _smoothed(margin, smoothing):
     """Compute conservative DPO (Mitchell 2023, eq. 3): labels are wrong with probability `smoothing`."""
     return -logsigmoid(margin) * (1 - smoothing) - logsigmoid(-margin) * smoothing
 
 
-@pair_loss
+@pair_loss(by_margin=True)
 def sigmoid(pairs, beta, smoothing):
     """Compute DPO, arXiv:2305.18290 eq. 7, or CPO without a reference, arXiv:2401.08417 eq. 3."""
-    return _smoothed(beta * (pairs.c - pairs.r), smoothing)
+    return _smoothed(beta * pairs.margin, smoothing)
+
+
+@pair_loss(by_margin=True)
+def sigmoid_norm(pairs, beta, smoothing):
+    """Compute DPO of log-ratios divided by the answers' lengths (TRL)."""
+    return _smoothed(beta * pairs.margin_by_token, smoothing)
 
 
 @pair_loss(reference_free=True)
@@ -82,31 +121,43 @@ def simpo(pairs, beta, smoothing, gamma: float = 0.5):
     return _smoothed(beta * (pairs.c - pairs.r) - gamma, smoothing)
 
 
-@pair_loss
+@pair_loss(by_margin=True)
 def robust(pairs, beta, smoothing):
     """Compute robust DPO, arXiv:2403.00409, unbiased if pairs are swapped with probability `smoothing`."""
     check(smoothing < 0.5, "label_smoothing", smoothing, "0 to 0.5, less than that for robust")
-    margin = beta * (pairs.c - pairs.r)
+    margin = beta * pairs.margin
     return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
 
 
-@pair_loss
+@pair_loss(by_margin=True)
 def hinge(pairs, beta, _):
     """Compute SLiC-HF's calibration loss, arXiv:2305.10425, with DPO's margin."""
-    return torch.relu(1 - beta * (pairs.c - pairs.r))
+    return torch.relu(1 - beta * pairs.margin)
 
 
-@pair_loss
+@pair_loss(by_margin=True)
 def ipo(pairs, beta, _):
     """Compute IPO, arXiv:2310.12036 eq. 17."""
-    return (pairs.c - pairs.r - 1 / (2 * beta)) ** 2
+    return (pairs.margin - 1 / (2 * beta)) ** 2
 
 
-@pair_loss
+@pair_loss(by_margin=True)
+def ipo_norm(pairs, beta, _):
+    """Compute IPO of log-ratios divided by the answers' lengths, as TRL's "ipo" is."""
+    return (pairs.margin_by_token - 1 / (2 * beta)) ** 2
+
+
+@pair_loss(by_margin=True)
+def sft(pairs, beta, _):
+    """Compute the mean negative log-probability of the chosen answers' tokens (TRL)."""
+    return pairs.nll
+
+
+@pair_loss(by_margin=True)
 def exo_pair(pairs, beta, smoothing):
     """Compute EXO for pairs, arXiv:2402.00856 eq. 16: the reverse KL from smoothed labels."""
     check(smoothing > 0, "label_smoothing", smoothing, "0 to 0.5, more than 0 for exo_pair")
-    margin = beta * (pairs.c - pairs.r)
+    margin = beta * pairs.margin
     right = torch.sigmoid(margin) * (logsigmoid(margin) - math.log(1 - smoothing))
     return right + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smoothing))
 
@@ -144,11 +195,11 @@ def apo_down(pairs, beta, _):
     return torch.sigmoid(beta * pairs.c) + 1 - torch.sigmoid(beta * (pairs.c - pairs.r))
 
 
-@pair_loss
+@pair_loss(by_margin=True)
 def discopop(pairs, beta, _, tau: float = 0.05):
     """Compute DiscoPOP, arXiv:2406.08414 eq. 5, the log-ratio modulated loss."""
     check(tau > 0, "tau", tau, "a positive number")
-    margin = beta * (pairs.c - pairs.r)
+    margin = beta * pairs.margin
     mix = torch.sigmoid(margin / tau)
     return -logsigmoid(margin) * (1 - mix) + torch.exp(logsigmoid(margin / tau) - margin)  # the power alone overflows
 
@@ -199,6 +250,12 @@ def kto(answers, beta, kl: torch.Tensor | float = 0.0):
     """Compute KTO, arXiv:2402.01306 eq. 7; `kl` estimates the reference point z_0, the policy's KL."""
     log_ratio = answers.log_ratio
     return 1 - torch.sigmoid(beta * torch.where(answers.preferred, log_ratio - kl, kl - log_ratio))
+
+
+@unpaired_loss
+def apo_zero_unpaired(answers, beta):
+    """Compute APO-zero of single answers, arXiv:2408.06266 eq. 7: raise the preferred, lower the others."""
+    return torch.sigmoid(beta * torch.where(answers.preferred, -answers.log_ratio, answers.log_ratio))
 
 
 @unpaired_loss(whole_batch=lambda options: options.get("delta") is None)

@@ -7,7 +7,7 @@ from naive import hold, leaves, token_log_probs
 
 from liger_hw import PreferenceLoss, use_backend
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
-from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES, Pairs, needs_whole_batch, pair_loss
+from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES, Pairs, pair_loss
 from liger_hw.testing.inputs import randn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -59,6 +59,15 @@ PUBLISHED = {
     ),
 }
 NO_REFERENCE = ("simpo", "orpo")
+PER_TOKEN = {"sigmoid_norm": "sigmoid", "ipo_norm": "ipo"}  # of the averages, whatever average_log_prob is
+
+
+def published(loss_type, c, r, C, R, beta, smoothing, lengths=1):
+    """The mean of a published loss; lengths: (2, P), by which the losses per token divide."""
+    if loss_type in PER_TOKEN:
+        lengths = lengths if torch.is_tensor(lengths) else torch.ones(2, 1, device=c.device)
+        c, r, C, R = (value / length for value, length in zip((c, r, C, R), (*lengths, *lengths)))
+    return PUBLISHED[PER_TOKEN.get(loss_type, loss_type)](c, r, C, R, beta, smoothing).mean()
 
 
 def case(answers=6, length=5, features=8, classes=31, device="cpu"):
@@ -89,9 +98,10 @@ def whole(loss_type, labels, average, alpha, beta=0.3, smoothing=None):
         policy = answers_of(x, w, labels, b, average)
         reference = answers_of(ref[0], ref[1], labels, ref[2], average) if ref else torch.zeros_like(policy)
         (c, r), (C, R), half = policy.chunk(2), reference.chunk(2), len(x) // 2
-        loss = PUBLISHED[loss_type](c, r, C, R, beta, smoothing).mean()
+        lengths = 1 if average else (labels != -100).sum(-1).clamp(min=1).reshape(2, -1)
         nll = -token_log_probs(x[:half], w, labels[:half], b)[0].sum() / (labels[:half] != -100).sum().clamp(min=1)
         logits = F.linear(x.double(), w.double(), None if b is None else b.double())
+        loss = nll if loss_type == "sft" else published(loss_type, c, r, C, R, beta, smoothing, lengths)
         nll = nll if alpha else nll * 0
         beside = c, r, logits[:half].mean(), logits[half:].mean(), nll, beta * (c - C), beta * (r - R)
         return loss + alpha * nll, *beside
@@ -143,6 +153,9 @@ def test_chunks_change_nothing(loss_type, memory, dtype, engine, device):
 PUBLISHED_UNPAIRED = {
     "kto": lambda a, y, b, p: 1 - torch.sigmoid(b * (a - p) * y),
     "bco": lambda a, y, b, p: -log_sigmoid((b * a - p) * y),
+    "apo_zero_unpaired": lambda a, y, b, p: torch.where(
+        torch.as_tensor(y, device=a.device) > 0, 1 - torch.sigmoid(b * a), torch.sigmoid(b * a)
+    ),
 }
 POINT_OPTIONS = {"kto": "kl", "bco": "delta"}  # name of the option that gives the reference point
 
@@ -234,7 +247,7 @@ def test_extreme_logits(loss_type, engine, device):
             assert loss.isfinite() and loss >= 0
         else:
             zero = torch.zeros_like(c)
-            expected = PUBLISHED[loss_type](c, r, zero, zero, beta, smoothing).mean()
+            expected = -c.mean() if loss_type == "sft" else published(loss_type, c, r, zero, zero, beta, smoothing)
             torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 
 
@@ -290,7 +303,8 @@ def test_second_backward(loss_type, device):
     (x, w, b), _, labels = case(device=device)
     loss = preference_loss(x, w, labels, b, loss_type, 0.1, smoothing_of(loss_type), average_log_prob=True).loss
     (once,) = torch.autograd.grad(loss, x, retain_graph=True)
-    if needs_whole_batch(PAIR_LOSSES[loss_type], {}):
+    whole_batch = PAIR_LOSSES[loss_type].whole_batch
+    if whole_batch({}) if callable(whole_batch) else whole_batch:
         assert torch.equal(once, torch.autograd.grad(loss, x)[0])
     else:
         with pytest.raises(RuntimeError, match="second"):
@@ -352,6 +366,78 @@ def test_a_pair_loss_is_one_function(made_up, device):
         preference_loss(x, w, labels, b, "cubic", scale=1.0)
 
 
+DIVERGENCES = {  # f'(t), arXiv:2309.16240
+    "reverse_kl": torch.log,
+    "forward_kl": lambda t: 1 - 1 / t,
+    "js_divergence": lambda t: torch.log(2 * t / (1 + t)),
+    "alpha_divergence": lambda t: (t**-0.7 - 1) / -0.7,
+}
+
+
+@pytest.mark.parametrize("memory", [1, 10**6])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo_norm", ["sigmoid_norm", "sft", "hinge"]], ids=str)
+def test_divergences_mixtures_tails_and_heads(loss_type, divergence, memory, engine, device):
+    (x, w, b), ref, labels = case(device=device)
+    types, weights = (loss_type, [0.5, 2.0, 1.5]) if isinstance(loss_type, list) else ([loss_type], None)
+    counts = (labels != -100).sum(-1)
+    shorter = torch.minimum(*counts.chunk(2)).repeat(2)
+    tails = 1 - 0.7 * ((labels != -100).cumsum(-1) > shorter[:, None])
+
+    def logits(x, w, b):
+        return 3 * torch.tanh(F.linear(x, w, b) * 0.8 / 3)
+
+    def answers(logits):
+        picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        return picked, (picked * tails).sum(-1)
+
+    def expected(x, w, b, ref_x, ref_w, ref_b):
+        (picked, policy), (_, reference) = answers(logits(x, w, b)), answers(logits(ref_x, ref_w, ref_b))
+        c, r = DIVERGENCES[divergence]((policy - reference).exp()).chunk(2)
+        zero, nll = torch.zeros_like(c), -picked[:3].sum() / counts[:3].sum()
+        lengths = counts.clamp(min=1).reshape(2, -1)
+        parts = [nll if name == "sft" else published(name, c, r, zero, zero, 0.3, 0.0, lengths) for name in types]
+        loss = sum(share * part for share, part in zip(weights or [1.0], parts))
+        return loss, policy.chunk(2)[0], 0.3 * (policy - reference).chunk(2)[1]
+
+    def found(x, w, b, ref_x, ref_w, ref_b):
+        output = preference_loss(
+            x, w, labels, b, loss_type, 0.3, ref_x=ref_x, ref_weight=ref_w, ref_bias=ref_b, chunk_memory=memory,
+            loss_weights=weights, f_divergence=divergence, f_alpha=0.3, ld_alpha=0.3, softcap=3.0, logit_scale=0.8,
+        )  # fmt: skip
+        assert output.chosen_logits_mean is None
+        return output.loss, output.chosen_log_probs, output.rejected_rewards
+
+    hold(expected, found, (x, w, b, *ref), torch.float32)
+
+
+def test_large_log_ratios_of_divergences(device):
+    (x, w, b), _, labels = case(device=device)
+    for divergence in DIVERGENCES:
+        reference = torch.linspace(-1000, 1000, 6, device=device)
+        (leaf,) = leaves(x)
+        options = {"ref_log_probs": reference, "f_divergence": divergence, "f_alpha": 1.5}
+        loss = preference_loss(leaf, w, labels, b, **options).loss
+        assert not torch.autograd.grad(loss, leaf)[0].isnan().any(), divergence
+
+
+@pytest.mark.parametrize("softcap, logit_scale", [(None, 0.5), (2.0, 1.0)])
+def test_heads_of_single_answers(softcap, logit_scale, engine, device):
+    (x, w, b), ref, labels = case(device=device)
+    preferred = torch.tensor([True, False, True, True, False, False], device=device)
+    names = dict(zip(("ref_x", "ref_weight", "ref_bias"), ref))
+    head = {"softcap": softcap, "logit_scale": logit_scale}
+    output = unpaired_preference_loss(x, w, labels, preferred, b, **names, **head)
+    logits = F.linear(x, w, b) * logit_scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+        assert output.chosen_logits_sum is None
+    else:
+        torch.testing.assert_close(output.chosen_logits_sum, logits[preferred].sum())
+    picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    torch.testing.assert_close(output.chosen_log_probs_sum, picked[preferred].sum())
+
+
 @pytest.mark.parametrize("loss_type", NO_REFERENCE)
 def test_losses_without_reference_average_by_default_and_refuse_one(loss_type, device):
     (x, w, b), _, labels = case(device=device)
@@ -395,7 +481,15 @@ def test_compiles(device):
         ("beta", {"beta": "0.1"}),
         ("beta", {"beta": math.inf}),
         ("alpha", {"alpha": math.nan}),
-        ("loss_type", {"loss_type": ["sigmoid"]}),
+        ("loss_type", {"loss_type": []}),
+        ("unknown loss_type", {"loss_type": ["sigmoid", "dpo"]}),
+        ("loss_weights", {"loss_weights": [1.0]}),
+        ("loss_weights", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}),
+        ("unknown f_divergence", {"f_divergence": "kl"}),
+        ("f_divergence", {"f_divergence": "forward_kl", "loss_type": ["sigmoid", "apo_zero"]}),
+        ("f_alpha", {"f_alpha": "1"}),
+        ("ld_alpha", {"ld_alpha": 1.5}),
+        ("softcap", {"softcap": -1.0}),
         ("label_smoothing", {"label_smoothing": 0.6}),
         ("label_smoothing", {"label_smoothing": 0.0, "loss_type": "exo_pair"}),
         ("label_smoothing", {"label_smoothing": 0.5, "loss_type": "robust"}),
@@ -436,6 +530,7 @@ def test_bad_pairs(argument, change):
         ("kl", {"kl": math.nan}),
         ("labels", {"labels": torch.full((6, 5), 31)}),
         ("unknown loss_type", {"loss_type": "sigmoid"}),
+        ("loss_type", {"loss_type": ["kto", "bco"]}),
         ("beta", {"beta": -1.0}),
         ("unknown option 'delta'", {"delta": 1.0}),
     ],

@@ -91,13 +91,15 @@ DPO = {  # our name -> TRL's
                  "discopop", "aot")
 } | {"aot_pair": "aot_unpaired"}  # fmt: skip
 
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_pair")  # by TRL; ours, and not TRL's, is the one of "sigmoid", too
+
 
 @pytest.mark.parametrize("loss_type", DPO)
 def test_dpo(loss_type):
     (x, w, b), ref, labels = answers_case()
     reference = answers_of(ref[0], ref[1], labels, ref[2], False)
     found = preference_loss(
-        x, w, labels, b, loss_type, BETA, 0.0 if loss_type == "sigmoid" else SMOOTHING, ref_log_probs=reference,
+        x, w, labels, b, loss_type, BETA, SMOOTHING if loss_type in SMOOTHED else 0.0, ref_log_probs=reference,
         **({"delta": 0.0} if loss_type == "bco_pair" else {}),
     )  # fmt: skip
     inputs = trl_inputs(labels) | dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2)))
@@ -109,14 +111,59 @@ def test_dpo(loss_type):
     torch.testing.assert_close(found.chosen_rewards.mean(), logged(theirs, "rewards/chosen"))
 
 
-def test_ipo_is_of_averages():
+FURTHER_DPO = [  # our options, TRL's options
+    ({"loss_type": "ipo_norm"}, {"loss_types": ["ipo"]}),
+    ({"loss_type": "ipo", "average_log_prob": True}, {"loss_types": ["ipo"]}),
+    ({"loss_type": "sigmoid_norm"}, {"loss_types": ["sigmoid_norm"]}),
+    ({"loss_type": "sft"}, {"loss_types": ["sft"]}),
+    ({"ld_alpha": 0.4}, {"ld_alpha": 0.4}),
+    ({"ld_alpha": 0.0, "loss_type": "ipo_norm"}, {"ld_alpha": 0.0, "loss_types": ["ipo"]}),
+    (
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "delta": 0.0},
+        {"loss_types": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    ),
+    *(
+        ({"loss_type": name, "f_divergence": divergence, "f_alpha": 0.3}, {"loss_types": [name]})
+        for name in ("sigmoid", "sigmoid_norm", "hinge")
+        for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
+    ),
+]
+
+
+@pytest.mark.parametrize("ours, options", FURTHER_DPO, ids=lambda options: str(sorted(options.values(), key=str)))
+def test_further_dpo(ours, options):
     (x, w, b), ref, labels = answers_case()
-    labels = labels.clamp(min=0)  # TRL divides by the tokens of the unshifted mask: the same without a prompt
-    reference = answers_of(ref[0], ref[1], labels, ref[2], False)
-    inputs = trl_inputs(labels) | dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2)))
-    theirs = trainer(loss_types=["ipo"], loss_weights=[1.0], f_divergence_type="reverse_kl")
-    found = preference_loss(x, w, labels, b, "ipo", BETA, average_log_prob=True, ref_log_probs=reference / 5)
+    for answer in range(len(labels)):  # TRL divides by the tokens of the unshifted mask: the same without a prompt
+        labels[answer] = torch.where(torch.arange(5) < 5 - answer % 3, labels[answer].clamp(min=0), -100)
+    average = ours.get("average_log_prob", False)
+    sums = answers_of(ref[0], ref[1], labels, ref[2], False)
+    if "ld_alpha" in ours:  # without a reference: its sums would have to be weighted alike
+        sums = torch.zeros_like(sums)
+    reference = sums / (labels != -100).sum(1) if average else sums
+    found = preference_loss(x, w, labels, b, beta=BETA, ref_log_probs=reference, **ours)
+    inputs = trl_inputs(labels) | dict(zip(("ref_chosen_logps", "ref_rejected_logps"), sums.chunk(2)))
+    inputs["completion_mask"][:, 0] = 0
+    theirs = trainer(
+        f_divergence_type=ours.get("f_divergence", "reverse_kl"), f_alpha_divergence_coef=0.3,
+        **({"loss_types": ["sigmoid"], "loss_weights": [1.0]} | options),
+    )  # fmt: skip
     same(found.loss, DPOTrainer._compute_loss(theirs, Model(x, w, b), inputs, False), (x, w, b))
+
+
+def test_apo_zero_unpaired():
+    (x, w, b), ref, labels = answers_case()
+    reference = answers_of(ref[0], ref[1], labels, ref[2], False)
+    preferred = torch.tensor([True, False, True, True, False, False])
+    theirs = trainer(
+        loss_type="apo_zero_unpaired", calculate_KL=False, desirable_weight=2.0, undesirable_weight=0.5,
+        _compute_kl_logps=lambda model, batch: None,
+    )  # fmt: skip
+    inputs = trl_inputs(labels) | {"label": preferred, "ref_logps": reference}
+    expected = KTOTrainer._compute_loss(theirs, Model(x, w, b), inputs, False)
+    found = unpaired_preference_loss(
+        x, w, labels, preferred, b, "apo_zero_unpaired", BETA, False, 2.0, 0.5, ref_log_probs=reference
+    )
+    same(found.loss, expected, (x, w, b))
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
@@ -125,7 +172,8 @@ def test_cpo(loss_type):
     average = loss_type == "simpo"
     theirs = trainer(loss_type=loss_type, alpha=0.0, simpo_gamma=0.5)
     losses, chosen, rejected = CPOTrainer.cpo_loss(theirs, *answers_of(x, w, labels, b, average).chunk(2))
-    found = preference_loss(x, w, labels, b, loss_type, BETA, SMOOTHING, average_log_prob=average)
+    smoothing = SMOOTHING if loss_type in ("sigmoid", "simpo") else 0.0
+    found = preference_loss(x, w, labels, b, loss_type, BETA, smoothing, average_log_prob=average)
     same(found.loss, losses.mean(), (x, w, b))
     torch.testing.assert_close(found.chosen_rewards, chosen)
     torch.testing.assert_close(found.rejected_rewards, rejected)
