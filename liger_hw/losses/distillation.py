@@ -17,7 +17,7 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, che
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.of_logits import divergence_rows, largest_soft_gradient, soft_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows
-from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks
+from liger_hw.losses.engine import CHUNK_MEMORY, LogitScaling, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
@@ -43,7 +43,8 @@ def distillation_loss(
     labels: torch.Tensor | None = None, bias: torch.Tensor | None = None, teacher_bias: torch.Tensor | None = None,
     soft_loss: str = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
     soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
-    accum_dtype: torch.dtype | None = None,
+    accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
+    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0,
 ):  # fmt: skip
     """Compute the mean soft loss to the teacher plus the labels' mean cross entropy.
 
@@ -62,6 +63,7 @@ def distillation_loss(
         hard_weight, soft_weight: weights of the two losses.
         chunk_memory: bytes that a chunk of both models' logits may take.
         accum_dtype: as in `logits_loss`.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each head, as in `selective_log_softmax`.
 
     Returns:
         A `DistillationOutput` in fp32 (fp64 for fp64 inputs).
@@ -79,58 +81,70 @@ def distillation_loss(
         for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
-    _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
-    kind = kind_of(beta) if soft_loss == "jsd" else soft_loss
-    if labels is None:
-        labels, hard_weight, ignore_index = torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
-    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1]
-    check(fits, "labels", labels, f"int64 or int32 of shape ({len(x)},), one for each row of x")
-    if hard_weight:
-        check_labels("labels", labels, len(weight), ignore_index)
+    kind = _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
+    scaling = LogitScaling.of(softcap, logit_scale)
+    teacher_scaling = LogitScaling.of(teacher_softcap, teacher_logit_scale, "teacher_")
+    labels, hard_weight, ignore_index = _labels(x, labels, hard_weight, ignore_index, len(weight))
     wide = wide_dtype(x)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide)
     factors = torch.stack([soft_weight / count, hard_weight / count])
     options = kind, beta, temperature, bool(hard_weight), ignore_index
     plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias, accum_dtype=accum_dtype)
     if plan is None:
-        teacher_logits = linear(teacher_x, teacher_weight, teacher_bias)
-        soft, hard = _rows_by_torch(linear(x, weight, bias), teacher_logits, labels, *options)
+        teacher_logits = teacher_scaling(linear(teacher_x, teacher_weight, teacher_bias))
+        soft, hard = _rows_by_torch(scaling(linear(x, weight, bias)), teacher_logits, labels, *options)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
-    labels = labels.contiguous()
 
     def step(part, logits, differentiate, gradients):
         teacher = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
-        teacher_logits = teacher.logits(slice(0, len(logits)))
+        teacher_logits = teacher_scaling.chunk(teacher.logits(slice(0, len(logits))))
+        z = scaling.chunk(logits)
         soft, hard = logits.new_zeros(2, len(logits), dtype=wide)
         grad_factors = factors
         if gradients.scales:
-            largest = largest_soft_gradient(logits, teacher_logits, labels[part] != ignore_index, kind, temperature)
-            grad_factors = factors * gradients.factor(factors[0] * largest, factors[1])
+            largest = largest_soft_gradient(z, teacher_logits, labels[part] != ignore_index, kind, temperature)
+            grad_factors = factors * gradients.factor(factors[0] * largest * scaling.slope, factors[1] * scaling.slope)
         if plan.with_kernels:
             divergence_rows(
-                logits, teacher_logits, labels[part], grad_factors, soft, hard if hard_weight else None, kind,
+                z, teacher_logits, labels[part], grad_factors, soft, hard if hard_weight else None, kind,
                 float(beta), float(temperature), ignore_index, differentiate,
             )  # fmt: skip
         else:
-            incoming = [row.expand(len(logits)) for row in grad_factors]
+            incoming = [row.expand(len(z)) for row in grad_factors]
             incoming = incoming if hard_weight else [incoming[0], None]
             rows_by_autograd(
                 lambda logits, rows: _rows_by_torch(logits, teacher_logits[rows], labels[part][rows], *options),
-                logits, (soft, hard), incoming if differentiate else None,
+                z, (soft, hard), incoming if differentiate else None,
             )  # fmt: skip
+        if differentiate:
+            scaling.write_gradient(logits, z, labels[part] != ignore_index)
         return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
 
-    widths = 1 + teacher_weight.shape[0] / weight.shape[0]  # memory holds the teacher's logits beside the student's
+    # memory holds the teacher's logits beside the student's
+    widths = 1 + scaling.buffers + (1 + teacher_scaling.buffers) * teacher_weight.shape[0] / weight.shape[0]
     loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)
 
 
+def _labels(x, labels, hard_weight, ignore_index, vocabulary):
+    """Return checked labels, the hard loss's weight and `ignore_index`; without labels all rows count."""
+    if labels is None:
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
+    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1]
+    check(fits, "labels", labels, f"int64 or int32 of shape ({len(x)},), one for each row of x")
+    if hard_weight:
+        check_labels("labels", labels, vocabulary, ignore_index)
+    return labels.contiguous(), hard_weight, ignore_index
+
+
 def _check_options(soft_loss, beta, temperature, hard_weight, soft_weight):
+    """Check the options; return the kind of divergence."""
     check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
     check_numbers("a positive number", above=0, temperature=temperature)
     check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)
+    return kind_of(beta) if soft_loss == "jsd" else soft_loss
 
 
 def _rows_by_torch(logits, teacher_logits, labels, kind, beta, temperature, with_hard_loss, ignore_index):

@@ -12,15 +12,25 @@ Operations: 2NVH for each of logits, dx and dW. Memory beside the gradients: `ch
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from liger_hw._torch import traced, without_saved_tensors_hooks
 from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
-from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
+from liger_hw.kernels.vocabulary.chunked_head import (
+    ChunkedHead,
+    MiB,
+    Plan,
+    needed_gradients,
+    prepare_head,
+    wide_dtype,
+)
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.losses.arguments import check_numbers
 
 CHUNK_MEMORY = 512 * MiB
 
@@ -39,6 +49,61 @@ def plan_of(chunk_memory, x, *tensors, accum_dtype=None):
     # of any loss of a head: all have the same backends
     backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
     return None if backend == "reference" else Plan(chunk_memory, backend != "cpu", accum_dtype is not None)
+
+
+class LogitScaling(NamedTuple):
+    """How a head scales its logits.
+
+    z = softcap tanh(logit_scale x / softcap), or logit_scale x without a softcap.
+    """
+
+    softcap: float | None
+    logit_scale: float
+
+    @classmethod
+    def of(cls, softcap, logit_scale, prefix=""):
+        """Check a caller's numbers; `prefix` of their names, for errors."""
+        check_numbers(**{f"{prefix}logit_scale": logit_scale})
+        check_numbers("None or a positive number", above=0, **{f"{prefix}softcap": 1 if softcap is None else softcap})
+        return cls(softcap, logit_scale)
+
+    @property
+    def slope(self):
+        """Return the largest slope of z that a gradient may grow by, at least 1."""
+        return max(abs(self.logit_scale), 1.0)
+
+    @property
+    def buffers(self):
+        """Return the memory of the calls below, in multiples of a chunk's 16-bit logits."""
+        return 0 if self == UNSCALED else 4  # z and the slope, in fp32
+
+    def __call__(self, logits):
+        """Compute z in a wide dtype, or return the logits where z is the same."""
+        if self == UNSCALED:
+            return logits
+        z = widen(logits) * self.logit_scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+    def chunk(self, logits):
+        """Compute z without a graph, in rows that begin at 16-byte boundaries, as kernels need."""
+        if self == UNSCALED:
+            return logits
+        (rows, cols), dtype = logits.shape, wide_dtype(logits)
+        vector = 16 // dtype.itemsize
+        z = logits.new_empty(rows, -(-cols // vector) * vector, dtype=dtype)[:, :cols]
+        z.copy_(logits).mul_(self.logit_scale)
+        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def write_gradient(self, logits, dz, valid):
+        """Write the logits' gradient over them, from that of z; 0 where not `valid`."""
+        if self != UNSCALED:
+            slope = self.logit_scale
+            if self.softcap is not None:
+                slope = slope * (1 - torch.tanh(widen(logits) * (self.logit_scale / self.softcap)) ** 2)
+            logits.copy_((dz * slope).masked_fill_(~valid[:, None], 0))
+
+
+UNSCALED = LogitScaling(None, 1.0)
 
 
 class LossInForward(GradientsInForward):

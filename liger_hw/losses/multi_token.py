@@ -31,6 +31,7 @@ def multi_token_loss(
     heads: torch.Tensor | Sequence, weight: torch.Tensor | Sequence, labels: torch.Tensor,
     shifts: Sequence | int | None = None, head_weights: Sequence | None = None,
     bias: torch.Tensor | Sequence | None = None, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
+    softcap: float | None = None, logit_scale: float = 1.0,
 ):  # fmt: skip
     """Sum the heads' weighted mean cross entropies in the memory of one chunk of logits.
 
@@ -47,6 +48,7 @@ def multi_token_loss(
         head_weights: K numbers; 1 by default.
         bias: (V,), shared by the heads, a sequence of K, or None.
         chunk_memory: bytes that a chunk of logits may take.
+        softcap, logit_scale: of every head, as in `selective_log_softmax`.
 
     Returns:
         A `MultiTokenOutput`.
@@ -88,8 +90,8 @@ def multi_token_loss(
     def run(x, weight, bias, tokens, row_weights):
         rows = row_weights[:, None].expand(-1, labels.numel()).reshape(-1)
         loss, losses = token_loss(
-            formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, (rows,), ignore_index=ignore_index,
-            chunk_memory=chunk_memory,
+            formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, (rows,), softcap=softcap,
+            logit_scale=logit_scale, ignore_index=ignore_index, chunk_memory=chunk_memory,
         )  # fmt: skip
         return loss, losses.reshape(len(row_weights), -1).sum(1)
 

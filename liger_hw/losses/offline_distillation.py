@@ -23,7 +23,7 @@ from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_by_
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
-from liger_hw.losses.engine import CHUNK_MEMORY, plan_of, sum_over_chunks, taken
+from liger_hw.losses.engine import CHUNK_MEMORY, UNSCALED, LogitScaling, plan_of, sum_over_chunks, taken
 
 IGNORED = -100
 
@@ -33,7 +33,7 @@ def offline_distillation_loss(
     x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_tokens: torch.Tensor | None = None,
     teacher_lse: torch.Tensor | None = None, labels: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     rest: bool = True, temperature: float = 1.0, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
-    accum_dtype: torch.dtype | None = None,
+    accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
 ):  # fmt: skip
     """Compute the mean KL divergence of a student from a teacher's stored log-probabilities.
 
@@ -52,6 +52,7 @@ def offline_distillation_loss(
         rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out.
         temperature: divides the student's logits.
         chunk_memory, accum_dtype: as in `logits_loss`.
+        softcap, logit_scale: of the student's head, as in `selective_log_softmax`.
 
     Returns:
         the mean over the rows that count, 0 without any, in fp32 (fp64 for fp64 inputs).
@@ -81,6 +82,7 @@ def offline_distillation_loss(
     valid = labels != ignore_index
     factor = 1 / valid.sum().clamp(min=1).to(wide_dtype(x))
     options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
+    options["scaling"] = LogitScaling.of(softcap, logit_scale)
     if teacher_tokens is None:
         arguments = x, weight, bias, teacher, labels, factor, ignore_index
         return kl_to_probabilities("offline_distillation_loss", *arguments, logarithms=True, **options)
@@ -103,7 +105,7 @@ def check_top_k(tokens, valid, vocabulary):
 
 def kl_to_probabilities(
     op, x, weight, bias, teacher, labels, factor, ignore_index, logarithms, temperature, eps=0.0,
-    chunk_memory=CHUNK_MEMORY, accum_dtype=None,
+    chunk_memory=CHUNK_MEMORY, accum_dtype=None, scaling=UNSCALED,
 ):  # fmt: skip
     """Return `factor` times the sum of KL(teacher, student) over the rows that count.
 
@@ -121,7 +123,7 @@ def kl_to_probabilities(
 
     plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype)
     if plan is None:
-        return (by_row(linear(x, weight, bias), teacher, labels)[0] * factor).sum()
+        return (by_row(scaling(linear(x, weight, bias)), teacher, labels)[0] * factor).sum()
     if teacher.dtype == torch.float64 != x.dtype:
         teacher = teacher.float()
 
@@ -130,21 +132,24 @@ def kl_to_probabilities(
         if gradients.scales:
             mass = teacher[part].logsumexp(1).exp() if logarithms else teacher[part].sum(1, dtype=torch.float32)
             largest = mass.float().masked_fill(labels[part] == ignore_index, 0)
-            grad_factor = factor * gradients.factor(factor * largest_finite(largest) / temperature)
+            grad_factor = factor * gradients.factor(factor * largest_finite(largest) / temperature * scaling.slope)
+        z = scaling.chunk(logits)
         if plan.with_kernels:
-            kl_rows(logits, teacher[part], labels[part], grad_factor, soft, form, ignore_index, differentiate)
+            kl_rows(z, teacher[part], labels[part], grad_factor, soft, form, ignore_index, differentiate)
         else:
             incoming = [grad_factor.expand(len(logits))] if differentiate else None
             rows_by_autograd(
-                lambda logits, rows: by_row(logits, teacher[part][rows], labels[part][rows]), logits, (soft,), incoming
+                lambda logits, rows: by_row(logits, teacher[part][rows], labels[part][rows]), z, (soft,), incoming
             )
+        if differentiate:
+            scaling.write_gradient(logits, z, labels[part] != ignore_index)
         return ((soft * factor).sum(),)
 
-    return sum_over_chunks(op, step, x, weight, bias, plan, 2)[0]
+    return sum_over_chunks(op, step, x, weight, bias, plan, 2 + scaling.buffers)[0]
 
 
 def _kl_to_top_k(
-    x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype
+    x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype, scaling
 ):
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
@@ -160,7 +165,7 @@ def _kl_to_top_k(
         labels, log_p = torch.where(valid, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
         return kl_to_probabilities(
             "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
-            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype,
+            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling,
         )  # fmt: skip
     log_p = log_p.masked_fill(~reads[:, None], float("-inf"))
     p_rest = (1 - log_p.exp().sum(1)).clamp(min=0) if rest else torch.zeros_like(log_p[:, 0])
@@ -168,25 +173,28 @@ def _kl_to_top_k(
     rows = log_p, p_rest, tokens, row_weights
     plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype)
     if plan is None:
-        return (_top_k_by_torch(linear(x, weight, bias), *rows, rest, temperature)[0] * factor).sum()
+        return (_top_k_by_torch(scaling(linear(x, weight, bias)), *rows, rest, temperature)[0] * factor).sum()
 
     def step(part, logits, differentiate, gradients):
         soft, grad_factor = factor.new_zeros(len(logits)), factor
         part_rows = taken(rows, part)
         if gradients.scales:
             largest = largest_finite(part_rows[0].exp().sum(1) + part_rows[1])
-            grad_factor = factor * gradients.factor(factor * largest / temperature)
+            grad_factor = factor * gradients.factor(factor * largest / temperature * scaling.slope)
+        z = scaling.chunk(logits)
         if plan.with_kernels:
-            _top_k_by_kernels(logits, soft, grad_factor if differentiate else None, *part_rows, temperature)
+            _top_k_by_kernels(z, soft, grad_factor if differentiate else None, *part_rows, temperature)
         else:
             incoming = [grad_factor.expand(len(logits))] if differentiate else None
             rows_by_autograd(
-                lambda logits, part: _top_k_by_torch(logits, *taken(part_rows, part), rest, temperature), logits,
-                (soft,), incoming,
+                lambda logits, part: _top_k_by_torch(logits, *taken(part_rows, part), rest, temperature), z, (soft,),
+                incoming,
             )  # fmt: skip
+        if differentiate:
+            scaling.write_gradient(logits, z, valid[part])
         return ((soft * factor).sum(),)
 
-    return sum_over_chunks("offline_distillation_loss", step, x, weight, bias, plan)[0]
+    return sum_over_chunks("offline_distillation_loss", step, x, weight, bias, plan, 1 + scaling.buffers)[0]
 
 
 def _top_k_by_torch(logits, log_p, p_rest, tokens, row_weights, rest, temperature):

@@ -24,12 +24,18 @@ def supported(dtype, engine):
         pytest.skip("the kernels take no float64")
 
 
-def whole(labels, soft_loss, beta=0.3, temperature=1.0, weights=(0.5, 0.5)):
+def capped(logits, softcap, logit_scale):
+    logits = logits * logit_scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def whole(labels, soft_loss, beta=0.3, temperature=1.0, weights=(0.5, 0.5), heads=((None, 1.0), (None, 1.0))):
     """Compute each loss from all logits: loss, soft and hard part."""
 
     def function(x, w, b, *teacher):
         s, t = F.linear(x, w, b), F.linear(*teacher)
         s, t = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (s, t))
+        s, t = (capped(z, *head) for z, head in zip((s, t), heads))
         keep = labels != -100
         count = keep.sum().clamp(min=1)
         hard = F.cross_entropy(s, labels, reduction="sum", ignore_index=-100) / count
@@ -51,11 +57,12 @@ def whole(labels, soft_loss, beta=0.3, temperature=1.0, weights=(0.5, 0.5)):
     return function
 
 
-def fused(labels, soft_loss, memory, beta=0.3, temperature=1.0, weights=(0.5, 0.5)):
+def fused(labels, soft_loss, memory, beta=0.3, temperature=1.0, weights=(0.5, 0.5), heads=((None, 1.0), (None, 1.0))):
     def function(x, w, b, teacher_x, teacher_w, teacher_b):
         return distillation_loss(
             x, w, teacher_x, teacher_w, labels, b, teacher_b, soft_loss, beta, temperature, *weights,
-            chunk_memory=memory,
+            chunk_memory=memory, softcap=heads[0][0], logit_scale=heads[0][1], teacher_softcap=heads[1][0],
+            teacher_logit_scale=heads[1][1],
         )  # fmt: skip
 
     return function
@@ -71,6 +78,26 @@ def test_chunks_change_nothing(soft_loss, memory, dtype, engine, device):
     inputs = (*student[:2], student[2] if biases else None, *teacher[:2], teacher[2] if biases else None)
     options = {"temperature": 1.0 if biases else 2.0, "weights": (0.3, 0.9)}
     hold(whole(labels, soft_loss, **options), fused(labels, soft_loss, memory, **options), inputs, dtype, soft_loss)
+
+
+@pytest.mark.parametrize("heads", [((3.0, 0.5), (2.0, 1.0)), ((None, 1.5), (None, 1.0)), ((4.0, 1.0), (None, 1.0))])
+@pytest.mark.parametrize("soft_loss", ["jsd", "kl", "cosine"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_with_a_softcap_or_a_scale(soft_loss, heads, dtype, engine, device):
+    supported(dtype, engine)
+    student, teacher, labels = case(device=device)
+    for memory in (1, 10**6):
+        expected, found = whole(labels, soft_loss, heads=heads), fused(labels, soft_loss, memory, heads=heads)
+        hold(expected, found, (*student, *teacher), dtype, soft_loss)
+
+
+def test_a_bad_row_that_is_ignored_spoils_no_gradient_under_a_softcap(engine, device):
+    (x, w, b), (teacher_x, teacher_w, teacher_b), labels = case(device=device)
+    labels[2] = -100
+    with torch.no_grad():
+        x[2] = float("nan")
+    output = distillation_loss(x, w, teacher_x, teacher_w, labels, b, teacher_b, softcap=3.0)
+    assert all(grad.isfinite().all() for grad in (output.loss, torch.autograd.grad(output.loss, x)[0]))
 
 
 @pytest.mark.parametrize("classes, teacher_classes", [(37, 40), (40, 37), (130, 128)])

@@ -43,6 +43,20 @@ def test_heads_are_cross_entropies(dtype, shared, memory, engine, device):
     hold(whole(labels, shifts, weights), found, (x, w, b), dtype)
 
 
+def test_heads_with_a_softcap_and_a_scale(engine, device):
+    x, w, b, labels = case(device=device)
+
+    def expected(x, w, b):
+        logits = [2 * torch.tanh(F.linear(x[k], w, b)[:, : -k - 1] * 0.7 / 2).flatten(0, 1) for k in range(3)]
+        losses = [F.cross_entropy(z, labels[:, k + 1 :].flatten()) for k, z in enumerate(logits)]
+        return sum(losses), torch.stack(losses)
+
+    def found(x, w, b):
+        return multi_token_loss(x, w, labels, bias=b, softcap=2.0, logit_scale=0.7)
+
+    hold(expected, found, (x, w[0].detach().requires_grad_(), b), torch.float32)
+
+
 def test_one_hidden_state_for_all(engine, device):
     x, w, _, labels = case(device=device)
     hidden = x[0].detach().requires_grad_()

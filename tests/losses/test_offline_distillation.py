@@ -32,12 +32,14 @@ def mean_of(soft, labels):
     return (soft.masked_fill(~keep, 0)).sum() / keep.sum().clamp(min=1)
 
 
-def whole(labels, tokens=None, rest=True, temperature=1.0):
+def whole(labels, tokens=None, rest=True, temperature=1.0, softcap=None, logit_scale=1.0):
     """Compute the loss from all logits, merging the rest of the vocabulary into one class."""
 
     def function(x, w, b, log_p):
         wide = torch.promote_types(x.dtype, torch.float32)
-        log_q, p = (F.linear(x, w, b).to(wide) / temperature).log_softmax(-1), log_p.to(wide).exp()
+        logits = F.linear(x, w, b).to(wide) * logit_scale
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        log_q, p = (logits / temperature).log_softmax(-1), log_p.to(wide).exp()
         if tokens is not None:
             others = torch.ones_like(log_q, dtype=torch.bool).scatter(1, tokens.long(), False)
             log_rest = log_q.masked_fill(~others, -float("inf")).logsumexp(1, keepdim=True)
@@ -49,11 +51,11 @@ def whole(labels, tokens=None, rest=True, temperature=1.0):
     return function
 
 
-def fused(labels, memory, tokens=None, rest=True, temperature=1.0):
+def fused(labels, memory, tokens=None, rest=True, temperature=1.0, **head):
     def function(x, w, b, log_p):
         return (
             offline_distillation_loss(
-                x, w, log_p, tokens, None, labels, b, rest, temperature, chunk_memory=memory
+                x, w, log_p, tokens, None, labels, b, rest, temperature, chunk_memory=memory, **head
             ),
         )  # fmt: skip
 
@@ -72,6 +74,17 @@ def test_chunks_change_nothing(k, rest, memory, dtype, engine, device):
     log_p = log_p if k is None else log_p.gather(1, tokens)
     inputs = (*student, log_p)
     hold(whole(labels, **options), fused(labels, memory, **options), inputs, dtype, f"k={k}")
+
+
+@pytest.mark.parametrize("head", [{"softcap": 3.0, "logit_scale": 1.5}, {"logit_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("k", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_with_a_softcap_or_a_scale(k, head, dtype, engine, device):
+    student, teacher, tokens, labels = case(k=k, device=device)
+    log_p = teacher.log_softmax(1) if k is None else teacher.log_softmax(1).gather(1, tokens)
+    for memory in (1, 10**6):
+        expected, found = whole(labels, tokens, **head), fused(labels, memory, tokens, **head)
+        hold(expected, found, (*student, log_p), dtype, f"k={k}")
 
 
 @pytest.mark.parametrize("classes", [9, 128, 130, 5000])
