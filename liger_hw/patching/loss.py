@@ -8,6 +8,7 @@ outputs) runs unchanged.
 
 import functools
 import inspect
+import numbers
 import warnings
 
 import torch
@@ -94,15 +95,26 @@ def causal_lm_loss(
     options |= {"ignore_index": ignore_index}
     targets = targets.to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-    if torch.is_tensor(divisor) and (divisor.ndim or divisor.requires_grad or divisor.dtype == torch.float64):
+    if not _is_normal(divisor):
         return _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head) / divisor
     loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head)
+    if divisor is not None and not torch.is_tensor(divisor):
+        return loss
+    counts = (targets != ignore_index).any()
     if divisor is None:  # the op's mean of no label is 0, transformers' is NaN
-        return loss.masked_fill((targets == ignore_index).all(), float("nan"))
-    if torch.is_tensor(divisor) or divisor == 0:  # the op divides the losses of rows, of which 0 / 0 is NaN
-        of_0 = torch.where((targets == ignore_index).all(), float("nan"), float("inf"))
-        return torch.where(torch.as_tensor(divisor == 0, device=loss.device), of_0.to(loss), loss)
-    return loss
+        return loss.masked_fill(~counts, float("nan"))
+    # the op divides the losses of rows, and adds them: a divisor of 0 or NaN makes 0 of no row, NaN of infinite ones
+    return torch.where((divisor > 0) | (divisor < 0), loss, counts.to(loss) / divisor)
+
+
+def _is_normal(divisor):
+    """Tell whether the op may divide the losses of rows by `divisor`; read no tensor.
+
+    A number must leave fp32 losses finite, and a tensor must be one whose quotient is fp32 and needs no gradient.
+    """
+    if torch.is_tensor(divisor):
+        return not (divisor.ndim or divisor.requires_grad or divisor.dtype == torch.float64)
+    return divisor is None or not isinstance(divisor, numbers.Real) or 1e-30 < abs(divisor) < 1e30
 
 
 def _is_given(option):

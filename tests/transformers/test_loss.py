@@ -236,6 +236,17 @@ def test_divisors(number, kind, flags):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("number", [float("nan"), 1e-300, 1e-40, True])
+def test_divisors_that_a_quotient_of_rows_cannot_take(number, kind, ignored):
+    inputs = tiny.tokens()
+    if ignored:
+        inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    expected, found = (m(**inputs, num_items_in_batch=kind(number)).loss for m in tiny.pair())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_divisors_with_a_dtype_and_a_gradient(dtype):
     results = []
