@@ -218,3 +218,7 @@ class LigerVocabParallelCrossEntropy(nn.Module):
             vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
             self.label_smoothing_formula, self.label_smoothing_mode,
         )  # fmt: skip
+
+    def extra_repr(self):
+        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula", "label_smoothing_mode")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

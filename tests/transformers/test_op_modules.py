@@ -256,6 +256,7 @@ def test_vocabulary_of_one_rank(smoothing):
     with pytest.raises(ValueError, match="label_smoothing_formula must be one of"):
         vocab_parallel_cross_entropy(logits, target, formula="theirs")
     loss = op_modules.LigerVocabParallelCrossEntropy
+    assert "label_smoothing=0.1, reduction='none', label_smoothing_formula='pytorch'" in repr(loss(label_smoothing=0.1))
     for bad, words in (
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
         ({"label_smoothing_mode": "all"}, "label_smoothing_mode must be one of"),
