@@ -10,7 +10,8 @@ from liger_hw.checks import check
 from liger_hw.stand_in import functional
 
 IMPLEMENTATION = "triton"
-_pinned = [os.environ.get("LIGER_KERNEL_IMPL") or None]  # what `get_impl` returns
+LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
+_pinned = [os.environ.get(LIGER_KERNEL_IMPL_ENV) or None]  # what `get_impl` returns
 IMPL_REGISTRY = {}  # `liger_kernel.ops.backends.registry` lists other implementations; this library has none
 
 

@@ -16,11 +16,12 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 
-from liger_hw.stand_in.names import INSTEAD, MODULES
+from liger_hw.stand_in.names import INSTEAD, KERNEL, MODULES
 
 PACKAGE = "liger_kernel"
 VARIABLE = "LIGER_HW_STAND_IN"  # "replace": `install` takes the place of an installed liger_kernel
 VERSION = "0.8.5+liger.hw"  # the release with these names; the suffix identifies this library in logs
+IMPLEMENTATIONS = ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_BACKEND")  # and, for one op, such a name with _RMS_NORM
 SITE = str(pathlib.Path(__file__).parent / "site")
 
 _hidden = {}  # modules of the real package that were imported before `install`
@@ -62,12 +63,7 @@ class _Finder(importlib.metadata.DistributionFinder):
             f"Stand-in by liger_hw: {', '.join(f'liger_hw.{source}' for source in sources) or 'a package'}."
         )
         if module.__name__ == PACKAGE:
-            implementation = os.environ.get("LIGER_KERNEL_IMPL", "")
-            if implementation and "triton" not in implementation:
-                raise ImportError(
-                    f"LIGER_KERNEL_IMPL: got {implementation!r}, allowed: 'triton', or unset: liger_hw stands in for "
-                    "liger_kernel and has no other implementation"
-                )
+            _check_implementations()
             module.__version__ = VERSION
         # look-up at each use, so that the import of a stand-in loads and needs no other module
         module.__getattr__ = lambda name: _look_up(module.__name__, name)
@@ -77,6 +73,16 @@ class _Finder(importlib.metadata.DistributionFinder):
         """Return the code that `python -m` runs, which calls the source's `main`."""
         (source,) = MODULES[name.partition(".")[2]] or (None,)
         return compile(f"from liger_hw.{source} import main\nmain()", name, "exec")
+
+
+def _check_implementations():
+    """Refuse variables that choose another implementation of liger_kernel, of all ops or of one."""
+    for name, implementation in os.environ.items():
+        if name.startswith(IMPLEMENTATIONS) and implementation and "triton" not in implementation:
+            raise ImportError(
+                f"{name}: got {implementation!r}, allowed: 'triton', or unset: liger_hw stands in for liger_kernel and "
+                "has no other implementation"
+            )
 
 
 def _look_up(module, name):
@@ -94,8 +100,9 @@ def _look_up(module, name):
             # programs import a submodule by its own name
             if value is not None and not isinstance(value, types.ModuleType):
                 return value
-    if (inner, name) in INSTEAD:
-        raise ImportError(f"{module}.{name} is not served by liger_hw: {INSTEAD[inner, name]}")
+    instead = KERNEL if inner.startswith("ops.") and "_kernel" in name else INSTEAD.get((inner, name))
+    if instead is not None:
+        raise ImportError(f"{module}.{name} is not served by liger_hw: {instead}")
     raise AttributeError(f"module {module!r}, which liger_hw stands in for, has no attribute {name!r}")
 
 

@@ -1,13 +1,21 @@
-"""Map liger_kernel's modules to ours, and names that we lack to replacements."""
+"""Map liger_kernel's modules to ours, and names that we lack to replacements.
+
+Programs also import names from a module of liger_kernel that only imports them, so the lists below contain the modules
+of such names.
+"""
 
 from liger_hw.transformers.families import FAMILIES
 
-OPS = ("stand_in.ops", "stand_in.passes")
-LOSSES = ("chunked_loss", "stand_in.loss_functions")
+OPS = ("stand_in.ops", "stand_in.passes", "stand_in.ops_utils", "stand_in.utils")
+BASES = tuple(
+    f"chunked_loss.fused_linear_{kind}" for kind in ("distillation", "ppo", "preference", "unpaired_preference")
+)
+LOSSES = ("chunked_loss", "stand_in.loss_functions", *BASES)
 MODULES_OF_TRANSFORMERS = (
     "transformers.modules", "transformers.family_modules", "transformers.divergences", "transformers.rotary_names",
-    "transformers.op_modules", "stand_in.ops",
+    "transformers.op_modules", "stand_in.ops", "transformers.functional",
 )  # fmt: skip
+OF_A_FAMILY = ("transformers.loss_utils", "patching.output_classes", "stand_in.fsdp", "stand_in.utils")
 
 OP_MODULES = (  # below both ops and transformers
     "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy", "fused_linear_jsd",
@@ -24,23 +32,20 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "backends.capability": (),
     "backends.registry": (),
     "chunked_loss": ("chunked_loss",),
-    "chunked_loss.functional": ("chunked_loss.functional",),
+    "chunked_loss.functional": ("chunked_loss.functional", "stand_in.loss_functions"),
     **{
         f"chunked_loss.{name}_loss": LOSSES
         for name in ("cosine_similarity", "cpo", "dpo", "jsd", "kto", "orpo", "simpo")
     },
-    "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "stand_in.loss_functions"),
-    **{
-        f"chunked_loss.fused_linear_{name}": (f"chunked_loss.fused_linear_{name}",)
-        for name in ("distillation", "ppo", "preference", "unpaired_preference")
-    },
+    "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "stand_in.loss_functions", *BASES),
+    **{base: (base,) for base in BASES},
     "env_report": ("stand_in.env_report",),
-    "functional": ("stand_in.functional",),
+    "functional": ("stand_in.functional", "stand_in.backends"),
     **{
         f"megatron{module}": ("stand_in.megatron",)
         for module in ("", ".cross_entropy", ".monkey_patch", ".rms_norm", ".swiglu")
     },
-    "ops": (*OPS, "stand_in.utils"),
+    "ops": OPS,
     "ops.backends": ("stand_in.backends",),
     "ops.backends.registry": ("stand_in.backends",),
     "ops.configure": ("stand_in.configure",),
@@ -51,17 +56,19 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     **{f"ops.{name}": OPS for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
     "ops.fused_linear_scaled_cross_entropy": OPS,
     "transformers": ("transformers",),
-    "transformers.auto_model": ("transformers.auto_model",),
+    "transformers.auto_model": ("transformers.auto_model", "transformers.monkey_patch"),
     "transformers.experimental": ("transformers.op_modules",),
-    "transformers.experimental.embedding": ("transformers.op_modules",),
+    "transformers.experimental.embedding": ("transformers.op_modules", "stand_in.ops"),
     "transformers.fsdp": ("stand_in.fsdp",),
-    "transformers.functional": ("transformers.functional",),
-    "transformers.grpo_loss": ("transformers.grpo_loss", "chunked_loss.fused_linear_ppo"),
+    "transformers.functional": ("transformers.functional", "stand_in.ops"),
+    "transformers.grpo_loss": (
+        "transformers.grpo_loss", "chunked_loss.fused_linear_ppo", "chunked_loss.grpo_loss", "stand_in.ops"
+    ),
     "transformers.model": (),
-    **{f"transformers.model.{family}": () for family in (*FAMILIES, "hunyuan_v1")},
+    **{f"transformers.model.{family}": OF_A_FAMILY for family in (*FAMILIES, "hunyuan_v1")},
     "transformers.model.loss_utils": ("transformers.loss_utils",),
     "transformers.model.output_classes": ("patching.output_classes",),
-    "transformers.monkey_patch": ("transformers.monkey_patch",),
+    "transformers.monkey_patch": ("transformers.monkey_patch", "stand_in.utils", *MODULES_OF_TRANSFORMERS),
     "transformers.trainer": ("stand_in.orpo_trainer",),
     "transformers.trainer.orpo_trainer": ("stand_in.fsdp", "stand_in.orpo_trainer"),
     "transformers.trainer_integration": ("transformers.monkey_patch",),
@@ -75,6 +82,12 @@ PATCH = "use liger_hw.patch(model), which computes the loss of any model without
 REGISTER = "an op of liger_hw takes another implementation by its own register, as in liger_hw.rms_norm.register"
 UNSHARDED = "use liger_fused_linear_scaled_cross_entropy, whose weight is not sharded"
 APPLY = "use {}.apply of the same module, which torch differentiates"
+KERNEL = "it is a kernel of liger_kernel's; use an autograd function of the same module, or the op of liger_hw"
+BLOCK = "it is the widest block of liger_kernel's kernels; liger_kernel.ops.utils.calculate_settings chooses a launch"
+PARTS = {  # function of `monkey_patch` that patches one module -> flag of `patch`
+    "_patch_geglu_module": "geglu", "_patch_layer_norm_module": "layer_norm", "_patch_rms_norm_module": "rms_norm",
+    "_patch_swiglu_module": "swiglu",
+}  # fmt: skip
 _FORWARD_AND_BACKWARD = {  # op whose separate passes this library lacks -> its function
     "attn_res": "LigerAttnResFunction",
     "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
@@ -137,9 +150,18 @@ INSTEAD = {  # (module of liger_kernel, name in it that this library lacks) -> r
     },
     **{
         (module, "LigerFusedLinearScaledCrossEntropyTPFunction"): UNSHARDED
-        for module in ("ops", "ops.fused_linear_scaled_cross_entropy")
+        for module in ("ops", "ops.fused_linear_scaled_cross_entropy", "transformers.functional")
     },
     ("transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"): UNSHARDED,
+    **{
+        ("transformers.monkey_patch", name): f"use liger_hw.patch(module), which replaces it by {op}"
+        for name, op in PARTS.items()
+    },
+    ("transformers.monkey_patch", "_bind_method_to_module"): "use types.MethodType, or liger_hw.patch(module)",
+    **{("transformers.monkey_patch", f"{family}_lce_forward"): PATCH for family in FAMILIES},
+    **{(f"ops.{module}", "MAX_FUSED_SIZE"): BLOCK for module in (*OP_MODULES, "utils")},
+    ("ops.fused_moe", "BLOCK_M_TOKEN"): BLOCK,
+    ("ops.swiglu", "silu"): KERNEL,
     ("ops.experimental.mm_int8int2", "get_autotune_config"): "liger-hw tune int2_matmul measures launches",
     ("ops.vocab_parallel_cross_entropy", "validate_formula_and_mode"): "LigerVocabParallelCEFunction.apply checks both",
     ("triton.monkey_patch", "LigerTritonFileCacheManager"): "use Triton's own cache manager",

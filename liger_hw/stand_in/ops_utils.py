@@ -64,6 +64,8 @@ def compare_version(package, operator, target):
 
 
 def __getattr__(name):
+    if name in ("amp_custom_fwd", "amp_custom_bwd"):
+        return get_amp_custom_fwd_bwd()[name == "amp_custom_bwd"]
     if name != "torch_to_triton_dtype":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import triton.language as tl

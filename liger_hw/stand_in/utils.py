@@ -1,5 +1,6 @@
 """Define the names of `liger_kernel.utils`."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -14,6 +15,14 @@ def is_peft_available():
 
 
 PEFT_AVAILABLE = is_peft_available()
+MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("5.0.0")  # of liger_kernel; this library also runs with older ones
+
+
+def __getattr__(name):
+    if name not in ("transformer_version", "IS_TRANSFORMERS_V5_OR_LATER"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    installed = Version(version("transformers"))
+    return installed if name == "transformer_version" else installed >= MIN_SUPPORTED_TRANSFORMERS_VERSION
 
 
 def is_npu_available():

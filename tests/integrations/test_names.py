@@ -83,6 +83,46 @@ def test_imports_of_trainers(package, stand_in):
             assert scope[name] is not None
 
 
+def test_names_that_a_module_only_imports(stand_in):
+    """Programs import a name from any module of liger_kernel that has it."""
+    from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase  # noqa: F401
+    from liger_kernel.ops.cross_entropy import infer_device, is_hip, is_npu_available  # noqa: F401
+    from liger_kernel.ops.rms_norm import calculate_settings, ensure_contiguous  # noqa: F401
+    from liger_kernel.ops.utils import amp_custom_bwd, amp_custom_fwd  # noqa: F401
+    from liger_kernel.transformers.auto_model import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: F401
+    from liger_kernel.transformers.grpo_loss import GrpoLossFunction, get_gamma_weights  # noqa: F401
+    from liger_kernel.transformers.model.llama import LigerCausalLMOutputWithPast, LigerForCausalLMLoss  # noqa: F401
+    from liger_kernel.transformers.monkey_patch import (  # noqa: F401
+        IS_TRANSFORMERS_V5_OR_LATER,
+        PEFT_AVAILABLE,
+        LigerRMSNorm,
+        liger_cross_entropy,
+        transformer_version,
+    )
+
+    functional = importlib.import_module("liger_kernel.transformers.functional")
+    ops = importlib.import_module("liger_kernel.ops")
+    functions = {name for name in NAMES["ops"] if name.startswith("Liger") and ("ops", name) not in INSTEAD}
+    assert len(functions) >= 28
+    for name in functions:
+        assert getattr(functional, name) is getattr(ops, name)
+
+
+@pytest.mark.parametrize(
+    "module, name, advice",
+    [
+        ("ops.rms_norm", "_rms_norm_forward_kernel", "use an autograd function"),
+        ("ops.cross_entropy", "MAX_FUSED_SIZE", "calculate_settings"),
+        ("transformers.monkey_patch", "_patch_rms_norm_module", r"use liger_hw.patch\(module\)"),
+        ("transformers.monkey_patch", "llama_lce_forward", r"use liger_hw.patch\(model\)"),
+        ("transformers.functional", "LigerFusedLinearScaledCrossEntropyTPFunction", "use liger_fused_linear"),
+    ],
+)
+def test_names_that_are_refused_with_advice(module, name, advice, stand_in):
+    with pytest.raises(ImportError, match=advice):
+        exec(f"from liger_kernel.{module} import {name}")  # noqa: S102
+
+
 def test_unknown_names_and_modules_are_the_usual_errors(stand_in):
     with pytest.raises(ImportError, match="unheard_of"):
         from liger_kernel.transformers import unheard_of  # noqa: F401

@@ -60,13 +60,14 @@ def test_install_and_uninstall(clean):
         importlib.metadata.version("liger-kernel")
 
 
-def test_refuses_another_implementation_that_the_environment_names(monkeypatch):
-    monkeypatch.setenv("LIGER_KERNEL_IMPL", "nonsense")
+@pytest.mark.parametrize("variable", ["LIGER_KERNEL_IMPL", "LIGER_KERNEL_IMPL_RMS_NORM", "LIGER_KERNEL_BACKEND"])
+def test_refuses_another_implementation_that_the_environment_names(variable, monkeypatch):
+    monkeypatch.setenv(variable, "nonsense")
     integrations.install(replace=True)
     try:
-        with pytest.raises(ImportError, match="^LIGER_KERNEL_IMPL: got 'nonsense'"):
+        with pytest.raises(ImportError, match=f"^{variable}: got 'nonsense'"):
             import liger_kernel  # noqa: F401
-        monkeypatch.setenv("LIGER_KERNEL_IMPL", "triton")
+        monkeypatch.setenv(variable, "triton")
         import liger_kernel  # noqa: F401, F811
     finally:
         integrations.uninstall()
