@@ -47,7 +47,7 @@ def cross_entropy(
 
     Args:
         logits: (N, V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
-            between rows costs no copy.
+            between rows costs no copy. Kernels take logits beyond +-2.3e38 as infinite.
         target: (N,) int64 or int32. A value outside [0, V) other than `ignore_index` is an error on a CPU. Elsewhere,
             and in a compiled graph, it makes that row's loss and gradient NaN, and so the reduced loss: nothing is read
             out of bounds, and the host waits for no check.
