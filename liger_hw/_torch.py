@@ -285,6 +285,12 @@ def is_replica(module) -> bool:
     return getattr(module, "_is_replica", False)
 
 
+def has_batched(tensors) -> bool:
+    """Tell whether autograd batched any of the tensors, for `is_grads_batched` or a vectorized Jacobian."""
+    batched = torch._C._dispatch_key_parse("Batched")
+    return any(torch.is_tensor(x) and torch._C._dispatch_keys(x).has(batched) for x in tensors)
+
+
 def backward_keeps_graph() -> bool:
     """Tell whether the backward that runs here was called with retain_graph=True."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.compiler import is_compiling
 
-from liger_hw._torch import has_tangents, transforms_active
+from liger_hw._torch import has_batched, has_tangents, transforms_active
 
 
 class Function(torch.autograd.Function):
@@ -18,8 +18,8 @@ class Function(torch.autograd.Function):
         instead: the advice in the errors below.
 
     Raises:
-        RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes; an argument with a
-            tangent of forward-mode AD.
+        RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes, or with batched
+            gradients; an argument with a tangent of forward-mode AD.
     """
 
     instead = "run under liger_hw.use_backend('reference')"
@@ -35,7 +35,15 @@ class Function(torch.autograd.Function):
                         f"{cls.__name__} has no second-order gradients: call backward without create_graph=True, or "
                         f"{cls.instead}"
                     )
-                return backward(ctx, *grads)
+                try:
+                    return backward(ctx, *grads)
+                except Exception as error:  # only now, as the question costs host time
+                    if not has_batched(grads):
+                        raise
+                    raise RuntimeError(
+                        f"{cls.__name__} takes no batched gradients (is_grads_batched=True, vectorize=True): "
+                        f"pass one at a time, or {cls.instead}"
+                    ) from error
 
             cls.backward = staticmethod(first_order)
         cls.apply_with_graph = super(torch.autograd.Function, cls).apply  # torch's in C, which searches for no wrappers

@@ -236,6 +236,22 @@ def test_divisors(number, kind, flags):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+def test_batched_gradients_of_a_loss_without_logits_are_refused():
+    plain, patched = tiny.pair()
+
+    def gradients(model, **options):
+        loss = model(**tiny.tokens(), **options).loss
+        return torch.autograd.grad(loss, model.lm_head.weight, torch.tensor([1.0, 2.0]), is_grads_batched=True)[0]
+
+    with pytest.raises(RuntimeError, match="takes no batched gradients.*skip_logits=False"):
+        gradients(patched)
+    torch.testing.assert_close(gradients(patched, skip_logits=False), gradients(plain))
+    x, w = torch.randn(4, 8), torch.randn(16, 8, requires_grad=True)
+    loss = liger_hw.fused_linear_cross_entropy(x, w, torch.arange(4))
+    with pytest.raises(RuntimeError, match="takes no batched gradients.*use_backend"):
+        torch.autograd.grad(loss, w, torch.tensor([1.0, 2.0]), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("number", [float("nan"), 1e-300, 1e-40, True])

@@ -68,6 +68,8 @@ class GradientsInForward(Function):
     one, on the device, and returns them. A second backward raises an error.
     """
 
+    instead = f"{Function.instead} (of a model: pass skip_logits=False)"
+
     @staticmethod
     def keep(ctx, gradients, op, dtype, with_kernels=True, scale=None, again="call it again"):
         """Hold the gradients of the function's first arguments until the backward.

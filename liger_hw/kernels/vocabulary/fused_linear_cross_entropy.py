@@ -179,7 +179,7 @@ class FusedLinearCrossEntropyFunction(GradientsInForward):
         loss, z_loss, _, predicted, *gradients = _fused_linear_cross_entropy(
             x, weight, bias, targets, formula, plan, predict, needs_grad
         )
-        again = "call it again, or use reduction='none' and reduce its result"
+        again = "call it again, or use reduction='none' and reduce its result (of a model: pass skip_logits=False)"
         FusedLinearCrossEntropyFunction.keep(
             ctx, gradients, "fused_linear_cross_entropy", x.dtype, plan.with_kernels, again=again
         )
