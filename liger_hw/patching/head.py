@@ -143,6 +143,8 @@ class HeadMatch(Match):
 
 def _computes_alike(head, hidden):
     """Tell whether the ops compute the head in the dtypes and shapes of F.linear."""
+    if hidden.device.type == "meta":
+        return False  # it has no values to compute later
     alike = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     alike = alike and hidden.shape[-1:] == head.weight.shape[-1:]  # DeepSpeed's ZenFlow gathers weights transposed
     return alike and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits

@@ -39,6 +39,17 @@ def test_arguments_mean_what_they_meant(extra):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("skip_logits", [None, True, False])
+def test_on_meta(skip_logits):
+    plain, patched = (model.to("meta") for model in tiny.pair())
+    inputs = {name: tensor.to("meta") for name, tensor in tiny.tokens().items()}
+    for model, options in ((plain, {}), (patched, {"skip_logits": skip_logits})):
+        outputs = model(**inputs, **options)
+        outputs.loss.backward()
+        assert outputs.logits.shape == (2, 17, 128) and type(outputs.logits) is torch.Tensor
+        assert model.lm_head.weight.grad.shape == (128, 64)
+
+
 def test_labels_by_position():
     plain, patched = tiny.pair()
     ids, labels = tiny.tokens().values()
