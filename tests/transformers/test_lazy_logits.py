@@ -380,6 +380,10 @@ CHANGES = {
     "fused adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True).step(),
     "data.add_": lambda model: [p.data.add_(0.1) for p in model.parameters()],
     "only the bias": lambda model: model.lm_head.bias.data.add_(1.0),
+    "one value": lambda model: model.lm_head.weight.data[5, 3].add_(1.0),
+    "numpy": lambda model: model.lm_head.weight.detach().numpy()[5].fill(1.0),
+    "rows that change places": lambda model: model.lm_head.weight.data.copy_(model.lm_head.weight.data.flip(0)),
+    "columns that change places": lambda model: model.lm_head.weight.data.copy_(model.lm_head.weight.data.flip(1)),
 }
 
 
