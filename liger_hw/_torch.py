@@ -239,8 +239,19 @@ def written_arguments(operation, args, kwargs):
 
 
 def tensor_without_memory(cls, shape, dtype, device):
-    """Return a tensor of a subclass of torch.Tensor that has no storage."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    """Return a tensor of a subclass of torch.Tensor that has no memory.
+
+    C code that asks for memory to write to gets an error.
+    """
+    tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
+def share_memory(tensor, values) -> None:
+    """Give a tensor the memory, sizes and strides of `values`; its graph stays."""
+    with without_torch_function(), torch._C._DisableTorchDispatch():
+        tensor.data = values
 
 
 def has_hooks(module) -> bool:

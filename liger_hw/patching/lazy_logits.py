@@ -14,6 +14,8 @@ logits. It carries the gradients of hidden states, weight and bias; `HeadFunctio
 loss reads it, writes to it or adds to it, it computes its values, and the head's ordinary backward follows.
 """
 
+import copy
+import threading
 import weakref
 from functools import partial
 
@@ -23,6 +25,7 @@ from torch.overrides import enable_reentrant_dispatch
 from liger_hw._torch import (
     PLAIN,
     backward_keeps_graph,
+    share_memory,
     tensor_version,
     tensor_without_memory,
     tree_map_only,
@@ -57,6 +60,7 @@ class Source:
         self.recording = True
         self.by_products = {}
         self.has_a_loss = False
+        self.lock = threading.RLock()
         self._access = lambda: None
         self._seen = [_fingerprint(t) for t in self.tensors]
 
@@ -324,24 +328,40 @@ def next_record(record, function, args, kwargs):
 # Tensors without memory -----------------------------------------------------------------------------------------------
 
 NEED_MEMORY = {  # functions that read a tensor's memory without a call of `__torch_dispatch__`
-    T.tolist, T.numpy, T.__array__, T.data_ptr, T.untyped_storage, T.storage, T.is_shared, T.share_memory_,
-    T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
+    T.tolist, T.numpy, T.__array__, T.data_ptr, T.const_data_ptr, T.untyped_storage, T.storage, T.is_shared,
+    T.share_memory_, T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
 }  # fmt: skip
-ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+SET_DATA = T.data.__set__
 
 
 class Deferred(torch.Tensor):
-    """A tensor whose values its cell computes when an operation of torch reads them."""
+    """A tensor whose values its cell computes when an operation of torch reads them.
+
+    Until then torch's C code finds no memory and raises an error. From then on it finds the memory of the values.
+    """
 
     @staticmethod
     def __new__(cls, cell):
         tensor = tensor_without_memory(cls, cell.shape, cell.dtype, cell.device)
         tensor.cell = cell
-        return tensor
+        return tensor if cell.values is None else tensor.computed()
+
+    def computed(self):
+        """Compute the values and return the tensor, which then has their memory, sizes and strides."""
+        share_memory(self, self.cell.read())
+        return self
+
+    def as_subclass(self, cls):  # torch asks no `__torch_function__`
+        return torch.ops.aten.alias(self).as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func == SET_DATA:
+            tensor, values = args
+            share_memory(tensor, values.detach())
+            tensor.cell = tensor.cell.with_values(values.detach())
+            return None
         if func in NEED_MEMORY:
             args, kwargs = tree_map_only(Deferred, _with_memory, (args, kwargs))
         with without_torch_function():
@@ -350,16 +370,18 @@ class Deferred(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in ALIASES or func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
-            return type(args[0])(args[0].cell)
+        if func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
+            return type(args[0])(args[0].cell)  # as an autograd function returns its own argument
         written = _written(func, args, kwargs)
         with enable_reentrant_dispatch():  # without it autograd would not record, as the gradient of a loss needs
             for tensor in written:
                 tensor.cell.before_write()
-            args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.cell.read(), (args, kwargs))
+            args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.computed().cell.values, (args, kwargs))
         result = func(*args, **kwargs)
         if not written:
             return result
+        for tensor in written:
+            tensor.computed()  # `set_` and `resize_` change memory, sizes and strides
         itself = {id(tensor.cell.values): tensor for tensor in written}  # autograd expects the written tensor itself
         return tree_map_only(torch.Tensor, lambda tensor: itself.get(id(tensor), tensor), result)
 
@@ -371,7 +393,7 @@ def _written(func, args, kwargs):
 
 def _with_memory(tensor):
     """Return the values, in shared memory, with the tensor's `requires_grad`."""
-    return tensor.cell.read().detach().requires_grad_(tensor.requires_grad)
+    return tensor.computed().cell.values.detach().requires_grad_(tensor.requires_grad)
 
 
 class Cell:
@@ -394,15 +416,22 @@ class Cell:
     device = property(lambda self: self.record.hidden.device)
 
     def read(self):
-        """Return the values; the first call computes them."""
-        if self.values is None:
-            self.source.access.keep()
-            with torch.inference_mode() if self.source.tensors[0].is_inference() else torch.no_grad():
-                if self.parent is not None and self.parent.values is not None:
-                    self.values = apply_steps(self.parent.values, self.record.steps[-1:])
-                else:
-                    self.values = self.source.logits(self.record.steps)
+        """Return the values; the first call computes them, also if several threads call at once."""
+        with self.source.lock:
+            if self.values is None:
+                self.source.access.keep()
+                with torch.inference_mode() if self.source.tensors[0].is_inference() else torch.no_grad():
+                    if self.parent is not None and self.parent.values is not None:
+                        self.values = apply_steps(self.parent.values, self.record.steps[-1:])
+                    else:
+                        self.values = self.source.logits(self.record.steps)
         return self.values
+
+    def with_values(self, values):
+        """Return a Cell of the same source with these values."""
+        cell = Cell(self.source, self.record)
+        cell.values = values
+        return cell
 
     def before_write(self):
         """Compute the values, and the uncomputed values that derive from them.
@@ -622,6 +651,11 @@ class GradientCell:
 
     def before_write(self):
         self.read()
+
+    def with_values(self, values):
+        cell = copy.copy(self)
+        cell.values = values
+        return cell
 
 
 class LossGradient(Deferred):

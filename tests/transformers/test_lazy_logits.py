@@ -1,6 +1,7 @@
 """Check that lazy logits behave as ordinary logits in every program."""
 
 import copy
+import ctypes
 import functools
 import gc
 import io
@@ -9,9 +10,12 @@ import threading
 import warnings
 import weakref
 
+import numpy
 import pytest
 import tiny
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.dlpack import from_dlpack
 
 import liger_hw
 from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, scale_and_softcap
@@ -181,6 +185,75 @@ def test_steps_that_the_ops_cannot_express():
         torch.testing.assert_close(found, expected)
         found.backward(), expected.backward()
         pair.assert_same_gradients()
+
+
+# Memory of logits -----------------------------------------------------------------------------------------------------
+
+
+class Mine(torch.Tensor):
+    """A program's own subclass."""
+
+
+def _set_data(x):
+    x.data = torch.ones(3)
+    return x * 2
+
+
+def _address(x):
+    x.sum()
+    return torch.tensor(torch._C._data_address(x) == x.data_ptr() != 0)
+
+
+ACCESSES = [
+    lambda x: torch.from_dlpack(x.detach()), lambda x: from_dlpack(torch._C._to_dlpack(x.detach())),
+    lambda x: torch.as_tensor(numpy.from_dlpack(x.detach())), lambda x: torch.as_tensor(numpy.asarray(x.detach())),
+    lambda x: torch.tensor((ctypes.c_float * 120).from_address(x.data_ptr())[:]),
+    lambda x: torch.tensor((ctypes.c_float * 120).from_address(x.const_data_ptr())[:]),
+    lambda x: torch.tensor(list(x._typed_storage())), lambda x: torch.tensor(list(x.untyped_storage())), _address,
+    lambda x: torch.tensor(x.detach().data_ptr() == x.data_ptr() == x.data.data_ptr()),
+    lambda x: torch.frombuffer(x.detach().numpy().data, dtype=torch.float32),
+    lambda x: torch.tensor(x.detach().share_memory_().is_shared()), lambda x: torch.empty(0).set_(x.detach()),
+    lambda x: (lambda rebuild, args: rebuild(*args))(*reduce_tensor(x.detach())),
+    lambda x: x.as_subclass(Mine).as_subclass(torch.Tensor) * 2, lambda x: torch.nn.Parameter(x.detach()) * 2,
+    lambda x: torch.Tensor._make_subclass(torch.nn.Parameter, x.detach()) * 2, _set_data,
+    lambda x: (x.detach().numpy().fill(7), x * 2)[1], lambda x: (x.untyped_storage().fill_(0), x * 2)[1],
+    lambda x: (x.data.zero_(), x * 2)[1], lambda x: torch.zeros(2, 5, 12).copy_(x),
+    lambda x: (x.detach().resize_(3, 4) * 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_every_access_to_memory_finds_the_values(access):
+    lazy, real = Pair().both()
+    assert torch.equal(access(lazy), access(real))
+
+
+def test_without_values_torchs_c_code_finds_no_memory():
+    with pytest.raises(RuntimeError, match="data"):
+        torch._C._to_dlpack(Pair(grad=False).lazy)
+
+
+def test_data_of_another_tensor():
+    for mean in (lambda x: x.square().mean(), lambda x: x[0, 0].sum()):
+        pair = Pair()
+        for x in pair.both():
+            x.data = torch.arange(120.0).view(2, 5, 12)
+            mean(x).backward()
+        pair.assert_same_gradients()
+    taken, lazy = torch.ones(()), Pair(grad=False).lazy
+    taken.data, lazy.data = lazy.data, Pair().lazy
+    assert torch.equal(taken, lazy.clone())
+
+
+def test_threads_that_read_at_once_share_the_values():
+    lazy, addresses = Pair().lazy, []
+    threads = [threading.Thread(target=lambda: addresses.append(lazy.data_ptr())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(addresses)) == 1
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
