@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as act
 from torch.utils._pytree import tree_map_only
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)
 
 
 def constant_result(function):

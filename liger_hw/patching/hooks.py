@@ -16,7 +16,7 @@ def is_intercepted(module):
     A replacement must then call `module` instead of computing its result: hooks may read the input, change the output
     or gather the weight (ZeRO-3, offloading). ZeRO-3's hooks do nothing on a module without parameters.
     """
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ or "_call_impl" in module.__dict__:
         return True
     if not has_hooks(module):
         return False

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from liger_hw.patching.pins import digest, guard
-from liger_hw.patching.reading import add_entries, read
+from torch.nn import Module
+
+from liger_hw.patching.pins import digest, functions_in, guard
+from liger_hw.patching.reading import Pin, add_entries, is_known, read, read_function
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,19 @@ class Match:
         """Return the values of pinned attributes that may be names of entries in a registry."""
         return {pin.value for pin in self.pinned if isinstance(pin.value, str)}
 
+    def codes(self, original):
+        """Return the `Code` of everything that computes a module: methods, children, functions in attributes."""
+        functions = dict.fromkeys(f for pin in self.pinned for f in functions_in(pin.value) if not is_known(f))
+        codes = [add_entries(read(original, self.methods), self.strings), *(read(cls) for _, cls in self.bypassed)]
+        return [*codes, *map(read_function, functions)]
+
     def pins(self, original):
         """Return (`Pin`s, names that an attribute of an instance would hide) of the matched code."""
-        codes = [add_entries(read(original, self.methods), self.strings), *(read(cls) for _, cls in self.bypassed)]
+        codes = self.codes(original)
         shadowed = {pin.name for pin in codes[0].pins if pin.owner is original} - {*self.methods}
-        return [pin for code in codes for pin in code.pins], shadowed
+        pins = [pin for code in codes for pin in code.pins]
+        calls = [(cls, "__call__") for _, cls in self.bypassed] + [(Module, "_call_impl")] * bool(self.bypassed)
+        return pins + [Pin(*call, getattr(*call)) for call in calls], shadowed
 
     def reason_against(self, original):
         """Return why the op cannot compute modules of `original` though a probe agrees, or None."""

@@ -162,6 +162,19 @@ def match_mlp(module):
     return None
 
 
+def unknown_operation(module):
+    """Return the name of an operation of a module that no op of MLPs computes."""
+    projections = {name: child for name, child in module.named_children() if is_projection(child)}
+    if len(projections) not in (2, 3):
+        return None
+    for roles in _projection_roles(projections):
+        x, children = _case(projections, roles, torch.float32)
+        probe = probing.copy_of(module, dict(module._parameters), module._modules | children)
+        if names := witnesses.operations_of(lambda probe=probe, x=x: type(module).forward(probe, x)):
+            return next((name for name in names if not witnesses.is_of_an_mlp(name)), None)
+    return None
+
+
 def _candidates(module, dropouts, floats, visible):
     """Yield (float attributes of the probe, [(op, options, roles except projections)]) of possible MLPs.
 

@@ -48,7 +48,8 @@ def fact(value, within=()):
     That is a plain value itself, and the contents of an object or a container.
 
     Raises:
-        Incomparable: it is or contains a tensor, a module, an object with hidden contents, or is nested too deeply.
+        Incomparable: it is or contains a tensor, a module, an object with hidden contents or with code of its own, or
+            is nested too deeply.
     """
     if isinstance(value, PLAIN):  # a match is pickled with its facts, and types of functions cannot be
         return None if isinstance(value, NAMED) else type(value), value
@@ -63,7 +64,7 @@ def fact(value, within=()):
         held = tuple(value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         held = tuple(value)
-    elif isinstance(value, (torch.Tensor, torch.nn.Module)) or not _is_all_in_vars(value):
+    elif isinstance(value, (torch.Tensor, torch.nn.Module)) or callable(value) or not _is_all_in_vars(value):
         raise Incomparable
     else:
         held = tuple(vars(value).items())
@@ -120,6 +121,15 @@ def attribute_pins(module, code, exempt=(), children=()):
     return tuple(dict.fromkeys(pins))
 
 
+def functions_in(value):
+    """Yield the functions of Python in a pinned value or a `fact`."""
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from functions_in(item)
+
+
 def reads(names, attribute):
     """Tell whether code with these names may read an attribute, unless every module has it."""
     if attribute in OF_EVERY_MODULE:
@@ -130,7 +140,7 @@ def reads(names, attribute):
 def _attribute_pin(module, path, children):
     value, fields = vars(module)[path[0]], path[:1]
     for name in path[1:]:
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN) and not isinstance(value, (types.FunctionType, types.ModuleType, type)):
             break
         further = getattr(value, name, reading.MISSING)
         if further is reading.MISSING or callable(further) and not isinstance(further, PLAIN):

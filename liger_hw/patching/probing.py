@@ -175,7 +175,9 @@ def _shallow_copy(module, attributes):
 
 
 def positional_inputs(module):
-    """Return the names of the positional parameters of a module's forward."""
+    """Return the names of a forward's positional parameters; none of a module of torch.jit."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
 

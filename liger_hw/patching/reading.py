@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from liger_hw._torch import OPERATIONS
+
 MISSING = object()  # value of a pin whose name does not exist
 KNOWN_PACKAGES = ("torch", "liger_hw")
 KNOWN_LIBRARY = {
@@ -40,6 +42,14 @@ UNREADABLE = {  # functions of Python whose effect the code does not show
 CHANGES_CONTAINER = {
     "append", "extend", "insert", "popitem", "setdefault", "appendleft", "popleft", "update", "clear", "__setitem__",
     "__setattr__", "__delattr__", "register_hook", "register_forward_hook", "register_buffer", "register_parameter",
+}  # fmt: skip
+GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+    "is_autocast_cache_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
+    "is_compiling", "is_dynamo_compiling", "is_exporting", "is_tracing", "is_scripting", "get_default_dtype",
+    "get_default_device", "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_num_threads",
+    "get_float32_matmul_precision", "get_rng_state", "initial_seed", "is_available", "is_initialized", "get_rank",
+    "get_world_size", "device_count", "current_device", "is_current_stream_capturing", "backends",
 }  # fmt: skip
 READS_ALL = {"__dict__", "vars", "__getattribute__", "__getattr__"}  # names by which code reads attributes unseen
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
@@ -68,6 +78,7 @@ class Code:
         constants: numbers that they contain.
         registries: dictionaries among the globals, of which the code takes an entry by name: ACT2FN["silu"].
         chains: attributes that they read from their first argument: ("config", "limit") for self.config.limit.
+        without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
         reason: why a probe cannot show what the methods compute, or None.
     """
 
@@ -78,7 +89,13 @@ class Code:
     constants: set = field(default_factory=set)
     registries: list = field(default_factory=list)
     chains: set = field(default_factory=set)
+    without_autocast: bool = False
     reason: str | None = None
+
+    def refuse_state(self, name):
+        """Refuse to read the state `name` of the program."""
+        if name in GLOBAL_STATE and not (self.without_autocast and "autocast" in name):
+            self.refuse(f"calls {name}()")
 
     def refuse(self, reason):
         """Keep the first reason."""
@@ -87,7 +104,10 @@ class Code:
 
 def read(cls, methods=("forward",)):
     """Return the `Code` of methods of a class, and of all functions that they name."""
-    code, waiting = Code(), []
+    code, waiting = Code(without_autocast=issubclass(cls, torch.nn.LayerNorm)), []
+    for name in ("__getattr__", "__getattribute__"):
+        if getattr(cls, name, None) not in (getattr(torch.nn.Module, name), object.__getattribute__):
+            code.refuse(f"defines {name}()")
     for name in methods:
         method = inspect.getattr_static(cls, name, MISSING)
         if isinstance(method, types.FunctionType):
@@ -132,7 +152,7 @@ def add_entries(code, strings):
 
 def read_globals(function):
     """Return the globals that one function names, and whether it writes one."""
-    code = Code()
+    code = Code(pins=_pins_of_function(function))
     for instructions in _all_code(function.__code__):
         for instruction in dis.get_instructions(instructions):
             name, argument = instruction.opname, instruction.argval
@@ -152,9 +172,8 @@ def is_known(function):
 
 def foreign(pins, packages=("torch",)):
     """Return the name of the first function in `pins` of another package, or None."""
-    kinds = (types.ModuleType, type, torch.dtype)
-    names = (pin.name for pin in pins if not isinstance(pin.value, kinds) and _package(pin.value) not in packages)
-    return next(names, None)
+    functions = (pin for pin in pins if callable(pin.value) and not isinstance(pin.value, type))
+    return next((pin.name for pin in functions if _package(pin.value) not in packages), None)
 
 
 def _read_functions(code, waiting, cls):
@@ -215,10 +234,24 @@ def _content(cell):
 
 
 def _read_function(function, code, waiting):
+    code.pins += _pins_of_function(function)
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    if not is_constant(defaults):
+        code.refuse(f"has a default argument in {function.__name__}() whose contents may change")
+    waiting += [f for value in defaults for f in _functions_to_read(value)]
     first = function.__code__.co_varnames[:1] if function.__code__.co_argcount else ()
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     for instructions in _all_code(function.__code__):
         _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
+
+
+def _pins_of_function(function):
+    """Return pins of the code and defaults, which a program may replace in place."""
+    pins = [Pin(function, "__code__", function.__code__)]
+    pins += [Pin(function, "__defaults__", function.__defaults__)] if function.__defaults__ else []
+    by_name = function.__kwdefaults__ or {}
+    pins += [Pin(function, "__kwdefaults__", by_name)] if by_name else []
+    return pins + [Pin(by_name, *item) for item in by_name.items()]
 
 
 def _all_code(code):
@@ -232,16 +265,20 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
     code.names.update(c for c in instructions.co_consts if isinstance(c, str) and c.isidentifier())
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain = None, []
+    attribute = None
     for instruction in [*dis.get_instructions(instructions), None]:
-        name = instruction and instruction.opname
+        name, previous, attribute = instruction and instruction.opname, attribute, None
         if name in ("EXTENDED_ARG", "CACHE", "PUSH_NULL"):
             continue
-        if name in ("LOAD_ATTR", "LOAD_METHOD") or name and name.startswith("LOAD_SUPER_"):
+        if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
             code.attributes.add(attribute)
             code.names.add(attribute)
             if attribute in CHANGES_CONTAINER:
                 code.refuse(f"calls {attribute}()")
+            code.refuse_state(attribute)
+            if attribute in ("type", "index") and previous == "device" and not code.without_autocast:
+                code.refuse("reads the type of a device")
             chain.append(attribute)
             continue
         if kind == "self":
@@ -294,6 +331,8 @@ def _read_chain(kind, chain, namespace, cells, code, waiting):
     code.pins.append(pin)
     for attribute in attributes:
         if not isinstance(value, (types.ModuleType, type)):
+            if isinstance(value, types.FunctionType):
+                code.refuse(f"reads the attribute {attribute!r} of the function {value.__name__}")
             break
         if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
             return
@@ -311,6 +350,7 @@ def _read_value(value, name, code, waiting):
     """Read the functions of a global value, and refuse what the code does not show."""
     if isinstance(value, types.MethodType):
         value = value.__func__
+    code.refuse_state(getattr(value, "__name__", None))
     if isinstance(value, types.FunctionType) and _package(value) in sys.stdlib_module_names and not is_known(value):
         code.refuse(f"calls {value.__module__}.{value.__qualname__}")
     elif isinstance(value, types.FunctionType) and not is_known(value):
@@ -327,7 +367,7 @@ def _read_value(value, name, code, waiting):
             code.refuse(f"calls {_package(value)}.{value.__name__}")
     elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
         code.registries.append((name, value))
-    elif not is_constant(value) and not isinstance(value, logging.Logger) and _package(type(value)) != "torch":
+    elif not is_constant(value) and not isinstance(value, (logging.Logger, *OPERATIONS)):
         code.refuse(f"reads the global {name!r}, whose contents may change")
 
 

@@ -7,16 +7,19 @@ They match if their results are bitwise equal, dtype included (LayerNorm allows 
 import dataclasses
 from typing import NamedTuple
 
+import torch
+
 from liger_hw._torch import without_modes
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
 from liger_hw.patching.match import Match
-from liger_hw.patching.mlp import match_mlp
+from liger_hw.patching.mlp import match_mlp, unknown_operation
 from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
+from liger_hw.patching.probing import positional_inputs
 from liger_hw.patching.projection import is_projection
-from liger_hw.patching.reading import add_entries, read
+from liger_hw.patching.reading import read
 from liger_hw.patching.rotary import find_rotation, match_rotary
 from liger_hw.patching.sorted_experts import match_sorted_experts
 from liger_hw.patching.swapping import patched_class
@@ -93,6 +96,8 @@ def _with_pins(module, match, memory):
     try:
         pinned = attribute_pins(module, code, exempt)
         for name, cls in match.bypassed:
+            if (cls.__call__, cls._call_impl) != (torch.nn.Module.__call__, torch.nn.Module._call_impl):
+                return Recognition(reason=f"its {name} replaces the call of a module")
             child = memory.code(cls)
             if child.reason:
                 return Recognition(reason=f"the code of its {name} {child.reason}")
@@ -101,8 +106,8 @@ def _with_pins(module, match, memory):
     except Incomparable as error:
         return Recognition(reason=f"its code {error}")
     match = dataclasses.replace(match, pinned=match.pinned + pinned)
-    code = add_entries(read(type(module), match.methods), match.strings) if code.registries else code
-    reason = f"its code {code.reason}" if code.reason else match.reason_against(type(module))
+    reason = next((f"its code {code.reason}" for code in match.codes(type(module)) if code.reason), None)
+    reason = reason or match.reason_against(type(module))
     return Recognition(reason=reason) if reason else Recognition(match)
 
 
@@ -139,4 +144,8 @@ def reason_for_leaving(module):
     projections = [child for child in module.children() if is_projection(child)]
     if not projections:
         return None
+    if (inputs := len(positional_inputs(module))) != 1:
+        return f"its forward takes {inputs} inputs, and an MLP's op takes one"
+    if operation := unknown_operation(module):
+        return f"computes {operation}, which no op does"
     return NO_ACTIVATION if len(projections) == 2 else NO_OP

@@ -114,6 +114,7 @@ def find_rotation(function):
         lambda training, *args: by_op(rotation)(*args),
         lambda dtype, shape: case_of(rotation, dtype, dtype, batch=shape[0], length=shape[1]),
         constants=code.constants,
+        other_shapes=(),
         learned=2 if rotation.form.startswith("q") else 1,
     )
     return (None, f"{{}} {reason}") if reason else (rotation, None)

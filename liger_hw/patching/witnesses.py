@@ -22,6 +22,7 @@ from liger_hw.patching.reading import read
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
 SHAPES = ((2, 5), (1, 1))  # sequences and tokens
+OTHER_SHAPES = ((), (3,), (2, 1, 3))  # of other numbers of dimensions, which a module may refuse
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0)
 MOST_SCALES = 8
 COPIES = {
@@ -34,13 +35,15 @@ ARITHMETIC = {
     "_fused_rms_norm", "view_as_complex", "view_as_real", "scalar_tensor", "full", "full_like", "ones", "zeros",
 }  # fmt: skip
 SMOOTH = ({"silu", "sigmoid", "exp"}, {"gelu", "erf", "tanh"}, {"gelu", "sigmoid"})  # one may be written as another
+OF_MLPS = {"relu", "clamp", "native_dropout", "dropout"}  # beside arithmetic and smooth functions
 ROWS_TAKEN = {  # view -> the position of its dimension among the arguments
     "slice": 1, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2,
 }  # fmt: skip
 NO_END = (None, sys.maxsize)  # values of the argument `end` of a slice
 STATE = {  # what a tensor tells beside its values, dtype, device and shape
     "is_cuda", "is_xpu", "is_mps", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_version",
-    "data_ptr", "storage", "untyped_storage", "register_hook", "retain_grad", "numpy", "tolist", "item", "get_device",
+    "data_ptr", "is_contiguous", "stride", "storage_offset", "nbytes", "is_inference", "storage", "untyped_storage",
+    "register_hook", "retain_grad", "numpy", "tolist", "item", "get_device",
 }  # fmt: skip
 
 
@@ -174,7 +177,9 @@ def constants_of(module):
     return numbers
 
 
-def objection(original, replacement, case, constants=(), exact=True, shapes=SHAPES, learned=None):
+def objection(
+    original, replacement, case, constants=(), exact=True, shapes=SHAPES, other_shapes=OTHER_SHAPES, learned=None
+):
     """Return why an op must not replace a module that ordinary rows matched, or None.
 
     Args:
@@ -183,6 +188,7 @@ def objection(original, replacement, case, constants=(), exact=True, shapes=SHAP
         constants: numbers in the module's code and attributes.
         exact: False allows another order of fp32 sums.
         shapes: the leading dimensions.
+        other_shapes: leading dimensions for which the module may raise an error.
         learned: how many of the first arguments get gradients; None: all.
     """
     numbers = set()
@@ -196,6 +202,10 @@ def objection(original, replacement, case, constants=(), exact=True, shapes=SHAP
                 if not _agrees(original, replacement, training, args, exact):
                     mode = "training" if training else "evaluation"
                     return f"differs from the op in {str(dtype).removeprefix('torch.')}, {mode}, {shown}"
+            for shape in other_shapes:
+                args = _scaled(case(dtype, shape), ORDINARY)
+                if _runs(original, training, args) and not _agrees(original, replacement, training, args, exact):
+                    return f"differs from the op for inputs of {len(shape) + 1} dimensions"
     args = case(torch.float32, shapes[0])
     return None if _same_gradients(original, replacement, args, learned) else "has other gradients than the op"
 
@@ -241,6 +251,10 @@ def _agrees(original, replacement, training, args, exact):
         return False
 
 
+def _runs(original, training, args):
+    return probing.outputs(lambda: original(training, *args), [()]) is not None
+
+
 def _object_to_operations(original, replacement, case, training, shapes, numbers):
     first = None
     for dtype in DTYPES:
@@ -274,6 +288,16 @@ def _operations(function, leading):
     except Exception:  # a model's own code may raise any exception
         return None, set()
     return operations.names, operations.numbers
+
+
+def operations_of(function):
+    """Return the names of the operations that a function runs, or None if it fails."""
+    return _operations(function, 0)[0]
+
+
+def is_of_an_mlp(name):
+    """Tell whether some op of MLPs computes an operation."""
+    return name in ARITHMETIC or name in OF_MLPS or any(name in group for group in SMOOTH)
 
 
 def _is_explained(name, names, reference):

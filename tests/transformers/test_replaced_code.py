@@ -169,6 +169,36 @@ def test_attributes_that_code_reads_count_when_they_change(change):
     assert not torch.equal(plain(ROWS), before)
 
 
+def act(x, scale=1.0, *, offset=0.0):
+    return F.silu(x) * (scale * SCALE) + offset
+
+
+SCALE = 1.0
+IN_PLACE = {  # what a program replaces in a function or beside it
+    "code": (act, "__code__", (lambda x, scale=1.0, *, offset=0.0: F.gelu(x)).__code__),
+    "default": (act, "__defaults__", (2.0,)),
+    "keyword default": (act, "__kwdefaults__", {"offset": 1.0}),
+    "code of a method": (MLP.product, "__code__", (lambda self, x: self.up_proj(x)).__code__),
+    "call of the activation's class": (nn.SiLU, "__call__", lambda self, x: 2 * x),
+    "call of all modules": (nn.Module, "_call_impl", lambda self, x: self.forward(2 * x)),
+}
+
+
+@pytest.mark.parametrize("replaced", IN_PLACE)
+def test_functions_that_a_program_changes_in_place_count(replaced, monkeypatch):
+    owner, name, value = IN_PLACE[replaced]
+    plain, patched = pair(MLP(None if "all" in replaced or owner is nn.SiLU else act))
+    before = plain(ROWS)
+    monkeypatch.setattr(owner, name, value, raising=False)
+    assert torch.equal(patched(ROWS), plain(ROWS)) and not torch.equal(plain(ROWS), before)
+
+
+def test_a_global_of_a_function_in_an_attribute_counts(monkeypatch):
+    plain, patched = pair(MLP(act))
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    assert torch.equal(patched(ROWS), plain(ROWS))
+
+
 def test_a_class_attribute_that_changed_between_two_patches_counts(monkeypatch):
     liger_hw.patch(MLP())
     monkeypatch.setattr(MLP, "factor", 2.0)

@@ -145,6 +145,35 @@ class Constant(MLP):
         return torch.zeros_like(x)
 
 
+def scaled(x, by=[1.0]):  # noqa: B006
+    return x * by[0]
+
+
+scaled.flag = ONE = torch.tensor(1.0)
+
+
+def other(name, factor, base=MLP):
+    """Return a class whose result has a factor, the value of an expression."""
+    source = f"lambda self, x: self.down_proj(self.product(x) * ({factor}))"
+    return type(name, (base,), {"forward": eval(source, globals())})
+
+
+STATE = {  # an expression in a forward -> words of the reason
+    "0.5 if x.ndim == 2 else 1.0": "differs from the op for inputs of 2 dimensions",
+    "0.5 if len(x.shape) > 3 else 1.0": "differs from the op for inputs of 4 dimensions",
+    "1.0 if x.is_contiguous() else 0.5": "reads is_contiguous of a tensor",
+    "1.0 if x.stride(-1) == 1 else 0.5": "reads stride of a tensor",
+    "0.5 if x.nbytes > 1e9 else 1.0": "reads nbytes of a tensor",
+    "0.5 if x.device.type == 'cuda' else 1.0": "reads the type of a device",
+    "0.5 if torch.is_inference_mode_enabled() else 1.0": "calls is_inference_mode_enabled()",
+    "0.5 if torch.is_autocast_enabled('cpu') else 1.0": "calls is_autocast_enabled()",
+    "0.5 if torch.backends.cudnn.benchmark else 1.0": "calls backends()",
+    "scaled(1.0)": "has a default argument in scaled() whose contents may change",
+    "scaled.flag": "reads the attribute 'flag' of the function scaled",
+    "ONE": "reads the global 'ONE', whose contents may change",
+}
+
+
 class Norm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -220,6 +249,22 @@ def test_modules_that_equal_an_op_on_ordinary_rows_only_are_left(cls, training):
     assert not summary.replaced
     reason = "".join(why for _, why in summary.left)
     assert LEFT[cls] in reason or reason == NO_OP
+
+
+@pytest.mark.parametrize("factor", STATE)
+def test_modules_that_read_other_state_are_left(factor):
+    summary = liger_hw.patch(other("OtherMLP", factor)())
+    (reason,) = [reason for _, reason in summary.left]
+    assert STATE[factor] in reason or "calls" in STATE[factor] and reason == NO_OP
+
+
+def test_a_class_with_getattr_of_its_own_is_left():
+    class Reads(MLP):
+        def __getattr__(self, name):
+            return ONE if name == "factor" else super().__getattr__(name)
+
+    summary = liger_hw.patch(other("ReadsMLP", "self.factor", Reads)())
+    assert list(summary.left) == [("ReadsMLP", "its code defines __getattr__()")]
 
 
 @pytest.mark.parametrize("cls", [MLP, Norm])
