@@ -32,6 +32,10 @@ WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
+OWN_LOSS = (
+    "no Hugging Face model, so its loss stays: call liger_hw.fused_linear_cross_entropy(hidden, weight of the head, "
+    "targets) in place of the head and the loss"
+)
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("token_weights", "loss_weights", "weight"), (None,)),
@@ -312,6 +316,18 @@ def has_a_head(module):
     except ModuleNotFoundError:
         return False
     return isinstance(module, PreTrainedModel) and head_of(module) is not None
+
+
+def is_left_in(model):
+    """Tell whether `model` has a head, but is no Hugging Face model.
+
+    A head is a linear layer with as many outputs as the widest embedding has rows.
+    """
+    modules = list(model.modules())
+    if any(hasattr(module, "get_output_embeddings") for module in modules):
+        return False
+    vocabulary = max((m.num_embeddings for m in modules if isinstance(m, torch.nn.Embedding)), default=None)
+    return any(m.out_features == vocabulary for m in modules if type(m) is torch.nn.Linear)
 
 
 def without_skip_logits(model):

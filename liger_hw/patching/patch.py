@@ -3,7 +3,7 @@
     summary = liger_hw.patch(model)      # print(summary) lists replaced modules with ops, and others with reasons
     liger_hw.unpatch(model)
 
-It needs no list of models: `recognise` proves which op computes each module, `swap` changes the module's class, and
+It needs no list of models: `recognise` finds which op computes each module, `swap` changes the module's class, and
 `loss` replaces head and loss where the model computes a common cross entropy.
 """
 
@@ -31,8 +31,9 @@ CHANGED_SINCE = "patched before, and a parametrization, FSDP or another library 
 def patch(model, activations=None, **flags):
     """Run `model`'s norms, MLPs, experts, rotary embeddings and loss on this library's ops.
 
-    Results stay the same: `patch` replaces a module only after a probe proves the op bitwise equal. Parameters, their
-    names, hooks, saving, loading, copying and adapters do not change. A second call replaces the first one's patch.
+    Results stay the same: `patch` replaces a module only after an op returned its bits on many rows and its code showed
+    no other operation ("What is shown, and what is not" in the guide). Parameters, their names, hooks, saving, loading,
+    copying and adapters do not change. A second call replaces the first one's patch.
 
     Args:
         model: a `torch.nn.Module`, usually a `PreTrainedModel` or a PEFT model around one. With a class of models
@@ -49,8 +50,8 @@ def patch(model, activations=None, **flags):
 
     Returns:
         a `Summary`; None for a class. Its attribute `activations` holds the plan. It is logged at level INFO, or
-        WARNING where nothing was replaced. One line with its counts, once for each model class and counts, is logged
-        at level WARNING by the first process of a machine, so that it is seen without a configuration of logging.
+        WARNING where nothing was replaced. One line with its counts is logged at level WARNING by the first process of
+        a machine, so that it is seen without a configuration of logging. A process logs equal texts once.
 
     Raises:
         ValueError: `model` is not a model; a flag is unknown, or not True, False or None; cross_entropy together with
@@ -76,18 +77,25 @@ def patch(model, activations=None, **flags):
             bypassed.update(part.children() if match.kind == "mlp" else ())
     for part in loss.without_skip_logits(model):
         swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch()))
-    if summary.replaced:
-        logger.info("patched %s\n%s", type(model).__name__, summary)
-        _announce(own_class(model).__name__, summary.replaced.total(), summary.left.total())
-    else:
-        logger.warning("nothing of %s was replaced; it is as it was\n%s", type(model).__name__, summary)
+    if loss.is_left_in(model):
+        summary.left[own_class(model).__name__, loss.OWN_LOSS] += 1
+    _log(own_class(model).__name__, summary)
     return summary
 
 
-@functools.cache
-def _announce(name, replaced, left):
+def _log(name, summary):
+    replaced, left = summary.replaced.total(), summary.left.total()
+    if not replaced:
+        _log_once(logging.WARNING, f"nothing of {name} was replaced; it is as it was\n{summary}")
+        return
+    _log_once(logging.INFO, f"patched {name}\n{summary}")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        logger.warning("liger_hw: %d modules patched, %d left alone (%s)", replaced, left, name)
+        _log_once(logging.WARNING, f"liger_hw: {replaced} modules patched, {left} left alone ({name})")
+
+
+@functools.cache
+def _log_once(level, message):
+    logger.log(level, message)
 
 
 def unpatch(model):

@@ -4,12 +4,16 @@ Parameters, buffers, hooks and names stay where they are, and no other module ch
 computes with the copy's weights; a closure set as its `forward` would compute with the original's.
 """
 
+import functools
+import logging
 import types
 import weakref
 
 import torch
 
 from liger_hw.patching.hooks import own_class
+
+logger = logging.getLogger("liger_hw")
 
 __all__ = ["is_changed_since", "is_swapped", "own_class", "patched_class", "restore", "swap"]
 
@@ -68,9 +72,25 @@ def _class_for(original, match, digest):
 def _new_class(original, match, digest):
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     facts = {"liger_original": original, "liger_match": match, "liger_digest": digest}
-    members = {"_get_name": _get_name, "__reduce_ex__": _reduce} | match.members(original, match.guard(original))
+    members = {"_get_name": _get_name, "__reduce_ex__": _reduce, "__prepare_scriptable__": _prepare_scriptable}
+    members |= match.members(original, match.guard(original))
     # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes
-    return type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
+    metaclass = type.__new__(type, type(original).__name__, (_EqualsOriginal, type(original)), {})
+    return type.__new__(metaclass, original.__name__, (_Unregistered, original), names | facts | members)
+
+
+class _EqualsOriginal(type):
+    """Metaclass of patched classes, which tables of classes find as their originals."""
+
+    def __eq__(cls, other):
+        return _original(cls) is _original(other)
+
+    def __hash__(cls):
+        return type.__hash__(_original(cls))
+
+
+def _original(cls):
+    return vars(cls).get("liger_original", cls) if isinstance(cls, type) else cls
 
 
 class _Unregistered(torch.nn.Module):
@@ -84,6 +104,19 @@ class _Unregistered(torch.nn.Module):
 def _get_name(self):
     """Return the name that `print` shows."""
     return f"Liger{type(self).__name__}" if is_swapped(self) else type(self).__name__
+
+
+def _prepare_scriptable(self):
+    """Give the module its own class: torch.jit.script, which calls this, reads a class's source."""
+    if is_swapped(self):
+        _warn_of_script(type(self).__name__)
+        restore(self)
+    return self
+
+
+@functools.cache
+def _warn_of_script(name):
+    logger.warning("torch.jit.script compiles %s as it was before patch, and leaves the module unpatched", name)
 
 
 def _reduce(self, protocol):

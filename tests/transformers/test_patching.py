@@ -17,13 +17,16 @@ import torch
 import liger_hw
 from liger_hw.patching import swapping
 from liger_hw.patching.flags import FLAGS
+from liger_hw.patching.loss import OWN_LOSS
+from liger_hw.patching.patch import _log_once
 from liger_hw.transformers import monkey_patch
 
 transformers = tiny.transformers
 
 
 def classes(model):
-    return [type(module) for module in model.modules()]
+    """Return what tells a module's class from others; a patched class equals its original."""
+    return [(type(module), vars(type(module)).get("liger_match")) for module in model.modules()]
 
 
 def swapped(model):
@@ -42,6 +45,7 @@ def logits(model, **inputs):
 
 def test_summary_says_what_was_done(caplog):
     model = tiny.model("apertus")
+    _log_once.cache_clear()
     with caplog.at_level(logging.INFO, "liger_hw"):
         summary = liger_hw.patch(model)
     record, *_ = [record for record in caplog.records if record.name == "liger_hw"]
@@ -49,11 +53,14 @@ def test_summary_says_what_was_done(caplog):
     assert summary.replaced["ApertusRMSNorm", "rms_norm(casting_mode='llama', offset=0.0)"] == 9
     assert summary.replaced["ApertusAttention", "rope"] == 2
     (why,) = [why for name, why in summary.left if name == "ApertusMLP"]
-    assert why == "no supported activation between its two linear layers" and summary.left["ApertusMLP", why] == 2
+    assert why == "computes softplus, which no op does" and summary.left["ApertusMLP", why] == 2
     replaced, left, counts = str(summary).split("\n\n")
     assert counts == f"{summary.replaced.total()} modules replaced, {summary.left.total()} left alone"
     assert "replaced by" in replaced and "loss: computed without logits" in replaced and "ApertusRMSNorm" in replaced
     assert "left alone because" in left and "ApertusMLP" in left
+    count = len(caplog.records)
+    liger_hw.patch(model)
+    assert len(caplog.records) == count, "patching twice logs once"
 
 
 def test_a_line_is_seen_without_a_configuration_of_logging_and_once():
@@ -385,6 +392,62 @@ def test_a_weight_whose_memory_is_elsewhere_proves_nothing_by_being_empty():
     alike = Remote(False)
     alike.gain = torch.nn.Parameter(torch.empty(0))
     assert liger_hw.patch(torch.nn.Sequential(alike)).replaced
+
+
+def test_the_reason_names_what_the_op_lacks():
+    class Residual(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    class MLPOfTwoInputs(Residual):
+        def forward(self, x, residual):
+            return residual + self.down(torch.relu(self.up(x)))
+
+    class MLPWithSoftplus(Residual):
+        def forward(self, x):
+            return self.down(torch.nn.functional.softplus(self.up(x)))
+
+    class LanguageModel(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.norm, self.head = torch.nn.Embedding(50, 16), torch.nn.LayerNorm(16), MLPOfTwoInputs()
+            self.vocabulary = torch.nn.Linear(16, 50)
+
+    left = [reason for m in (MLPOfTwoInputs(), MLPWithSoftplus()) for _, reason in liger_hw.patch(m).left]
+    assert left == ["its forward takes 2 inputs, and an MLP's op takes one", "computes softplus, which no op does"]
+    assert liger_hw.patch(LanguageModel()).left["LanguageModel", OWN_LOSS] == 1
+    assert "LanguageModel" not in dict(liger_hw.patch(tiny.model()).left)
+
+
+def test_tables_of_classes_find_patched_modules():
+    plain, patched = tiny.pair()
+    table = {torch.nn.Linear: 1, type(plain.model.norm): 2}
+    for model in (plain, patched):
+        assert [table.get(type(m)) for m in (model.lm_head, model.model.norm)] == [1, 2]
+        assert type(model.lm_head) in (torch.nn.Linear,) and type(model.lm_head) == torch.nn.Linear  # noqa: E721
+    derived = type("Derived", (type(patched.lm_head),), {})
+    assert derived != torch.nn.Linear and derived == derived and derived not in table
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.act = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16), torch.nn.GELU()
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.mark.parametrize("children", [(), ("act",), ("up", "act", "down")])
+def test_torch_jit_script_before_and_after_patch(children):
+    x, patched = torch.randn(3, 16), Scripted()
+    plain = copy.deepcopy(patched)
+    for model in (plain, patched):
+        for name in children:
+            setattr(model, name, torch.jit.script(getattr(model, name)))
+    assert bool(liger_hw.patch(patched).replaced) == swapping.is_swapped(patched) == (not children)
+    assert torch.equal(torch.jit.script(patched)(x), plain(x)) and torch.equal(patched(x), plain(x))
 
 
 class TestClassLevel:

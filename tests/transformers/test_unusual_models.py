@@ -13,6 +13,7 @@ from ranks import device
 import liger_hw
 from liger_hw.patching import swapping
 from liger_hw.patching.head import armed
+from liger_hw.patching.patch import _log_once
 
 transformers = tiny.transformers
 
@@ -20,6 +21,7 @@ transformers = tiny.transformers
 def test_a_model_with_nothing_to_replace_says_so_and_stays_as_it_was(caplog):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     before = [type(module) for module in model.modules()]
+    _log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "liger_hw"):
         summary = liger_hw.patch(model)
     assert not summary.replaced and [type(module) for module in model.modules()] == before
