@@ -107,6 +107,33 @@ def test_a_spent_context_refuses_a_second_backward():
         left.sum().backward()
 
 
+@raw(lambda x, logs: (empty_rows(x), empty_rows(x) if logs else None))
+def _logged_forward(x: torch.Tensor, weight: torch.Tensor, logs: bool, *, y, log):
+    torch.mul(x, weight, out=y)
+    if logs:
+        log.copy_(y)
+
+
+@_logged_forward.backward(
+    lambda x, weight, x_grad, weight_grad: (x.new_empty(x.shape) if x_grad else None, weight if weight_grad else None),
+    without_gradient="log",
+)
+def _logged_backward(x, weight, dy, *, x_grad, weight_grad):
+    return dy * weight if x_grad else None, dy * x if weight_grad else None
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_registered_backward_returns_gradients(logs):
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    for function in (_logged_forward.apply, torch.compile(_logged_forward.apply, backend="aot_eager", fullgraph=True)):
+        torch._dynamo.reset()
+        y, log = function(x, weight, logs)
+        assert torch.equal(log, y) and not log.requires_grad if logs else log is None
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], weight)
+    dx, dweight = _logged_backward.opaque(x, weight, weight, True, False)
+    assert torch.equal(dx, weight * weight) and dweight is None
+
+
 def test_unknown_names_are_refused_at_the_declaration():
     @differentiable()
     def forward(x: torch.Tensor):

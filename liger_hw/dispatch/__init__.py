@@ -33,6 +33,7 @@ their names, without the underscore; their fakes are the allocations of what fol
 | a gradient not like its input | `@_scaled_forward.backward(lambda dy, rows: dy.new_empty(rows, dy.shape[-1]))` |
 | a result that may get no gradient | `dy: torch.Tensor \| None`: no zeros are made for it |
 | a backward of other `raw` functions or of torch's | `*, x_grad, weight_grad`, and it returns the gradients, or None |
+| the same, as one op of torch | `@_scaled_forward.backward(fake)`, a function that allocates these gradients |
 | a forward of them | `@differentiable()` instead of `@raw()` |
 | a kernel that writes over its arguments | `mutates=("x",)` |
 | options that only the backward reads | further parameters of the backward: the last arguments of `apply` |

@@ -38,21 +38,23 @@ def is_tuple(annotation) -> bool:
     return hasattr(annotation, "_fields")
 
 
-def register(function, inputs, results, allocation, mutates=(), **constants):
+def register(function, inputs, results, allocation, mutates=(), writes=True, **constants):
     """Register an op of torch, and return the function to call.
 
     Its attribute `opaque` is the registered op.
 
     Args:
         inputs: name -> annotation. A NamedTuple is one argument here, and one for each field of the registered op.
-        results: names of the parameters of `function` that are memory for results. None: it returns its results.
+        results: names of the results; without any it returns `y`.
+        writes: the results are parameters of `function`, memory that it writes to; else it returns them.
         allocation: a statement that sets these names or, without them, `y`; for the op's fake, too.
         mutates: as in `raw`.
         constants: names that `allocation` uses.
     """
     name, names, returned = function.__name__.strip("_"), ", ".join(inputs), ", ".join(results) or "y"
-    launches = f"function({arguments_by_name(function, [*inputs, *results])})"
-    launches = f"{allocation}; {launches}" if results else f"y = {launches}"
+    writes = writes and results
+    launches = f"function({arguments_by_name(function, [*inputs, *(results if writes else ())])})"
+    launches = f"{allocation}; {launches}" if writes else f"{returned} = {launches}"
     first = next(name for name, annotation in inputs.items() if annotation is torch.Tensor)
     flat = ", ".join(f"*{name}" if is_tuple(annotation) else name for name, annotation in inputs.items())
     source = f"""

@@ -39,8 +39,8 @@ def _backward(forward, inputs, results, outputs=None, *, without_gradient="", de
 
     - dx, dweight: memory for the gradients, None for one that nobody needs. The function writes to it, and is
       registered like a `raw` function, with flags x_grad and weight_grad as its last inputs.
-    - x_grad, weight_grad: whether each gradient is needed. The function returns them, None for an absent one, and calls
-      `raw` functions or torch.
+    - x_grad, weight_grad: whether each gradient is needed. The function returns them, None for an absent one. Without
+      `outputs` it is not registered, and calls `raw` functions or torch.
 
     A further parameter is a last argument of `apply`, which the forward does not see, unless it has a default. `ctx` is
     the context, where the function may set `spent`, the error of a second backward.
@@ -53,12 +53,12 @@ def _backward(forward, inputs, results, outputs=None, *, without_gradient="", de
     """
 
     def decorate(function):
-        wiring = _Wiring(forward, inputs, results, function, without_gradient.split(), depends or {})
+        wiring = _Wiring(forward, inputs, results, function, outputs, without_gradient.split(), depends or {})
         gradient = function
-        if wiring.writes:
+        if wiring.registered:
             gradient = register(
                 function, wiring.backward_inputs(), [f"d{name}" for name in wiring.gradients],
-                wiring.allocation(outputs), mutates, allocate=outputs,
+                wiring.allocation(), mutates, wiring.writes, allocate=outputs,
             )  # fmt: skip
         forward.apply = wiring.apply(gradient)
         return gradient
@@ -73,12 +73,12 @@ class _Wiring:
         arguments: inputs that a caller passes. results: of the forward. returned: those that a caller gets.
         incoming: names of their gradients. gradients: inputs that get one.
         saved: tensors, and NamedTuples of tensors, that the backward reads. options: other inputs that it reads.
-        writes: the backward writes to memory for the gradients, else it returns them.
+        writes: the backward writes to memory for the gradients, else it returns them. registered: it is an op of torch.
     """
 
-    def __init__(self, forward, inputs, results, backward, without_gradient, depends):
+    def __init__(self, forward, inputs, results, backward, outputs, without_gradient, depends):
         self.forward, self.inputs, self.results, self.depends = forward, inputs, results, depends
-        self.backward = backward
+        self.backward, self.outputs = backward, outputs
         self.arguments = [name for name in inputs if name != "needs_grad"]
         self.without_gradient = without_gradient
         self.parameters = inspect.signature(backward).parameters
@@ -91,6 +91,7 @@ class _Wiring:
         self.returned = [name for name in results if f"d{name}" in read or name in without_gradient]
         self.incoming = [f"d{name}" for name in self.returned]
         self.writes = all(name[1:] in inputs for name in outgoing)
+        self.registered = outputs is not None or self.writes
         self.gradients = [name[1:] if self.writes else name.removesuffix("_grad") for name in outgoing]
         unknown = [name for name in self.gradients if name not in self.arguments]
         if unknown or not outgoing:
@@ -116,10 +117,10 @@ class _Wiring:
                 annotations[name] = known if p.annotation is p.empty else p.annotation
         return annotations | dict.fromkeys(self.flags, bool)
 
-    def allocation(self, outputs):
+    def allocation(self):
         names = [f"d{name}" for name in self.gradients]
-        if outputs is not None:
-            return f"{', '.join(names)} = allocate({arguments_by_name(outputs, self.backward_inputs())})"
+        if self.outputs is not None:
+            return f"{', '.join(names)} = allocate({arguments_by_name(self.outputs, self.backward_inputs())})"
         unread = [name for name in self.gradients if name not in self.parameters]
         if unread:
             raise TypeError(
@@ -167,7 +168,7 @@ class _Wiring:
         if self.takes_context:
             yield "ctx.spent = None"
         if self.without_gradient:
-            yield f"ctx.mark_non_differentiable({', '.join(self.without_gradient)})"
+            yield f"ctx.mark_non_differentiable(*[x for x in ({', '.join(self.without_gradient)},) if x is not None])"
         for result in self.depends:
             yield f"if {result} is not None and not ({self._needed(result)}):"
             yield f"    ctx.mark_non_differentiable({result})"
@@ -199,7 +200,7 @@ class _Wiring:
 
     def _gradients(self):
         known = ["ctx", *self.saved, *self.options, *self.incoming, *self.flags]
-        if self.writes:
+        if self.registered:
             arguments = ", ".join(name if name in known else "None" for name in self.backward_inputs())
         else:
             arguments = arguments_by_name(self.backward, known)

@@ -144,6 +144,14 @@ def padded_rows(x):
     return x.new_empty(rows, -(-cols // vector) * vector)[:, :cols].copy_(x)
 
 
+def empty_gradient(logits):
+    """Return memory for the gradient, with padded rows as in `logits`, for whole vectors."""
+    (rows, cols), vector = logits.shape, 16 // logits.element_size()
+    if cols % vector == 0 or logits.stride(0) % vector:
+        return logits.new_empty((rows, cols))
+    return logits.new_empty((rows, -(-cols // vector) * vector))[:, :cols]
+
+
 def alignment(x) -> tuple[int | None, bool]:
     """Return `x`'s offset from a 16-byte boundary in elements (None: 0), and row alignment."""
     misaligned = x.data_ptr() % 16 // x.element_size() or None

@@ -245,3 +245,13 @@ def empty_gradients(x, weight, bias, needs_grad, in_forward=False):
     tensors = x, weight, weight if bias is None else bias
     dtype = kept_dtype(x.dtype) if in_forward else x.dtype
     return tuple(t.new_empty(t.shape if needed else 0, dtype=dtype) for t, needed in zip(tensors, needs_grad))
+
+
+def gradients_or_none(gradients, *needs_grad):
+    """Return the gradients, None for unneeded ones."""
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs_grad))
+
+
+def empty_gradients_or_none(x, weight, bias, x_grad, weight_grad, bias_grad):
+    needs_grad = x_grad, weight_grad, bias_grad
+    return gradients_or_none(empty_gradients(x, weight, bias, needs_grad), *needs_grad)

@@ -34,7 +34,8 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 NUMBERS = 5  # of a row: peak and total of the student's powers, of the teacher's, and the sum of a_j
 
 
-def _validate(student, teacher, target, ignore_index):
+def _validate(student_logits, teacher_logits, target, ignore_index):
+    student, teacher = student_logits, teacher_logits
     check(student.ndim == 2 and student.is_floating_point(), "student_logits", student, "floats (N, V)")
     fits = teacher.shape == student.shape and teacher.is_floating_point() and teacher.device == student.device
     check(fits, "teacher_logits", teacher, f"floats of shape {tuple(student.shape)} on {student.device}")
@@ -43,7 +44,7 @@ def _validate(student, teacher, target, ignore_index):
     check_labels_of_op("target", target, student.shape[1], ignore_index)
 
 
-@op
+@op(validate=_validate)
 def cross_entropy_tvd(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
 ):
@@ -63,7 +64,6 @@ def cross_entropy_tvd(
         ValueError: shapes, dtypes or devices do not fit or, on a CPU, a target is outside the vocabulary. Elsewhere the
             cross entropy is then NaN.
     """
-    _validate(student_logits, teacher_logits, target, ignore_index)
     log_probs, _, _ = selected_rows(student_logits, target, Scaling(ignore_index, None, 1.0, 1.0))
     ignored = (target == ignore_index)[:, None]
     logits = (widen(x).masked_fill(ignored, 0) for x in (student_logits, teacher_logits.detach()))
@@ -224,7 +224,6 @@ def _(student, teacher, target, state, ignore_index, dce, dtvd, *, student_grad)
 
 
 @cross_entropy_tvd.register("triton")
-def _(student_logits, teacher_logits, target, ignore_index=-100):
-    _validate(student_logits, teacher_logits, target, ignore_index)
+def _(student_logits, teacher_logits, target, ignore_index):
     check_kernel_dtype("teacher_logits", teacher_logits)
     return _cross_entropy_tvd.apply(student_logits, teacher_logits.detach(), target.contiguous(), int(ignore_index))

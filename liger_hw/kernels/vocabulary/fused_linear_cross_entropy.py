@@ -20,13 +20,15 @@ from collections.abc import Sequence
 import torch
 
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
 from liger_hw.kernels.vocabulary.chunked_head import (
     ChunkedHead,
     MiB,
     Plan,
     empty_gradients,
+    empty_gradients_or_none,
+    gradients_or_none,
     needed_gradients,
     prepare_head,
     wide_dtype,
@@ -126,17 +128,18 @@ def _rows(plan):
     return kernels if plan.with_kernels else by_autograd
 
 
-def _fake_forward(x, weight, bias, targets, formula, plan, predict, needs_grad):
-    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needs_grad, True)
+def _fake_forward(x, weight, bias, predict, needed):
+    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needed, True)
 
 
-@raw(_fake_forward)
+@raw(_fake_forward, returns="loss z_loss partition predicted x_gradient weight_gradient bias_gradient")
 def _fused_linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, formula: Formula, plan: Plan,
-    predict: bool, needs_grad: Sequence[bool],
+    predict: bool, needed: Sequence[bool],
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
+    """Compute each row's losses, and the `needed` gradients of their sum."""
     loss, z_loss, partition, predicted = _empty_rows(x, predict)
 
     def step(part, logits, gradients):
@@ -146,32 +149,28 @@ def _fused_linear_cross_entropy(
             of_part = of_part.times(factor)
         _rows(plan).forward_rows(
             logits, of_part, formula, loss[part], z_loss[part], partition[part], predicted[part] if predict else None,
-            any(needs_grad),
+            any(needed),
         )  # fmt: skip
         if gradients.scales:
             loss[part] /= factor
             z_loss[part] /= factor
 
-    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needs_grad, True)
+    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needed, True)
 
 
-def _fake_backward(x, weight, bias, targets, partition, dloss, formula, plan, needs_grad):
-    return empty_gradients(x, weight, bias, needs_grad)
-
-
-@raw(_fake_backward)
+@_fused_linear_cross_entropy.backward(empty_gradients_or_none, without_gradient="z_loss predicted")
 def _fused_linear_cross_entropy_backward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, partition: torch.Tensor,
-    dloss: torch.Tensor, formula: Formula, plan: Plan, needs_grad: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, weight, bias, targets, partition, dloss, formula, plan, *, x_grad, weight_grad, bias_grad
+):  # fmt: skip
     def step(part, logits, _):
         of_part = targets._replace(target=targets.target[part])
         _rows(plan).backward_rows(logits, of_part, formula, partition[part], dloss[part])
 
-    return ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
+    needs_grad = x_grad, weight_grad, bias_grad
+    return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
 
 
-class FusedLinearCrossEntropyFunction(GradientsInForward):
+class FusedLinearCrossEntropySumFunction(GradientsInForward):
     """Autograd function of the rows' summed loss, with gradients computed in the forward."""
 
     @staticmethod
@@ -180,34 +179,11 @@ class FusedLinearCrossEntropyFunction(GradientsInForward):
             x, weight, bias, targets, formula, plan, predict, needs_grad
         )
         again = "call it again, or use reduction='none' and reduce its result (of a model: pass skip_logits=False)"
-        FusedLinearCrossEntropyFunction.keep(
+        FusedLinearCrossEntropySumFunction.keep(
             ctx, gradients, "fused_linear_cross_entropy", x.dtype, plan.with_kernels, again=again
         )
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss.sum(), z_loss, predicted
-
-
-class FusedLinearCrossEntropyRowsFunction(Function):
-    """Autograd function of the rows' losses, whose backward recomputes the logits and their gradients."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, targets, formula, plan, predict, needs_grad):
-        loss, z_loss, partition, predicted, *_ = _fused_linear_cross_entropy(
-            x, weight, bias, targets, formula, plan, predict, (False, False, False)
-        )
-        ctx.save_for_backward(x, weight, bias, partition, *targets)
-        ctx.options = formula, plan, needs_grad
-        ctx.mark_non_differentiable(z_loss, predicted)
-        return loss, z_loss, predicted
-
-    @staticmethod
-    def backward(ctx, dloss, *_):
-        x, weight, bias, partition, *targets = ctx.saved_tensors
-        formula, plan, needs_grad = ctx.options
-        gradients = _fused_linear_cross_entropy_backward(
-            x, weight, bias, Targets(*targets), partition, dloss, formula, plan, needs_grad
-        )
-        return *(gradient if needed else None for gradient, needed in zip(gradients, needs_grad)), *[None] * 5
 
 
 def _by_chunks(with_kernels, call):
@@ -217,11 +193,11 @@ def _by_chunks(with_kernels, call):
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
     plan = Plan(int(call.chunk_memory), with_kernels, call.accum_dtype is not None, *call.group or ())
     predict = call.return_predicted_tokens or call.return_token_accuracy
-    by_row = call.reduction == "none"
-    function = FusedLinearCrossEntropyRowsFunction if by_row else FusedLinearCrossEntropyFunction
-    needs_grad = needed_gradients(x, weight, bias)
-    loss, z_loss, predicted = function.apply(x, weight, bias, targets, formula, plan, predict, needs_grad)
-    return output_of(call, loss, z_loss, predicted)
+    arguments = x, weight, bias, targets, formula, plan, predict
+    if call.reduction == "none":
+        return output_of(call, *_fused_linear_cross_entropy.apply(*arguments, (False, False, False)))
+    needed = needed_gradients(x, weight, bias)
+    return output_of(call, *FusedLinearCrossEntropySumFunction.apply(*arguments, needed))
 
 
 fused_linear_cross_entropy.register("triton", bound=True)(functools.partial(_by_chunks, True))

@@ -10,17 +10,16 @@ in the backward. Memory beside the gradients: one chunk of logits.
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels.vocabulary.chunked_head import (
     ChunkedHead,
     MiB,
     Plan,
-    empty_gradients,
-    needed_gradients,
+    empty_gradients_or_none,
+    gradients_or_none,
     prepare_head,
     wide_dtype,
 )
@@ -96,72 +95,39 @@ def row_functions(plan):
     return kernels if plan.with_kernels else by_autograd
 
 
-def _fake_forward(x, weight, bias, tokens, scaling, plan, entropy_needed):
-    return empty_rows(x, entropy_needed, wide_dtype(x))
-
-
-@raw(_fake_forward)
+@raw(lambda x, entropy_needed: empty_rows(x, entropy_needed, wide_dtype(x)))
 def _fused_linear_selective_log_softmax(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scaling: Scaling,
-    plan: Plan, entropy_needed: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    outputs = log_probs, entropy, lse, partition = empty_rows(x, entropy_needed, wide_dtype(x))
-
+    plan: Plan, entropy_needed: bool, *, log_probs, entropy, lse, partition,
+):  # fmt: skip
     def step(part, logits, _):
         of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
         row_functions(plan).forward_rows(logits, tokens[part], scaling, *of_part)
 
     ChunkedHead(x, weight, bias, plan).run(step)
-    return outputs
 
 
-def _fake_backward(x, weight, bias, *others):
-    return empty_gradients(x, weight, bias, others[-1])
-
-
-@raw(_fake_backward)
+@_fused_linear_selective_log_softmax.backward(empty_gradients_or_none)
 def _fused_linear_selective_log_softmax_backward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, entropy: torch.Tensor,
-    partition: torch.Tensor, dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
-    scaling: Scaling, plan: Plan, needs_grad: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, weight, bias, tokens, scaling, plan, entropy_needed, entropy, partition, lse_needed: bool,
+    dlog_probs, dentropy, dlse, *, x_grad, weight_grad, bias_grad,
+):  # fmt: skip
     def step(part, logits, _):
-        of_rows = entropy[part] if dentropy is not None else None, partition[part]
-        incoming = (grad if grad is None else grad[part] for grad in (dlog_probs, dentropy, dlse))
+        incoming = dlog_probs[part], dentropy[part] if entropy_needed else None, dlse[part] if lse_needed else None
+        of_rows = entropy[part] if entropy_needed else None, partition[part]
         row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)
 
-    return ChunkedHead(x, weight, bias, plan).run(step, needs_grad)
-
-
-class FusedLinearSelectiveLogSoftmaxFunction(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, tokens, scaling, plan, return_entropy, return_lse, needs_grad):
-        log_probs, entropy, lse, partition = _fused_linear_selective_log_softmax(
-            x, weight, bias, tokens, scaling, plan, return_entropy
-        )
-        ctx.save_for_backward(x, weight, bias, tokens, entropy, partition)
-        ctx.options = scaling, plan, return_entropy, return_lse, needs_grad
-        return log_probs, entropy, lse
-
-    @staticmethod
-    def backward(ctx, dlog_probs, dentropy, dlse):
-        scaling, plan, return_entropy, return_lse, needs_grad = ctx.options
-        incoming = dlog_probs, dentropy if return_entropy else None, dlse if return_lse else None
-        gradients = _fused_linear_selective_log_softmax_backward(
-            *ctx.saved_tensors, *incoming, scaling, plan, needs_grad
-        )
-        return *(gradient if needed else None for gradient, needed in zip(gradients, needs_grad)), *[None] * 6
+    needs_grad = x_grad, weight_grad, bias_grad
+    return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
 
 
 def _by_chunks(with_kernels, call):
     if needs_distribution(call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    rows = FusedLinearSelectiveLogSoftmaxFunction.apply(
-        x, weight, bias, tokens, scaling, Plan(int(call.chunk_memory), with_kernels, False, *call.group or ()),
-        call.return_entropy, call.return_lse, needed_gradients(x, weight, bias),
-    )  # fmt: skip
-    return output_of(call, *rows)
+    plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or ())
+    options = scaling, plan, call.return_entropy, call.return_lse
+    return output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 
 
 fused_linear_selective_log_softmax.register("triton", bound=True)(functools.partial(_by_chunks, True))

@@ -18,7 +18,8 @@ read. Exponentials are powers of two, with log2(e) folded into the scale of the 
 import torch
 
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, op, raw
+from liger_hw.kernels._logits import empty_gradient
 from liger_hw.kernels.vocabulary._fp16 import power_of_2_below
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
 from liger_hw.kernels.vocabulary.cross_entropy.formula import (
@@ -100,105 +101,56 @@ def _(logits, *options, in_place=False, **named):
     return Cost(read, read + written, done, done)
 
 
-def _empty_rows(logits, with_z_loss, predict):
-    """Return memory for each row's loss, z-loss and predicted token; None for unneeded ones."""
-    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    z_loss = torch.empty_like(loss) if with_z_loss else None
-    return loss, z_loss, torch.empty_like(loss, dtype=torch.int64) if predict else None
+def _empty_results(logits, with_z_loss, predict, reduction="none", needs_grad=False):
+    rows = logits.shape[0]
+    loss = logits.new_empty(rows if reduction == "none" else (), dtype=torch.float32)
+    return (
+        loss, torch.empty_like(loss) if with_z_loss else None,
+        loss.new_empty(rows, dtype=torch.int64) if predict else None,
+        loss.new_empty(()) if needs_grad and reduction == "mean" else None,
+        loss.new_empty(2 * rows) if needs_grad else None,
+    )  # fmt: skip
 
 
-def _present(*tensors):
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _fake_forward(logits, targets, formula, with_z_loss, predict, reduction, for_backward):
-    loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
-    partition = loss.new_empty(2 * loss.shape[0]) if for_backward else None
-    denominator = loss.new_empty(()) if for_backward and reduction == "mean" else None
-    if reduction != "none":
-        loss, z_loss = loss.new_empty(()), loss.new_empty(()) if with_z_loss else None
-    return _present(loss, z_loss, predicted, denominator, partition)
-
-
-@raw(_fake_forward)
+@raw(_empty_results)
 def _cross_entropy_forward(
     logits: torch.Tensor, targets: Targets, formula: Formula, with_z_loss: bool, predict: bool, reduction: str,
-    for_backward: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Compute the loss, then optional z-loss and predicted tokens, then denominator and partition.
+    needs_grad: bool, *, loss, z_loss, predicted, denominator, partition,
+):  # fmt: skip
+    """Compute the loss of each row, or of all rows under "sum" and "mean".
 
-    The backward needs these last two. Under "sum" and "mean" the losses are those of all rows. "mean" requires targets
-    without a denominator: the kernel that adds up the losses counts it.
+    "mean" requires targets without a denominator: the kernel that adds up the losses counts it.
     """
-    loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
-    partition = loss.new_empty(2 * loss.shape[0]) if for_backward else None
-    forward_rows(logits, targets, formula, loss, z_loss, partition, predicted)
     if reduction == "none":
-        return _present(loss, z_loss, predicted, partition)
-    loss_sum = loss.new_empty(())
-    z_loss_sum = torch.empty_like(loss_sum) if with_z_loss else None
-    denominator = torch.empty_like(loss_sum) if for_backward and reduction == "mean" else None
-    sums = loss_sum, z_loss_sum, denominator, None
-    launch_totals(targets.target, None, loss, z_loss, sums, formula.ignore_index, reduction == "mean")
-    return _present(loss_sum, z_loss_sum, predicted, denominator, partition)
+        forward_rows(logits, targets, formula, loss, z_loss, partition, predicted)
+        return
+    row_loss = loss.new_empty(logits.shape[0])
+    row_z_loss = torch.empty_like(row_loss) if with_z_loss else None
+    forward_rows(logits, targets, formula, row_loss, row_z_loss, partition, predicted)
+    sums = loss, z_loss, denominator, None
+    launch_totals(targets.target, None, row_loss, row_z_loss, sums, formula.ignore_index, reduction == "mean")
 
 
-def _fake_forward_in_place(logits, targets, formula, with_z_loss, predict):
-    return _present(*_empty_rows(logits, with_z_loss, predict))
-
-
-@raw(_fake_forward_in_place, mutates=["logits"])
-def _cross_entropy_forward_in_place(
-    logits: torch.Tensor, targets: Targets, formula: Formula, with_z_loss: bool, predict: bool
-) -> list[torch.Tensor]:
-    loss, z_loss, predicted = _empty_rows(logits, with_z_loss, predict)
-    forward_rows(logits, targets, formula, loss, z_loss, None, predicted, True)
-    return _present(loss, z_loss, predicted)
-
-
-def _empty_gradient(logits, *others):
-    """Return memory for the gradient, with padded rows as in `logits`, for whole vectors."""
-    (rows, cols), vector = logits.shape, 16 // logits.element_size()
-    if cols % vector == 0 or logits.stride(0) % vector:
-        return logits.new_empty((rows, cols))
-    return logits.new_empty((rows, -(-cols // vector) * vector))[:, :cols]
-
-
-@raw(_empty_gradient)
+@_cross_entropy_forward.backward(empty_gradient, without_gradient="z_loss predicted")
 def _cross_entropy_backward(
-    logits: torch.Tensor, targets: Targets, partition: torch.Tensor, dloss: torch.Tensor, formula: Formula
-) -> torch.Tensor:
-    dx = _empty_gradient(logits)
-    backward_rows(logits, targets, formula, partition, dloss, dx)
-    return dx
+    logits, targets, denominator: torch.Tensor | None, partition, dloss, formula, *, dlogits
+):  # fmt: skip
+    if denominator is not None:
+        targets = Targets(targets.target, None, None, denominator, None)
+    backward_rows(logits, targets, formula, partition, dloss, dlogits)
+
+
+@raw(lambda logits, with_z_loss, predict: _empty_results(logits, with_z_loss, predict)[:3], mutates=["logits"])
+def _cross_entropy_forward_in_place(
+    logits: torch.Tensor, targets: Targets, formula: Formula, with_z_loss: bool, predict: bool,
+    *, loss, z_loss, predicted,
+):  # fmt: skip
+    forward_rows(logits, targets, formula, loss, z_loss, None, predicted, True)
 
 
 @raw(mutates=["dx"])
 def _cross_entropy_scale(dx: torch.Tensor, dloss: torch.Tensor) -> None:
     scale_rows(dx, dloss)
-
-
-class CrossEntropyFunction(Function):
-    """Autograd function of the rows' losses or, by a further kernel, their total."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, formula, with_z_loss, predict, reduction):
-        for_backward = ctx.needs_input_grad[0]
-        outputs = _cross_entropy_forward(logits, targets, formula, with_z_loss, predict, reduction, for_backward)
-        if for_backward:  # torch.compile does not trace list.pop
-            *outputs, partition = outputs
-            if reduction == "mean":
-                *outputs, denominator = outputs
-                targets = targets.target, None, None, denominator, None
-            ctx.save_for_backward(logits, partition, *targets)
-            ctx.formula = formula
-            ctx.mark_non_differentiable(*outputs[1:])
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx, dloss, *_):
-        logits, partition, *targets = ctx.saved_tensors
-        return _cross_entropy_backward(logits, Targets(*targets), partition, dloss, ctx.formula), *[None] * 5
 
 
 class CrossEntropyInPlaceFunction(GradientsInForward):
@@ -210,17 +162,17 @@ class CrossEntropyInPlaceFunction(GradientsInForward):
         if logits.dtype == torch.float16:
             factor = power_of_2_below(targets.largest_gradient(formula, logits.shape[1]))
             targets, scale = targets.times(factor), lambda dx, dloss: _cross_entropy_scale(dx, dloss / factor)
-        loss, *others = _cross_entropy_forward_in_place(logits, targets, formula, with_z_loss, predict)
+        loss, z_loss, predicted = _cross_entropy_forward_in_place(logits, targets, formula, with_z_loss, predict)
         if factor is not None:
             loss /= factor
-            others = [of_rows / factor if of_rows.is_floating_point() else of_rows for of_rows in others]
+            z_loss = None if z_loss is None else z_loss / factor
         torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
         CrossEntropyInPlaceFunction.keep(
             ctx, (logits.detach(),), "cross_entropy(in_place=True)", logits.dtype, scale=scale,
             again="pass in_place=False",
         )  # fmt: skip
-        ctx.mark_non_differentiable(*others)
-        return loss if reduction == "none" else total(loss), *others
+        ctx.mark_non_differentiable(*(x for x in (z_loss, predicted) if x is not None))
+        return loss if reduction == "none" else total(loss), z_loss, predicted
 
 
 @cross_entropy.register("triton", bound=True)
@@ -236,8 +188,5 @@ def _(call):
     targets = Targets.of(call, weight, "sum" if count_last else call.reduction, True)
     reduction = "sum" if call.reduction == "mean" and not count_last else call.reduction
     predict = call.return_predicted_tokens or call.return_token_accuracy
-    function = CrossEntropyInPlaceFunction if in_place else CrossEntropyFunction
-    loss, *others = function.apply(logits, targets, formula, call.return_z_loss, predict, reduction)
-    if not others:
-        return loss
-    return output_of(call, loss, others[0], others[-1])  # output_of ignores outputs that the call does not ask for
+    apply = CrossEntropyInPlaceFunction.apply if in_place else _cross_entropy_forward.apply
+    return output_of(call, *apply(logits, targets, formula, call.return_z_loss, predict, reduction))

@@ -88,8 +88,7 @@ class Targets(NamedTuple):
             else:
                 denominator = torch.full((), num_items, dtype=torch.float32, device=target.device)
         elif reduction == "mean" and with_kernels:
-            denominator, *counts = divisors(target, class_weight, call.ignore_index)
-            count = counts[0] if counts else None
+            denominator, count = divisors(target, class_weight, call.ignore_index)
         elif reduction == "mean":
             counted = target != call.ignore_index
             denominator = counted.sum().clamp(min=1)

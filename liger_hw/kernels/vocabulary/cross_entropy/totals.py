@@ -75,22 +75,18 @@ def launch_totals(target, weight, loss, z_loss, totals, ignore_index, mean):
     )  # fmt: skip
 
 
-def _empty_divisors(target, weight, ignore_index):
+def _empty_divisors(target, weight):
     denominator = target.new_empty((), dtype=torch.float32)
-    return [denominator] if weight is None else [denominator, torch.empty_like(denominator)]
+    return denominator, None if weight is None else torch.empty_like(denominator)
 
 
 @raw(_empty_divisors)
-def divisors(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> list[torch.Tensor]:
-    """Return the divisors of "mean": [rows], or with class weights [targets' weights, rows]."""
-    found = _empty_divisors(target, weight, ignore_index)
-    launch_totals(target, weight, None, None, (None, None, *found, *[None] * (2 - len(found))), ignore_index, True)
-    return found
+def divisors(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, *, denominator, count):
+    """Return the divisors of "mean": rows and None, or the targets' weights and rows."""
+    launch_totals(target, weight, None, None, (None, None, denominator, count), ignore_index, True)
 
 
 @raw(lambda loss: loss.new_empty(()))
-def total(loss: torch.Tensor) -> torch.Tensor:
+def total(loss: torch.Tensor, *, y):
     """Return the sum of the rows' losses."""
-    found = loss.new_empty(())
-    launch_totals(loss, None, loss, None, (found, None, None, None), 0, False)
-    return found
+    launch_totals(loss, None, loss, None, (y, None, None, None), 0, False)

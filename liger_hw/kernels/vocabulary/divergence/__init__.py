@@ -66,14 +66,14 @@ def kind_of(beta):
     return {0: "kl", 0.5: "even_jsd", 1: "reverse_kl"}.get(beta, "jsd")
 
 
-def _check_pair(names, x, y, labels=None):
-    x_name, y_name = names
+def _check(x_name, x, y_name, y, labels=None, reduction="sum"):
     check(x.ndim == 2 and x.is_floating_point(), x_name, x, "floats (N, V)")
     fits = y.shape == x.shape and y.is_floating_point() and y.device == x.device
     check(fits, y_name, y, f"floats of shape {tuple(x.shape)} on {x.device}, as {x_name}")
     if labels is not None:
         fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1] and labels.device == x.device
         check(fits, "labels", labels, f"int64 or int32 of shape ({x.shape[0]},) on {x.device}, one for each row")
+    check_known("reduction", reduction, ("none", "sum", "mean", "batchmean"))
 
 
 def _denominator(x, reduction, labels, ignore_index):
@@ -88,7 +88,7 @@ def _kept(x, labels, ignore_index):
     return x if labels is None else x.masked_fill((labels == ignore_index)[:, None], 0)
 
 
-@op
+@op(validate=lambda log_q, log_p, labels: _check("log_q", log_q, "log_p", log_p, labels))
 def jsd(
     log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5, labels: torch.Tensor | None = None,
     ignore_index: int = -100,
@@ -108,14 +108,13 @@ def jsd(
         ValueError: shapes do not fit or beta is out of range.
         RuntimeError: a second backward, with the kernels.
     """
-    _check_pair(("log_q", "log_p"), log_q, log_p, labels)
     kind = kind_of(beta)
     log_q, log_p = _kept(widen(log_q), labels, ignore_index), _kept(widen(log_p), labels, ignore_index).detach()
     rows = _kept(elements(log_q, log_p, kind, beta), labels, ignore_index).sum()
     return rows / _denominator(log_q, "batchmean", labels, ignore_index)
 
 
-@op
+@op(validate=lambda log_q, target, reduction: _check("log_q", log_q, "target", target, None, reduction))
 def kl_div(
     log_q: torch.Tensor, target: torch.Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
 ):
@@ -134,14 +133,12 @@ def kl_div(
         ValueError: shapes do not fit or the reduction is unknown.
         RuntimeError: a second backward, with the kernels.
     """
-    _check_pair(("log_q", "target"), log_q, target)
-    check_known("reduction", reduction, ("none", "sum", "mean", "batchmean"))
     p = widen(target).detach()
     values = elements(widen(log_q), p, "kl", 0) if log_target else p * (p.clamp(min=eps).log() - widen(log_q))
     return values if reduction == "none" else values.sum() / _denominator(log_q, reduction, None, None)
 
 
-@op
+@op(validate=lambda q, p, labels, reduction: _check("q", q, "p", p, labels, reduction))
 def tvd(
     q: torch.Tensor, p: torch.Tensor, reduction: str = "batchmean", labels: torch.Tensor | None = None,
     ignore_index: int = -100,
@@ -161,8 +158,6 @@ def tvd(
         ValueError: shapes do not fit or the reduction is unknown.
         RuntimeError: a second backward, with the kernels.
     """
-    _check_pair(("q", "p"), q, p, labels)
-    check_known("reduction", reduction, ("none", "sum", "mean", "batchmean"))
     values = _kept((widen(q) - widen(p).detach()).abs() / 2, labels, ignore_index)
     return values if reduction == "none" else values.sum() / _denominator(q, reduction, labels, ignore_index)
 
@@ -316,27 +311,25 @@ def _alike(x, other):
     return same and (other.stride(0) - x.stride(0)) * x.element_size() % 16 == 0
 
 
-def _fake_divergence(x, y, labels, denominator, divergence, needs_grad):
-    dx = x.new_empty(x.shape if needs_grad else 0, dtype=kept_dtype(x.dtype))
+def _empty_results(x, needs_grad):
+    dx = x.new_empty(x.shape, dtype=kept_dtype(x.dtype)) if needs_grad else None
     return x.new_empty(x.shape[0], dtype=torch.float32), dx
 
 
-@raw(_fake_divergence)
+@raw(_empty_results)
 def _divergence(
     x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, denominator: torch.Tensor, divergence: Divergence,
-    needs_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    needs_grad: bool, *, loss, dx,
+):  # fmt: skip
     rows, cols = x.shape
-    loss, dx = _fake_divergence(x, y, labels, denominator, divergence, needs_grad)
     kind, logarithms, beta, eps, ignore_index = divergence
     config = divergence_forward_config(cols, x.element_size(), device_of(x))
     misaligned, aligned = alignment(x)
     launch(
         divergence_forward, (rows, 1, 1), config,
-        x, y, labels, denominator, loss, dx if needs_grad else None, x.stride(0), y.stride(0), cols, misaligned,
+        x, y, labels, denominator, loss, dx, x.stride(0), y.stride(0), cols, misaligned,
         beta, eps, ignore_index, kind, logarithms, aligned, _alike(x, y), needs_grad and _alike(x, dx), cols,
     )  # fmt: skip
-    return loss, dx
 
 
 class DivergenceFunction(GradientsInForward):
@@ -360,17 +353,15 @@ def _with_kernels(op_name, y_name, x, y, labels, denominator, divergence):
 
 
 @jsd.register("triton")
-def _(log_q, log_p, beta=0.5, labels=None, ignore_index=-100):
-    _check_pair(("log_q", "log_p"), log_q, log_p, labels)
+def _(log_q, log_p, beta, labels, ignore_index):
     divergence = Divergence(kind_of(beta), True, float(beta), ignore_index=int(ignore_index))
     denominator = _denominator(log_q, "batchmean", labels, ignore_index)
     return _with_kernels("jsd", "log_p", log_q, log_p, labels, denominator, divergence)
 
 
 @kl_div.register("triton")
-def _(log_q, target, reduction="mean", log_target=False, eps=1e-10):
-    _check_pair(("log_q", "target"), log_q, target)
-    if reduction not in ("sum", "mean", "batchmean"):  # "none" has nothing for a kernel to reduce
+def _(log_q, target, reduction, log_target, eps):
+    if reduction == "none":  # which has nothing for a kernel to reduce
         return kl_div.reference(log_q, target, reduction, log_target, eps)
     denominator = _denominator(log_q, reduction, None, None)
     divergence = Divergence("kl", bool(log_target), eps=float(eps))
@@ -378,9 +369,8 @@ def _(log_q, target, reduction="mean", log_target=False, eps=1e-10):
 
 
 @tvd.register("triton")
-def _(q, p, reduction="batchmean", labels=None, ignore_index=-100):
-    _check_pair(("q", "p"), q, p, labels)
-    if reduction not in ("sum", "mean", "batchmean"):
+def _(q, p, reduction, labels, ignore_index):
+    if reduction == "none":
         return tvd.reference(q, p, reduction, labels, ignore_index)
     denominator = _denominator(q, reduction, labels, ignore_index)
     divergence = Divergence("tvd", False, ignore_index=int(ignore_index))

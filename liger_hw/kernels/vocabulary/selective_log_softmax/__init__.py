@@ -15,7 +15,8 @@ into the scale of the logits.
 import torch
 
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, Function, op, raw
+from liger_hw.dispatch import Cost, op, raw
+from liger_hw.kernels._logits import empty_gradient
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
     Scaling,
     SelectedLogProbs,
@@ -83,34 +84,20 @@ def _(logits, *options, **named):
     return Cost(read, read + written, done, done)
 
 
-def _fake_forward(logits, tokens, scaling, entropy_needed):
-    return empty_rows(logits, entropy_needed)
-
-
-@raw(_fake_forward)
+@raw(lambda logits, entropy_needed: empty_rows(logits, entropy_needed))
 def _selective_log_softmax(
-    logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy_needed: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = log_probs, entropy, lse, partition = empty_rows(logits, entropy_needed)
+    logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy_needed: bool,
+    *, log_probs, entropy, lse, partition,
+):  # fmt: skip
     forward_rows(logits, tokens, scaling, log_probs, entropy if entropy_needed else None, lse, partition)
-    return outputs
 
 
-def _empty_gradient(logits, *others):
-    """Return memory for the gradient, with padded rows as in `logits`, for whole vectors."""
-    cols, vector = logits.shape[1], 16 // logits.element_size()
-    stride = cols if logits.stride(0) % vector else -(-cols // vector) * vector
-    return logits.new_empty(logits.shape[0], stride)[:, :cols]
-
-
-@raw(_empty_gradient)
+@raw(empty_gradient)
 def _selective_log_softmax_backward(
     logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy: torch.Tensor, partition: torch.Tensor,
-    dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    dx = _empty_gradient(logits)
-    backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse, dx)
-    return dx
+    dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None, *, dlogits,
+):  # fmt: skip
+    backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse, dlogits)
 
 
 @raw(mutates=["logits"])
@@ -121,34 +108,22 @@ def _selective_log_softmax_backward_in_place(
     backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse)
 
 
-class SelectiveLogSoftmaxFunction(Function):
-    @staticmethod
-    def forward(ctx, logits, tokens, scaling, return_entropy, return_lse, in_place):
-        log_probs, entropy, lse, partition = _selective_log_softmax(logits, tokens, scaling, return_entropy)
-        ctx.logits = None
-        if in_place:  # autograd would refuse a saved tensor that this backward overwrites
-            ctx.logits, logits = logits.detach(), None
-        ctx.save_for_backward(logits, tokens, entropy, partition)
-        ctx.options = scaling, return_entropy, return_lse, in_place
-        return log_probs, entropy, lse
-
-    @staticmethod
-    def backward(ctx, dlog_probs, dentropy, dlse):
-        logits, tokens, entropy, partition = ctx.saved_tensors
-        scaling, return_entropy, return_lse, in_place = ctx.options
-        incoming = dlog_probs, dentropy if return_entropy else None, dlse if return_lse else None
-        if not in_place:
-            dx = _selective_log_softmax_backward(logits, tokens, scaling, entropy, partition, *incoming)
-            return dx, *[None] * 5
-        if ctx.logits is None:
-            raise RuntimeError(
-                "selective_log_softmax(in_place=True) has written its gradient over the logits in a first backward: "
-                "for a second one pass in_place=False"
-            )
-        logits, ctx.logits = ctx.logits, None
-        _selective_log_softmax_backward_in_place(logits, tokens, scaling, entropy, partition, *incoming)
-        torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
-        return logits, *[None] * 5
+@_selective_log_softmax.backward()
+def _(
+    ctx, logits, tokens, scaling, entropy, partition, entropy_needed, lse_needed: bool, in_place: bool,
+    dlog_probs, dentropy, dlse, *, logits_grad,
+):  # fmt: skip
+    incoming = dlog_probs, dentropy if entropy_needed else None, dlse if lse_needed else None
+    if not in_place:
+        return _selective_log_softmax_backward(logits, tokens, scaling, entropy, partition, *incoming)
+    ctx.spent = (
+        "selective_log_softmax(in_place=True) has written its gradient over the logits in a first backward: for a "
+        "second one pass in_place=False"
+    )
+    logits = logits.detach()
+    _selective_log_softmax_backward_in_place(logits, tokens, scaling, entropy, partition, *incoming)
+    torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
+    return logits
 
 
 @selective_log_softmax.register("triton", bound=True)
@@ -158,7 +133,5 @@ def _(call):
     if (cols > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < cols):
         logits = logits.contiguous()
     in_place = call.in_place and not torch.compiler.is_compiling()
-    rows = SelectiveLogSoftmaxFunction.apply(
-        logits, tokens.contiguous(), scaling, call.return_entropy, call.return_lse, in_place
-    )
-    return output_of(call, *rows)
+    options = scaling, call.return_entropy, call.return_lse, in_place
+    return output_of(call, *_selective_log_softmax.apply(logits, tokens.contiguous(), *options))
