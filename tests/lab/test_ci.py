@@ -228,14 +228,17 @@ def test_the_workflow_of_cpus():
                 assert cli._parse(words[words.index("liger_hw") + 1 :])
 
 
-def test_the_newest_torch_is_tested_every_night():
+def test_the_newest_torch_is_tested_every_night(monkeypatch):
     job = workflow("cpu")["jobs"]["prerelease"]
     assert job["if"] == "github.event_name == 'schedule'"
-    steps = [step.get("run", "") for step in job["steps"]]
-    (install,) = [
-        i for i, step in enumerate(steps) if "pip install --pre --upgrade" in step and step.endswith(" torch")
-    ]
-    assert any("make test" in step for step in steps[install:])
+    assert job["steps"][-1]["run"].endswith("check prerelease")
+    commands = []
+    monkeypatch.setattr(check, "run", lambda *words, **variables: commands.append(words) or 0)
+    monkeypatch.delenv("NO_VENV", raising=False)
+    assert check.main(["prerelease"]) == 0
+    install, *tests = commands
+    assert {"--pre", "--upgrade", "torch"} <= set(install) and "--constraint" not in install
+    assert tests and all("pytest" in words for words in tests) and set(check.PROGRAMS) <= set(tests[-1])
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):

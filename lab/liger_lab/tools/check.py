@@ -21,6 +21,7 @@ COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py
 MUTANTS = ["rms_norm", "glu", "of_logits", "sequences"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 NO_TESTS = 5  # pytest's status where -k selects none
+NIGHTLY = "https://download.pytorch.org/whl/nightly/cpu"
 QUIET_TRL = {"TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
@@ -40,12 +41,12 @@ def each(*statuses: int) -> int:
     return int(any(status not in (0, NO_TESTS) for status in statuses) or set(statuses) == {NO_TESTS})
 
 
-def install(*requirements: str, **variables: str) -> int:
+def install(*requirements: str, keep_torch: bool = True, **variables: str) -> int:
     """Install packages beside the torch of this environment, unless NO_VENV says to change nothing."""
     if os.environ.get("NO_VENV"):
         return 0
     constraints = Path(sys.prefix, "constraints.txt")
-    kept = ["--constraint", str(constraints)] if constraints.exists() else []
+    kept = ["--constraint", str(constraints)] if keep_torch and constraints.exists() else []
     return run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *kept, *requirements, **variables)
 
 
@@ -122,6 +123,14 @@ def distributed(*args):
     return run("-m", "pytest", *files, "-k", "deepspeed or launch or two_ranks", *args)
 
 
+def prerelease(*args):
+    """Run test and programs with the newest pre-release of torch; installs it from TORCH_INDEX_NIGHTLY."""
+    index = os.environ.get("TORCH_INDEX_NIGHTLY") or NIGHTLY
+    if status := install("--pre", "--upgrade", "--index-url", index, "torch", keep_torch=False):
+        return status
+    return test(*args) or programs(*args)
+
+
 def trl(*args):
     """Test losses and examples with TRL of two versions; installs TRL and Lightning."""
     # Frameworks pin 1.9, which calls liger_kernel's losses; 1.16 has its own.
@@ -140,7 +149,7 @@ CHECKS: dict[str, Callable[..., int]] = {
     function.__name__: function
     for function in (
         test, programs, models, compile, interpret, mutants, emulate, fuzz, converge, versions, notebook, distributed,
-        trl,
+        prerelease, trl,
     )
 }  # fmt: skip
 ALL = ("programs", "models", "compile", "mutants", "emulate")  # of `make all`, after lint and test
