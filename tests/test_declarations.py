@@ -151,6 +151,18 @@ def test_unknown_names_are_refused_at_the_declaration():
         def _(dy, *, dx):
             """Compute nothing."""
 
+    with pytest.raises(TypeError, match=r"<locals>._ \(line \d+\): got the name '_', allowed: one for the op"):
+
+        @forward.backward()
+        def _(x, dy, *, dx):
+            """Compute nothing."""
+
+    with pytest.raises(TypeError, match="got the parameter 'xx'; did you mean 'x'.* with an annotation a further"):
+
+        @forward.backward()
+        def _(xx, dy, *, x_grad):
+            """Compute nothing."""
+
 
 def test_generated_functions_show_their_source():
     assert "node(x, weight, factor)" in inspect.getsource(_declared_forward.apply)

@@ -73,6 +73,11 @@ def test_registering_again_replaces(double, on_gpu):
     assert names(double) == "newer"
 
 
+def test_unknown_backends_are_refused(double):
+    with pytest.raises(ValueError, match="unknown backend 'tritn'; did you mean 'triton'. register takes: cpu, ref"):
+        register(double, "tritn")
+
+
 def test_plain_torch_serves_dtypes_that_kernels_would_round(double, on_gpu):
     register(double, "triton")
     assert names(double) == "triton" and double(torch.ones(2).half())[0] == "triton"

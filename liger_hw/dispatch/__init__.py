@@ -36,13 +36,18 @@ their names, without the underscore; their fakes are the allocations of what fol
 | the same, as one op of torch | `@_scaled_forward.backward(fake)`, a function that allocates these gradients |
 | a forward of them | `@differentiable()` instead of `@raw()` |
 | a kernel that writes over its arguments | `mutates=("x",)` |
-| options that only the backward reads | further parameters of the backward: the last arguments of `apply` |
+| options that only the backward reads | further annotated parameters of the backward: the last arguments of `apply` |
+| results without a gradient, such as counts | `without_gradient="counts"` for `backward`; `apply` returns them |
+| results that depend on some inputs alone | `depends={"q_out": ["q"]}`: q_out needs a gradient where q does |
+| a backward that destroys what it reads | `ctx` as a parameter; it sets `ctx.spent` to the error of a second backward |
+| a caller of its backward | a bool for each gradient: `_scaled_backward(x, weight, factor, dy, True, False)` |
+| an option | an input with an annotation of torch's schemas: bool, int, float, str, or None beside them |
 | arguments to prepare | a function under `@scaled.register("triton")` that calls `_scaled_forward.apply` |
 
 `op` is in `ops.py`, `raw` and `differentiable` are in `declarations.py`. `registration.py` and `wiring.py` generate the
 functions between autograd and those of a kernel's file;
-`linecache.getlines(_scaled_forward.apply.__code__.co_filename)` shows them. A backward that
-writes to gradients needs a name of its own, as it is an op of torch; another may be called `_`.
+`linecache.getlines(_scaled_forward.apply.__code__.co_filename)` shows them. An op of torch needs a name of its own;
+other functions, which register nothing, may be called `_`.
 """
 
 from liger_hw.dispatch.cost import Cost

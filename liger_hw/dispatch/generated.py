@@ -28,6 +28,11 @@ def function_source(signature: str, lines) -> str:
     return "\n".join([f"def {signature}:", *(f"    {line}" for line in lines), "", ""])
 
 
+def described(function) -> str:
+    """Name a function in an error, with its line: many are called `_`."""
+    return f"{function.__module__}.{function.__qualname__} (line {function.__code__.co_firstlineno})"
+
+
 def arguments_by_name(function, available) -> str:
     """Return the text of a call's arguments, each a name of `available`.
 
@@ -44,7 +49,7 @@ def arguments_by_name(function, available) -> str:
             texts.append(f"{p.name}={p.name}" if skipped or p.kind is p.KEYWORD_ONLY else p.name)
         elif p.default is p.empty:
             allowed = ", ".join(available)
-            raise TypeError(f"{function.__qualname__}: got the parameter {p.name!r}, allowed: {allowed}")
+            raise TypeError(f"{described(function)}: got the parameter {p.name!r}, allowed: {allowed}")
         else:
             skipped = True
     return ", ".join(texts)

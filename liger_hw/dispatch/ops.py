@@ -25,6 +25,7 @@ from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KERNEL_DTYPES, explain, refuse_dtype
 from liger_hw.dispatch.generated import arguments_by_name, define
 from liger_hw.sharding import by_shards
+from liger_hw.spelling import check_known
 
 logger = logging.getLogger("liger_hw.dispatch")
 OPS = {}  # name -> op, for the parity matrix and the docs
@@ -143,6 +144,7 @@ class Op:
         Args:
             bound: it takes one argument instead, the op's `arguments`.
         """
+        check_known("backend", backend, ("cpu", *backends.NAMES), "register takes")
 
         def decorator(implementation):
             self.implementations[backend] = self._checked(implementation, bound)

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from liger_hw._torch import PLAIN, dispatch_modes
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import UnreadableTensor
-from liger_hw.dispatch.generated import arguments_by_name, define
+from liger_hw.dispatch.generated import arguments_by_name, define, described
 from liger_hw.hooks import hooks
 from liger_hw.tuning import LaunchFailed
 
@@ -52,6 +52,8 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
         constants: names that `allocation` uses.
     """
     name, names, returned = function.__name__.strip("_"), ", ".join(inputs), ", ".join(results) or "y"
+    if not name:
+        raise TypeError(f"{described(function)}: got the name '_', allowed: one for the op of torch.ops.liger_hw")
     writes = writes and results
     launches = f"function({arguments_by_name(function, [*inputs, *(results if writes else ())])})"
     launches = f"{allocation}; {launches}" if writes else f"{returned} = {launches}"

@@ -9,8 +9,9 @@ from torch.compiler import is_compiling
 
 from liger_hw._torch import in_forward_ad, transforms_active
 from liger_hw.dispatch.function import Function
-from liger_hw.dispatch.generated import arguments_by_name, define, function_source
+from liger_hw.dispatch.generated import arguments_by_name, define, described, function_source
 from liger_hw.dispatch.registration import default_allocation, is_tuple, register
+from liger_hw.spelling import nearest
 
 
 def with_backward(forward, inputs, results):
@@ -42,8 +43,8 @@ def _backward(forward, inputs, results, outputs=None, *, without_gradient="", de
     - x_grad, weight_grad: whether each gradient is needed. The function returns them, None for an absent one. Without
       `outputs` it is not registered, and calls `raw` functions or torch.
 
-    A further parameter is a last argument of `apply`, which the forward does not see, unless it has a default. `ctx` is
-    the context, where the function may set `spent`, the error of a second backward.
+    A further parameter with an annotation is a last argument of `apply`, which the forward does not see, unless it has
+    a default. `ctx` is the context, where the function may set `spent`, the error of a second backward.
 
     Args:
         outputs: as in `raw`, for the gradients. By default each has the shape of its input.
@@ -87,6 +88,11 @@ class _Wiring:
         known = [*inputs, *results, *(f"d{name}" for name in results), "ctx"]
         required = [name for name in read if self.parameters[name].default is inspect.Parameter.empty]
         self.further = [name for name in required if name not in known]
+        for name in (n for n in self.further if self.parameters[n].annotation is inspect.Parameter.empty):
+            raise TypeError(
+                f"{described(backward)}: got the parameter {name!r}; did you mean {nearest(name, known)!r}? Allowed: "
+                f"{', '.join(known)}, or with an annotation a further argument of apply"
+            )
         self.arguments += self.further
         self.returned = [name for name in results if f"d{name}" in read or name in without_gradient]
         self.incoming = [f"d{name}" for name in self.returned]
@@ -96,8 +102,8 @@ class _Wiring:
         unknown = [name for name in self.gradients if name not in self.arguments]
         if unknown or not outgoing:
             raise TypeError(
-                f"{backward.__name__}: got {', '.join(outgoing) or 'nothing'} after the star, allowed: d or _grad with "
-                f"{', '.join(self.arguments)}"
+                f"{described(backward)}: got {', '.join(outgoing) or 'nothing'} after the star, allowed: d or _grad "
+                f"with {', '.join(self.arguments)}"
             )
         kept = [name for name in read if name in (*inputs, *results, *self.further)]
         self.saved = [name for name in kept if name in results or _has_tensors(inputs.get(name))]
@@ -124,7 +130,7 @@ class _Wiring:
         unread = [name for name in self.gradients if name not in self.parameters]
         if unread:
             raise TypeError(
-                f"{self.backward.__name__}: got no parameter {', '.join(unread)}; add it, or pass `outputs`"
+                f"{described(self.backward)}: got no parameter {', '.join(unread)}; add it, or pass `outputs`"
             )
         return default_allocation(self.backward_inputs(), names)
 

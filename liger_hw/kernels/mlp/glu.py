@@ -294,7 +294,7 @@ def _glu_backward_in_place(gate: torch.Tensor, up: torch.Tensor | None, dy: torc
 
 
 @glu.backward()
-def _(ctx, gate, up, activation, in_place: bool, dy, *, gate_grad, up_grad):
+def _(gate, up, activation, in_place: bool, dy, *, gate_grad, up_grad):
     if writes_over(in_place, gate_grad, up is None or up_grad):
         _glu_backward_in_place(gate, up, dy, activation)
         return overwritten(gate, up)

@@ -110,39 +110,39 @@ def glu_linear_backward_in_place(
 @differentiable("out")
 def _glu_linear(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, activation: str,
-    later: bool,
+    defers: bool,
 ):  # fmt: skip
     """Compute the op for one dtype, where weight and gate or up want gradients.
 
-    `later`: return a placeholder without memory, of the result's shape, for `_later`.
+    `defers`: return a placeholder without memory, of the result's shape, for `_deferred_projection`.
     """
-    if later:
+    if defers:
         return gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
     return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
 
 
 @_glu_linear.backward()
-def _(ctx, gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad, weight_grad, bias_grad):
+def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad, weight_grad, bias_grad):
     dout = dout.reshape(-1, weight.shape[0])
-    y = torch.mm(dout, weight).to(gate.dtype)  # dy, which the next line overwrites; autocast in a backward casts it
-    dy = y.view(gate.shape)
+    dy = torch.mm(dout, weight).to(gate.dtype).view(gate.shape)  # autocast in a backward casts it
     if writes_over(in_place, gate_grad, up is None or up_grad):
         glu_linear_backward_in_place(gate, up, dy, activation)
         dgate, dup = overwritten(gate, up)
     else:
         dgate, dup = _glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
+    y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
     return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
 
 
 @differentiable("out")
-def _later(stand_in: torch.Tensor, tensors: tuple, activation: str):  # a tuple hides the tensors from autograd
+def _deferred_projection(placeholder: torch.Tensor, tensors: tuple, activation: str):  # autograd tracks no tuple
     """Compute the result of the placeholder of `_glu_linear`, and keep nothing."""
     gate, up, weight, bias = tensors
     return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
 
 
-@_later.backward()
-def _(dout, *, stand_in_grad):
+@_deferred_projection.backward()
+def _(dout, *, placeholder_grad):
     return dout
 
 
@@ -164,6 +164,6 @@ def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
-    later = _checkpointed()
-    out = _glu_linear.apply(gate, up, weight, bias, activation, later, goes_in_place(gate, up, in_place))
-    return _later.apply(out, (gate, up, weight, bias), activation) if later else out
+    defers = _checkpointed()
+    out = _glu_linear.apply(gate, up, weight, bias, activation, defers, goes_in_place(gate, up, in_place))
+    return _deferred_projection.apply(out, (gate, up, weight, bias), activation) if defers else out
