@@ -94,9 +94,22 @@ def test_launches_of_a_forced_backend(on_a_cpu, capsys, name):
 
 def test_launches_on_a_cpu(on_a_cpu, capsys):
     assert printed(capsys, "launches")[0]["configurations"] == []
-    assert cli.main(["launches"]) == 0 and "LIGER_HW_BACKEND=nvidia" in capsys.readouterr().out
+    assert cli.main(["launches"]) == 0 and "--archs sm90" in capsys.readouterr().out
+    assert cli.main(["launches", "--archs", "sm42"]) == 2
+    assert "unknown architecture 'sm42'" in capsys.readouterr().err
     assert cli.main(["launches", "rms_nrom"]) == 2
     assert "unknown op 'rms_nrom'; did you mean 'rms_norm'?" in capsys.readouterr().err
+
+
+@needs_triton
+def test_launches_of_architectures_elsewhere(on_a_cpu, capsys):
+    nvidia_gpu, amd_gpu = printed(capsys, "launches", "cross_entropy_tvd", "--archs", "sm90", "gfx942")
+    assert (nvidia_gpu["device"], amd_gpu["device"]) == ("nvidia:sm90", "amd:gfx942")
+    case = model_cases(["cross_entropy_tvd"])[0]
+    entries = [e for e in nvidia_gpu["configurations"] if e["key"].startswith("cross_entropy_tvd_forward")]
+    rows = case.make(torch.device("meta"), torch.bfloat16)[0].shape[0]
+    assert [rows, 1, 1] in [entry["grid"] for entry in entries]
+    assert all(entry["options"]["fp_fusion"] is False for entry in entries)
 
 
 @needs_triton

@@ -7,11 +7,16 @@ import torch
 
 from liger_hw import backends, console, dispatch, tuning
 from liger_hw.cli.common import accelerators, add_command, show
+from liger_hw.hooks import hooks
+from liger_hw.spelling import check_known
 from liger_lab import terminal
 from liger_lab.cases import model_cases, step
 
 META = torch.device("meta")
-HEADER = ["op", "shape (bf16)", "configuration", "parameters", "warps", "stages", "programs a core", "source"]
+HEADER = [
+    "op", "shape (bf16)", "configuration", "grid", "parameters", "warps", "stages", "options", "programs a core",
+    "source",
+]  # fmt: skip
 
 
 def add(commands) -> None:
@@ -19,22 +24,34 @@ def add(commands) -> None:
         commands, "launches", launches, "show the launch configurations of each op at real models' shapes",
         "Show the configuration of each kernel that an op launches here, and its source: the heuristic, a shipped "
         "table or this machine's. Without names, at three shapes of each op; else at all. It starts no kernel.",
-        {"": "every op, at three shapes", "rms_norm swiglu": "two ops, at every shape"},
+        {
+            "": "every op, at three shapes", "rms_norm swiglu": "two ops, at every shape",
+            "rms_norm --archs sm90 gfx942": "two GPUs that need not be here",
+        },
         "a few seconds, most of them to import torch.",
     )  # fmt: skip
     command.add_argument("ops", nargs="*", metavar="OP", help="ops to show, at every shape (all, at three shapes)")
+    command.add_argument("--archs", nargs="+", default=[], metavar="ARCH", help="architectures to show (those here)")
 
 
 def launches(args) -> None:
     """Print the launch configurations of ops, as a table or as JSON."""
-    facts = gather(args.ops)
+    facts = gather(args.ops, args.archs)
     show(args, facts, _text(facts))
 
 
-def gather(ops: Iterable[str] = ()) -> list[dict]:
-    """Return the content of `liger-hw launches` as plain data, one entry for each device."""
-    cases = _cases(list(ops))
-    return [_about(device, cases) for device in accelerators() or [torch.device("cpu")]]
+def gather(ops: Iterable[str] = (), archs: Iterable[str] = ()) -> list[dict]:
+    """Return the content of `liger-hw launches` as plain data, an entry for each device."""
+    cases, names = _cases(list(ops)), {name.rpartition(":")[2]: name for name in backends.ARCHITECTURES}
+    for arch in archs:
+        check_known("architecture", arch, names)
+    if not archs:
+        return [_about(device, cases) for device in accelerators() or [torch.device("cpu")]]
+    found = []
+    for arch in archs:
+        with backends.use_backend(names[arch]):
+            found.append(_about(torch.device("cpu"), cases) | {"device": names[arch]})
+    return found
 
 
 def _about(device: torch.device, cases) -> dict:
@@ -57,10 +74,19 @@ def _configurations(device, cases) -> list[dict]:
             except RuntimeError:
                 continue
             inputs = case.make(META, torch.bfloat16)
+            grids = {}  # name of a kernel -> its grid; the configuration of a kernel has the same name
+
+            def record(kernel, grid, config, *args, grids=grids):
+                grids[kernel.__name__] = grid
+
             run = lambda: step(serving, inputs, case.options)  # noqa: B023, E731 - called at once
-            for config, shape, target in tuning.configurations_of(run):
-                chosen = config(*shape, target)
-                entry = {"op": case.op, "shape": case.label, "key": config.key(*shape), **chosen.to_json()}
+            with hooks.replace_launches(record):
+                lookups = tuning.configurations_of(run)
+            for config, shape, target in lookups:
+                chosen, key = config(*shape, target), config.key(*shape)
+                entry = {"op": case.op, "shape": case.label, "key": key, "grid": grids.get(key.partition("(")[0])}
+                options = target.launch_options | chosen.knobs | ({} if chosen.fp_fusion else {"fp_fusion": False})
+                entry |= chosen.to_json() | {"options": options}
                 configurations.setdefault((case.op, entry["key"]), entry | {"source": chosen.source})
     return list(configurations.values())
 
@@ -82,11 +108,12 @@ def _text(facts: list[dict]) -> str:
         lines += [f"{about['device']}: {about['configured_as']['name'] or about['configured_as']['arch']}"]
         if about["configurations"]:
             rows = [
-                [c["op"], c["shape"], c["key"], terminal.parameters(c["meta"]),
-                 c["num_warps"], c["num_stages"], c["programs"], c["source"]]
+                [c["op"], c["shape"], c["key"], "" if c["grid"] is None else " x ".join(map(str, c["grid"])),
+                 terminal.parameters(c["meta"]), c["num_warps"], c["num_stages"], terminal.parameters(c["options"]),
+                 c["programs"], c["source"]]
                 for c in about["configurations"]
             ]  # fmt: skip
             lines += [console.table(HEADER, rows)]
         else:
-            lines += ["No op launches a kernel here. LIGER_HW_BACKEND=nvidia, amd or intel shows that vendor's."]
+            lines += ["No op launches a kernel here. --archs sm90 shows that GPU's."]
     return "\n".join(lines)
