@@ -16,6 +16,7 @@ USERS_OF_OPS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
 PROGRAMS = [
     "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
     "tests/lab/test_emulation.py", "tests/transformers/test_activations.py", "tests/transformers/test_engines.py",
+    "tests/transformers/test_training.py", "tests/integrations/test_trainer_matrix.py",
 ]  # fmt: skip
 COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
 MUTANTS = ["rms_norm", "glu", "of_logits", "sequences"]
@@ -62,7 +63,7 @@ def test(*args):
 
 
 def programs(*args):
-    """Run the tests of whole programs: examples, engines, the benchmark, the emulation."""
+    """Run the tests of whole programs: examples, training, engines, the benchmark, the emulation."""
     return pytest("--archs", "turns", *PROGRAMS, *args)
 
 
