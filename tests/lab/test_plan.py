@@ -133,7 +133,7 @@ def test_tensor_parallelism_splits_matrices_and_the_vocabulary():
     sizes, one, two = plan.read_model("llama-8b"), run(), run(parallel="tp:2")
     vectors = sizes.hidden * (2 * sizes.layers + 1) + sizes.vocabulary * sizes.hidden
     assert sizes.parameters(2) == (sizes.parameters() - vectors) // 2 + vectors
-    assert plan.loss_layer(two) < plan.loss_layer(one) and plan.kept_of_layer(two) < plan.kept_of_layer(one)
+    assert plan.loss_layer(two) < plan.loss_layer(one) and plan.kept_bytes(two) < plan.kept_bytes(one)
     eager = [plan.loss_layer(run(parallel=parallel, provider="eager")) for parallel in ("fsdp2", "tp:2")]
     assert eager[0] == eager[1]  # gathered logits
 

@@ -200,11 +200,11 @@ def write(benchmark: dict, file: Path) -> Path:
     every = [[*key, name, *_numbers(record)] for key, records in grouped.items() for name, record in records.items()]
     header = ["op", "shape", "mode", "provider", "median", "p20", "p80", "rounds", "kernels alone", "of the limit",
               "memory", "how"]  # fmt: skip
-    tables_of_numbers = f"""
+    number_tables = f"""
 <h2>Against the fastest peer</h2>{pages.table(formatting.HEADER, formatting.rows(benchmark))}
 <h2>Every number</h2><p class="lead">Milliseconds; microseconds for the host's times.</p>{pages.table(header, every)}"""
     notes = {name: note for name, note in benchmark["providers"].items() if note}
-    return _page(benchmark, file, limit, (), figures(benchmark), tables_of_numbers, notes)
+    return _page(benchmark, file, limit, (), figures(benchmark), number_tables, notes)
 
 
 def training_figures(benchmark: dict):

@@ -109,11 +109,11 @@ def _results(cells) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(cells[0]["gpus"]):
-                here, there = context.Pipe(duplex=False)
-                arguments = rank, cells[0]["gpus"], cells, folder, there
-                processes[here] = context.Process(target=sharded.main, args=arguments)
-                processes[here].start()
-                there.close()
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = rank, cells[0]["gpus"], cells, folder, sender
+                processes[receiver] = context.Process(target=sharded.main, args=arguments)
+                processes[receiver].start()
+                sender.close()
             for cell in cells:
                 if failed:
                     yield {"error": f"not tried: {failed}"}
@@ -147,13 +147,13 @@ def _answers(processes) -> list[dict]:
 
 def _result(cell, answers) -> dict:
     """Merge the answers of all processes; the slowest one sets the time of a step."""
-    seconds = spread([max(of_step) for of_step in zip(*(answer["seconds"] for answer in answers))])
+    seconds = spread([max(rank_values) for rank_values in zip(*(answer["seconds"] for answer in answers))])
     most = {key: max((answer[key] for answer in answers if answer[key]), default=None)
             for key in ("peak_bytes", "reserved_bytes")}  # fmt: skip
     return {
         "tokens_per_second": cell["batch"] * cell["seq"] / seconds["median"],
         **{key: value * 1e3 if key != "rounds" else value for key, value in seconds.items()}, **most,
-        "losses": [mean(of_step) for of_step in zip(*(answer["losses"] for answer in answers))],
+        "losses": [mean(rank_values) for rank_values in zip(*(answer["losses"] for answer in answers))],
     }  # fmt: skip
 
 

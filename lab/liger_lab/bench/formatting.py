@@ -216,22 +216,22 @@ def changes(before: dict, after: dict) -> dict:
     old = {key + (name,): record for key, records in by_shape(before).items() for name, record in records.items()}
     new = {key + (name,): record for key, records in by_shape(after).items() for name, record in records.items()}
     both = [key for key in new if key in old]
-    found = []
+    entries = []
     for key in both:
         a, b = old[key], new[key]
         change = b["median"] / a["median"] - 1
         apart = b["p80"] < a["p20"] or b["p20"] > a["p80"]
         if apart and abs(change) > NOISE:
-            found.append(dict(zip(("op", "shape", "mode", "provider"), key)) | {"change": change, "records": [a, b]})
-    found.sort(key=lambda entry: entry["change"])
+            entries.append(dict(zip(("op", "shape", "mode", "provider"), key)) | {"change": change, "records": [a, b]})
+    entries.sort(key=lambda entry: entry["change"])
     only = [len(old) - len(both), len(new) - len(both)]
-    return {"runs": [_run(before), _run(after)], "compared": len(both), "only": only, "changes": found}
+    return {"runs": [_run(before), _run(after)], "compared": len(both), "only": only, "changes": entries}
 
 
-def show_changes(found: dict) -> str:
+def show_changes(comparison: dict) -> str:
     """Format the result of `changes` as text."""
     rows = []
-    for entry in found["changes"]:
+    for entry in comparison["changes"]:
         a, b = entry["records"]
         unit = "us" if entry["mode"].startswith("host") else "ms"
         memories = dict.fromkeys([memory(a), memory(b)])  # one if they are equal
@@ -241,10 +241,10 @@ def show_changes(found: dict) -> str:
             f"{number(a['median'])} {unit}", f"{number(b['median'])} {unit}", " -> ".join(memories),
         ])  # fmt: skip
     header = ["change", "", "op", "shape", "mode", "provider", "before", "after", "memory"]
-    summary = f"{len(rows)} of {found['compared']} times differ by more than {NOISE:.0%} and beyond their spreads"
-    if any(found["only"]):
-        summary += "; only before: {}, only after: {}".format(*found["only"])
-    where = [f"before: {found['runs'][0]}", f"after:  {found['runs'][1]}"]
+    summary = f"{len(rows)} of {comparison['compared']} times differ by more than {NOISE:.0%} and beyond their spreads"
+    if any(comparison["only"]):
+        summary += "; only before: {}, only after: {}".format(*comparison["only"])
+    where = [f"before: {comparison['runs'][0]}", f"after:  {comparison['runs'][1]}"]
     return "\n".join([*where, summary, *([table(header, rows)] if rows else [])])
 
 

@@ -187,8 +187,10 @@ def _pairs(
         log_probs = _log_probs(x, weight, tokens)
         answers = log_probs.mean(-1) if average else log_probs.sum(-1)
         with torch.no_grad():
-            of_reference = torch.zeros_like(answers) if ref_x is None else _log_probs(ref_x, ref_weight, tokens).sum(-1)
-        loss = PAIR_LOSSES[loss_type](Pairs(*answers.chunk(2), *of_reference.chunk(2)), BETA, 0.0).mean()
+            ref_log_probs = (
+                torch.zeros_like(answers) if ref_x is None else _log_probs(ref_x, ref_weight, tokens).sum(-1)
+            )
+        loss = PAIR_LOSSES[loss_type](Pairs(*answers.chunk(2), *ref_log_probs.chunk(2)), BETA, 0.0).mean()
         return loss - alpha * log_probs[: sizes.sequences // 2].mean() if alpha else loss
 
     peer = liger and _by_liger(liger, beta=BETA)
@@ -292,8 +294,8 @@ def _distillation(sizes, soft_loss, liger, hard=0.0):
     def plain(x, weight, teacher_x, teacher_weight, labels):
         logits = F.linear(x, weight).float()
         with torch.no_grad():
-            of_teacher = F.linear(teacher_x, teacher_weight).float()
-        loss = (1 - hard) * soft_rows(logits, of_teacher, soft_loss, 0.5, 1.0).mean()
+            teacher_logits = F.linear(teacher_x, teacher_weight).float()
+        loss = (1 - hard) * soft_rows(logits, teacher_logits, soft_loss, 0.5, 1.0).mean()
         return loss + hard * F.cross_entropy(logits, labels) if hard else loss
 
     # the peer's beta is a factor of its cosine loss

@@ -215,8 +215,8 @@ def _subject(name, case, inputs, dtype, device) -> Subject | None:
     function = peer.make(case)
     if function is None:
         return None
-    own = inputs is None or peer.overwrites(case)
-    return Subject(function, case.make(device, dtype) if own else inputs)
+    separate = inputs is None or peer.overwrites(case)
+    return Subject(function, case.make(device, dtype) if separate else inputs)
 
 
 def _measure(case, providers, modes, dtype, clock, benchmark) -> None:

@@ -175,7 +175,7 @@ class Products:
             logits = [x.new_empty(len(x), len(weight)).normal_() for x, weight in layers]
             learn = [inputs[x].requires_grad for x, _ in self.layers]
             gradients = [[torch.empty_like(t) for t in layer] if yes else [] for layer, yes in zip(layers, learn)]
-            self.buffers = [(y, torch.empty_like(y), of_layer) for y, of_layer in zip(logits, gradients)]
+            self.buffers = [(y, torch.empty_like(y), layer_grad) for y, layer_grad in zip(logits, gradients)]
         for (x, weight), (dlogits, logits, gradients) in zip(layers, self.buffers):
             torch.mm(x, weight.t(), out=logits)
             if torch.is_grad_enabled() and gradients:

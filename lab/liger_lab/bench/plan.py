@@ -268,7 +268,7 @@ def make_run(model, gpus, gpus_per_node, parallel, provider, batch, seq, checkpo
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
-def kept_of_layer(run: Run) -> int:
+def kept_bytes(run: Run) -> int:
     """Return the bytes that autograd keeps of one layer without checkpointing.
 
     The layer's input counts for liger_hw alone: eager keeps the fp32 copy of its norm instead.
@@ -326,24 +326,24 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
     else:
         buffers = 2 * 2 * min(BUCKET, every)
     hidden = 2 * run.tokens * sizes.hidden
-    kept = hidden if run.checkpointing else kept_of_layer(run)
+    kept = hidden if run.checkpointing else kept_bytes(run)
     head_gradient = sizes.vocabulary // parts * sizes.hidden * 2
     in_work = hidden + run.tokens * (2 if ours else 4) * sizes.intermediate // parts
     in_work += 2 * sizes.hidden * sizes.intermediate // parts
     if zero3 and ours:  # its hooks on the last projection need the input, which other engines let it compute anew
         in_work += 2 * run.tokens * sizes.intermediate // parts
     if run.checkpointing:
-        in_work += kept_of_layer(run) - (hidden if ours else 0)  # its input counts among the kept
+        in_work += kept_bytes(run) - (hidden if ours else 0)  # its input counts among the kept
 
     def at_layer(index):
         after = sizes.layers - 1 - index  # layers whose backward is over
-        of_layers = 0
+        layer_buffers = 0
         if fsdp:
-            of_layers = 2 * layer * (2 if index else 1) + (wide * layer if after else 0)
+            layer_buffers = 2 * layer * (2 if index else 1) + (wide * layer if after else 0)
         gradients = resident.get("gradients", gradient * layer * after)
         return resident | {
             "gradients": gradients + (head_gradient if engine != "zero2" else 0),
-            "unsharded and buffers": buffers + of_layers, "kept activations": kept * (index + 1),
+            "unsharded and buffers": buffers + layer_buffers, "kept activations": kept * (index + 1),
             "layer in the backward": in_work,
         }  # fmt: skip
 
@@ -400,7 +400,7 @@ def traffic(run: Run) -> dict[str, float]:
     """Return "shards" and "tensor parallel" -> bytes that one GPU sends in a step."""
     sizes, parts, shards = run.sizes, run.parts, run.shards
     layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
-    of_engine = {
+    sharded_by_engine = {
         "fsdp2": 2 * (2 * layer * sizes.layers + other) + (4 if run.mixed else 2) * every,
         "ddp": 4 * every, "zero2": 4 * every, "zero3": 6 * every,
     }  # fmt: skip
@@ -408,7 +408,7 @@ def traffic(run: Run) -> dict[str, float]:
     reduced = 2 * hidden * (sizes.layers * (5 if run.checkpointing else 4) + 1)
     gathered = 0 if run.provider == OURS else 2 * run.tokens * sizes.vocabulary
     return {
-        "shards": of_engine[run.engine] * (shards - 1) / shards,
+        "shards": sharded_by_engine[run.engine] * (shards - 1) / shards,
         "tensor parallel": (reduced + gathered) * (parts - 1) / parts,
     }  # fmt: skip
 
@@ -526,7 +526,7 @@ def detected_memory() -> float | None:
 # against measurements -------------------------------------------------------------------------------------------------
 
 
-def of_record(record: dict) -> Run:
+def run_from_record(record: dict) -> Run:
     """Return the run of a record of `bench train` or `bench distributed`.
 
     `bench train` runs on one GPU, all in bf16.
@@ -553,7 +553,7 @@ def against(results: list[dict]) -> list[dict]:
         covered &= record.get("engine", ENGINES[0]) in ENGINES
         covered &= not (record.get("activations") or record.get("objective"))
         if covered and record.get("peak_bytes"):
-            moment, by_part = peak(of_record(record))
+            moment, by_part = peak(run_from_record(record))
             predicted = sum(by_part.values()) - (0 if "engine" in record else WORKSPACE)
             compared.append(record | {"predicted_bytes": predicted, "moment": moment})
     return compared

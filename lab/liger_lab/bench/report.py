@@ -20,7 +20,7 @@ def rows(comparison: Comparison) -> list[list[str]]:
     plain, patched, *peers = comparison.runs
     others = [plain, *peers]
     empty = [""] * len(others)
-    means, deviations = ([f"{number:.4f}" for number in of_runs] for of_runs in zip(*map(final_loss, comparison.runs)))
+    means, deviations = ([f"{number:.4f}" for number in losses] for losses in zip(*map(final_loss, comparison.runs)))
     differences = [f"{max(difference(plain, run)):.1e}" for run in comparison.runs[1:]]
 
     def line(title, value, show):

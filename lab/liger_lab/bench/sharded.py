@@ -132,8 +132,8 @@ class PostTraining(torch.nn.Module):
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         if self.reference is not None:
             with torch.no_grad():
-                of_reference = self.reference.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-            more = of_reference, self.reference.lm_head.weight.detach()
+                ref_hidden = self.reference.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            more = ref_hidden, self.reference.lm_head.weight.detach()
         else:
             generator = torch.Generator(hidden.device).manual_seed(0)
             advantages = torch.randn(len(labels), generator=generator, device=hidden.device)
@@ -174,8 +174,8 @@ class FSDP2:
             shards = ((name, p.to_local(), p.ndim) for name, p in trained.named_parameters())
             _initialise(shards, trained.config, device)
             if reference:
-                for p, of_trained in zip(reference.parameters(), trained.parameters()):
-                    p.to_local().copy_(of_trained.to_local())
+                for p, trained_p in zip(reference.parameters(), trained.parameters()):
+                    p.to_local().copy_(trained_p.to_local())
         self.model = root
         if _planned(cells[0]):
             liger_hw.activations(trained, cells[0]["activations"])

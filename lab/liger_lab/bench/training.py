@@ -154,11 +154,11 @@ def plan(
 
 def _sizes(setting, batch, seqs, longest, sweep) -> list[tuple]:
     """List (batch, sequence length or None for the longest that fits)."""
-    batch_of_model = batch or setting.model.batch
+    model_batch = batch or setting.model.batch
     if longest:
         return [(1, None)]
     if not sweep:
-        return [(batch_of_model, seq) for seq in seqs or setting.seqs]
+        return [(model_batch, seq) for seq in seqs or setting.seqs]
     first, last = SWEEPS[sweep]
     value, values = (batch if sweep == "batch" else seqs and seqs[0]) or first, []
     while value <= last:
@@ -166,7 +166,7 @@ def _sizes(setting, batch, seqs, longest, sweep) -> list[tuple]:
         value *= 2
     if sweep == "batch":
         return [(value, (seqs or setting.seqs)[0]) for value in values]
-    return [(batch_of_model, value) for value in values]
+    return [(model_batch, value) for value in values]
 
 
 def run(runs, device, progress, file: Path) -> dict:
@@ -176,9 +176,9 @@ def run(runs, device, progress, file: Path) -> dict:
     exhausted = set()  # what failed in a sweep, usually for memory, and would again at the next size
     with saved_at_end(benchmark, file):
         for _, group in itertools.groupby(runs, key=lambda planned: planned | {"provider": ""}):
-            of_size = list(group)
-            group = [planned for planned in of_size if _line_of(planned) not in exhausted]
-            progress.update(bar, advance=len(of_size) - len(group))
+            same_size = list(group)
+            group = [planned for planned in same_size if _line_of(planned) not in exhausted]
+            progress.update(bar, advance=len(same_size) - len(group))
             if not group:
                 continue
             group = sorted(group, key=lambda planned: ORDER.index(planned["provider"]))
@@ -200,14 +200,14 @@ def _line_of(planned) -> tuple:
 def _in_a_process(group: list[dict]) -> Iterator[dict]:
     """Yield the results of runs that differ only in their provider, from one new process."""
     context = process_context(__name__)
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=main, args=(group, there))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=main, args=(group, sender))
     process.start()
-    there.close()
+    sender.close()
     try:
         for _ in group:
             try:
-                yield here.recv()
+                yield receiver.recv()
             except EOFError:
                 process.join()
                 yield {"error": f"the process of this run ended with status {process.exitcode}"}

@@ -9,8 +9,8 @@ def small(new):
     def inputs(batch, tokens, channels, taps, bias=True, input_gate=True, output_gate=True, states=True, seq_idx=None):
         size = batch, tokens, channels
         sizes = [size, (channels, taps), (channels,), size, size, (batch, channels, taps - 1)]
-        wanted = [True, True, bias, input_gate, output_gate, states]
-        return *(new.randn(*size) if want else None for size, want in zip(sizes, wanted)), seq_idx
+        grads = [True, True, bias, input_gate, output_gate, states]
+        return *(new.randn(*size) if want else None for size, want in zip(sizes, grads)), seq_idx
 
     def plain(*sizes, bias=False):
         return inputs(*sizes, bias, False, False, False)

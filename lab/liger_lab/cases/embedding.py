@@ -41,7 +41,7 @@ def shape(tokens, vocabulary, cols, kind="text", **options):
     return Shape(label, tensors, options)
 
 
-def of_model(model, tokens=TOKENS, **more):
+def model_shape(model, tokens=TOKENS, **more):
     return shape(tokens, model.vocabulary, model.hidden, **more)
 
 
@@ -49,10 +49,10 @@ SMALL, LARGE = MODELS[0], MODELS[6]
 CASES = {
     "embedding": OpCases(
         small, wide,
-        [of_model(SMALL), of_model(LARGE), of_model(LARGE, 2 * TOKENS)],
+        [model_shape(SMALL), model_shape(LARGE), model_shape(LARGE, 2 * TOKENS)],
         [
-            of_model(LARGE, 2 * TOKENS, kind="uniform"), of_model(LARGE, 2 * TOKENS, kind="equal"),
-            of_model(LARGE, 2 * TOKENS, kind="half padding", padding_idx=0), shape(8191, 50257, 1001),
+            model_shape(LARGE, 2 * TOKENS, kind="uniform"), model_shape(LARGE, 2 * TOKENS, kind="equal"),
+            model_shape(LARGE, 2 * TOKENS, kind="half padding", padding_idx=0), shape(8191, 50257, 1001),
             shape(16, 32000, 2048),
         ],
     ),

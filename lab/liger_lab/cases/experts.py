@@ -47,7 +47,7 @@ def product(rows, groups, k, n):
     return Shape(f"{rows}x{k}x{n} of {groups}", tensors)
 
 
-def of_mixture(mixture, tokens=TOKENS):
+def mixture_shape(mixture, tokens=TOKENS):
     return product(tokens * mixture.per_token, mixture.experts, mixture.hidden, 2 * mixture.intermediate)
 
 
@@ -89,7 +89,7 @@ def mixture_layer(mixture, tokens=TOKENS):
 
 CASES = {
     "grouped_mm": OpCases(
-        products, wide_products, [of_mixture(mixture) for mixture in MIXTURES],
+        products, wide_products, [mixture_shape(mixture) for mixture in MIXTURES],
         [product(1024, m.experts, m.hidden, 2 * m.intermediate) for m in MIXTURES],
     ),
     "experts": OpCases(

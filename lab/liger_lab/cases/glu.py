@@ -76,7 +76,7 @@ def gated_shape(rows, cols, note="", **options):
     return Shape(f"{rows}x{cols}{note}", lambda new: (new.large(rows, cols), new.large(rows, cols)), options)
 
 
-def of_models(op):
+def model_shapes(op):
     return [gated_shape(TOKENS, model.intermediate) for model in MODELS if model.activation == op]
 
 
@@ -99,8 +99,8 @@ FURTHER = [
     gated_shape(8191, 4099), gated_shape(16, 2048),
 ]  # fmt: skip
 CASES = {
-    "swiglu": OpCases(gated({}), wide_gated({}), of_models("swiglu"), FURTHER),
-    "geglu": OpCases(gated(*GEGLU_FORMS), wide_gated(*GEGLU_FORMS), of_models("geglu"), FURTHER),
+    "swiglu": OpCases(gated({}), wide_gated({}), model_shapes("swiglu"), FURTHER),
+    "geglu": OpCases(gated(*GEGLU_FORMS), wide_gated(*GEGLU_FORMS), model_shapes("geglu"), FURTHER),
     "activate": OpCases(
         activations, wide_activations,
         [activation_shape(TOKENS, cols, activation) for activation, cols in WITHOUT_GATE],

@@ -20,8 +20,8 @@ def small(new):
             options = {"offset": 1.0, "casting_mode": casting_mode, "unsqueeze_dim": 2, "layout": layout, "eps": 1e-3}
             yield (q, k, *weights(12, 36), *tables), options
     yield (q, k, *weights(12, 12), *new.angles(1, 3, 2)), {"unsqueeze_dim": 2, "eps": 0.0}
-    for wanted in range(1, 16):
-        wants = [bool(wanted & 1 << place) for place in range(4)]
+    for grad_bits in range(1, 16):
+        wants = [bool(grad_bits & 1 << place) for place in range(4)]
         heads = new.randn(1, 2, 2, 8, grad=wants[0]), new.randn(1, 1, 2, 8, grad=wants[1])
         yield (*heads, new.randn(8, grad=wants[2]), new.randn(8, grad=wants[3]), *new.angles(1, 2, 8)), {}
     yield (new.randn(2, 2, 0, 8), new.randn(2, 2, 0, 8), *weights(8, 8), *new.angles(1, 0, 8)), {}

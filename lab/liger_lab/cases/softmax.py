@@ -9,7 +9,7 @@ SCORES = ((65536, 1024), (32768, 2048), (16384, 8192))  # rows of attention scor
 VOCABULARIES = ((8192, 32000), (4096, 128256))
 
 
-def rows_of_scores(new):
+def score_rows(new):
     for shape in [(5, 123), (3, 1024), (1, 8), (33, 64), (7, 1), (2, 3, 2500), (0, 16), (9,)]:
         yield (new.randn(*shape),), {}
     yield (new.randn(2, 33001),), {}  # looped
@@ -29,6 +29,6 @@ def shape(rows, cols):
 
 
 CASES = {
-    op: OpCases(rows_of_scores, wide_rows, [shape(*size) for size in (*SCORES, *VOCABULARIES)], [shape(8191, 4099)])
+    op: OpCases(score_rows, wide_rows, [shape(*size) for size in (*SCORES, *VOCABULARIES)], [shape(8191, 4099)])
     for op in ("softmax", "sparsemax")
 }

@@ -47,11 +47,11 @@ def gather(ops: Iterable[str] = (), archs: Iterable[str] = ()) -> list[dict]:
         check_known("architecture", arch, names)
     if not archs:
         return [_about(device, cases) for device in accelerators() or [torch.device("cpu")]]
-    found = []
+    devices = []
     for arch in archs:
         with backends.use_backend(names[arch]):
-            found.append(_about(torch.device("cpu"), cases) | {"device": names[arch]})
-    return found
+            devices.append(_about(torch.device("cpu"), cases) | {"device": names[arch]})
+    return devices
 
 
 def _about(device: torch.device, cases) -> dict:

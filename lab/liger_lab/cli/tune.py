@@ -76,7 +76,7 @@ def _check(args, files: list[Path]) -> int | None:
             ignored = len(tuning.other_code(tuning.read_table(file)))
             note = f"; {ignored} measured on other code, and ignored" if ignored else ""
             lines.append(f"{file}: fit to ship{note}")
-    every = [line for of_file in problems.values() for line in of_file]
+    every = [line for file_problems in problems.values() for line in file_problems]
     show(args, problems, *lines, "", *every, *([] if files else ["the package has no table"]))
     return 1 if every else None
 

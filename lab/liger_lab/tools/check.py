@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
-USERS_OF_OPS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
+CALLERS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
 PROGRAMS = [
     "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
     "tests/lab/test_emulation.py", "tests/transformers/test_activations.py", "tests/transformers/test_engines.py",
@@ -71,7 +71,7 @@ def models(*args):
     """Compare every class of language models with its patched copy; run kernels in models."""
     return each(
         pytest("--models", "all", "tests/transformers/test_models.py", "tests/transformers/test_parts.py", *args),
-        pytest(*USERS_OF_OPS, "--archs", "turns", *args, **INTERPRETED),
+        pytest(*CALLERS, "--archs", "turns", *args, **INTERPRETED),
     )
 
 
@@ -82,7 +82,7 @@ def compile(*args):
 
 def interpret(*args):
     """Run kernels in Triton's interpreter for every vendor, or for LIGER_HW_BACKEND."""
-    return pytest(*OPS, *USERS_OF_OPS, *args, **INTERPRETED)
+    return pytest(*OPS, *CALLERS, *args, **INTERPRETED)
 
 
 def mutants(*args):

@@ -62,14 +62,14 @@ def train(model, inputs, **more):
     }
 
 
-def distances(found, expected):
+def distances(results, expected):
     """Return how far apart two trainings are in losses, likely tokens and weights."""
     likeliest = expected["log-probabilities"].topk(LIKELIEST).indices
-    tokens = (r["log-probabilities"].gather(-1, likeliest) for r in (found, expected))
+    tokens = (r["log-probabilities"].gather(-1, likeliest) for r in (results, expected))
     return {
-        "losses": _largest(found["losses"] - expected["losses"]),
+        "losses": _largest(results["losses"] - expected["losses"]),
         "log-probabilities": _largest(torch.sub(*tokens)),
-        "weights": (found["weights"] - expected["weights"]).norm().item(),
+        "weights": (results["weights"] - expected["weights"]).norm().item(),
     }
 
 
@@ -113,8 +113,8 @@ def compare(model_type, cls, dtype, device, dropout=0.0, patch=None):
     allowed = {name: ROOM * yard[name] + FLOOR[DTYPES[dtype]] * sizes[name] for name in yard}
     shares = {}
     for how, model, more in (("without logits", patched, {}), ("with logits", with_logits, {"skip_logits": False})):
-        found = distances(train(model, inputs, **more), expected)
-        shares[how] = {name: found[name] / allowed[name] for name in found}
+        differences = distances(train(model, inputs, **more), expected)
+        shares[how] = {name: difference / allowed[name] for name, difference in differences.items()}
     return row | {"shares": shares, "first loss": expected["losses"][0].item(),
                   "last loss": expected["losses"][-1].item(), "moved": yard}  # fmt: skip
 

@@ -110,10 +110,10 @@ def ops() -> dict:
 
 def op_page(name: str, module: str, cells: list, benchmarks: dict) -> str:
     """Write the page of an op: signature, formula, gradients, evidence and figures."""
-    of_kernel = inspect.getdoc(importlib.import_module(module)) or ""
+    kernel_text = inspect.getdoc(importlib.import_module(module)) or ""
     parts = [f"::: {module}.{name}\n    options: {{heading_level: 1, show_root_toc_entry: false}}"]
     parts += ["## Formula", formulas()[name]]
-    parts += ["## Gradients and bytes moved", f"*The text of the kernel file, `{module}`.*", of_kernel]
+    parts += ["## Gradients and bytes moved", f"*The text of the kernel file, `{module}`.*", kernel_text]
     parts += ["## Evidence", op_evidence(name, cells), "## Figures", op_figures(name, benchmarks)]
     return "\n\n".join(parts) + "\n"
 
@@ -135,12 +135,12 @@ def op_evidence(name: str, cells: list) -> str:
 
 def level_cell(totals: dict, name: str, backend: str, level: str) -> str:
     """Describe one level of evidence: cases, dtypes and failures."""
-    found = {dtype: totals.get((name, backend, dtype, level)) for dtype in evidence.DTYPES.values()}
-    found = {dtype: cell for dtype, cell in found.items() if cell}
-    if not found:
+    counts = {dtype: totals.get((name, backend, dtype, level)) for dtype in evidence.DTYPES.values()}
+    counts = {dtype: cell for dtype, cell in counts.items() if cell}
+    if not counts:
         return "-"
-    failed = sum(cell.failed for cell in found.values())
-    text = f"{sum(cell.passed for cell in found.values()):,}: {' '.join(found)}"
+    failed = sum(cell.failed for cell in counts.values())
+    text = f"{sum(cell.passed for cell in counts.values()):,}: {' '.join(counts)}"
     return f"{text}, **{failed} failed**" if failed else text
 
 
@@ -160,20 +160,20 @@ def op_figures(name: str, benchmarks: dict) -> str:
     return "\n\n".join(parts) or "No committed benchmark measures this op."
 
 
-def table_of_ops(cells: list) -> str:
+def op_table(cells: list) -> str:
     """List all ops, and the functions without a kernel."""
     rows = []
     for name in ops():
-        of_op = [cell for cell in cells if cell.op == name]
-        executed = {cell.backend for cell in of_op if cell.level == evidence.EXECUTED}
-        executed -= {cell.backend for cell in of_op if cell.failed}
+        op_cells = [cell for cell in cells if cell.op == name]
+        executed = {cell.backend for cell in op_cells if cell.level == evidence.EXECUTED}
+        executed -= {cell.backend for cell in op_cells if cell.failed}
         gpus = ", ".join(backend.partition(":")[2] for backend in sorted(executed))
         rows.append([f"[`{name}`](ops/{name}.md)", first_line(dispatch.OPS[name]), gpus])
     rows += [[f"`{name}`", f"{first_line(getattr(liger_hw, name))} Plain PyTorch.", "-"] for name in WITHOUT_KERNELS]
     return markdown(["op", "computation", "executed"], rows)
 
 
-def table_of_gpus(vendor: str):
+def gpu_table(vendor: str):
     """Return a function that tabulates the evidence for the GPUs of a vendor."""
 
     def table(cells: list) -> str:
@@ -183,7 +183,7 @@ def table_of_gpus(vendor: str):
     return table
 
 
-def names_of_liger_kernel(cells: list) -> str:
+def liger_kernel_names(cells: list) -> str:
     """List the names of liger_kernel that this package serves, by module."""
     parts = []
     for module in ("liger_hw.transformers", "liger_hw.chunked_loss", "liger_hw.transformers.functional"):
@@ -208,11 +208,11 @@ def helps(cells: list) -> str:
 
 
 TEXTS = {  # name in `<!-- site: NAME -->` -> function of the cells of evidence that returns the text
-    "ops": table_of_ops,
-    "liger_kernel": names_of_liger_kernel,
+    "ops": op_table,
+    "liger_kernel": liger_kernel_names,
     "commands": helps,
     "evidence summary": lambda cells: markdown(page.SUMMARY, page.summary(cells)),
-    **{f"evidence {vendor}": table_of_gpus(vendor) for vendor in backends.VENDORS},
+    **{f"evidence {vendor}": gpu_table(vendor) for vendor in backends.VENDORS},
 }
 
 

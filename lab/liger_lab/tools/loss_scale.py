@@ -32,14 +32,14 @@ def checks(names):
     from liger_hw.dispatch import OPS
     from liger_lab.cases import DIFFERENTIABLE
 
-    def of_op(name, dtype):
+    def op_subject(name, dtype):
         scales = [scale / ops.ITEMS for scale in losses.SCALES]
         return lambda backend, device: [ops.check(OPS[name], scale, dtype, backend, device) for scale in scales]
 
-    def of_loss(name, dtype):
+    def loss_subject(name, dtype):
         return lambda backend, device: losses.check(name, backend, device, dtype)
 
-    kinds = ("op", DIFFERENTIABLE, of_op), ("loss", losses.LOSSES, of_loss)
+    kinds = ("op", DIFFERENTIABLE, op_subject), ("loss", losses.LOSSES, loss_subject)
     return losses.SCALES, [
         (kind, name, dtype, make(name, dtype))
         for kind, all_names, make in kinds

@@ -42,10 +42,10 @@ def sweep(only=None):
     import compare
     import zoo
 
-    def out_of_time(*_):
+    def time_out(*_):
         raise zoo.NotTiny(f"takes more than {SECONDS_A_MODEL} s")
 
-    signal.signal(signal.SIGALRM, out_of_time)
+    signal.signal(signal.SIGALRM, time_out)
     zoo.transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     compared, not_tiny = [], {}

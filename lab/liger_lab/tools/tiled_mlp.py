@@ -31,17 +31,17 @@ def modules(config):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     whole = LigerSwiGLUMLP(config)
-    found = {"plain": LlamaMLP(config), "whole": whole, "pieces": LigerTiledSwiGLUMLP(config)}
+    variants = {"plain": LlamaMLP(config), "whole": whole, "pieces": LigerTiledSwiGLUMLP(config)}
     if torch.accelerator.is_available() and find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerTiledSwiGLUMLP as Peers
 
-        found["liger-kernel's pieces"] = Peers(config)
-    for module in found.values():
+        variants["liger-kernel's pieces"] = Peers(config)
+    for module in variants.values():
         module.load_state_dict(whole.state_dict())
-    return found
+    return variants
 
 
-def steps_of(found, x, dy):
+def steps_of(variants, x, dy):
     """Return name -> function that runs a forward and a backward."""
 
     def step(module, checkpointed=False):
@@ -50,8 +50,8 @@ def steps_of(found, x, dy):
         for tensor in (x, *module.parameters()):
             tensor.grad = None
 
-    steps = {name: lambda module=module: step(module) for name, module in found.items()}
-    return steps | {"whole, checkpointed": lambda: step(found["whole"], True)}
+    steps = {name: lambda module=module: step(module) for name, module in variants.items()}
+    return steps | {"whole, checkpointed": lambda: step(variants["whole"], True)}
 
 
 def main():
@@ -67,11 +67,11 @@ def main():
         hidden_size=arguments.hidden, intermediate_size=arguments.intermediate, hidden_act="silu", mlp_bias=False
     )
     torch.manual_seed(0)
-    found = {name: module.to(device, torch.bfloat16) for name, module in modules(config).items()}
+    variants = {name: module.to(device, torch.bfloat16) for name, module in modules(config).items()}
     clock, rows = measure.Clock(device), []
     for tokens in arguments.tokens:
         x, dy = (torch.randn(1, tokens, arguments.hidden, device=device).bfloat16() for _ in range(2))
-        steps = steps_of(found, x.requires_grad_(), dy)
+        steps = steps_of(variants, x.requires_grad_(), dy)
         times = clock.interleave(steps, seconds=2.0)
         rows += [
             {"tokens": tokens, "kind": name, "ms": times[name]["median"] * 1e3, "bytes": memory.peak(step, device)}
