@@ -199,7 +199,7 @@ def test_an_access_printed_under_another_has_the_narrowest_of_its_pointer():
 
 def test_a_small_tile_need_not_fill_more_than_a_warp():
     def wanted(elements, row, itemsize, warp_size):
-        return assembly.width_wanted(Access("", "load", "X", elements, row, itemsize, 1), warp_size)
+        return assembly.expected_width(Access("", "load", "X", elements, row, itemsize, 1), warp_size)
 
     assert wanted(4096, 4096, 2, 32) == 16
     assert wanted(256, 256, 2, 32) == 16

@@ -59,11 +59,11 @@ def test_shared_stages_give_each_relative_its_own_code(vendor, of_relatives):
     launches = [dataclasses.replace(launch, arch=arch) for arch in archs]
     own = []
     for job in launches:
-        crosscompile._made.clear()
+        crosscompile._last_built.clear()
         own.append(crosscompile.built(job))
-    crosscompile._made.clear()
+    crosscompile._last_built.clear()
     for job, its_own in zip(launches, own):
-        shares, _ = crosscompile._of_relative(job, its_own[0])
+        shares, _ = crosscompile._relative_code(job, its_own[0])
         assert bool(shares) == (job is not launches[0])
         built = crosscompile.built(job)
         assert crosscompile.read(*built) == crosscompile.read(*its_own), job.arch

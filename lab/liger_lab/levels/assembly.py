@@ -45,7 +45,7 @@ class Access:
         return max((int(width) for width in self.widths), default=0)
 
 
-def width_wanted(access: Access, warp_size: int) -> int:
+def expected_width(access: Access, warp_size: int) -> int:
     """Return the bytes a lane that this tile allows: 16, fewer in small tiles."""
     lane = access.elements * access.itemsize // warp_size
     return max(min(16, power_of_2(lane + 1) // 2, access.row * access.itemsize), access.itemsize)

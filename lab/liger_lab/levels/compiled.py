@@ -28,7 +28,7 @@ from liger_lab import terminal
 from liger_lab.bench import run_file
 from liger_lab.cases import model_cases, small_cases, wide_cases
 from liger_lab.levels import compile_cache, crosscompile
-from liger_lab.levels.assembly import width_wanted
+from liger_lab.levels.assembly import expected_width
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
 
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
@@ -123,10 +123,10 @@ def _class(launch: Launch) -> tuple:
     """Return an equal key for launches whose code differs in widths alone."""
     rest = {name: value for name, value in launch.constants.items() if name not in BLOCKS}
     sizes = ((launch.constants.get(name), launch.constants.get(block)) for name, block in BLOCKS.items())
-    of_width = [
+    block_facts = [
         (size <= block, size % block == 0, math.gcd(size, 16)) for size, block in sizes if None not in (size, block)
     ]
-    return launch.what[:3], str(rest), *launch.what[4:], *of_width
+    return launch.what[:3], str(rest), *launch.what[4:], *block_facts
 
 
 def coarse_class(launch: Launch) -> tuple:
@@ -193,7 +193,7 @@ def widths(launch: Launch, resources: Resources) -> Iterator[tuple]:
         if access.elements == largest > 1 and (launch.aligned or access.pointer in launch.matrices):
             lost = [int(width) for other in resources.accesses
                     if (other.at, other.kind) == ("?", access.kind) for width in other.widths]  # fmt: skip
-            yield access, access.widest or min(lost, default=0), width_wanted(access, DEVICES[launch.arch].warp_size)
+            yield access, access.widest or min(lost, default=0), expected_width(access, DEVICES[launch.arch].warp_size)
 
 
 def _rows_known(launch: Launch) -> bool:
@@ -249,8 +249,8 @@ def gather(archs, ops, jobs, dtypes=tuple(DTYPES), origins=(MODEL, WIDE, SAMPLE)
     cache, all_uses = compile_cache.Cache(), []
     with compile_cache.processes(jobs) as pool, terminal.progress() as progress:
         task = progress.add_task("what launches", total=len(archs), note="")
-        for of_arch in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
-            all_uses += of_arch.result()
+        for future in [pool.submit(uses, arch, ops, dtypes, origins) for arch in archs]:
+            all_uses += future.result()
             progress.update(task, advance=1)
         results = compile_cache.compile_all((use.launch for use in all_uses), pool, cache, progress)
         if further:

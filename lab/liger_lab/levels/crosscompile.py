@@ -82,8 +82,8 @@ def reader() -> tuple[str, str]:
     """Return Triton's version and a hash of the code that compiles and reads."""
     import triton
 
-    own = b"".join(Path(file).read_bytes() for file in (__file__, assembly.__file__))
-    return triton.__version__, hashlib.sha256(own).hexdigest()
+    sources = b"".join(Path(file).read_bytes() for file in (__file__, assembly.__file__))
+    return triton.__version__, hashlib.sha256(sources).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Resources:
         return vars(self) | {"accesses": [vars(access) for access in self.accesses]}
 
     @classmethod
-    def from_json(cls, found: dict) -> "Resources":
-        return cls(**(found | {"accesses": tuple(Access(**access) for access in found["accesses"])}))
+    def from_json(cls, content: dict) -> "Resources":
+        return cls(**(content | {"accesses": tuple(Access(**access) for access in content["accesses"])}))
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def compiled(job: Launch) -> Resources:
 # In ms, on one core of an EPYC: the front end 20, "ttir" 3, "ttgir" 14, "llir" 42, "ptx" 12 and ptxas 40, or "amdgcn"
 # 30; to read Triton's own IR 2.
 _SAME_CODE = {row.device.arch: row.same_code for row in ARCHITECTURES.values()}
-_made = {}  # the last kernel's `what`, and (stage, group) -> (an architecture of the group, texts, shared memory)
+_last_built = {}  # the last kernel's `what`, and (stage, group) -> (an architecture of the group, texts, shared memory)
 
 
 def built(job: Launch, binary: bool = False) -> tuple[dict, int]:
@@ -221,7 +221,7 @@ def built(job: Launch, binary: bool = False) -> tuple[dict, int]:
     stages, metadata = {}, {"target": target, **options.__dict__}
     backend.add_stages(stages, options, source.language)
     assemble = stages.pop("hsaco", None)
-    text, metadata["shared"] = _of_relative(job, stages)
+    text, metadata["shared"] = _relative_code(job, stages)
     last = next(reversed(text), None)
     module = text.get(last)
     if last in (None, "ttir", "ttgir"):
@@ -237,24 +237,24 @@ def built(job: Launch, binary: bool = False) -> tuple[dict, int]:
         module = stages[name](module, metadata)
         text[name] = module if isinstance(module, bytes) else str(module)
         group = _SAME_CODE[job.arch].get(name)
-        own_matrix_instructions = name != "ttir" and "tt.dot" in text["ttir"]
-        if group and not own_matrix_instructions:
-            _made[name, group] = job.arch, dict(text), metadata["shared"]
+        has_matrix_product = name != "ttir" and "tt.dot" in text["ttir"]
+        if group and not has_matrix_product:
+            _last_built[name, group] = job.arch, dict(text), metadata["shared"]
     if binary:
         text["hsaco"] = assemble(text["amdgcn"], metadata)
     return text, metadata["shared"]
 
 
-def _of_relative(job: Launch, stages) -> tuple[dict, int | None]:
+def _relative_code(job: Launch, stages) -> tuple[dict, int | None]:
     """Return the reusable texts of this kernel from another architecture, renamed.
     The second value is the shared memory, or None before the stage that sets it."""
-    if _made.get("what") != job.what:
-        _made.clear()
-        _made["what"] = job.what
+    if _last_built.get("what") != job.what:
+        _last_built.clear()
+        _last_built["what"] = job.what
     for name in reversed(stages):
-        made = _made.get((name, _SAME_CODE[job.arch].get(name)))
-        if made:
-            arch, texts, shared = made
+        cached = _last_built.get((name, _SAME_CODE[job.arch].get(name)))
+        if cached:
+            arch, texts, shared = cached
             return {stage: _renamed(text, arch, job.arch) for stage, text in texts.items()}, shared
     return {}, None
 
@@ -285,9 +285,9 @@ def _parsed(text: str, context):
 
 def read(text: dict, shared: int) -> Resources:
     """Read the resources from the output of `built`."""
-    of_vendor = _read_nvidia if "ptx" in text else _read_amd
+    read_vendor = _read_nvidia if "ptx" in text else _read_amd
     library = assembly.library_calls(text["ttir"])
-    return Resources(shared=shared, library=library, **of_vendor(text, assembly.accesses_of(text["ttir"])))
+    return Resources(shared=shared, library=library, **read_vendor(text, assembly.accesses_of(text["ttir"])))
 
 
 _DOUBLES = r"^\s*(?:@!?%p\d+ )?(?:add|sub|mul|div|fma|cvt|setp|sqrt|rcp|neg|abs|min|max)\.\S*f64\b"

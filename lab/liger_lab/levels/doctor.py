@@ -49,46 +49,50 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print, binarie
     """
     on_cpu = device.type == "cpu"
     run, facts = evidence.about(evidence.INTERPRETED if on_cpu else evidence.EXECUTED, device)
-    found = {"info": info, "checks": [], "times": [], "kernels": [], "plain": {}, "advice": [], "interrupted": None}
+    findings = {"info": info, "checks": [], "times": [], "kernels": [], "plain": {}, "advice": [], "interrupted": None}
     recorder, done = evidence.Recorder(), 0
     try:
         for op, result in _each(ops, device, binaries):
             recorder.load(result["cells"])
-            found["kernels"] += result["kernels"]
-            found["plain"] |= {op: result["plain"]} if result["plain"] else {}
+            findings["kernels"] += result["kernels"]
+            findings["plain"] |= {op: result["plain"]} if result["plain"] else {}
             say(f"{op}: {_told(result)}")
             done += 1
     except KeyboardInterrupt:
-        found["interrupted"] = f"interrupted: {done} of {len(ops)} ops were checked, and nothing was timed"
-    found |= {"runs": {run: facts}, "cells": recorder.cells(run)}
-    if found["interrupted"]:
-        return found
+        findings["interrupted"] = f"interrupted: {done} of {len(ops)} ops were checked, and nothing was timed"
+    findings |= {"runs": {run: facts}, "cells": recorder.cells(run)}
+    if findings["interrupted"]:
+        return findings
     if not on_cpu:
         here = backends.detected(device)
-        for kernel in found["kernels"] if here.core else ():
+        for kernel in findings["kernels"] if here.core else ():
             taken = kernel["registers"], kernel["shared"], kernel["num_warps"]
             kernel["occupancy"] = round(here.core.occupancy(*taken).share, 3)
-        found["checks"] = [*_facts(device), *_spills(found["kernels"])]
+        findings["checks"] = [*_facts(device), *_spills(findings["kernels"])]
         say("timing")
         try:
-            _time(ops, device, found)
+            _time(ops, device, findings)
         except KeyboardInterrupt:
-            found["interrupted"] = f"interrupted: every op was checked, {len(found['times'])} of {len(ops)} were timed"
-    found["advice"] = _advice(found, device)
-    return found
+            findings["interrupted"] = (
+                f"interrupted: every op was checked, {len(findings['times'])} of {len(ops)} were timed"
+            )
+    findings["advice"] = _advice(findings, device)
+    return findings
 
 
-def failures(found: dict) -> list[str]:
+def failures(findings: dict) -> list[str]:
     """List the wrong results, in words."""
     from liger_lab.levels import page
 
-    return page.problems(found["cells"]) + [f"{op} as plain torch: {error}" for op, error in found["plain"].items()]
+    return page.problems(findings["cells"]) + [
+        f"{op} as plain torch: {error}" for op, error in findings["plain"].items()
+    ]
 
 
-def write(found: dict, folder: Path) -> Path:
+def write(findings: dict, folder: Path) -> Path:
     """Write the report, doctor.json, into `folder`."""
-    more = {key: value for key, value in found.items() if key not in ("runs", "cells")}
-    return evidence.write(folder / "doctor.json", found["runs"], found["cells"], **more)
+    more = {key: value for key, value in findings.items() if key not in ("runs", "cells")}
+    return evidence.write(folder / "doctor.json", findings["runs"], findings["cells"], **more)
 
 
 # right or wrong -------------------------------------------------------------------------------------------------------
@@ -180,8 +184,8 @@ def _told(result: dict) -> str:
 # as expected or not ---------------------------------------------------------------------------------------------------
 
 
-def _check(what, expected, found, good) -> dict:
-    return {"what": what, "expected": expected, "found": found, "as_expected": bool(good)}
+def _check(what, expected, measured, good) -> dict:
+    return {"what": what, "expected": expected, "found": measured, "as_expected": bool(good)}
 
 
 def _facts(device):
@@ -215,8 +219,8 @@ def _spills(kernels):
     yield _check(f"spills of {len(kernels)} kernels", expected, "; ".join(spilled) or "none", good)
 
 
-def _time(ops, device, found) -> None:
-    """Add the copy rate and each op's time at one shape to `found`."""
+def _time(ops, device, findings) -> None:
+    """Add the copy rate and each op's time at one shape to `findings`."""
     from liger_lab.bench import operations
     from liger_lab.bench.measure import Clock
 
@@ -226,9 +230,9 @@ def _time(ops, device, found) -> None:
     clock = Clock(device)
     ceilings = clock.ceilings(torch.bfloat16)
     copy, sheet = ceilings["bytes_per_second"] / 1e9, _bandwidth(backends.detected(device))
-    wanted = f"at least {COPY:.0%} of {sheet} GB/s (data sheet of this card, in liger_hw/backends)"
+    least_rate = f"at least {COPY:.0%} of {sheet} GB/s (data sheet of this card, in liger_hw/backends)"
     if sheet:
-        found["checks"].append(_check("copy rate", wanted, f"{copy:.0f} GB/s", copy >= COPY * sheet))
+        findings["checks"].append(_check("copy rate", least_rate, f"{copy:.0f} GB/s", copy >= COPY * sheet))
     for op in ops:
         cases = model_cases([op])
         case = min((case for case in cases if moved(case) >= LEAST), key=moved, default=None) or max(cases, key=moved)
@@ -236,13 +240,13 @@ def _time(ops, device, found) -> None:
         try:
             seconds = _seconds(case, device, clock)
         except torch.OutOfMemoryError:
-            found["times"].append(here | {"skipped": "out of memory"})
+            findings["times"].append(here | {"skipped": "out of memory"})
             continue
         finally:
             operations.clean(device)
         ideal = max(sum(needs[:2]) / ceilings["bytes_per_second"], sum(needs[2:]) / ceilings["flops_per_second"])
-        found["times"].append(here | {"ms": seconds * 1e3, "share": ideal / seconds})
-        found["checks"].append(
+        findings["times"].append(here | {"ms": seconds * 1e3, "share": ideal / seconds})
+        findings["checks"].append(
             _check(f"{op} {case.label}, forward and backward", f"at least {SHARE:.0%} of this machine's limit",
                    f"{ideal / seconds:.0%}, {seconds * 1e3:.3f} ms", ideal / seconds >= SHARE)
         )  # fmt: skip
@@ -268,9 +272,9 @@ def _seconds(case, device, clock) -> float:
 # what to do -----------------------------------------------------------------------------------------------------------
 
 
-def _advice(found, device) -> list[str]:
+def _advice(findings, device) -> list[str]:
     lines = []
-    if failures(found):
+    if failures(findings):
         lines.append("wrong results: please open an issue and attach the report")
     if device.type == "cpu":
         seen = (
@@ -282,17 +286,17 @@ def _advice(found, device) -> list[str]:
             "`liger-hw compile` builds every kernel for NVIDIA's and AMD's GPUs without one",
         ]
         return lines
-    slow = [time["op"] for time in found["times"] if time.get("share", 1) < SHARE]
-    if not all(check["as_expected"] for check in found["checks"]):
+    slow = [time["op"] for time in findings["times"] if time.get("share", 1) < SHARE]
+    if not all(check["as_expected"] for check in findings["checks"]):
         lines.append("not everything is as expected: the report says what; an issue with it attached is welcome")
     lines.append(f"`liger-hw tune{''.join(f' {op}' for op in slow)} --contribute` searches better launches for this "
                  "machine and writes a table that can be shipped")  # fmt: skip
     return lines
 
 
-def rows(found: dict) -> list[list[str]]:
+def rows(findings: dict) -> list[list[str]]:
     """Return the checks as a table: a header, unexpected results, then the others."""
-    ordered = sorted(found["checks"], key=lambda check: check["as_expected"])
+    ordered = sorted(findings["checks"], key=lambda check: check["as_expected"])
     lines = [["" if c["as_expected"] else "DIFFERS", c["what"], str(c["expected"]), str(c["found"])] for c in ordered]
     return [["", "what", "expected", "found"], *lines]
 

@@ -248,11 +248,11 @@ def removals(op: str, arch: str, count: int) -> dict:
     missed = collections.Counter()
     for key, offset, size, name in chosen[:count]:
         result["removed"] += 1
-        outcome = _without(op, arch, samples, key, offset, size)
-        if outcome == "missed":
+        verdict = _without(op, arch, samples, key, offset, size)
+        if verdict == "missed":
             missed[name] += 1
         else:
-            result[outcome] += 1
+            result[verdict] += 1
     return result | {"missed": dict(missed)}
 
 

@@ -100,7 +100,7 @@ def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
         for file in files:
             try:
                 content = json.loads(file.read_text())
-                new_runs, new_cells = _of_bench(content) if "ceilings" in content else _of_evidence(content)
+                new_runs, new_cells = _bench_content(content) if "ceilings" in content else _evidence_content(content)
             except (OSError, KeyError, TypeError, ValueError) as error:
                 if path.is_dir() and not isinstance(error, OSError):  # a folder may also hold other results
                     continue
@@ -111,7 +111,7 @@ def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
     return runs, list(cells.values())
 
 
-def _of_evidence(content: dict) -> tuple[dict, list[Cell]]:
+def _evidence_content(content: dict) -> tuple[dict, list[Cell]]:
     if content["evidence"] != FORMAT:
         raise ValueError(f"evidence of format {content['evidence']!r}, allowed: {FORMAT}")
     cells = [Cell(**cell) for cell in content["cells"]]
@@ -121,7 +121,7 @@ def _of_evidence(content: dict) -> tuple[dict, list[Cell]]:
     return content["runs"], cells
 
 
-def _of_bench(benchmark: dict) -> tuple[dict, list[Cell]]:
+def _bench_content(benchmark: dict) -> tuple[dict, list[Cell]]:
     """Read a result of `liger-hw bench`, which times only ops that pass their parity cases."""
     device, dtype = benchmark["device"], getattr(torch, benchmark["dtype"])
     if device["vendor"] not in backends.VENDORS:

@@ -45,8 +45,8 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
             return compile_cache.compile_all(launches, pool, cache, progress)
 
         for arch in dict.fromkeys(use.launch.arch for use in uses):
-            of_arch = [use for use in uses if use.launch.arch == arch]
-            changes = mended(of_arch, results, tuning.read_table(tuning.shipped_file(DEVICES[arch])), compile_all)
+            arch_uses = [use for use in uses if use.launch.arch == arch]
+            changes = mended(arch_uses, results, tuning.read_table(tuning.shipped_file(DEVICES[arch])), compile_all)
             _write(arch, changes)
     return compiled.run(archs, ops, jobs, report)
 
@@ -71,14 +71,14 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
                 continue
             changes[key] = None
         classes.setdefault(config.class_key(*contribution.numbers_of(key)), []).append(use)
-    for class_key, of_class in classes.items():
-        missed = any(compiled.judge(use.launch, results[use.launch.key]) for use in of_class)
+    for class_key, class_uses in classes.items():
+        missed = any(compiled.judge(use.launch, results[use.launch.key]) for use in class_uses)
         before = table.get(class_key, {})
         mended_before = before.get("origin") == tuning.COMPILED
-        serves = mended_before and any(use.launch.config["source"] == tuning.SHIPPED for use in of_class)
-        of_other_triton = serves and before.get("triton") != triton.__version__
-        if missed or mended_before and not of_other_triton:
-            entry = _entry(of_class, compile_all, before if of_other_triton else None)
+        serves = mended_before and any(use.launch.config["source"] == tuning.SHIPPED for use in class_uses)
+        other_triton = serves and before.get("triton") != triton.__version__
+        if missed or mended_before and not other_triton:
+            entry = _entry(class_uses, compile_all, before if other_triton else None)
             if entry or mended_before:
                 changes[class_key] = entry
     return changes
@@ -124,11 +124,11 @@ def _best(candidates: list[Config], launches: list[Launch], compile_all) -> Conf
     """Return the best-rated candidate that passes every gate at all launches, or None."""
     candidates = [c for c in candidates if all(ratings.may_take(launch, c) for launch in launches)]
     tried = [[ratings.launch_with(launch, candidate) for launch in launches] for candidate in candidates]
-    results = compile_all(launch for of_candidate in tried for launch in of_candidate)
+    results = compile_all(launch for candidate_launches in tried for launch in candidate_launches)
     rated = [
-        ([ratings.rate(launch, results[launch.key]) for launch in of_candidate], candidate)
-        for candidate, of_candidate in zip(candidates, tried)
-        if not any(compiled.judge(launch, results[launch.key]) for launch in of_candidate)
+        ([ratings.rate(launch, results[launch.key]) for launch in candidate_launches], candidate)
+        for candidate, candidate_launches in zip(candidates, tried)
+        if not any(compiled.judge(launch, results[launch.key]) for launch in candidate_launches)
     ]
     if not rated:
         return None

@@ -76,10 +76,10 @@ def _compared(module, match, dtype, device):
     row = {"by": implementation(op, device, dtype) if op in dispatch.OPS else "ops"}
     generator = torch.Generator().manual_seed(0)
     try:
-        for exact, original, found, inputs, outputs in _functions(module, match, dtype, device, generator):
+        for exact, original, patched_function, inputs, outputs in _functions(module, match, dtype, device, generator):
             inputs = [_leaf(x, device) for x in inputs]
             wide = [_leaf(x.double(), device) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
-            plain, patched = parity.run(original, inputs, {}), parity.run(found, inputs, {})
+            plain, patched = parity.run(original, inputs, {}), parity.run(patched_function, inputs, {})
             row["forward"] = max(row.get("forward") or 0.0, _apart(patched[:outputs], plain[:outputs]))
             row["gradients"] = max(row.get("gradients") or 0.0, _apart(patched[outputs:], plain[outputs:]))
             parity.compare(parity.run(exact, wide, {}), plain, patched, match.op or match.kind)
@@ -101,11 +101,11 @@ def _leaf(x, device):
     return x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
 
 
-def _apart(found, expected):
+def _apart(results, expected):
     """Return the largest difference as a share of the largest value."""
     shares = [
         ((f.double() - e.double()).abs().max() / e.double().abs().max().clamp(min=1e-30)).item()
-        for f, e in zip(found, expected)
+        for f, e in zip(results, expected)
         if e.numel()
     ]
     return max(shares, default=0.0)
@@ -143,7 +143,7 @@ def _functions(module, match, dtype, device, generator):
 
         yield original, original, fused, [random(ROWS, hidden), random(vocabulary, hidden) * hidden**-0.5], 1
     else:
-        yield _of_module(module, match, dtype, device, random)
+        yield _module_functions(module, match, dtype, device, random)
 
 
 def _on_heads(rotate, tables):
@@ -159,7 +159,7 @@ def _largest(device):
     return LARGEST.get(device.type, LARGEST_ELSEWHERE)
 
 
-def _of_module(module, match, dtype, device, random):
+def _module_functions(module, match, dtype, device, random):
     count = sum(p.numel() for p in module.parameters())
     if count > _largest(device):
         raise _Skipped(f"its {count / 1e6:.0f}e6 weights are more than are compared on this device")

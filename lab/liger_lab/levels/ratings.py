@@ -196,8 +196,8 @@ def dominated(uses: Iterable[Use], results: dict) -> list[dict]:
         best, best_ratings = None, ratings
         near = [candidates(use.launch) for use in choice]
         for name in near[0]:
-            if all(name in of_use for of_use in near):
-                its = [rate(of_use[name], results[of_use[name].key]) for of_use in near]
+            if all(name in launch_by_name for launch_by_name in near):
+                its = [rate(launch_by_name[name], results[launch_by_name[name].key]) for launch_by_name in near]
                 if dominates(its, best_ratings):
                     best, best_ratings = near[0][name], its
         better = [mine.beats(its) for mine, its in zip(best_ratings, ratings, strict=True)]

@@ -69,8 +69,8 @@ def minimum(a, b):
 
 def median3(a, b, c):
     if a.dtype.kind == "f":
-        found = maximum(minimum(a, b), minimum(maximum(a, b), c))
-        return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), minimum(minimum(a, b), c), found)
+        median = maximum(minimum(a, b), minimum(maximum(a, b), c))
+        return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), minimum(minimum(a, b), c), median)
     return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
 
 

@@ -277,11 +277,11 @@ class Decoder:
         return run
 
     def _dpp_source(self, extra):
-        source, lanes, found, by_active = self._dpp(extra)
+        source, lanes, in_range, by_active = self._dpp(extra)
         zero = np.uint32(0)
 
         def run(w):
-            valid = found if by_active else found & w.active[:, lanes]
+            valid = in_range if by_active else in_range & w.active[:, lanes]
             return np.where(valid, w.v[source][:, lanes], zero)
 
         return run
@@ -289,18 +289,18 @@ class Decoder:
     def _dpp(self, extra):
         """Return (register, source lanes, which exist, whether inactive lanes count)."""
         control, fetch_inactive = (extra >> 8) & 511, (extra >> 18) & 1
-        lanes, found = dpp_lanes(control, self.lanes, self.cdna)
-        return extra & 255, lanes, found, bool(fetch_inactive)
+        lanes, in_range = dpp_lanes(control, self.lanes, self.cdna)
+        return extra & 255, lanes, in_range, bool(fetch_inactive)
 
     def _dpp_writes(self, extra):
         """Return a function for the lanes that a DPP instruction writes."""
-        _, lanes, found, by_active = self._dpp(extra)
+        _, lanes, in_range, by_active = self._dpp(extra)
         bound, banks, rows = (extra >> 19) & 1, (extra >> 24) & 15, (extra >> 28) & 15
         lane = np.arange(self.lanes)
         enabled = ((rows >> (lane >> 4)) & 1).astype(bool) & ((banks >> ((lane & 15) >> 2)) & 1).astype(bool)
         if bound:
             return lambda w: enabled
-        return lambda w: enabled & found & (True if by_active else w.active[:, lanes])
+        return lambda w: enabled & in_range & (True if by_active else w.active[:, lanes])
 
     def _sdwa_source(self, number, index, extra):
         if index == 0:

@@ -97,13 +97,13 @@ _codes, _resources = {}, {}  # by the launch's key
 
 def code_of(launch):
     """Return the `CodeObject` of a launch, compiled once a process."""
-    found = _codes.get(launch.key)
-    if found is None:
+    binary = _codes.get(launch.key)
+    if binary is None:
         text, shared = crosscompile.built(launch, binary=True)
-        found = code_object.read(text["hsaco"], text["amdgcn"], launch.arch)
-        found = _codes[launch.key] = code_object.with_lds(found, shared)
+        binary = code_object.read(text["hsaco"], text["amdgcn"], launch.arch)
+        binary = _codes[launch.key] = code_object.with_lds(binary, shared)
         _resources[launch.key] = crosscompile.read(text, shared)
-    return found
+    return binary
 
 
 def resources_of(launch) -> crosscompile.Resources:

@@ -444,8 +444,8 @@ class Translator:
         compared = operator in ("==", "!=", "<>", "<", ">", "<=", ">=")
         operator = "!=" if operator == "<>" else operator
         if a.known and b.known:
-            found = eval(f"x {'//' if operator == '/' and type == 'weak' else operator} y", {"x": a.code, "y": b.code})
-            return Value(found, "u1" if compared else type)
+            result = eval(f"x {'//' if operator == '/' and type == 'weak' else operator} y", {"x": a.code, "y": b.code})
+            return Value(result, "u1" if compared else type)
         if operator in "+-*" and type == "u1":
             a, b, type = self.convert(a, "u32"), self.convert(b, "u32"), "u32"
         return self.emit(f"{self.code(a, type)} {operator} {self.code(b, type)}", "u1" if compared else type)
