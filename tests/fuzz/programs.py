@@ -18,8 +18,11 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch.utils.dlpack import from_dlpack
+from transformers.loss import loss_utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "transformers"))
 import tiny  # noqa: E402
@@ -577,8 +580,9 @@ def generate(side, choice):
 
 def evaluate(side, choice):
     training = side.model.training
+    options = {"skip_logits": (None, True, False)[choice // 3 % 3]} if side.kind == "patched" else {}
     with GRAD_MODES[2 + choice % 3]():
-        side.out = side.model.eval()(**_tokens(choice), use_cache=False)
+        side.out = side.model.eval()(**_tokens(choice), **options, use_cache=False)
         side.value = torch.cat([side.out.logits.float()])
     side.model.train(training)
 
@@ -639,12 +643,66 @@ def write_value(side, choice):
             side.value = side.out.logits.float().mean(-1)
 
 
+ACCESSES = (
+    lambda x: torch.from_dlpack(x.detach()), lambda x: torch.from_numpy(x.detach().float().numpy()),
+    lambda x: from_dlpack(torch._C._to_dlpack(x.detach())), lambda x: x.data * 2,
+    lambda x: torch.empty(0, dtype=x.dtype).set_(x.detach()), lambda x: x.as_subclass(Mine).as_subclass(torch.Tensor),
+    lambda x: torch.frombuffer(x.detach().double().numpy().data, dtype=torch.float64),
+    lambda x: torch.tensor(x.data_ptr() == x.detach().data_ptr() == x.untyped_storage().data_ptr()),
+    lambda x: torch.tensor(x._typed_storage().size()), lambda x: torch.nn.Parameter(x.detach()) * 2,
+)  # fmt: skip
+
+
+class Mine(torch.Tensor):
+    """A program's own subclass."""
+
+
+def access(side, choice):
+    """Read the logits through their memory, or exchange it."""
+    if side.out is None:
+        return
+    if choice // 16 % 3 == 0:
+        side.out.logits.data = side.out.logits.data * 0.5
+        side.written = True
+    side.value = ACCESSES[choice % len(ACCESSES)](side.out.logits)
+
+
+def kept_by_hook(side, choice):
+    """A hook keeps the output of a projection, which the program reads after the backward."""
+    layer, kept = side.model.model.layers[0], []
+    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+    handle = linears[choice % len(linears)].register_forward_hook(lambda module, args, out: kept.append(out))
+    torch.manual_seed(choice)
+    side.out = side.model(**tiny.tokens(2, 6, seed=choice % 5), use_cache=False)
+    handle.remove()
+    loss = side.out.loss + (kept[0].float().square().mean() if choice // 8 % 2 else 0)
+    if loss.requires_grad:
+        loss.backward(retain_graph=choice // 16 % 2 == 0)
+    side.value = kept[0].detach()
+
+
+def monkey_patched(side, choice):
+    """A training step while a program has replaced a function, or the forward of a class."""
+    norm = type(side.model.model.layers[0].input_layernorm)
+    place, name = (
+        (getattr(norm, "liger_original", norm), "forward"), (torch.nn.Linear, "forward"),
+        (loss_utils, "fixed_cross_entropy"), (torch.nn.functional, "cross_entropy"),
+    )[choice % 4]  # fmt: skip
+    own = getattr(place, name)
+    torch.manual_seed(choice)
+    with mock.patch.object(place, name, lambda *args, **kwargs: own(*args, **kwargs) * 0.5):
+        side.out = side.model(**tiny.tokens(2, 6, seed=choice % 5), use_cache=False)
+        if side.out.loss.requires_grad:
+            side.out.loss.backward()
+        side.value = side.out.logits.float().mean(-1)
+
+
 ACTIONS = (
     forward, forward, forward, read, read, write, backward, backward, gradient_of_logits, step, zero_grad, mode, hook,
     logits_hook, unhook, checkpointing, copied, saved, threaded, freeze, change_weights, repatch, own_loss, teacher,
     forward, backward, step, scaled_step, read_under_autocast, threads, backward_elsewhere, pickled, cast,
     clone_of_outputs, around, outer_checkpoint, functional, second_order, generate, evaluate, compiled,
-    two_forwards, training_step, training_step, write_value,
+    two_forwards, training_step, training_step, write_value, access, kept_by_hook, monkey_patched,
 )  # fmt: skip
 
 
