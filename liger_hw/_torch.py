@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as act
 from torch.utils._pytree import tree_map_only
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+CALL = torch.nn.Module.__call__, torch.nn.Module._call_impl  # of every module, unless its class replaces one
 OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)
 
 

@@ -7,9 +7,7 @@ They match if their results are bitwise equal, dtype included (LayerNorm allows 
 import dataclasses
 from typing import NamedTuple
 
-import torch
-
-from liger_hw._torch import without_modes
+from liger_hw._torch import CALL, without_modes
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
@@ -96,7 +94,7 @@ def _with_pins(module, match, memory):
     try:
         pinned = attribute_pins(module, code, exempt)
         for name, cls in match.bypassed:
-            if (cls.__call__, cls._call_impl) != (torch.nn.Module.__call__, torch.nn.Module._call_impl):
+            if (cls.__call__, cls._call_impl) != CALL:
                 return Recognition(reason=f"its {name} replaces the call of a module")
             child = memory.code(cls)
             if child.reason:
