@@ -53,7 +53,7 @@ class Match:
         shadowed = {pin.name for pin in codes[0].pins if pin.owner is original} - {*self.methods}
         pins = [pin for code in codes for pin in code.pins]
         calls = [(cls, "__call__") for _, cls in self.bypassed] + [(Module, "_call_impl")] * bool(self.bypassed)
-        return pins + [Pin(*call, getattr(*call)) for call in calls], shadowed
+        return pins + [Pin(owner, name, getattr(owner, name)) for owner, name in calls], shadowed
 
     def reason_against(self, original):
         """Return why the op cannot compute modules of `original` though a probe agrees, or None."""
