@@ -215,8 +215,8 @@ def preference_loss(
         nll = -log_probs[0].sum(-1) * pairs / nll_items
         tokens = (1, 1) if average_log_prob else group_sums.tokens
         group = Pairs(*group_sums.answers(log_probs), *by_pair[:, groups], nll, *tokens, score)
-        losses = mixture.sum(group, beta, label_smoothing)
-        return (losses + nll_weight * nll if nll_weight else losses).sum() / pairs
+        total = mixture.sum(group, beta, label_smoothing).sum()
+        return (total + nll_weight * nll.sum() if nll_weight else total) / pairs
 
     loss, token_log_probs = _grouped_loss(
         pair_sum, mixture.any("whole_batch", False), x, weight, labels, bias, 2, options

@@ -100,7 +100,9 @@ def causal_lm_loss(
     targets = targets.to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
     if not _is_normal(divisor):
-        return _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head) / divisor
+        total = _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head)
+        # without a label that counts the gradients are 0, and the infinite one of a division by 0 would make them NaN
+        return torch.where((targets != ignore_index).any(), total, total.detach()) / divisor
     loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head)
     if divisor is not None and not torch.is_tensor(divisor):
         return loss

@@ -330,8 +330,9 @@ def _read_chain(kind, chain, namespace, cells, code, waiting):
         return
     code.pins.append(pin)
     for attribute in attributes:
-        if not isinstance(value, (types.ModuleType, type)):
-            if isinstance(value, types.FunctionType):
+        is_function = isinstance(value, types.FunctionType)
+        if not isinstance(value, (types.ModuleType, type)) and not (is_function and is_known(value)):
+            if is_function:
                 code.refuse(f"reads the attribute {attribute!r} of the function {value.__name__}")
             break
         if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
