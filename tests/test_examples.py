@@ -120,6 +120,6 @@ def test_the_table_is_written_from_results():
     lines = tool.table(found).splitlines()
     row = "| `trainer_sft.py` | 1.24B | 4x2048 | 1,000, 20.0 GiB | 1,500, 10.0 GiB | does not run | 1.50x |"
     assert lines[-1] == row and "trl_sft" not in lines[-2]
-    readme = importlib.import_module("readme")
+    readme = importlib.import_module("liger_lab.tools.readme")
     before, begin, rest = (FOLDER / "README.md").read_text().partition(readme.BEGIN.format("liger_lab.tools.examples"))
     assert begin and readme.END in rest, "there is no place for the table"

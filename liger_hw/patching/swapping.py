@@ -74,23 +74,9 @@ def _new_class(original, match, digest):
     facts = {"liger_original": original, "liger_match": match, "liger_digest": digest}
     members = {"_get_name": _get_name, "__reduce_ex__": _reduce, "__prepare_scriptable__": _prepare_scriptable}
     members |= match.members(original, match.guard(original))
-    # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes
-    metaclass = type.__new__(type, type(original).__name__, (_EqualsOriginal, type(original)), {})
-    return type.__new__(metaclass, original.__name__, (_Unregistered, original), names | facts | members)
-
-
-class _EqualsOriginal(type):
-    """Metaclass of patched classes, which tables of classes find as their originals."""
-
-    def __eq__(cls, other):
-        return _original(cls) is _original(other)
-
-    def __hash__(cls):
-        return type.__hash__(_original(cls))
-
-
-def _original(cls):
-    return vars(cls).get("liger_original", cls) if isinstance(cls, type) else cls
+    # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes. The class must not
+    # equal its original, though tables of classes would find it then: FSDP2 keeps a subclass of each class in one.
+    return type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
 
 
 class _Unregistered(torch.nn.Module):
