@@ -89,9 +89,10 @@ class _Wiring:
         required = [name for name in read if self.parameters[name].default is inspect.Parameter.empty]
         self.further = [name for name in required if name not in known]
         for name in (n for n in self.further if self.parameters[n].annotation is inspect.Parameter.empty):
+            near = nearest(name, known)
             raise TypeError(
-                f"{described(backward)}: got the parameter {name!r}; did you mean {nearest(name, known)!r}? Allowed: "
-                f"{', '.join(known)}, or with an annotation a further argument of apply"
+                f"{described(backward)}: got the parameter {name!r}{f'; did you mean {near!r}?' if near else '.'} "
+                f"Allowed: {', '.join(known)}, or with an annotation a further argument of apply"
             )
         self.arguments += self.further
         self.returned = [name for name in results if f"d{name}" in read or name in without_gradient]

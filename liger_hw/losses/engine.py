@@ -19,16 +19,10 @@ import torch
 from liger_hw._torch import traced, without_saved_tensors_hooks
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
+from liger_hw.kernels._logits import padded_rows
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
-from liger_hw.kernels.vocabulary.chunked_head import (
-    ChunkedHead,
-    MiB,
-    Plan,
-    needed_gradients,
-    prepare_head,
-    wide_dtype,
-)
+from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_numbers
 
@@ -75,7 +69,7 @@ class LogitScaling(NamedTuple):
     @property
     def buffers(self):
         """Return the memory of the calls below, in multiples of a chunk's 16-bit logits."""
-        return 0 if self == UNSCALED else 4  # z and the slope, in fp32
+        return 0 if self == UNSCALED else 6  # z, later its gradient, and two steps of the slope, in fp32
 
     def __call__(self, logits):
         """Compute z in a wide dtype, or return the logits where z is the same."""
@@ -85,14 +79,8 @@ class LogitScaling(NamedTuple):
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     def chunk(self, logits):
-        """Compute z without a graph, in rows that begin at 16-byte boundaries, as kernels need."""
-        if self == UNSCALED:
-            return logits
-        (rows, cols), dtype = logits.shape, wide_dtype(logits)
-        vector = 16 // dtype.itemsize
-        z = logits.new_empty(rows, -(-cols // vector) * vector, dtype=dtype)[:, :cols]
-        z.copy_(logits).mul_(self.logit_scale)
-        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+        """Compute z in rows that begin at 16-byte boundaries, as kernels need."""
+        return logits if self == UNSCALED else padded_rows(self(logits))
 
     def write_gradient(self, logits, dz, valid):
         """Write the logits' gradient over them, from that of z; 0 where not `valid`."""

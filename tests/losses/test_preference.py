@@ -59,7 +59,7 @@ PUBLISHED = {
     ),
 }
 NO_REFERENCE = ("simpo", "orpo")
-PER_TOKEN = {"sigmoid_norm": "sigmoid", "ipo_norm": "ipo"}  # of the averages, whatever average_log_prob is
+PER_TOKEN = {"sigmoid_norm": "sigmoid", "ipo_norm": "ipo"}  # losses of log-ratios over tokens -> those of sums
 
 
 def published(loss_type, c, r, C, R, beta, smoothing, lengths=1):
