@@ -328,8 +328,9 @@ def next_record(record, function, args, kwargs):
 # Tensors without memory -----------------------------------------------------------------------------------------------
 
 NEED_MEMORY = {  # functions that read a tensor's memory without a call of `__torch_dispatch__`
-    T.tolist, T.numpy, T.__array__, T.data_ptr, T.const_data_ptr, T.untyped_storage, T.storage, T.is_shared,
-    T.share_memory_, T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
+    T.tolist, T.numpy, T.__array__, T.data_ptr, T.untyped_storage, T.storage, T.is_shared, T.share_memory_,
+    T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
+    getattr(T, "const_data_ptr", T.data_ptr),  # torch 2.11 lacks it
 }  # fmt: skip
 SET_DATA = T.data.__set__
 

@@ -208,7 +208,7 @@ ACCESSES = [
     lambda x: torch.from_dlpack(x.detach()), lambda x: from_dlpack(torch._C._to_dlpack(x.detach())),
     lambda x: torch.as_tensor(numpy.from_dlpack(x.detach())), lambda x: torch.as_tensor(numpy.asarray(x.detach())),
     lambda x: torch.tensor((ctypes.c_float * 120).from_address(x.data_ptr())[:]),
-    lambda x: torch.tensor((ctypes.c_float * 120).from_address(x.const_data_ptr())[:]),
+    lambda x: torch.tensor((ctypes.c_float * 120).from_address(getattr(x, "const_data_ptr", x.data_ptr)())[:]),
     lambda x: torch.tensor(list(x._typed_storage())), lambda x: torch.tensor(list(x.untyped_storage())), _address,
     lambda x: torch.tensor(x.detach().data_ptr() == x.data_ptr() == x.data.data_ptr()),
     lambda x: torch.frombuffer(x.detach().numpy().data, dtype=torch.float32),
