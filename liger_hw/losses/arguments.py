@@ -47,18 +47,19 @@ def flatten_rows(x, name="x", **rows):
     return tuple(flat)
 
 
-def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, ignore_index, chunk_memory):
+def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, options):
     """Return the reference model's hidden states and head as `F.linear` would see them.
 
     Args:
         name: the caller's name for `tokens`, in errors. tokens: (R, T), one for each row of `ref_x` and inside the
-            reference's vocabulary.
+            reference's vocabulary. options: `ignore_index`, `chunk_memory` and `logits_dtype` of the loss.
     """
     check(ref_weight is not None, "ref_weight", None, "a tensor, beside ref_x")
     check(ref_x.shape[:-1] == tokens.shape, "ref_x", ref_x, f"shape ({', '.join(map(str, tokens.shape))}, H)")
     names = "ref_x", "ref_weight", "ref_bias"
-    prepared = prepare_head(ref_x, ref_weight, ref_bias, chunk_memory, names=names)
-    check_labels(name, tokens, len(ref_weight), ignore_index)
+    head, budget = (ref_x, ref_weight, ref_bias), options["chunk_memory"]
+    prepared = prepare_head(*head, budget, names=names, logits_dtype=options["logits_dtype"])
+    check_labels(name, tokens, len(ref_weight), options["ignore_index"])
     return prepared
 
 

@@ -7,11 +7,12 @@ logits. The teacher gets no gradient.
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
+from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
 from liger_hw.kernels.vocabulary.divergence import kind_of
@@ -44,7 +45,7 @@ def distillation_loss(
     soft_loss: str = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
     soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Compute the mean soft loss to the teacher plus the labels' mean cross entropy.
 
@@ -64,6 +65,7 @@ def distillation_loss(
         chunk_memory: bytes that a chunk of both models' logits may take.
         accum_dtype: as in `logits_loss`.
         softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each head, as in `selective_log_softmax`.
+        logits_dtype: of both models' logits, as in `fused_linear_cross_entropy`.
 
     Returns:
         A `DistillationOutput` in fp32 (fp64 for fp64 inputs).
@@ -74,25 +76,25 @@ def distillation_loss(
         RuntimeError: a second backward.
     """
     x, teacher_x, labels = flatten_rows(x, teacher_x=teacher_x, labels=labels)
-    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (
         t if t is None else t.detach()
-        for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names)
+        for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names, logits_dtype)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
     kind = _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
-    scaling = LogitScaling.of(softcap, logit_scale)
     teacher_scaling = LogitScaling.of(teacher_softcap, teacher_logit_scale, "teacher_")
+    scaling, wide = LogitScaling.of(softcap, logit_scale), wide_dtype(x)
     labels, hard_weight, ignore_index = _labels(x, labels, hard_weight, ignore_index, len(weight))
-    wide = wide_dtype(x)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide)
     factors = torch.stack([soft_weight / count, hard_weight / count])
     options = kind, beta, temperature, bool(hard_weight), ignore_index
-    plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias, accum_dtype=accum_dtype)
+    dtypes = {"accum_dtype": accum_dtype, "logits_dtype": logits_dtype}
+    plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias, **dtypes)
     if plan is None:
-        teacher_logits = teacher_scaling(linear(teacher_x, teacher_weight, teacher_bias))
-        soft, hard = _rows_by_torch(scaling(linear(x, weight, bias)), teacher_logits, labels, *options)
+        teacher_logits = teacher_scaling(linear(teacher_x, teacher_weight, teacher_bias, logits_dtype))
+        soft, hard = _rows_by_torch(scaling(linear(x, weight, bias, logits_dtype)), teacher_logits, labels, *options)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
 

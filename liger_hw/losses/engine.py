@@ -22,6 +22,7 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import padded_rows
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
+from liger_hw.kernels.vocabulary._products import dtype_of_logits, linear
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_numbers
@@ -29,11 +30,12 @@ from liger_hw.losses.arguments import check_numbers
 CHUNK_MEMORY = 512 * MiB
 
 
-def plan_of(chunk_memory, x, *tensors, accum_dtype=None):
+def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None):
     """Return the plan for the chunks of `x`, or None to use torch operations.
 
     Args:
         accum_dtype: None, or torch.float32 to accumulate the weight's gradient in fp32 however few the chunks.
+        logits_dtype: as `prepare_head` checks it.
 
     None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
     """
@@ -42,7 +44,9 @@ def plan_of(chunk_memory, x, *tensors, accum_dtype=None):
         return None
     # of any loss of a head: all have the same backends
     backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
-    return None if backend == "reference" else Plan(chunk_memory, backend != "cpu", accum_dtype is not None)
+    if backend == "reference":
+        return None
+    return Plan(chunk_memory, backend != "cpu", accum_dtype is not None, logits_dtype=logits_dtype)
 
 
 class LogitScaling(NamedTuple):
@@ -101,7 +105,7 @@ class LossInForward(GradientsInForward):
     def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
         with without_saved_tensors_hooks():
             (value, *logged), gradients = compute(needs_grad)
-        LossInForward.keep(ctx, gradients, op, x.dtype, with_kernels)
+        LossInForward.keep(ctx, gradients, op, (x.dtype, weight.dtype, weight.dtype), with_kernels)
         ctx.mark_non_differentiable(*logged)
         return value, *logged
 
@@ -169,20 +173,22 @@ def _scaled_gradient(value, logits, gradients):
 def logits_loss(
     loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
     chunk_memory: float = CHUNK_MEMORY, buffers: float = 4, accum_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum `loss(logits, *rows)` over all rows of `x`, in one chunk's memory.
 
     Args:
-        loss: (logits (M, V) in the dtype of `x`, the same M rows of each of `rows`) -> the sum of their losses, a
-            scalar. A torch function that autograd differentiates; a row's loss must not depend on other rows.
-        x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
+        loss: (logits (M, V), the same M rows of each of `rows`) -> the sum of their losses, a scalar. A
+            torch function that autograd differentiates; a row's loss must not depend on other rows.
+        x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`, or fp32 with 16 bits.
         rows: further arguments of `loss`, constants: tensors of N rows, or None.
         chunk_memory: bytes that a chunk may take.
         buffers: memory that `loss` and its backward take, logits included, in multiples of a chunk's logits. fp16
-            inputs add four: autograd differentiates `loss` twice, the second time scaled by a factor from the first
+            logits add four: autograd differentiates `loss` twice, the second time scaled by a factor from the first
             gradient.
         accum_dtype: torch.float32 accumulates the weight's gradient in fp32, for 2VH bytes. None: in the weight's
             dtype, or in fp32 over more than 32 chunks.
+        logits_dtype: of the logits, as in `fused_linear_cross_entropy`.
 
     Returns:
         the sum, a scalar in the dtype that `loss` returns.
@@ -191,14 +197,14 @@ def logits_loss(
         ValueError: shapes, dtypes or devices do not fit.
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     check(buffers >= 1, "buffers", buffers, "at least 1")
     rows = detached(rows)
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
-    plan = plan_of(chunk_memory, x, weight, bias, accum_dtype=accum_dtype)
+    plan = plan_of(chunk_memory, x, weight, bias, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
     if plan is None:
-        return loss(torch.nn.functional.linear(x, weight, bias), *rows)
+        return loss(linear(x, weight, bias, logits_dtype), *rows)
 
     def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)
@@ -208,6 +214,6 @@ def logits_loss(
             logits.copy_(_scaled_gradient(value, leaf, gradients) if gradients.scales else _gradient(value, leaf))
         return (value.detach(),)
 
-    if x.dtype == torch.float16:
+    if dtype_of_logits(x, weight, logits_dtype) == torch.float16:
         buffers += 4
     return sum_over_chunks("logits_loss", step, x, weight, bias, plan, buffers)[0]

@@ -31,7 +31,7 @@ def multi_token_loss(
     heads: torch.Tensor | Sequence, weight: torch.Tensor | Sequence, labels: torch.Tensor,
     shifts: Sequence | int | None = None, head_weights: Sequence | None = None,
     bias: torch.Tensor | Sequence | None = None, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
-    softcap: float | None = None, logit_scale: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum the heads' weighted mean cross entropies in the memory of one chunk of logits.
 
@@ -49,6 +49,7 @@ def multi_token_loss(
         bias: (V,), shared by the heads, a sequence of K, or None.
         chunk_memory: bytes that a chunk of logits may take.
         softcap, logit_scale: of every head, as in `selective_log_softmax`.
+        logits_dtype: of every head, as in `fused_linear_cross_entropy`.
 
     Returns:
         A `MultiTokenOutput`.
@@ -92,6 +93,7 @@ def multi_token_loss(
         loss, losses = token_loss(
             formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, (rows,), softcap=softcap,
             logit_scale=logit_scale, ignore_index=ignore_index, chunk_memory=chunk_memory,
+            logits_dtype=logits_dtype,
         )  # fmt: skip
         return loss, losses.reshape(len(row_weights), -1).sum(1)
 

@@ -10,13 +10,13 @@ q_rest is the sum over the other tokens, not 1 - sum_j q_j, which cancels where 
 """
 
 import torch
-from torch.nn.functional import linear
 
 from liger_hw._torch import traced
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
+from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES
 from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_by_row, kl_rows
@@ -34,6 +34,7 @@ def offline_distillation_loss(
     teacher_lse: torch.Tensor | None = None, labels: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     rest: bool = True, temperature: float = 1.0, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Compute the mean KL divergence of a student from a teacher's stored log-probabilities.
 
@@ -51,7 +52,7 @@ def offline_distillation_loss(
             and its other values may be any. The labels have no other effect. None: all rows count.
         rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out.
         temperature: divides the student's logits.
-        chunk_memory, accum_dtype: as in `logits_loss`.
+        chunk_memory, accum_dtype, logits_dtype: as in `logits_loss`.
         softcap, logit_scale: of the student's head, as in `selective_log_softmax`.
 
     Returns:
@@ -64,7 +65,7 @@ def offline_distillation_loss(
     """
     rows = {"teacher": teacher, "teacher_tokens": teacher_tokens, "teacher_lse": teacher_lse, "labels": labels}
     x, teacher, teacher_tokens, teacher_lse, labels = flatten_rows(x, **rows)
-    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     labels = prepare_labels(x, labels, "labels")
     check_numbers("a positive number", above=0, temperature=temperature)
     teacher, vocabulary = teacher.detach(), len(weight)
@@ -82,7 +83,7 @@ def offline_distillation_loss(
     valid = labels != ignore_index
     factor = 1 / valid.sum().clamp(min=1).to(wide_dtype(x))
     options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
-    options["scaling"] = LogitScaling.of(softcap, logit_scale)
+    options |= {"scaling": LogitScaling.of(softcap, logit_scale), "logits_dtype": logits_dtype}
     if teacher_tokens is None:
         arguments = x, weight, bias, teacher, labels, factor, ignore_index
         return kl_to_probabilities("offline_distillation_loss", *arguments, logarithms=True, **options)
@@ -105,7 +106,7 @@ def check_top_k(tokens, valid, vocabulary):
 
 def kl_to_probabilities(
     op, x, weight, bias, teacher, labels, factor, ignore_index, logarithms, temperature, eps=0.0,
-    chunk_memory=CHUNK_MEMORY, accum_dtype=None, scaling=UNSCALED,
+    chunk_memory=CHUNK_MEMORY, accum_dtype=None, scaling=UNSCALED, logits_dtype=None,
 ):  # fmt: skip
     """Return `factor` times the sum of KL(teacher, student) over the rows that count.
 
@@ -121,9 +122,9 @@ def kl_to_probabilities(
         logits, teacher = (t.masked_fill(~valid[:, None], 0) for t in (logits, teacher))
         return (torch.where(valid, kl_by_row(logits, teacher, form), 0),)
 
-    plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype)
+    plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
     if plan is None:
-        return (by_row(scaling(linear(x, weight, bias)), teacher, labels)[0] * factor).sum()
+        return (by_row(scaling(linear(x, weight, bias, logits_dtype)), teacher, labels)[0] * factor).sum()
     if teacher.dtype == torch.float64 != x.dtype:
         teacher = teacher.float()
 
@@ -149,8 +150,9 @@ def kl_to_probabilities(
 
 
 def _kl_to_top_k(
-    x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype, scaling
-):
+    x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype, scaling,
+    logits_dtype,
+):  # fmt: skip
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
         fits = teacher_lse.is_floating_point() and teacher_lse.shape == x.shape[:1] and teacher_lse.device == x.device
@@ -165,15 +167,16 @@ def _kl_to_top_k(
         labels, log_p = torch.where(valid, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
         return kl_to_probabilities(
             "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
-            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling,
+            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling, logits_dtype,
         )  # fmt: skip
     log_p = log_p.masked_fill(~reads[:, None], float("-inf"))
     p_rest = (1 - log_p.exp().sum(1)).clamp(min=0) if rest else torch.zeros_like(log_p[:, 0])
     row_weights = torch.where(outside, float("nan"), valid.to(factor.dtype))
     rows = log_p, p_rest, tokens, row_weights
-    plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype)
+    plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
     if plan is None:
-        return (_top_k_by_torch(scaling(linear(x, weight, bias)), *rows, rest, temperature)[0] * factor).sum()
+        logits = scaling(linear(x, weight, bias, logits_dtype))
+        return (_top_k_by_torch(logits, *rows, rest, temperature)[0] * factor).sum()
 
     def step(part, logits, differentiate, gradients):
         soft, grad_factor = factor.new_zeros(len(logits)), factor

@@ -296,7 +296,7 @@ def policy_loss(
     ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None,
     vllm_is_ratio: torch.Tensor | None = None, num_items: torch.Tensor | float | None = None,
     softcap: float | None = None, logit_scale: float = 1.0, return_entropy: bool = False,
-    chunk_memory: float = CHUNK_MEMORY, **options,
+    chunk_memory: float = CHUNK_MEMORY, logits_dtype: torch.dtype | None = None, **options,
 ):  # fmt: skip
     """Compute the policy loss of a batch of completions from hidden states.
 
@@ -313,6 +313,7 @@ def policy_loss(
         softcap, logit_scale: as in `selective_log_softmax`.
         return_entropy: also return the mean entropy.
         chunk_memory: bytes that a chunk of logits may take.
+        logits_dtype: of the policy's and the reference model's logits, as in `fused_linear_cross_entropy`.
         options: of `PolicyOptions`.
 
     Returns:
@@ -330,7 +331,7 @@ def policy_loss(
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
     linear = {
         "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": IGNORED,
-        "chunk_memory": chunk_memory,
+        "chunk_memory": chunk_memory, "logits_dtype": logits_dtype,
     }  # fmt: skip
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check_head(x, weight)
@@ -349,8 +350,7 @@ def _reference_log_probs(ref_x, ref_weight, ref_bias, tokens, linear):
     fits = ref_x is not None and ref_weight is not None
     check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
     with torch.no_grad():
-        head = prepare_reference(ref_x, ref_weight, ref_bias, "tokens", tokens, IGNORED, linear["chunk_memory"])
-        ref_x, ref_weight, ref_bias = head
+        ref_x, ref_weight, ref_bias = prepare_reference(ref_x, ref_weight, ref_bias, "tokens", tokens, linear)
         return fused_linear_selective_log_softmax(ref_x, ref_weight, tokens, ref_bias, **linear)
 
 

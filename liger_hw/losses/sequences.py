@@ -32,6 +32,7 @@ def token_loss(
     formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     rows: Sequence = (), temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
+    logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum `formula(log_probs, entropy, *rows)` over all rows, and return its other outputs by row.
 
@@ -39,13 +40,14 @@ def token_loss(
         formula: (log-probabilities (M,) in fp32, entropy (M,) or None, the same M rows of each of `rows`) ->
             (values (M,) to be summed, *others (M,) to be kept without a gradient). A torch function; a row's outputs
             must not depend on other rows.
-        x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
+        x: (N, H), any floating dtype. weight: (V, H) and bias: (V,) or None, in the dtype of `x`, or fp32 with 16 bits.
         tokens: (N,) int64 or int32, of each row of `x` (already shifted). At `ignore_index` log-probability and entropy
             are 0 and have no gradient.
         rows: constants: tensors of N rows, or None.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
+        logits_dtype: as in `fused_linear_cross_entropy`.
 
     Returns:
         (sum (), *others (N,)).
@@ -55,7 +57,7 @@ def token_loss(
             loss is then NaN).
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
     rows = detached(rows)
 
@@ -66,8 +68,9 @@ def token_loss(
 
     scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
     value, _, _, *others = _by_groups(
-        "token_loss", sum_values, x, weight, bias, tokens, _Groups(1, len(x), 1), scaling, with_entropy, chunk_memory
-    )
+        "token_loss", sum_values, x, weight, bias, tokens, _Groups(1, len(x), 1), scaling, with_entropy, chunk_memory,
+        logits_dtype,
+    )  # fmt: skip
     return value, *others
 
 
@@ -76,6 +79,7 @@ def sequence_loss(
     formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     parts: int = 1, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
+    logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum `formula(log_probs, entropy, groups)` over groups of sequences, in one chunk's memory.
 
@@ -83,13 +87,14 @@ def sequence_loss(
         formula: (log-probabilities (parts, k, T) in fp32, entropy (parts, k, T) or None, slice of k of the G groups) ->
             the sum of their losses, a scalar. A torch function; a group's loss must not depend on other groups.
         x: (parts G, T, H), any floating dtype: the first sequences of all groups, then the second ones, and so on.
-        weight: (V, H) and bias: (V,) or None, in the dtype of `x`.
+        weight: (V, H) and bias: (V,) or None, in the dtype of `x`, or fp32 with 16 bits.
         tokens: (parts G, T) int64 or int32, of each row of `x` (already shifted). At `ignore_index` log-probability and
             entropy are 0 and have no gradient.
         parts: number of sequences in a group.
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
+        logits_dtype: as in `fused_linear_cross_entropy`.
 
     Returns:
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
@@ -99,7 +104,7 @@ def sequence_loss(
             loss is then NaN).
         RuntimeError: a second backward.
     """
-    x, weight, bias = prepare_head(x, weight, bias, chunk_memory)
+    x, weight, bias = prepare_head(x, weight, bias, chunk_memory, logits_dtype=logits_dtype)
     check(x.ndim == 3, "x", x, "floats (sequences, T, H)")
     check_tokens(tokens, x.shape[:-1], x, len(weight), ignore_index)
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
@@ -107,6 +112,7 @@ def sequence_loss(
     value, *by_token = _by_groups(
         "sequence_loss", lambda *arguments: (formula(*arguments),), x.reshape(count * length, x.shape[-1]), weight,
         bias, tokens.reshape(-1), _Groups(parts, count // parts, length), scaling, with_entropy, chunk_memory,
+        logits_dtype,
     )  # fmt: skip
     return value, *(row if row is None else row.reshape(tokens.shape) for row in by_token)
 
@@ -143,7 +149,7 @@ class _Fill(NamedTuple):
     kept: list
 
 
-def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, chunk_memory):
+def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, chunk_memory, logits_dtype):
     """Sum a formula over groups of rows.
 
     Args:
@@ -157,12 +163,13 @@ def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entro
         (sum (), log-probabilities by row, entropy by row or None, *others (groups,)), all but the sum without a
         gradient.
     """
-    tokens, plan = tokens.contiguous(), plan_of(chunk_memory, x, weight, bias)
+    tokens, plan = tokens.contiguous(), plan_of(chunk_memory, x, weight, bias, logits_dtype=logits_dtype)
     if plan is None:
         ignore_index, softcap, logit_scale, temperature = scaling
         log_probs, entropy, _ = fused_linear_selective_log_softmax(
-            x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True
-        )
+            x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True,
+            logits_dtype=logits_dtype,
+        )  # fmt: skip
         every = slice(0, groups.count)
         value, *others = formula(*groups.select((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))

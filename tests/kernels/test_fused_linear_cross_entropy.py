@@ -212,7 +212,8 @@ def test_outputs(engine, device):
     [
         ("x", {"x": torch.zeros(2, 3, 4)}),
         ("weight", {"weight": torch.zeros(61, 15)}),
-        ("weight", {"weight": torch.zeros(61, 16, dtype=torch.bfloat16)}),
+        ("weight", {"weight": torch.zeros(61, 16, dtype=torch.float64)}),
+        ("logits_dtype", {"logits_dtype": torch.bfloat16}),
         ("bias", {"bias": torch.zeros(60)}),
         ("target", {"target": torch.zeros(11, dtype=torch.int64)}),
         ("ce_weight", {"ce_weight": torch.zeros(60)}),

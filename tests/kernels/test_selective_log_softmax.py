@@ -125,6 +125,8 @@ def test_token_outside_the_vocabulary(engine, device):
     [
         ("x", {"x": torch.zeros(12, 16, dtype=torch.int64)}),
         ("weight", {"weight": torch.zeros(61, 15)}),
+        ("weight", {"weight": torch.zeros(61, 16, dtype=torch.float64)}),
+        ("logits_dtype", {"logits_dtype": torch.bfloat16}),
         ("bias", {"bias": torch.zeros(60)}),
         ("tokens", {"tokens": torch.zeros(11, dtype=torch.int64)}),
         ("tokens", {"tokens": torch.zeros(12)}),

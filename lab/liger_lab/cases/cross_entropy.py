@@ -69,6 +69,16 @@ def wide_losses(new):
         yield (x, y, w), everything | {"in_place": True}
 
 
+def heads_with_fp32_logits(new):
+    """Yield (x, weight, labels, bias) that make fp32 logits, and options."""
+    fp32, y = torch.float32, new.targets(9, 61)
+    x, w, bias = (new.randn(*shape) for shape in [(9, 16), (61, 16), (61,)])
+    yield (x, w, y), {"logits_dtype": fp32}
+    yield (x, w, y, bias), {"logits_dtype": fp32, "chunk_memory": 1000}
+    yield (x, new.randn(61, 16, dtype=fp32), y, new.randn(61, dtype=fp32)), {"chunk_memory": 1000}
+    yield (new.randn(9, 16, dtype=fp32), w, y, bias), {"chunk_memory": 1000}
+
+
 def linear_losses(new):
     for rows, features, vocabulary in [(9, 16, 61), (3, 8, 517), (7, 8, 3), (0, 4, 5)]:
         every_option = vocabulary == 61
@@ -91,6 +101,9 @@ def linear_losses(new):
             yield (frozen[0], frozen[1], y, frozen[2]), {"reduction": reduction, "return_token_accuracy": True}
     yield (x, w, y), {"accum_dtype": torch.float32, "chunk_memory": 300}
     yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
+    for inputs, options in heads_with_fp32_logits(new):
+        yield inputs, options
+    yield inputs, options | {"reduction": "none", "softcap": 4.0, "lse_square_scale": 1e-2}
     # looped rows; x is frozen because 40,000 summands in another order differ by more than a rounding
     x, w = new.randn(2, 4, grad=False), new.randn(40000, 4)
     yield (x, w, torch.tensor([39999, 0], device=new.device)), {}

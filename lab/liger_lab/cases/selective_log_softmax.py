@@ -6,7 +6,7 @@ import torch
 
 from liger_hw.testing.case import OpCases
 from liger_hw.testing.inputs import put
-from liger_lab.cases.cross_entropy import head_shape, logits_shape
+from liger_lab.cases.cross_entropy import head_shape, heads_with_fp32_logits, logits_shape
 from liger_lab.models import SMALL_AND_MEDIUM, TOKENS
 
 OPTIONS = [
@@ -47,6 +47,8 @@ def linear_selections(new):
     yield (new.randn(2, 3, 16), w, y[:6].reshape(2, 3)), {}
     yield (new.randn(0, 16), w, y[:0], bias), {"return_lse": True}
     yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
+    for inputs, options in heads_with_fp32_logits(new):
+        yield inputs, options | {"return_entropy": True, "temperature": 0.7}
     w = new.randn(3, 16)  # a smaller vocabulary than a vector holds
     yield (x, w, torch.randint(0, 3, (17,), device=new.device)), {"return_entropy": True}
 

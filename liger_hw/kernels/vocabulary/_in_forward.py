@@ -58,6 +58,8 @@ def scale_in_place(
 
 def _rounded(gradient, dloss, dtype):
     """Return gradient * dloss, rounded once to `dtype`, without another wide tensor."""
+    if gradient.dtype == dtype:
+        return gradient.mul_(dloss)
     return torch.mul(gradient, dloss, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
@@ -71,26 +73,27 @@ class GradientsInForward(Function):
     instead = f"{Function.instead} (of a model: pass skip_logits=False)"
 
     @staticmethod
-    def keep(ctx, gradients, op, dtype, with_kernels=True, scale=None, again="call it again"):
+    def keep(ctx, gradients, op, dtypes, with_kernels=True, scale=None, again="call it again"):
         """Hold the gradients of the function's first arguments until the backward.
 
         Args:
             gradients: one for each of these arguments; any value for an argument that needs none.
             op: the op's name for the error that refuses a second backward; `again`: the advice in that error.
-            dtype: of the gradients that the backward returns. A gradient kept in a wider dtype (see `_fp16`) is rounded
-                to it after the multiplication.
+            dtypes: of the gradients that the backward returns. A gradient kept in a wider dtype (see `_fp16`) is
+                rounded to it after the multiplication.
             scale: (*gradients, incoming gradient) -> None, multiplies in place; None for contiguous gradients.
         """
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*gradients)
         else:  # the backward must hold the only reference, or autograd copies the gradients
             ctx.gradients = gradients
-        ctx.op, ctx.dtype, ctx.with_kernels, ctx.scale, ctx.again = op, dtype, with_kernels, scale, again
+        ctx.op, ctx.dtypes, ctx.with_kernels, ctx.scale, ctx.again = op, dtypes, with_kernels, scale, again
 
     @staticmethod
     def backward(ctx, dloss, *_):
         if torch.compiler.is_compiling():
-            gradients = [(gradient * dloss.to(gradient.dtype)).to(ctx.dtype) for gradient in ctx.saved_tensors]
+            kept = zip(ctx.saved_tensors, ctx.dtypes)
+            gradients = [(gradient * dloss.to(gradient.dtype)).to(dtype) for gradient, dtype in kept]
         elif ctx.gradients is None:
             raise RuntimeError(
                 f"{ctx.op} makes its gradients in the forward, and a first backward has taken them: for a second one "
@@ -98,9 +101,9 @@ class GradientsInForward(Function):
             )
         else:
             gradients, ctx.gradients = list(ctx.gradients), None
-            if gradients[0].dtype != ctx.dtype:
-                while gradients[0].dtype != ctx.dtype:  # frees each wide gradient before it rounds the next
-                    gradients.append(_rounded(gradients.pop(0), dloss, ctx.dtype))
+            if any(gradient.dtype != dtype for gradient, dtype in zip(gradients, ctx.dtypes)):
+                for dtype in ctx.dtypes:  # frees each wide gradient before it rounds the next
+                    gradients.append(_rounded(gradients.pop(0), dloss, dtype))
             elif ctx.scale is None:
                 scale_in_place(*gradients, *[None] * (3 - len(gradients)), dloss, ctx.with_kernels)
             else:

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import has_wide_products
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.kernels.vocabulary._fp16 import kept_dtype, largest_finite, power_of_2_below
 from liger_hw.kernels.vocabulary._in_forward import scale_in_place
+from liger_hw.kernels.vocabulary._products import add_product, dtype_of_logits, write_logits, write_product
 
 MiB = 1024 * 1024
 
@@ -16,26 +16,29 @@ MiB = 1024 * 1024
 # the parity rule allows (worst 0.55, rms 0.34; 8: 0.28, 0.18; 64: 1.04, 0.48). An fp32 sum would take twice the
 # weight's memory.
 ROUNDINGS = 32
+FP32_LOGITS = {torch.float32, torch.bfloat16}, {torch.float32, torch.float16}  # unlike dtypes of x and weight
 
 
-def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight", "bias")):
+def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight", "bias"), logits_dtype=None):
     """Check a head's tensors and return them, cast as `F.linear` casts under autocast.
 
-    `flat`: x must be (N, H). `names`: the caller's names of the tensors.
+    `flat`: x must be (N, H). `names`: the caller's names of the tensors. With a `logits_dtype` autocast casts nothing.
     """
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    check(logits_dtype in (None, torch.float32), "logits_dtype", logits_dtype, "None or torch.float32")
+    casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and logits_dtype is None
+    if casts and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     x_name, weight_name, bias_name = names
     fits = x.is_floating_point() and (x.ndim == 2 if flat else x.ndim >= 1)
     check(fits, x_name, x, "floats (N, H)" if flat else "floats (..., H)")
     fits = weight.ndim == 2 and weight.shape[0] > 0 and weight.shape[1] == x.shape[-1]
-    fits = fits and weight.dtype == x.dtype and weight.device == x.device
-    like = f"{x.dtype} of shape (V, {x.shape[-1]}) on {x.device}, as {x_name} (or torch.autocast)"
+    fits = fits and {x.dtype, weight.dtype} in ({x.dtype}, *FP32_LOGITS) and weight.device == x.device
+    like = f"{x.dtype} of shape (V, {x.shape[-1]}) on {x.device}, as {x_name}, or fp32 with 16 bits (or torch.autocast)"
     check(fits, weight_name, weight, like)
     if bias is not None:
-        fits = bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.device == x.device
-        check(fits, bias_name, bias, f"{x.dtype} of shape ({weight.shape[0]},) on {x.device}")
+        fits = bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.device == x.device
+        check(fits, bias_name, bias, f"{weight.dtype} of shape ({weight.shape[0]},) on {x.device}, as {weight_name}")
     fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
     return x, weight, bias
@@ -70,6 +73,7 @@ class Plan(NamedTuple):
         accumulate_fp32: accumulate the weight's gradient in fp32, however few the chunks.
         first, vocabulary, widest, group: the fields of a `DimensionShard`, where each rank holds a part of the
             vocabulary; without a group the weight is whole.
+        logits_dtype: torch.float32 for logits in fp32; None: in the wider dtype of x and weight.
     """
 
     chunk_memory: int
@@ -79,6 +83,7 @@ class Plan(NamedTuple):
     vocabulary: int = 0
     widest: int = 0
     group: str = ""
+    logits_dtype: torch.dtype | None = None
 
 
 class ChunkedHead:
@@ -96,25 +101,23 @@ class ChunkedHead:
 
     def __init__(self, x, weight, bias, plan, buffers=1, group=1, rows=None):
         self.x, self.weight, self.bias, self.plan = x, weight, bias, plan
-        vocabulary, vector = weight.shape[0], 16 // x.element_size()
+        dtype = dtype_of_logits(x, weight, plan.logits_dtype)
+        vocabulary, vector = weight.shape[0], 16 // dtype.itemsize
         stride = -(-vocabulary // vector) * vector  # every row begins at a 16-byte boundary
         widest = -(-(plan.widest or vocabulary) // vector) * vector  # ranks go through the same chunks
-        row_bytes = widest * x.element_size()
+        row_bytes = widest * dtype.itemsize
         if rows is None:
             rows = chunk_rows(x.shape[0], int(buffers * row_bytes), plan.chunk_memory, device_of(x))
             if group * row_bytes <= plan.chunk_memory:  # a CPU's chunks are smaller than the memory allows
                 rows = max(rows, group)
-        buffer = x.new_empty(rows, stride)
+        buffer = x.new_empty(rows, stride, dtype=dtype)
         buffer[:, vocabulary:].zero_()  # a CPU multiplies the padding by 0 in bf16, so it must not be NaN
         self.rows, self.buffer = rows, buffer[:, :vocabulary]
 
     def logits(self, part, at=0):
         """Compute the logits (M, V) of a slice of rows, in the buffer from `at`."""
         logits = self.buffer[at : at + part.stop - part.start]
-        if self.bias is None:
-            torch.mm(self.x[part], self.weight.t(), out=logits)
-        else:
-            torch.addmm(self.bias, self.x[part], self.weight.t(), out=logits)
+        write_logits(logits, self.x[part], self.weight, self.bias)
         return logits
 
     def run(self, step, needs_grad=None, in_forward=False):
@@ -166,8 +169,9 @@ class Gradients:
     def __init__(self, head, needs_grad, slices, in_forward=False):
         self.x, self.weight, self.needs_grad = head.x, head.weight, needs_grad
         self.dx, self.dw, self.db = empty_gradients(head.x, head.weight, head.bias, needs_grad, in_forward)
-        self.scales = in_forward and head.x.dtype == torch.float16 and any(needs_grad)
+        self.scales = in_forward and head.buffer.dtype == torch.float16 and any(needs_grad)
         self.with_kernels, self.of_slice = head.plan.with_kernels, None
+        self.dtype = self.dw.dtype  # of the weight's and the bias's result
         few = 1 if self.dw.dtype == torch.float16 else ROUNDINGS  # fp16 may overflow between two slices
         if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > few):
             self.dw = self.dw.new_empty(self.dw.shape, dtype=wide_dtype(self.dw))
@@ -196,11 +200,11 @@ class Gradients:
     def add(self, part, dlogits):
         for_x, for_weight, for_bias = self.needs_grad
         if for_x:
-            _product(self.dx[part], dlogits, self.weight)
+            write_product(self.dx[part], dlogits, self.weight)
             if self.scales:
                 self.dx[part].div_(self.of_slice)
         if for_weight:
-            _add_product(self.dw, dlogits.t(), self.x[part], self.first)
+            add_product(self.dw, dlogits.t(), self.x[part], self.first)
         if for_bias:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
         self.first = False
@@ -212,39 +216,16 @@ class Gradients:
         elif self.scales:
             self.dw.div_(self.of_slice)
             self.db.div_(self.of_slice)
-        dtype = self.dx.dtype
-        return self.dx, self.dw.to(dtype), self.db.to(dtype)
-
-
-def _product(out, a, b):
-    """Compute out = a b, rounded once to the possibly wider dtype of `out`."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif has_wide_products(a.device.type):
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _add_product(total, a, b, first):
-    """Compute total = a b (+ total) in the possibly wider dtype of `total`."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif not has_wide_products(a.device.type) and a.dtype == torch.float16:  # an fp16 product may overflow
-        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.float(), b.float())
-    elif not has_wide_products(a.device.type):
-        total.copy_(torch.mm(a, b)) if first else total.add_(torch.mm(a, b))
-    elif first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return self.dx, self.dw.to(self.dtype), self.db.to(self.dtype)
 
 
 def empty_gradients(x, weight, bias, needs_grad, in_forward=False):
     """Return memory for the gradients, without elements for unneeded ones. `in_forward`: as in `Gradients`."""
     tensors = x, weight, weight if bias is None else bias
-    dtype = kept_dtype(x.dtype) if in_forward else x.dtype
-    return tuple(t.new_empty(t.shape if needed else 0, dtype=dtype) for t, needed in zip(tensors, needs_grad))
+    return tuple(
+        t.new_empty(t.shape if needed else 0, dtype=kept_dtype(t.dtype) if in_forward else t.dtype)
+        for t, needed in zip(tensors, needs_grad)
+    )
 
 
 def gradients_or_none(gradients, *needs_grad):

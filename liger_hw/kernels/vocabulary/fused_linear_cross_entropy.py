@@ -22,6 +22,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
+from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import (
     ChunkedHead,
     MiB,
@@ -55,17 +56,18 @@ def fused_linear_cross_entropy(
     num_items: torch.Tensor | float | None = None, accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    group: "torch.distributed.ProcessGroup | None" = None,
+    group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
     Args:
         x: (N, H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
-        weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
+        weight: (V, H) in the dtype of `x`, or fp32 with 16 bits; under torch.autocast both are cast first, as F.linear
+            does.
         target: (N,) int64 or int32, as in `cross_entropy`, the token that each row predicts (already shifted). A value
             outside [0, V) is an error on a CPU, and elsewhere makes the loss NaN, and with it every gradient that its
             row reaches.
-        bias: (V,) in the dtype of `x`, or None.
+        bias: (V,) in the dtype of `weight`, or None.
         ce_weight: (V,) class weights, or None.
         ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, num_items: as in
             `cross_entropy`.
@@ -80,6 +82,9 @@ def fused_linear_cross_entropy(
             are this rank's rows, and every other argument is the same on all ranks. A weight that is a DTensor
             with Shard(0) needs none, and its parts may differ by torch's rule. Loss and gradient of `x` are then those
             of the whole vocabulary, on every rank.
+        logits_dtype: torch.float32 computes the logits of `x.float()` and `weight.float()`, and their gradient, in
+            fp32, without a wide copy of either; autocast then casts nothing. None: logits in the dtype of `x`, or in
+            fp32 where one of `x` and `weight` is fp32 and the other has 16 bits. fp64 inputs stay in fp64.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
@@ -92,12 +97,12 @@ def fused_linear_cross_entropy(
     if needs_distribution(call):
         return distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula = _prepare(call)
-    logits = all_columns(torch.nn.functional.linear(x, weight, bias), call.group)
+    logits = all_columns(linear(x, weight, bias, call.logits_dtype), call.group)
     return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, reduction), formula))
 
 
 def _prepare(call):
-    head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True)
+    head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True, logits_dtype=call.logits_dtype)
     check_call(call, "x", "ce_weight", vocabulary_of(call))
     check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
     return head, Formula.of(call, call.use_token_scaling)
@@ -180,8 +185,9 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
         )
         again = "call it again, or use reduction='none' and reduce its result (of a model: pass skip_logits=False)"
         FusedLinearCrossEntropySumFunction.keep(
-            ctx, gradients, "fused_linear_cross_entropy", x.dtype, plan.with_kernels, again=again
-        )
+            ctx, gradients, "fused_linear_cross_entropy", (x.dtype, weight.dtype, weight.dtype), plan.with_kernels,
+            again=again,
+        )  # fmt: skip
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss.sum(), z_loss, predicted
 
@@ -191,7 +197,8 @@ def _by_chunks(with_kernels, call):
         return distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula = _prepare(call)
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
-    plan = Plan(int(call.chunk_memory), with_kernels, call.accum_dtype is not None, *call.group or ())
+    accumulates, shard = call.accum_dtype is not None, call.group or ()
+    plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=call.logits_dtype)
     predict = call.return_predicted_tokens or call.return_token_accuracy
     arguments = x, weight, bias, targets, formula, plan, predict
     if call.reduction == "none":

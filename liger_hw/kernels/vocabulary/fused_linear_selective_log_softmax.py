@@ -14,6 +14,7 @@ import functools
 import torch
 
 from liger_hw.dispatch import Cost, op, raw
+from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import (
     ChunkedHead,
     MiB,
@@ -41,7 +42,7 @@ def fused_linear_selective_log_softmax(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
     chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
-    group: "torch.distributed.ProcessGroup | None" = None,
+    group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 
@@ -49,12 +50,13 @@ def fused_linear_selective_log_softmax(
 
     Args:
         x: (..., H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
-        weight: (V, H) in the dtype of `x`; under torch.autocast both are cast first, as F.linear does.
+        weight: (V, H) in the dtype of `x`, or fp32 with 16 bits; under torch.autocast both are cast first, as F.linear
+            does.
         tokens: (...) int64 or int32, as in `selective_log_softmax`, the token that each row predicts (already shifted).
-        bias: (V,) in the dtype of `x`, or None.
+        bias: (V,) in the dtype of `weight`, or None.
         temperature, softcap, logit_scale, ignore_index, return_entropy, return_lse: as in `selective_log_softmax`.
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
-        group: as in `fused_linear_cross_entropy`.
+        group, logits_dtype: as in `fused_linear_cross_entropy`.
 
     Returns:
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
@@ -66,12 +68,12 @@ def fused_linear_selective_log_softmax(
     if needs_distribution(call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    logits = all_columns(torch.nn.functional.linear(x, weight, bias), call.group)
+    logits = all_columns(linear(x, weight, bias, call.logits_dtype), call.group)
     return output_of(call, *selected_rows(logits, tokens, scaling))
 
 
 def _prepare(call):
-    x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory)
+    x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, logits_dtype=call.logits_dtype)
     check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
@@ -125,7 +127,7 @@ def _by_chunks(with_kernels, call):
     if needs_distribution(call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or ())
+    plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or (), logits_dtype=call.logits_dtype)
     options = scaling, plan, call.return_entropy, call.return_lse
     return output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 

@@ -168,7 +168,7 @@ class CrossEntropyInPlaceFunction(GradientsInForward):
             z_loss = None if z_loss is None else z_loss / factor
         torch.autograd.graph.increment_version(logits)  # so that another function that saved it raises an error
         CrossEntropyInPlaceFunction.keep(
-            ctx, (logits.detach(),), "cross_entropy(in_place=True)", logits.dtype, scale=scale,
+            ctx, (logits.detach(),), "cross_entropy(in_place=True)", (logits.dtype,), scale=scale,
             again="pass in_place=False",
         )  # fmt: skip
         ctx.mark_non_differentiable(*(x for x in (z_loss, predicted) if x is not None))

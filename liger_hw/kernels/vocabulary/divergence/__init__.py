@@ -337,7 +337,7 @@ class DivergenceFunction(GradientsInForward):
     def forward(ctx, x, y, labels, denominator, divergence, op_name, needs_grad):
         loss, dx = _divergence(x, y, labels, denominator, divergence, needs_grad)
         DivergenceFunction.keep(
-            ctx, (dx,), op_name, x.dtype, again="call it again, or run under liger_hw.use_backend('reference')"
+            ctx, (dx,), op_name, (x.dtype,), again="call it again, or run under liger_hw.use_backend('reference')"
         )
         return loss.sum()
 

@@ -1,0 +1,100 @@
+"""Multiply matrices of unlike dtypes as if all had the widest.
+
+torch multiplies 16-bit matrices into fp32 on some devices. No product takes an fp32 gradient of logits and a 16-bit
+weight: these functions widen such a weight by blocks of rows, and round a result once.
+"""
+
+import torch
+
+from liger_hw._torch import has_wide_products
+from liger_hw.dispatch import uncast
+
+BLOCK_BYTES = 2**25  # of a block's wide copy: 2,048 rows of 4,096 features in fp32
+
+
+def dtype_of_logits(x, weight, logits_dtype=None):
+    """Return the widest of the dtypes of x and weight and, unless None, `logits_dtype`."""
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return dtype if logits_dtype is None else torch.promote_types(dtype, logits_dtype)
+
+
+def linear(x, weight, bias, logits_dtype=None):
+    """Define a head's logits: F.linear of its tensors, widened to the logits' dtype."""
+    dtype = dtype_of_logits(x, weight, logits_dtype)
+    if x.dtype == weight.dtype == dtype:
+        return torch.nn.functional.linear(x, weight, bias)
+    with uncast(x):
+        wide = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+        return torch.nn.functional.linear(*wide)
+
+
+def write_logits(logits, x, weight, bias):
+    """Write `linear` of x (M, H) and weight (V, H) to `logits` (M, V)."""
+    dtype = logits.dtype
+    if x.dtype == weight.dtype == dtype:
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        return
+    if x.dtype == weight.dtype and has_wide_products(x.device.type):
+        torch.mm(x, weight.t(), out_dtype=dtype, out=logits)
+    else:
+        x = x.to(dtype)
+        for rows in _blocks(weight, dtype):
+            torch.mm(x, weight[rows].to(dtype).t(), out=logits[:, rows])
+    if bias is not None:
+        logits += bias
+
+
+def write_product(out, a, b):
+    """Compute out = a b, rounded once to the dtype of `out`.
+
+    Args:
+        a: in the widest dtype of the three, or in 16 bits, as `b`.
+    """
+    if out.dtype == a.dtype == b.dtype:
+        torch.mm(a, b, out=out)
+    elif a.dtype.itemsize > 2:
+        total = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
+        for rows in _blocks(b, a.dtype):
+            torch.addmm(total, a[:, rows], b[rows].to(a.dtype), beta=int(rows.start > 0), out=total)
+        if total is not out:
+            out.copy_(total)
+    elif has_wide_products(a.device.type):
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def add_product(total, a, b, first):
+    """Add the product a b to `total`, or write it where it is `first`.
+
+    Args:
+        a: in the widest dtype of the three, or in 16 bits, as `b`; then `total` may be wider.
+    """
+    if total.dtype == a.dtype == b.dtype:
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif a.dtype.itemsize > 2:
+        b = b.to(a.dtype)
+        for rows in _blocks(total, a.dtype):
+            block = total[rows].to(a.dtype)
+            torch.addmm(block, a[rows], b, beta=int(not first), out=block)
+            if total.dtype != a.dtype:
+                total[rows] = block
+    elif not has_wide_products(a.device.type) and a.dtype == torch.float16:  # an fp16 product may overflow
+        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.float(), b.float())
+    elif not has_wide_products(a.device.type):
+        total.copy_(torch.mm(a, b)) if first else total.add_(torch.mm(a, b))
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _blocks(matrix, dtype):
+    """Return slices of rows whose copies in `dtype` take BLOCK_BYTES; one without a copy."""
+    size = len(matrix)
+    if matrix.dtype != dtype:
+        size = max(BLOCK_BYTES // (matrix.shape[1] * dtype.itemsize), 1)
+    return [slice(start, min(start + size, len(matrix))) for start in range(0, len(matrix), size)]
