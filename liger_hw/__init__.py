@@ -28,6 +28,7 @@ _NAMES = {
     "kernels.moe.experts": ("experts",),
     "kernels.mlp.glu_linear": ("glu_linear",),
     "kernels.moe.grouped_mm": ("grouped_mm",),
+    "kernels.linear.dequantize_4bit": ("dequantize_4bit",),
     "kernels.mlp.int2_matmul": ("int2_matmul", "pack_int2", "unpack_int2"),
     "kernels.residual.hyper_connections": ("mhc_post_res", "mhc_pre"),
     "kernels.residual.mhc_coefficients": ("mhc_coefficients",),

@@ -98,9 +98,9 @@ def test_float64_is_float64_everywhere(name, on_gpu):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def values(name, inputs, options):
+def results(name, inputs, options):
     copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs)  # some ops write in place
-    return flat(OPS[name](*copies, **options))
+    return OPS[name](*copies, **options)
 
 
 FOLLOW_AUTOCAST = {  # as F.linear and F.conv2d
@@ -113,10 +113,10 @@ def test_autocast_rounds_no_reference(name):
     for inputs, options in small_cases(name, torch.float32, torch.device("cpu")):
         if name == "cross_entropy":
             inputs = inputs[0], inputs[1].clamp(0), *inputs[2:]  # a CPU refuses the absent targets of these cases
-        expected = values(name, inputs, options)
+        expected = results(name, inputs, options)
         with torch.autocast("cpu", torch.bfloat16):
-            found = values(name, inputs, options)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            found = results(name, inputs, options)
+        torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=0, equal_nan=True)
 
 
 def test_losses_in_float64_are_plain_torchs(on_gpu):

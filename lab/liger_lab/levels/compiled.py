@@ -32,7 +32,9 @@ from liger_lab.levels.assembly import expected_width
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
 
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8}
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8, "uint8": torch.uint8,
+}  # fmt: skip
 MODEL, WIDE, SAMPLE = "model", "wide", "sample"
 BLOCKS = {"cols": "COLS", "depth": "DEPTH", "tall": "ROWS"}  # a constant size -> the block that spans it
 

@@ -144,7 +144,7 @@ def _cases_of(op: str, arch: str, dtype: str, few: bool) -> list[dict]:
         # both orders of waves between barriers must compute the same: fp32 runs in the descending one
         row = execute(op, inputs, options, arch, reverse=dtype == "fp32")
         rows.append({"op": op, "arch": arch, "dtype": dtype} | row)
-    for inputs, options in _wide_sample(op, few) if dtype in ("bf16", "int8") else ():
+    for inputs, options in _wide_sample(op, few) if dtype in ("bf16", "int8", "uint8") else ():
         rows.append({"op": op, "arch": arch, "dtype": dtype} | execute(op, inputs, options, arch, traced=True))
     return rows
 

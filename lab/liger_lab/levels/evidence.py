@@ -29,7 +29,9 @@ SAYS = {
     INTERPRETED: "its parity cases passed in Triton's interpreter, with the launch configurations of that GPU",
     COMPILED: "its kernels were built by that GPU's compiler at real widths; registers, memory and accesses checked",
 }
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
+DTYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.uint8: "uint8",
+}  # fmt: skip
 FAILURES = 3  # messages of failures that a cell keeps
 FORMAT = 1
 
@@ -41,7 +43,7 @@ class Cell:
     Attributes:
         op: its name in `dispatch.OPS`.
         backend: "amd:gfx942".
-        dtype: "fp32", "bf16" or "fp16"; "int8" of an op of integers.
+        dtype: "fp32", "bf16" or "fp16"; "int8" or "uint8" of an op of integers.
         level: one of LEVELS.
         passed, failed: numbers of cases.
         failures: messages of the first few failures.

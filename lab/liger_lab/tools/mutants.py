@@ -163,6 +163,18 @@ MUTANTS = {
         ("rows without their stride", "[:, None] * x_stride", "[:, None] * depth"),
         ("the argument of pack_int2 changed", "= weight + 1", "= weight.add_(1)"),
     ],
+    "dequantize_4bit": [
+        ("the first value in the low bits", "high * scale, low * scale", "low * scale, high * scale"),
+        ("the scale of the tile's first block", "(first + row * COLS) // half", "(first + 0 * row) // half"),
+        ("the offset left out", " + tl.load(OFFSET)", ""),
+        ("the nested scale of the first blocks", "block // nested_block_size", "block * 0"),
+        ("the last value dropped", "value < left)", "value < left - 1)"),
+        ("the last byte dropped", "2 * byte < left,", "2 * byte < left - 1,"),
+        ("a last tile written whole", "if left >= 2 * BYTES", "if left >= BYTES"),
+        ("sums and products fused", "fp_fusion=False", "fp_fusion=True"),
+        ("shared memory of strided bytes", "map(in_order, (packed, *scales[:5]))", "(packed, *scales[:5])"),
+        ("the layout for a CPU taken", 'getattr(state, "packing_format_for_cpu", False)', "False"),
+    ],
     "embedding": [
         ("the sum of the run before", "tl.where(token == previous, total, 0.0)", "total"),
         ("a run in an earlier chunk stored as whole", "if ends & (token != before):", "if ends:"),
