@@ -62,7 +62,7 @@ def arguments(description, batch=4, seq=2048, steps=12, shape="1b", flags=()):
 
 
 def device() -> torch.device:
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    return torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 def join_ranks() -> None:

@@ -153,3 +153,11 @@ x._version, torch._grouped_mm, self._mine, hasattr(x, "_schema"), "torch._functo
 """
     names = [name for _, name in private_names(ast.parse(source))]
     assert sorted(names) == ["_C", "_dynamo", "_functorch", "_grouped_mm", "_hooks", "_schema", "_version"]
+
+
+def test_no_program_takes_a_build_of_torch_for_a_gpu():
+    """A build for CUDA has an accelerator on every machine, and `check_available=True` says whether it is there."""
+    for path in (*FILES, *(CHECKOUT / "examples").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "current_accelerator":
+                assert node.keywords, f"{path}:{node.lineno}: pass check_available=True"

@@ -10,7 +10,7 @@ from liger_hw import backends
 
 def main(vendor: str) -> None:
     build = f"torch {torch.__version__} (CUDA {torch.version.cuda}, HIP {torch.version.hip}, XPU {torch.version.xpu})"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise SystemExit(f"{build} finds no accelerator, expected one of {vendor}")
     for index in range(torch.accelerator.device_count()):

@@ -37,5 +37,5 @@ def show(args, results, *lines: str) -> None:
 
 def accelerators() -> list[torch.device]:
     """Return every accelerator that torch sees."""
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []

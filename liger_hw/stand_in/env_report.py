@@ -14,7 +14,7 @@ def print_env_report():
     rows = [("Operating system", platform.platform()), ("Python", platform.python_version())]
     rows += [(package, installed_version(package) or "not installed") for package in PACKAGES]
     rows += [("CUDA", torch.version.cuda or "none"), ("HIP", torch.version.hip or "none")]
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if kind else 0
     names = [getattr(torch, kind.type).get_device_name(i) for i in range(count)]
     rows += [("Accelerators", ", ".join(names) or "none")]

@@ -32,7 +32,7 @@ def is_npu_available():
 
 def infer_device():
     """Return this accelerator's kind, "cuda" (AMD too), "xpu" and others, or "cpu"."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if kind is None else kind.type
 
 

@@ -25,7 +25,7 @@ if interpreting():
 
 load_all()
 OPS = sorted(dispatch.OPS)
-ACCELERATOR = torch.accelerator.current_accelerator()
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 
 
 @pytest.fixture(autouse=True)

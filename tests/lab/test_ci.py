@@ -183,7 +183,7 @@ def test_no_accelerator_is_a_failure(check_device, monkeypatch):
 def test_another_vendors_gpu_is_a_failure(device, check_device, monkeypatch, capsys):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **kwargs: torch.device("cpu"))
     monkeypatch.setitem(backends._devices, torch.device("cpu", 0), device)
     monkeypatch.setattr(liger_hw, "rms_norm", lambda x: x * 1, raising=False)  # a kernel that any device runs
     for vendor in VENDORS:

@@ -49,7 +49,7 @@ def stored(x, w, y, k):
 
 @pytest.mark.parametrize("k", [None, 8])
 def test_memory_of_a_stored_teacher(k):
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device.type != "cpu":
         pytest.skip("counts the CPU's allocations")
     x, w, y = inputs()
@@ -59,7 +59,7 @@ def test_memory_of_a_stored_teacher(k):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_memory(name):
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device.type != "cpu":
         pytest.skip("counts the CPU's allocations")
     x, w, y = inputs()

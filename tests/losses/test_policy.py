@@ -223,7 +223,7 @@ def test_extreme_logits(level, engine, device):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_completions_beyond_65536_tokens(level, device):
     """65,537 tokens exceed a grid dimension; the peer's kernels have a program a token there."""
-    device = torch.accelerator.current_accelerator() or torch.device(device)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device(device)
     torch.manual_seed(0)
     x, w = randn(1, 65537, 2, device=device), randn(3, 2, device=device)
     tokens, advantages = torch.randint(0, 3, (1, 65537), device=device), torch.ones(1, device=device)

@@ -316,7 +316,7 @@ def compare(args, progress) -> Comparison:
         ValueError: an argument is out of range, names no text, or names a peer that cannot run here.
         KeyboardInterrupt: a run has no timed step yet; later, Ctrl-C ends the comparison with the steps so far.
     """
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     shape = MODELS[args.model]

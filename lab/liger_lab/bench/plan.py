@@ -519,7 +519,7 @@ def _deepspeed(run: Run) -> dict:
 
 def detected_memory() -> float | None:
     """Return the bytes of the first accelerator's memory, or None without one."""
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     return getattr(torch, kind.type).get_device_properties(0).total_memory if kind else None
 
 

@@ -43,7 +43,7 @@ def _run(rank, world, cells, folder, answers):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     if kind:
         torch.accelerator.set_device_index(rank)
         device = torch.device(kind.type, rank)

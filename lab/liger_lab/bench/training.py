@@ -239,7 +239,7 @@ def main(group: list[dict], answers) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device(kind.type, 0) if kind else torch.device("cpu")
     trained = None
     for planned in group:

@@ -163,7 +163,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=6, help="processes (6)")
     parser.add_argument("--report", type=Path, default=ROOT / "report" / "converge", help="the files, without ending")
     args = parser.parse_args()
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     chosen = [(m, c) for m, c in families() if not args.models or m in args.models]
     jobs = [(m, c, dtype, device, 0.0) for m, c in chosen for dtype in DTYPES]
     jobs += [(m, c, "fp32", device, 0.1) for m, c in chosen if c.endswith("ForCausalLM")]

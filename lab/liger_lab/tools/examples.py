@@ -52,7 +52,7 @@ def _one(name, options, answer) -> None:
         result = importlib.import_module(name).main()
     except Exception as error:  # a package may be absent, a library may fail; the others still run
         result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     device = torch.device(device.type, 0) if device.type != "cpu" else device
     command = f"python -m liger_lab.tools.examples run ... -- {' '.join(options[2:])}"
     answer.write_text(json.dumps(result | {"environment": environment(device) | {"command": command}}))

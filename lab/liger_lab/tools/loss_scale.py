@@ -68,7 +68,7 @@ def main():
     from liger_hw._triton import interpreting
     from liger_hw.backends import detected
 
-    here = torch.device("cpu") if interpreting() else torch.accelerator.current_accelerator()
+    here = torch.device("cpu") if interpreting() else torch.accelerator.current_accelerator(check_available=True)
     if here is None:
         parser.error("torch finds no accelerator here; TRITON_INTERPRET=1 runs the kernels on the CPU, small")
     backend = "nvidia" if interpreting() else detected(torch.device(here.type, 0)).vendor

@@ -61,8 +61,8 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--report", type=Path, help="path of the two files, without suffix")
     arguments = parser.parse_args()
-    accelerated = torch.accelerator.is_available()
-    device = torch.device(torch.accelerator.current_accelerator().type, 0) if accelerated else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device(accelerator.type, 0) if accelerator else torch.device("cpu")
     config = SimpleNamespace(
         hidden_size=arguments.hidden, intermediate_size=arguments.intermediate, hidden_act="silu", mlp_bias=False
     )
