@@ -228,17 +228,35 @@ def test_the_workflow_of_cpus():
                 assert cli._parse(words[words.index("liger_hw") + 1 :])
 
 
-def test_the_newest_torch_is_tested_every_night(monkeypatch):
-    job = workflow("cpu")["jobs"]["prerelease"]
-    assert job["if"] == "github.event_name == 'schedule'"
-    assert job["steps"][-1]["run"].endswith("check prerelease")
+@pytest.fixture
+def started(monkeypatch):
+    """The commands that a check would run."""
     commands = []
     monkeypatch.setattr(check, "run", lambda *words, **variables: commands.append(words) or 0)
     monkeypatch.delenv("NO_VENV", raising=False)
+    return commands
+
+
+def test_the_newest_torch_is_tested_every_night(started):
+    job = workflow("cpu")["jobs"]["prerelease"]
+    assert job["if"] == "github.event_name == 'schedule'"
+    assert job["steps"][-1]["run"].endswith("check prerelease")
     assert check.main(["prerelease"]) == 0
-    install, *tests = commands
+    install, *tests = started
     assert {"--pre", "--upgrade", "torch"} <= set(install) and "--constraint" not in install
     assert tests and all("pytest" in words for words in tests) and set(check.PROGRAMS) <= set(tests[-1])
+
+
+def test_the_oldest_torch_is_tested(started, monkeypatch):
+    """It is the one that the package's metadata names."""
+    assert workflow("cpu")["jobs"]["oldest"]["steps"][-1]["run"].endswith("check oldest")
+    monkeypatch.setenv("TORCH_INDEX", "https://index")
+    assert check.main(["oldest"]) == 0
+    install, *tests = started
+    bounds = re.findall(r'"(torch|triton)>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    assert len(bounds) == 2 and {f"{name}=={version}" for name, version in bounds} <= set(install)
+    assert "https://index" in install and "--constraint" not in install
+    assert tests and all("pytest" in words for words in tests)
 
 
 def test_the_workflow_interprets_for_every_architecture(tmp_path):

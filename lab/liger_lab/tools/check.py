@@ -7,6 +7,7 @@ or to the program of the check; `check list` prints the names.
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ MUTANTS = ["rms_norm", "glu", "of_logits", "sequences"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 NO_TESTS = 5  # pytest's status where -k selects none
 NIGHTLY = "https://download.pytorch.org/whl/nightly/cpu"
+OLDEST_NUMPY = "numpy<2.4"  # the interpreter of Triton 3.6 fails with a newer one
 QUIET_TRL = {"TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
@@ -132,6 +134,16 @@ def prerelease(*args):
     return test(*args) or programs(*args)
 
 
+def oldest(*args):
+    """Run test with pyproject.toml's oldest torch and Triton; installs them, also from TORCH_INDEX."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = [line.partition(";")[0].replace(">=", "==") for line in dependencies if ">=" in line]
+    index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
+    if status := install(*index, *bounds, OLDEST_NUMPY, keep_torch=False):
+        return status
+    return test(*args)
+
+
 def trl(*args):
     """Test losses and examples with TRL of two versions; installs TRL and Lightning."""
     # Frameworks pin 1.9, which calls liger_kernel's losses; 1.16 has its own.
@@ -150,7 +162,7 @@ CHECKS: dict[str, Callable[..., int]] = {
     function.__name__: function
     for function in (
         test, programs, models, compile, interpret, mutants, emulate, fuzz, converge, versions, notebook, distributed,
-        prerelease, trl,
+        prerelease, oldest, trl,
     )
 }  # fmt: skip
 ALL = ("programs", "models", "compile", "mutants", "emulate")  # of `make all`, after lint and test
