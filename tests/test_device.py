@@ -10,6 +10,7 @@ from liger_hw._triton import interpreting
 from liger_hw.backends import detected
 from liger_hw.dispatch import OPS
 from liger_hw.kernels.attention.rope import rope
+from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.mlp.glu import geglu, swiglu
 from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import fused_add_rms_norm, rms_norm
@@ -145,6 +146,15 @@ def test_beyond_32_bits(op):
     small = small[0] if isinstance(small, tuple) else small
     (small_grad,) = torch.autograd.grad(small, tail, small.detach())
     assert torch.equal(out[-9:], small) and torch.equal(grad[-9:], small_grad)
+
+
+@_enormous
+def test_dequantize_4bit_beyond_32_bits():
+    rows, device = _rows(4096), torch.accelerator.current_accelerator()
+    packed = torch.randint(256, (rows, 2048), device=device, dtype=torch.uint8)
+    absmax, code = torch.rand(rows, 64, device=device), torch.rand(16, device=device)
+    found = dequantize_4bit(packed, absmax, code, shape=(rows, 4096))
+    assert torch.equal(found[-9:], dequantize_4bit(packed[-9:], absmax[-9:], code, shape=(9, 4096)))
 
 
 @_enormous

@@ -172,7 +172,7 @@ MUTANTS = {
         ("the last byte dropped", "2 * byte < left,", "2 * byte < left - 1,"),
         ("a last tile written whole", "if left >= 2 * BYTES", "if left >= BYTES"),
         ("sums and products fused", "fp_fusion=False", "fp_fusion=True"),
-        ("shared memory of strided bytes", "map(in_order, (packed, *scales[:5]))", "(packed, *scales[:5])"),
+        ("strided bytes read as if without gaps", "map(in_order, (packed, *scales[:5]))", "(packed, *scales[:5])"),
         ("the layout for a CPU taken", 'getattr(state, "packing_format_for_cpu", False)', "False"),
     ],
     "embedding": [
