@@ -2,9 +2,9 @@
 
     liger_hw.integrations.accelerate_trl()      # before or after the trainer is built, before it trains
 
-Log-probabilities, entropy and the mean logit: GRPO, RLOO, KTO, and the reference models of DPO. Calls that also ask
-for the likeliest token or the sum of squared probabilities (SFT, DPO) stay with TRL's own function, as do weights that
-ZeRO-3 has sharded, and mean logits of a model with a softcap.
+It serves SFT, DPO, KTO, GRPO and RLOO with all that they ask for: log-probabilities, entropy, mean logits, whether a
+token is the likeliest, and sums of squared probabilities. Weights that ZeRO-3 has sharded stay with TRL's own function,
+as do 16-bit hidden states with a head in another dtype, which TRL rounds to theirs.
 """
 
 import functools
@@ -13,8 +13,9 @@ import importlib
 import torch
 
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.kernels.vocabulary.selective_log_softmax import SelectedLogProbs
 
-SERVED = {"log_probs", "entropy", "mean_logits"}
+OPTIONAL = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # also names of `SelectedLogProbs`
 FUNCTION = "_ChunkedLogProbFunction"  # the name under which `trl.trainer.utils` calls it
 
 
@@ -39,28 +40,22 @@ class ChunkedLogProbs:
             others: TRL's.
 
         Returns:
-            (log-probabilities, entropy, None, mean logits, None), fp32 (N,) each; entropy and mean logits None unless
-            `outputs` names them. The mean logits have no gradient.
+            (log-probabilities, entropy, log of the sum of squared probabilities, mean logits, is likeliest), (N,) each,
+            fp32 but for the bool; each but the first None unless `outputs` names it. The last three have no gradient.
         """
         whole = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not hasattr(x, "ds_id") for x in (hidden, weight))
-        alike = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-        served = SERVED if final_logit_softcapping is None else SERVED - {"mean_logits"}
-        if not (set(outputs) <= served and whole and alike):
+        fits = hidden.dtype in (weight.dtype, torch.float32) and (bias is None or bias.dtype == weight.dtype)
+        fits = fits or torch.is_autocast_enabled(hidden.device.type)
+        if not (fits and whole and set(outputs) <= {"log_probs", *OPTIONAL}):
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
-        wants_entropy = "entropy" in outputs
+        asked = {f"return_{name}": name in outputs for name in OPTIONAL}
         output = fused_linear_selective_log_softmax(
-            hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale,
-            return_entropy=wants_entropy,
-        )  # fmt: skip
-        log_probs, entropy = (output.log_probs, output.entropy) if wants_entropy else (output, None)
-        mean = None
-        if "mean_logits" in outputs:
-            with torch.no_grad():  # the mean over the vocabulary commutes with the product
-                mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
-                mean = (mean if bias is None else mean + bias.float().mean()) * (logit_scale / temperature)
-        return log_probs, entropy, None, mean, None
+            hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale, **asked
+        )
+        output = output if any(asked.values()) else SelectedLogProbs(output)
+        return output.log_probs, output.entropy, output.log_sum_sq_probs, output.mean_logits, output.is_top1
 
 
 @functools.cache

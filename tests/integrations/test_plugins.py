@@ -255,10 +255,11 @@ class TheirChunkedLogProb(torch.autograd.Function):  # trl.trainer.utils._Chunke
         )
         logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
         log_p = logits.log_softmax(-1)
+        squares = (2 * log_p).logsumexp(-1).detach() if "log_sum_sq_probs" in outputs else None
         entropy = -(log_p.exp() * log_p).sum(-1) if "entropy" in outputs else None
         top = logits.argmax(-1) == targets if "is_top1" in outputs else None
         mean = logits.mean(-1).detach() if "mean_logits" in outputs else None
-        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, mean, top
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy, squares, mean, top
 
 
 @pytest.fixture
@@ -271,6 +272,9 @@ def trl(monkeypatch):
     module.original_function.cache_clear()
 
 
+ALL_OUTPUTS = "log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"
+
+
 def arguments(outputs, softcap=5.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype).requires_grad_() for n in (6, 31))
@@ -280,13 +284,13 @@ def arguments(outputs, softcap=5.0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("log_probs", "entropy", "mean_logits")])
+@pytest.mark.parametrize("outputs", [(), ("log_probs", "entropy"), ("is_top1", "entropy"), ALL_OUTPUTS])
 def test_trl_log_probabilities(trl, outputs, softcap):
     ours, utils = trl
     ours.accelerate_trl()
     args, again = arguments(outputs, softcap), arguments(outputs, softcap)
     found = utils._ChunkedLogProbFunction.apply(*args)
-    assert bool(TheirChunkedLogProb.calls) == ("mean_logits" in outputs and softcap is not None)
+    assert not TheirChunkedLogProb.calls
     expected = TheirChunkedLogProb.apply(*again)
     for f, e in zip(found, expected):
         assert (f is None) == (e is None)
@@ -300,17 +304,20 @@ def test_trl_log_probabilities(trl, outputs, softcap):
     assert utils._ChunkedLogProbFunction is TheirChunkedLogProb
 
 
-@pytest.mark.parametrize("why", ["outputs", "dtypes", "sharded"])
+@pytest.mark.parametrize("why", ["outputs", "dtypes", "sharded", "cast_lm_head_to_fp32"])
 def test_trl_serves_options_that_the_op_lacks(trl, why):
     ours, utils = trl
     ours.accelerate_trl()
-    args = arguments(("log_probs", "is_top1") if why == "outputs" else ("log_probs",))
-    if why == "dtypes":  # cast_lm_head_to_fp32
+    args = arguments(("log_probs", "rank_of_token") if why == "outputs" else ("log_probs",))
+    if why == "dtypes":
+        args[0] = args[0].detach().bfloat16()
+    if why == "cast_lm_head_to_fp32":  # of a head in bf16; its logits are in fp32
         args[1:3] = (x.detach().bfloat16() for x in args[1:3])
     if why == "sharded":
         args[1].ds_id = 3  # as ZeRO-3 marks its parameters
-    utils._ChunkedLogProbFunction.apply(*args)
-    assert len(TheirChunkedLogProb.calls) == 1
+    found = utils._ChunkedLogProbFunction.apply(*args)[0]
+    assert bool(TheirChunkedLogProb.calls) == (why != "cast_lm_head_to_fp32")
+    torch.testing.assert_close(found, TheirChunkedLogProb.apply(*args)[0])
 
 
 def test_trl_before_it_had_the_function(trl, monkeypatch):

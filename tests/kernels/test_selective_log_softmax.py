@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from liger_hw import use_backend
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
+from liger_hw.sharding import DimensionShard
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
 from liger_lab.cases import small_cases
@@ -149,3 +150,35 @@ def test_autocast(engine, device):
     found.sum().backward()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert found.dtype == x.grad.dtype == w.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scale, softcap", [(1.5, None), (-1.5, 3.0), (0.0, None)])
+def test_statistics(scale, softcap, engine, device):
+    """Check definitions: of torch's argmax, of means of logits, and of squares of probabilities."""
+    x, w, y = case(device=device)
+    logits = F.linear(x, w) * scale
+    y[:3] = logits.argmax(-1)[:3]
+    y[5] = -100
+    with torch.no_grad():
+        x[5] = float("nan")  # of an ignored row
+    names = {f"return_{name}": True for name in ("is_top1", "mean_logits", "log_sum_sq_probs")}
+    found = fused_linear_selective_log_softmax(
+        x, w, y, None, 0.7, softcap, scale, chunk_memory=2000, return_entropy=True, **names
+    )
+    z = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
+    ignored = y == -100
+    assert torch.equal(found.is_top1, (logits.argmax(-1) == y) & ~ignored) and found.is_top1[:3].all()
+    for value, expected in (
+        (found.mean_logits, z.mean(-1)),
+        (found.log_sum_sq_probs, z.softmax(-1).square().sum(-1).log()),
+    ):
+        torch.testing.assert_close(value, expected.masked_fill(ignored, 0))
+        assert not value.requires_grad
+    assert found.log_probs.requires_grad and found.entropy.requires_grad and found.lse is None
+
+
+def test_statistics_of_a_shared_vocabulary():
+    x, w, y = case()
+    options = {"return_is_top1": True, "group": DimensionShard(0, 61, 61, "any")}
+    with pytest.raises(ValueError, match="return_is_top1: got True, allowed: False where ranks share the vocabulary"):
+        fused_linear_selective_log_softmax(x, w, y, **options)

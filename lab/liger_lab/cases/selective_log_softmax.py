@@ -49,6 +49,11 @@ def linear_selections(new):
     yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options | {"return_entropy": True, "temperature": 0.7}
+    statistics = {f"return_{name}": True for name in ("is_top1", "mean_logits", "log_sum_sq_probs")}
+    for options in OPTIONS:
+        yield (x, w, y, bias), options | statistics | {"chunk_memory": 2000}
+    yield (x, w, y), {"return_is_top1": True}
+    yield (new.randn(0, 16), w, y[:0]), statistics
     w = new.randn(3, 16)  # a smaller vocabulary than a vector holds
     yield (x, w, torch.randint(0, 3, (17,), device=new.device)), {"return_entropy": True}
 

@@ -13,6 +13,7 @@ import functools
 
 import torch
 
+from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import (
@@ -27,10 +28,12 @@ from liger_hw.kernels.vocabulary.chunked_head import (
 from liger_hw.kernels.vocabulary.selective_log_softmax import formula as by_autograd
 from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
+    RowStatistics,
     Scaling,
     check_tokens,
     empty_rows,
     output_of,
+    row_statistics,
     selected_rows,
 )
 from liger_hw.kernels.vocabulary.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
@@ -43,10 +46,11 @@ def fused_linear_selective_log_softmax(
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
     chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
+    return_is_top1: bool = False, return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
 ):  # fmt: skip
     """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 
-    All outputs have a gradient, and a second backward is right.
+    Log-probabilities, entropy and log-sum-exp have a gradient, and a second backward is right.
 
     Args:
         x: (..., H), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16.
@@ -57,6 +61,8 @@ def fused_linear_selective_log_softmax(
         temperature, softcap, logit_scale, ignore_index, return_entropy, return_lse: as in `selective_log_softmax`.
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
         group, logits_dtype: as in `fused_linear_cross_entropy`.
+        return_is_top1, return_mean_logits, return_log_sum_sq_probs: also return these, of `SelectedLogProbs`, without a
+            gradient. Each reads the chunk's logits once more. Not of a vocabulary sharded over ranks.
 
     Returns:
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
@@ -69,18 +75,21 @@ def fused_linear_selective_log_softmax(
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
     logits = all_columns(linear(x, weight, bias, call.logits_dtype), call.group)
-    return output_of(call, *selected_rows(logits, tokens, scaling))
+    statistics = row_statistics(logits, tokens, scaling) if any(RowStatistics.of(call)) else ()
+    return output_of(call, *selected_rows(logits, tokens, scaling), *statistics)
 
 
 def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, logits_dtype=call.logits_dtype)
     check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
+    for name, asked in RowStatistics.of(call)._asdict().items():
+        check(call.group is None or not asked, f"return_{name}", asked, "False where ranks share the vocabulary")
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
 
 
 fused_linear_selective_log_softmax.shards(
-    x="... H", weight="v H", bias="v", tokens="...", returns=("tokens",) * 3, reduces="v"
+    x="... H", weight="v H", bias="v", tokens="...", returns=("tokens",) * 6, reduces="v"
 )
 
 
@@ -97,19 +106,31 @@ def row_functions(plan):
     return kernels if plan.with_kernels else by_autograd
 
 
-@raw(lambda x, entropy_needed: empty_rows(x, entropy_needed, wide_dtype(x)))
+def _empty_rows(x, entropy_needed, statistics):
+    rows = empty_rows(x, entropy_needed, wide_dtype(x))
+    return *rows, *statistics.empty_rows(rows[0])
+
+
+@raw(_empty_rows)
 def _fused_linear_selective_log_softmax(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scaling: Scaling,
-    plan: Plan, entropy_needed: bool, *, log_probs, entropy, lse, partition,
+    plan: Plan, entropy_needed: bool, statistics: RowStatistics,
+    *, log_probs, entropy, lse, partition, is_top1, mean_logits, log_sum_sq_probs,
 ):  # fmt: skip
     def step(part, logits, _):
         of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
-        row_functions(plan).forward_rows(logits, tokens[part], scaling, *of_part)
+        functions = row_functions(plan)
+        functions.forward_rows(logits, tokens[part], scaling, *of_part)
+        if any(statistics):
+            rows = (row[part] for row in (is_top1, mean_logits, log_sum_sq_probs))
+            functions.write_statistics(logits, tokens[part], scaling, partition[part], *statistics.asked(rows))
 
     ChunkedHead(x, weight, bias, plan).run(step)
 
 
-@_fused_linear_selective_log_softmax.backward(empty_gradients_or_none)
+@_fused_linear_selective_log_softmax.backward(
+    empty_gradients_or_none, without_gradient="is_top1 mean_logits log_sum_sq_probs"
+)
 def _fused_linear_selective_log_softmax_backward(
     x, weight, bias, tokens, scaling, plan, entropy_needed, entropy, partition, lse_needed: bool,
     dlog_probs, dentropy, dlse, *, x_grad, weight_grad, bias_grad,
@@ -128,7 +149,7 @@ def _by_chunks(with_kernels, call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
     plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or (), logits_dtype=call.logits_dtype)
-    options = scaling, plan, call.return_entropy, call.return_lse
+    options = scaling, plan, call.return_entropy, RowStatistics.of(call), call.return_lse
     return output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 
 

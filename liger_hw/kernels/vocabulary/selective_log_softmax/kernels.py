@@ -1,5 +1,9 @@
 """Compute the selective log-softmax with Triton kernels; the package's docstring has the formulas."""
 
+import math
+
+import torch
+
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._logits import (
@@ -15,6 +19,8 @@ from liger_hw.kernels._logits import (
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+SLICE_BYTES = 2**25  # of z in fp32: it stays in the L2 of a GPU
 
 
 @tuned
@@ -227,3 +233,32 @@ def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentr
         logits, tokens, entropy, partition, *incoming, dx, logits.stride(0), dx.stride(0), misaligned, *scaling,
         aligned, same, cols,
     )  # fmt: skip
+
+
+def write_statistics(logits, tokens, scaling, partition, is_top1, mean_logits, log_sum_sq_probs):
+    """Write `RowStatistics` of rows of `logits`, (N,) each or None.
+
+    Each reads the logits once more: torch's argmax, torch's mean, and the forward kernel at half the temperature, where
+    exponentials are squares. With a softcap the mean is that of SLICE_BYTES of z at a time, four more passes in fp32.
+
+    Args:
+        logits, tokens, scaling, partition: of `forward_rows`, which wrote `partition`.
+    """
+    ignored, (_, softcap, logit_scale, temperature) = tokens == scaling.ignore_index, scaling
+    if is_top1 is not None:
+        best = logits.argmax(-1) if logit_scale > 0 else logits.argmin(-1)
+        torch.logical_and((best if logit_scale else 0) == tokens, ~ignored, out=is_top1)
+    if mean_logits is not None and softcap is None:
+        mean_logits.copy_(logits.mean(-1, dtype=mean_logits.dtype) * (logit_scale / temperature))
+    elif mean_logits is not None:
+        for part, rows in zip(*(x.split(max(SLICE_BYTES // (4 * logits.shape[1]), 1)) for x in (mean_logits, logits))):
+            part.copy_((rows.float() * (logit_scale / softcap)).tanh_().mean(-1) * (softcap / temperature))
+    if log_sum_sq_probs is not None:
+        unused, lse, of_squares = (torch.empty_like(x) for x in (log_sum_sq_probs, log_sum_sq_probs, partition))
+        forward_rows(logits, tokens, scaling._replace(temperature=temperature / 2), unused, None, lse, of_squares)
+        (peak, total), (peak_of_squares, total_of_squares) = partition.unbind(1), of_squares.unbind(1)
+        log2 = (peak_of_squares - 2 * peak) + total_of_squares.log2() - 2 * total.log2()
+        torch.mul(log2, math.log(2), out=log_sum_sq_probs)
+    for row in (mean_logits, log_sum_sq_probs):
+        if row is not None:
+            row.masked_fill_(ignored, 0)
