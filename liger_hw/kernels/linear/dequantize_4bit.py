@@ -23,7 +23,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.checks import KERNEL_DTYPES, check
+from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._math import in_order
 from liger_hw.launch import launch
@@ -49,32 +49,32 @@ def _validate(
 ):
     check(packed.dtype == torch.uint8, "packed", packed, "uint8, two values a byte")
     check(block_size in BLOCK_SIZES, "block_size", block_size, BLOCK_SIZES)
-    check(dtype in KERNEL_DTYPES, "dtype", dtype, KERNEL_DTYPES)
-    values = 2 * packed.numel()
-    if shape is not None:
-        check(isinstance(shape, Sequence), "shape", shape, "a sequence of sizes")
-        values = math.prod(shape)
-        check(packed.numel() == -(-values // 2), "packed", packed, f"{-(-values // 2)} bytes for {tuple(shape)}")
-    blocks, nested = -(-values // block_size), nested_absmax is not None
-    _check_table("absmax", absmax, blocks, packed, torch.uint8 if nested else torch.float32)
-    _check_table("code", code, 16, packed)
     check(nested_block_size > 0, "nested_block_size", nested_block_size, "a positive number")
+    check(dtype in KERNEL_DTYPES, "dtype", dtype, KERNEL_DTYPES)
+    check(shape is None or isinstance(shape, Sequence), "shape", shape, "a sequence of sizes")
+    device, values = packed.device, 2 * packed.numel() if shape is None else math.prod(shape)
+    if packed.numel() != (values + 1) // 2:
+        refuse("packed", packed, f"{(values + 1) // 2} bytes for {tuple(shape)}")
+    blocks, nested = -(-values // block_size), nested_absmax is not None
+    _check_table("absmax", absmax, blocks, torch.uint8 if nested else torch.float32, device)
+    _check_table("code", code, 16, torch.float32, device)
     if nested:
-        _check_table("nested_absmax", nested_absmax, -(-blocks // nested_block_size), packed)
-        _check_table("nested_code", nested_code, 256, packed)
-        _check_table("offset", offset, 1, packed)
-    else:
-        for name, table in (("nested_code", nested_code), ("offset", offset)):
-            check(table is None, name, table, "None without `nested_absmax`")
+        _check_table("nested_absmax", nested_absmax, -(-blocks // nested_block_size), torch.float32, device)
+        _check_table("nested_code", nested_code, 256, torch.float32, device)
+        _check_table("offset", offset, 1, torch.float32, device)
+    elif nested_code is not None or offset is not None:
+        name = "offset" if nested_code is None else "nested_code"
+        refuse(name, offset if nested_code is None else nested_code, "None without `nested_absmax`")
     if out is not None:
-        fits = (out.dtype, out.device) == (dtype, packed.device) and out.is_contiguous()
-        fits = fits and tuple(out.shape) == ((values,) if shape is None else tuple(shape))
-        check(fits, "out", out, f"contiguous memory for {values} values of {dtype} on {packed.device}, in `shape`")
+        fits = out.dtype == dtype and out.device == device and out.is_contiguous()
+        sizes = (values,) if shape is None else tuple(shape)
+        if not fits or out.shape != sizes:
+            refuse("out", out, f"contiguous memory of shape {sizes} and {dtype} on {device}")
 
 
-def _check_table(name, table, size, packed, dtype=torch.float32):
-    fits = table is not None and (table.dtype, table.numel(), table.device) == (dtype, size, packed.device)
-    check(fits, name, table, f"{size} values of {dtype} on {packed.device}")
+def _check_table(name, table, size, dtype, device):
+    if table is None or table.dtype != dtype or table.numel() != size or table.device != device:
+        refuse(name, table, f"{size} values of {dtype} on {device}")
 
 
 @op(validate=_validate, dtypes=(torch.uint8,))
