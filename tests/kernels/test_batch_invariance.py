@@ -18,7 +18,7 @@ PRODUCTS = {
     "multi_token_attention",
 }  # fmt: skip
 OF_ALL_ROWS = {"jsd"}  # whose only result is a sum or a mean
-LOGITS = {"cross_entropy", "cross_entropy_tvd", "kl_div", "selective_log_softmax", "tvd"}
+LOGITS = {"cross_entropy", "kl_div", "selective_log_softmax", "tvd"}
 ROW_DIMS = "0", "b", "n", "N"  # names of rows, or of the samples of a batch, in the ops' rules for DTensors
 
 
