@@ -26,6 +26,7 @@ _NAMES = {
     "kernels.mlp.clamped_glu": ("clamped_swiglu",),
     "kernels.vocabulary.embedding": ("embedding",),
     "kernels.moe.experts": ("experts",),
+    "kernels.linear.lora_linear": ("lora_glu_linear", "lora_linear"),
     "kernels.mlp.glu_linear": ("glu_linear",),
     "kernels.moe.grouped_mm": ("grouped_mm",),
     "kernels.linear.dequantize_4bit": ("dequantize_4bit",),

@@ -104,7 +104,8 @@ def results(name, inputs, options):
 
 
 FOLLOW_AUTOCAST = {  # as F.linear and F.conv2d
-    "glu_linear", "fused_linear_cross_entropy", "fused_linear_selective_log_softmax", "multi_token_attention",
+    "glu_linear", "lora_linear", "lora_glu_linear", "fused_linear_cross_entropy", "fused_linear_selective_log_softmax",
+    "multi_token_attention",
 }  # fmt: skip
 
 

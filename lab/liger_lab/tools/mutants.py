@@ -163,6 +163,19 @@ MUTANTS = {
         ("rows without their stride", "[:, None] * x_stride", "[:, None] * depth"),
         ("the argument of pack_int2 changed", "= weight + 1", "= weight.add_(1)"),
     ],
+    "lora_linear": [
+        ("the last bits of a factor left out", "total = dot(x, lo, total", "total = dot(x, 0.0 * lo, total"),
+        ("the last bits of u left out", "tl.store(at + 2 * rank, lo, mask)", "tl.store(at + 2 * rank, 0.0 * lo, mask)"),
+        ("u without its scale", "split(total * scale", "split(total"),
+        ("the last columns of x left out", "(i < inner)[None, :]", "(i < inner - 1)[None, :]"),
+        (
+            "the last columns of y left out",
+            "(col < outer)[None, :], factor_mask",
+            "(col < outer - 1)[None, :], factor_mask",
+        ),
+        ("dropout's factor left out", "scaling / (1 - dropout)", "scaling"),
+        ("the dropped values' gradients kept", "dx.addcmul_(seen, mask)", "dx.add_(seen)"),
+    ],
     "dequantize_4bit": [
         ("the first value in the low bits", "high * scale, low * scale", "low * scale, high * scale"),
         ("the scale of the tile's first block", "(first + row * COLS) // half", "(first + 0 * row) // half"),

@@ -93,7 +93,7 @@ def _(gate, up, weight, bias=None, activation="silu", **options):
 
 
 @raw(mutates=("dy",))
-def _glu_linear_backward(
+def glu_linear_backward(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool,
     *, dgate, dup,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad,
         glu_linear_backward_in_place(gate, up, dy, activation)
         dgate, dup = overwritten(gate, up)
     else:
-        dgate, dup = _glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
+        dgate, dup = glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
     y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
     return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
 
@@ -146,7 +146,7 @@ def _(dout, *, placeholder_grad):
     return dout
 
 
-def _checkpointed():
+def is_checkpointed():
     """Tell whether torch's non-reentrant activation checkpointing saves autograd's tensors.
 
     It recomputes a layer only up to the last saved tensor. So where a gated MLP ends a layer, a function of its own
@@ -164,6 +164,6 @@ def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
-    defers = _checkpointed()
+    defers = is_checkpointed()
     out = _glu_linear.apply(gate, up, weight, bias, activation, defers, goes_in_place(gate, up, in_place))
     return _deferred_projection.apply(out, (gate, up, weight, bias), activation) if defers else out

@@ -1,0 +1,429 @@
+r"""Compute a linear layer with a low-rank adapter (LoRA, arXiv:2106.09685).
+
+    u   = x A^T                                             A: (r, C)
+    y   = x W^T + b + s u B^T                               W: (H, C), B: (H, r)
+
+    du  = s dy B
+    dx  = dy W + du A                                       dW = dy^T x, db = sum over rows of dy
+    dA  = du^T x
+    dB  = s dy^T u
+
+Letters: R rows. The products with W take 2RCH operations each. Those of the adapter have an inner or outer size of r,
+16 for example, so memory bounds them: forward reads x once and reads and writes y once (RC + 2RH values beside the
+product), backward reads x once, dy twice, and reads and writes dx once.
+
+One kernel, `lora_update`, computes u and adds u B^T to y; in the backward du, and adds du A to dx. So each sum is
+rounded once. Adapters in fp32 on a bf16 model (PEFT's default) keep fp32, without copies of x or dy in fp32: the kernel
+splits numbers of fp32 into three of bf16 whose sum they are, and multiplies those on matrix cores into fp32. torch
+multiplies dA and dB from the same terms, which the kernel writes for u and du.
+"""
+
+import torch
+
+from liger_hw._torch import has_wide_products
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.checks import check, refuse
+from liger_hw.dispatch import Cost, differentiable, op, raw
+from liger_hw.kernels._math import dot, rows_of
+from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
+from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
+from liger_hw.kernels.mlp.glu import validate as validate_glu
+from liger_hw.kernels.mlp.glu_linear import (
+    glu_linear,
+    glu_linear_backward,
+    glu_linear_backward_in_place,
+    is_checkpointed,
+)
+from liger_hw.launch import launch
+from liger_hw.spelling import check_known
+from liger_hw.tuning import Config, power_of_2, tuned
+
+
+def _is_autocast(x):
+    """Tell whether autocast casts the arguments of F.linear(x, ...); it does not know "meta"."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
+def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
+    """Check the arguments; return the dtype that F.linear computes in, which autocast may set."""
+    check(x.is_floating_point() and x.ndim > 0, "x", x, "floating point rows")
+    device, cast = x.device, _is_autocast(x)
+    dtype = torch.get_autocast_dtype(device.type) if cast else x.dtype
+    cols, (features, rank) = x.shape[-1], lora_b.shape if lora_b.ndim == 2 else (0, 0)
+    if weight.shape != (features, cols) or weight.device != device or not (cast or weight.dtype == dtype):
+        refuse("weight", weight, f"{dtype} of shape ({features or 'H'}, {cols}) on {device} (or torch.autocast)")
+    if bias is not None:
+        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype == dtype):
+            refuse("bias", bias, f"{dtype} of shape ({features},) on {device} (or torch.autocast)")
+    if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not lora_a.is_floating_point():
+        refuse("lora_a", lora_a, f"floating point of shape ({rank or 'r'}, {cols}) on {device}")
+    if lora_b.device != device or lora_b.dtype != lora_a.dtype:
+        refuse("lora_b", lora_b, f"{lora_a.dtype} of shape {(features, rank)} on {device}")
+    if not 0 <= dropout <= 1:
+        refuse("dropout", dropout, "0 to 1")
+    return dtype
+
+
+@op
+def lora_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor, lora_b: torch.Tensor,
+    scaling: float = 1.0, dropout: float = 0.0,
+):  # fmt: skip
+    """Compute F.linear(x, weight, bias) + scaling * F.linear(F.linear(dropout(x), lora_a), lora_b).
+
+    This is peft.tuners.lora.layer.Linear with one adapter. With kernels the sum is rounded once, where PEFT rounds the
+    base's result first and, with adapters of x's dtype, each step of the adapter; dropout draws the same mask.
+
+    Args:
+        x: (..., C), any floating dtype.
+        weight: (H, C), in `x.dtype`; under torch.autocast any, cast as F.linear casts. It may be frozen.
+        bias: (H,), in a dtype as for `weight`, or None.
+        lora_a: (r, C), in `x.dtype`, or in fp32 for an x in bf16; plain torch computes other dtypes.
+        lora_b: (H, r), in the dtype of `lora_a`.
+        scaling: of the adapter's part; PEFT's lora_alpha / r, or lora_alpha / sqrt(r) (arXiv:2312.03732).
+        dropout: the share of the values of x that the adapter does not see; 0 where the module is not training.
+
+    Returns:
+        (..., H), in the dtype of F.linear(x, weight, bias).
+
+    Raises:
+        ValueError: a weight does not fit `x`, or `dropout` is not within 0 to 1.
+    """
+    _validate(x, weight, bias, lora_a, lora_b, dropout)
+    y = torch.nn.functional.linear(x, weight, bias)
+    dropped = torch.nn.functional.dropout(x.to(lora_a.dtype), dropout)
+    update = torch.nn.functional.linear(torch.nn.functional.linear(dropped, lora_a), lora_b)
+    return (y + update * scaling).to(y.dtype)
+
+
+lora_linear.shards(x="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h")
+
+
+@lora_linear.cost
+def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
+    rows = x.numel() // x.shape[-1]
+    y_bytes = rows * weight.shape[0] * weight.itemsize
+    inputs = sum(t.nbytes for t in (x, weight, lora_a, lora_b))
+    product = 2 * rows * (weight.numel() + lora_a.numel() + lora_b.numel())
+    # backward: dx of the same size; dA and dB, du
+    small = 2 * rows * (lora_a.numel() + lora_b.numel())
+    more = 2 * rows * weight.numel() if weight.requires_grad else 0
+    return Cost(inputs + y_bytes, inputs + y_bytes + x.nbytes, product, product + small + more)
+
+
+# The adapter's products -----------------------------------------------------------------------------------------------
+
+
+# On an H100 with 8,192 rows and a rank of 16, 32 rows are as fast as 64, which leave half of the cores idle at 2,048.
+@tuned
+def lora_update_config(rank, device):
+    depth = max(min(128, 2048 // rank), 16)
+    stage = (2 * 32 + 4 * rank) * depth  # bytes of a tile of 16 bits and one of fp32
+    stages = max(min(device.shared_memory // (2 * stage), 4), 2) if device.async_copy else 2
+    return Config({"ROWS": 32, "DEPTH": depth, "COLS": depth}, 128 // device.warp_size, stages)
+
+
+@triton.jit
+def split(value, dtype: tl.constexpr):
+    """Split numbers of fp32 into leading, middle and last bits, which 16-bit numbers hold."""
+    hi = value.to(dtype)
+    rest = tl.where(tl.abs(hi.to(tl.float32)) < float("inf"), value - hi.to(tl.float32), 0.0)  # inf - inf is NaN
+    mid = rest.to(dtype)
+    return hi, mid, (rest - mid.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _multiplied(X, FACTOR, row, r, inside, in_rank, x_stride, inner_stride, rank_stride, inner, WHOLE: tl.constexpr,
+                ROWS: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """Return rows of X times FACTOR (inner, rank), in fp32. WHOLE: DEPTH divides `inner`."""
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for start in range(0, inner, DEPTH):
+        i = start + tl.arange(0, DEPTH)
+        mask, factor_mask = inside, in_rank
+        if not WHOLE:
+            mask, factor_mask = mask & (i < inner)[None, :], factor_mask & (i < inner)[:, None]
+        x = tl.load(X + row * x_stride + i[None, :], mask, 0.0)
+        factor = tl.load(FACTOR + i[:, None] * inner_stride + r[None, :] * rank_stride, factor_mask, 0.0)
+        if FACTOR.dtype.element_ty == X.dtype.element_ty:
+            total = dot(x, factor, total, "ieee")
+        else:
+            hi, mid, lo = split(factor, X.dtype.element_ty)
+            total = dot(x, lo, total, "ieee")
+            total = dot(x, mid, total, "ieee")
+            total = dot(x, hi, total, "ieee")
+    return total
+
+
+@triton.jit
+def _add_product(Y, u, mid, FACTOR, row, r, inside, in_rank, y_stride, rank_stride, outer_stride, outer,
+                 WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Add (u + mid) FACTOR (rank, outer) to rows of Y. WHOLE: COLS divides `outer`."""
+    at = Y + row * y_stride + tl.arange(0, COLS)[None, :]
+    y = tl.load(at, inside & (tl.arange(0, COLS) < outer)[None, :], 0.0)
+    for start in range(0, outer, COLS):
+        col = start + tl.arange(0, COLS)
+        # the compiler loads ahead for products alone
+        next_y = tl.load(at + COLS, inside & (col + COLS < outer)[None, :], 0.0)
+        mask, factor_mask = inside, in_rank
+        if not WHOLE:
+            mask, factor_mask = mask & (col < outer)[None, :], factor_mask & (col < outer)[None, :]
+        factor = tl.load(FACTOR + r[:, None] * rank_stride + col[None, :] * outer_stride, factor_mask, 0.0)
+        product = tl.zeros((ROWS, COLS), tl.float32)
+        if FACTOR.dtype.element_ty == Y.dtype.element_ty:
+            product = dot(u, factor, product, "ieee")
+        else:  # y is rounded to 8 bits: products of 16 bits do
+            factor_hi, factor_mid, _ = split(factor, Y.dtype.element_ty)
+            product = dot(mid, factor_hi, product, "ieee")
+            product = dot(u, factor_mid, product, "ieee")
+            product = dot(u, factor_hi, product, "ieee")
+        tl.store(at, y.to(tl.float32) + product, mask)
+        at, y = at + COLS, next_y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def lora_update(
+    X, FIRST, SECOND, Y, U, rows, scale, x_stride, y_stride, first_inner, first_rank, second_rank, second_outer, inner,
+    outer, rank, RANK: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)
+    inside, in_rank = row < rows, r < rank
+    total = _multiplied(X, FIRST, row, r, inside, in_rank[None, :], x_stride, first_inner, first_rank, inner, WHOLE,
+                        ROWS, RANK, DEPTH)  # fmt: skip
+    u, mid, lo = split(total * scale, X.dtype.element_ty)
+    terms: tl.constexpr = 1 if FIRST.dtype.element_ty == X.dtype.element_ty else 3
+    at, mask = U + row * (terms * rank) + r[None, :], inside & in_rank[None, :]
+    tl.store(at, u, mask)
+    if terms == 3:
+        tl.store(at + rank, mid, mask)
+        tl.store(at + 2 * rank, lo, mask)
+    if Y is not None:
+        _add_product(Y, u, mid, SECOND, row, r, inside, in_rank[:, None], y_stride, second_rank, second_outer, outer,
+                     WHOLE, ROWS, COLS)  # fmt: skip
+
+
+@raw(lambda x, first: x.new_empty(x.shape[0], first.shape[1] * (1 if first.dtype == x.dtype else 3)), mutates=("y",))
+def update(
+    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, y: torch.Tensor | None, scale: float, *, u
+):  # fmt: skip
+    """Compute u = scale x first, and add u second to `y` in place.
+
+    Args:
+        x: (R, K). first: (K, r). second: (r, N), as `first` in x's dtype or in fp32. y: (R, N) in x's dtype, or None.
+
+    Returns:
+        u (R, r) in x's dtype; or the terms of 16 bits whose sum it is in fp32, (R, 3r).
+    """
+    if x.dtype == torch.float32:  # torch adds up long sums with less error
+        torch.mm(x, first, out=u).mul_(scale)
+        if y is not None:
+            y.addmm_(u, second)
+        return
+    (rows, inner), (rank, outer) = x.shape, second.shape
+    config = lora_update_config(size := max(power_of_2(rank), 16), device_of(x))
+    x, x_stride = rows_of(x)
+    whole = inner % config["DEPTH"] == 0 and outer % config["COLS"] == 0
+    launch(
+        lora_update, (-(-rows // config["ROWS"]), 1, 1), config, x, first, second, y, u, rows, scale, x_stride,
+        0 if y is None else y.stride(0), *first.stride(), *second.stride(), inner, outer, rank, size, whole,
+    )  # fmt: skip
+
+
+def gradient(u, rows, wide):
+    """Compute u^T rows, (r, N) in the adapter's dtype."""
+    if not wide:
+        return torch.mm(u.t(), rows)
+    parts = _wide_product(u.t(), rows)
+    return parts.view(3, -1, rows.shape[1]).sum(0)
+
+
+@raw(lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
+def _wide_product(a: torch.Tensor, b: torch.Tensor, *, y):
+    if has_wide_products(a.device.type):
+        torch.mm(a, b, out_dtype=torch.float32, out=y)
+    else:
+        torch.mm(a.float(), b.float(), out=y)
+
+
+# Autograd -------------------------------------------------------------------------------------------------------------
+
+
+@differentiable("y u")
+def _lora_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor, lora_b: torch.Tensor,
+    mask: torch.Tensor | None, scaling: float,
+):  # fmt: skip
+    y = torch.nn.functional.linear(x, weight, bias)
+    u = update(_seen(x, mask), lora_a.t(), lora_b.t(), y.view(-1, weight.shape[0]), scaling)
+    return y, u
+
+
+@_lora_linear.backward()
+def _(
+    x, weight, lora_a, lora_b, mask, scaling, u, dy, *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad
+):  # fmt: skip
+    dy, wide, du = dy.reshape(-1, weight.shape[0]), lora_a.dtype != x.dtype, None
+    dx = torch.mm(dy, weight) if x_grad else None
+    if x_grad or lora_a_grad:
+        seen = dx if mask is None or dx is None else torch.zeros_like(dx)
+        du = update(dy, lora_b, lora_a, seen, scaling)
+        if seen is not dx:
+            dx.addcmul_(seen, mask)
+    return (
+        dx if dx is None else dx.view(x.shape),
+        torch.mm(dy.t(), x.reshape(-1, x.shape[-1])) if weight_grad else None,
+        dy.sum(0) if bias_grad else None,
+        gradient(du, _seen(x, mask), wide) if lora_a_grad else None,
+        gradient(u, dy, wide).t() if lora_b_grad else None,
+    )
+
+
+def _seen(x, mask):
+    """Return the rows that the adapter sees, but for dropout's factor."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if mask is None else rows * mask
+
+
+def _fits(dtype, weight, lora_a):
+    """Tell whether the kernels compute in these dtypes: one, or adapters in fp32 on bf16."""
+    return weight.dtype == dtype and (lora_a.dtype == dtype or (lora_a.dtype, dtype) == (torch.float32, torch.bfloat16))
+
+
+@lora_linear.register("triton")
+def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
+    dtype = _validate(x, weight, bias, lora_a, lora_b, dropout)
+    if _is_autocast(x):
+        x, weight, bias, lora_a, lora_b = (t if t is None else t.to(dtype) for t in (x, weight, bias, lora_a, lora_b))
+    if x.dtype != dtype or dropout == 1 or not _fits(dtype, weight, lora_a):
+        return lora_linear.reference(x, weight, bias, lora_a, lora_b, scaling, dropout)
+    mask = None
+    if dropout:  # the mask that torch draws depends on the dtype
+        mask = torch.native_dropout(x.detach().to(lora_a.dtype).view(-1, x.shape[-1]), dropout, True)[1]
+        scaling = scaling / (1 - dropout)
+    return _lora_linear.apply(x, weight, bias, lora_a, lora_b, mask, scaling)
+
+
+# The end of a gated MLP -----------------------------------------------------------------------------------------------
+
+
+def _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation):
+    validate_glu(gate, up)
+    check_known("activation", activation, ACTIVATIONS)
+    promoted = up if up is not None and torch.promote_types(gate.dtype, up.dtype) == up.dtype else gate
+    return _validate(promoted, weight, bias, lora_a, lora_b)
+
+
+@op
+def lora_glu_linear(
+    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor,
+    lora_b: torch.Tensor, scaling: float = 1.0, activation: str = "silu", in_place: bool = False,
+):  # fmt: skip
+    """Compute lora_linear(f(gate) * up, weight, ...), the end of a gated MLP with an adapter.
+
+    Where `gate` or `up` and an adapter or `weight` want gradients, the backward recomputes the product instead of
+    keeping it. Otherwise, where dtypes differ, and in the reference (a CPU), the op runs the two steps.
+
+    Args:
+        gate, up, activation, in_place: as in `glu_linear`.
+        weight, bias, lora_a, lora_b, scaling: as in `lora_linear`.
+
+    Returns:
+        (..., H), in the dtype of the product, or autocast's.
+
+    Raises:
+        ValueError: as in `glu_linear` and `lora_linear`.
+    """
+    _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation)
+    y = activate.reference(gate, activation)
+    return lora_linear.reference(y if up is None else y * up, weight, bias, lora_a, lora_b, scaling)
+
+
+lora_glu_linear.shards(
+    gate="... C", up="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h"
+)  # fmt: skip
+
+
+@lora_glu_linear.cost
+def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in_place=False):
+    unit_cost = glu_linear.cost_of(gate, up, weight, bias, activation)
+    linear = lora_linear.cost_of(gate, weight, bias, lora_a, lora_b)
+    plain = 2 * gate.numel() * weight.shape[0]
+    return Cost(
+        unit_cost.forward_bytes + lora_a.nbytes + lora_b.nbytes,
+        unit_cost.backward_bytes + lora_a.nbytes + lora_b.nbytes,
+        unit_cost.forward_flops - plain + linear.forward_flops,
+        unit_cost.backward_flops - 2 * plain + linear.backward_flops,
+    )
+
+
+@differentiable("out y u")
+def _lora_glu_linear(
+    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor,
+    lora_b: torch.Tensor, scaling: float, activation: str, defers: bool,
+):  # fmt: skip
+    """Compute the op for one dtype.
+
+    `defers`: return a placeholder without memory instead of the result, for `_deferred_projection`.
+    """
+    y = glu(gate, up, activation)
+    rows, out = y.view(-1, y.shape[-1]), None
+    if defers:
+        placeholder = gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
+    else:
+        placeholder = torch.nn.functional.linear(y, weight, bias)
+        out = placeholder.view(-1, weight.shape[0])
+    return placeholder, y, update(rows, lora_a.t(), lora_b.t(), out, scaling)
+
+
+@_lora_glu_linear.backward(without_gradient="y")
+def _(
+    gate, up, weight, lora_a, lora_b, scaling, activation, in_place: bool, u, dout,
+    *, gate_grad, up_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
+):  # fmt: skip
+    dout, wide = dout.reshape(-1, weight.shape[0]), lora_a.dtype != gate.dtype
+    dy = torch.mm(dout, weight)
+    du = update(dout, lora_b, lora_a, dy, scaling)
+    dy = dy.view(gate.shape)
+    if writes_over(in_place, gate_grad, up is None or up_grad):
+        glu_linear_backward_in_place(gate, up, dy, activation)
+        dgate, dup = overwritten(gate, up)
+    else:
+        dgate, dup = glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
+    y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
+    return (
+        dgate, dup,
+        torch.mm(dout.t(), y) if weight_grad else None,
+        dout.sum(0) if bias_grad else None,
+        gradient(du, y, wide) if lora_a_grad else None,
+        gradient(u, dout, wide).t() if lora_b_grad else None,
+    )  # fmt: skip
+
+
+@differentiable("out")
+def _deferred_projection(placeholder: torch.Tensor, tensors: tuple, scaling: float):  # autograd tracks no tuple
+    """Compute the result of the placeholder of `_lora_glu_linear`, and keep nothing."""
+    y, weight, bias, lora_a, lora_b = tensors
+    out = torch.nn.functional.linear(y, weight, bias)
+    update(y.view(-1, y.shape[-1]), lora_a.t(), lora_b.t(), out.view(-1, weight.shape[0]), scaling)
+    return out
+
+
+@_deferred_projection.backward()
+def _(dout, *, placeholder_grad):
+    return dout
+
+
+@lora_glu_linear.register("triton")
+def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in_place=False):
+    dtype = _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation)
+    learns = gate.requires_grad or up is not None and up.requires_grad
+    keeps_y = torch.is_grad_enabled() and learns and (weight.requires_grad or lora_a.requires_grad)
+    tensors = weight, bias, lora_a, lora_b
+    if _is_autocast(gate):
+        tensors = [t if t is None else t.to(dtype) for t in tensors]
+    one_dtype = gate.dtype == dtype == (gate if up is None else up).dtype and _fits(dtype, tensors[0], tensors[2])
+    if not keeps_y or not one_dtype:
+        return lora_linear(gated(gate, up, activation, in_place), weight, bias, lora_a, lora_b, scaling)
+    defers, in_place = is_checkpointed(), goes_in_place(gate, up, in_place)
+    out, y = _lora_glu_linear.apply(gate, up, *tensors, scaling, activation, defers, in_place)
+    return _deferred_projection.apply(out, (y, *tensors), scaling) if defers else out

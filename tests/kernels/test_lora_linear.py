@@ -1,0 +1,168 @@
+import pytest
+import torch
+from saved import saved_bytes
+from torch.utils.checkpoint import checkpoint
+
+from liger_hw import use_backend
+from liger_hw._triton import interpreting
+from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear
+from liger_hw.testing.parity import check, compare, run
+from liger_lab.cases import small_cases, wide_cases
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPS = [lora_linear, lora_glu_linear]
+both = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+
+
+def tensors(op, *shape, features=24, rank=4, dtype=torch.float32, adapters=None, device="cpu", trained=False):
+    """Make the arguments of an op before scaling, of which the weight is frozen unless `trained`."""
+    torch.manual_seed(0)
+    adapters = adapters or dtype
+
+    def new(*size, dtype=dtype, grad=True):
+        return torch.randn(size, dtype=torch.float64).to(device, dtype).requires_grad_(grad)
+
+    inputs = [new(*shape) for _ in range(1 if op is lora_linear else 2)]
+    weight, bias = new(features, shape[-1], grad=trained), new(features, grad=trained)
+    return [*inputs, weight, bias, new(rank, shape[-1], dtype=adapters), new(features, rank, dtype=adapters)]
+
+
+def truncates(op, inputs):
+    """Tell whether the interpreter rounds a product in bf16 towards zero, which gradients in fp32 show."""
+    return interpreting() and op is lora_glu_linear and inputs[0].dtype == torch.bfloat16 != inputs[-1].dtype
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity(op, dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in small_cases(op.__name__, dtype, device):
+        if not truncates(op, inputs):
+            check(op, inputs, options, backend)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_of_wide_rows(op, dtype, backend, device):
+    torch.manual_seed(0)
+    for inputs, options in wide_cases(op.__name__, dtype, device):
+        if not truncates(op, inputs):
+            check(op, inputs, options, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_draws_the_mask_of_torch(dtype, backend, device):
+    inputs = tensors(lora_linear, 6, 40, dtype=dtype, device=device)
+    options = {"scaling": 2.0, "dropout": 0.3}
+
+    def seeded(function):
+        def call(*args, **kwargs):
+            torch.manual_seed(3)
+            return function(*args, **kwargs)
+
+        return call
+
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    mask = run(seeded(lambda x: torch.nn.functional.dropout(torch.ones_like(x), 0.3) * x), inputs[:1], {})[1] != 0
+    exact = run(lambda x, w, b, a, c, **_: x @ w.T + b + (x * mask / 0.7 @ a.T @ c.T) * 2.0, wide, options)
+    with use_backend(backend):
+        found = run(seeded(lora_linear), inputs, options)
+    expected = run(seeded(lora_linear.reference), inputs, options)
+    compare(exact, expected, found, "dropout", inputs)
+    assert not (mask.all() or (~mask).all())
+
+
+def test_dropout_of_everything(backend, device):
+    inputs = tensors(lora_linear, 3, 16, device=device)
+    with use_backend(backend):
+        out = lora_linear(*inputs, dropout=1.0)
+    torch.testing.assert_close(out, torch.nn.functional.linear(*inputs[:3]))
+
+
+@both
+@pytest.mark.parametrize("wanted", range(8))
+def test_only_the_gradients_asked_for(op, wanted, backend, device):
+    inputs = tensors(op, 4, 40, device=device)
+    for i, x in enumerate((inputs[0], *inputs[-2:])):
+        x.requires_grad_(bool(wanted >> i & 1))
+    check(op, inputs, {"scaling": 0.5}, backend)
+
+
+@both
+def test_keeps_nothing_in_fp32(op, backend, device):
+    """Beside x, or gate and up, and the weights it keeps u alone: three terms of 16 bits."""
+    inputs = tensors(op, 8, 64, dtype=torch.bfloat16, adapters=torch.float32, device=device)
+    weight, _, lora_a, lora_b = inputs[-4:]
+    with use_backend(backend):
+        kept = saved_bytes(lambda: op(*inputs))
+    assert kept == sum(x.nbytes for x in (*inputs[:-4], weight, lora_a, lora_b)) + 8 * 4 * 3 * 2
+
+
+@both
+# the interpreter rounds to bf16 towards zero, which results in fp32 show
+@pytest.mark.parametrize("autocast", [torch.float16] if interpreting() else [torch.float16, torch.bfloat16], ids=str)
+def test_autocast(op, autocast, backend, device):
+    inputs = tensors(op, 5, 40, device=device, trained=True)
+
+    def call(*args, op=op):
+        with torch.autocast(torch.device(device).type, autocast):
+            return op(*args, scaling=2.0)
+
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    with use_backend(backend):
+        found = run(call, inputs, {})
+    expected = run(lambda *args: call(*args, op=op.reference), inputs, {})
+    exact = run(op.reference, wide, {"scaling": 2.0})
+    compare(exact, expected, found, "autocast", inputs)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
+def test_checkpointed_gated_product(in_place, backend, device):
+    inputs = tensors(lora_glu_linear, 4, 40, dtype=torch.float16, device=device)
+
+    def call(gate, up, *others):
+        return lora_glu_linear(1 * gate, 1 * up, *others, 2.0, "silu", in_place)
+
+    with use_backend(backend):
+        expected = run(call, inputs, {})
+        found = run(lambda *args: checkpoint(call, *args, use_reentrant=False), inputs, {})
+    assert all(map(torch.equal, found, expected))
+
+
+@both
+@pytest.mark.parametrize("layout", ["transposed", "expanded gradient"])
+def test_any_layout(op, layout, backend, device):
+    inputs = tensors(op, 6, 40, dtype=torch.float16, device=device)
+
+    def through(function):
+        def call(*args):
+            if layout == "transposed":
+                args = [x if x.ndim == 1 else x.mT.contiguous().mT for x in args]
+            out = function(*args, scaling=2.0)
+            return out.float().sum() if layout == "expanded gradient" else out
+
+        return call
+
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    with use_backend(backend):
+        found = run(through(op), inputs, {})
+    exact, expected = run(through(op.reference), wide, {}), run(through(op.reference), inputs, {})
+    first = int(layout == "expanded gradient")  # a sum of many results has the roundings of all
+    compare(exact[first:], expected[first:], found[first:], layout, inputs)
+
+
+@pytest.mark.parametrize(
+    "changes, argument",
+    [
+        ({0: torch.ones(3, 9)}, "weight"), ({1: torch.ones(24, 16, dtype=torch.float64)}, "weight"),
+        ({2: torch.ones(5)}, "bias"), ({3: torch.ones(4, 15)}, "lora_a"), ({3: torch.ones(5, 16)}, "lora_a"),
+        ({4: torch.ones(24, 4, dtype=torch.float64)}, "lora_b"), ({6: 1.5}, "dropout"),
+        ({0: torch.ones(3, 16).int()}, "x"),
+    ],
+)  # fmt: skip
+def test_refuses(changes, argument, backend, device):
+    arguments = [*tensors(lora_linear, 3, 16, device=device), 1.0, 0.0]
+    for index, value in changes.items():
+        arguments[index] = value.to(device) if torch.is_tensor(value) else value
+    with use_backend(backend), pytest.raises(ValueError, match=f"^{argument}: got .* allowed: "):
+        lora_linear(*arguments)
