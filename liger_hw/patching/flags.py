@@ -10,6 +10,7 @@ FLAGS = {
     "swiglu": True,
     "geglu": True,
     "relu_squared": True,
+    "lora": True,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
@@ -38,7 +39,7 @@ def check_flags(flags):
 
 def flag_of(match):
     """Return the flag that controls a match, or the op's name where no flag does."""
-    if match.kind == "gated_norm":
-        return "rms_norm"
+    if match.kind in ("gated_norm", "lora"):
+        return {"gated_norm": "rms_norm"}.get(match.kind, match.kind)
     part = dict(match.options).get("activation", match.op)
     return FLAG_OF.get(part, part)

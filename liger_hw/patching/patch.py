@@ -18,6 +18,7 @@ from liger_hw.checkpointing.activations import activations as plan_activations
 from liger_hw.checks import check
 from liger_hw.patching import built_later, loss
 from liger_hw.patching.flags import LOSSES, check_flags, flag_of
+from liger_hw.patching.projection import is_projection
 from liger_hw.patching.recognition import Memory, reason_for_leaving, recognise
 from liger_hw.patching.summary import Summary
 from liger_hw.patching.swapping import is_changed_since, is_swapped, own_class, restore, swap
@@ -43,6 +44,7 @@ def patch(model, activations=None, **flags):
         rope, rms_norm, layer_norm: whether to replace parts of that kind. Default True.
         swiglu, geglu, relu_squared: whether to replace MLPs, experts and activations with a SiLU, a GELU, a squared
             ReLU. Default True.
+        lora: whether to run PEFT's LoRA layers on one op each. Default True.
         fused_linear_cross_entropy: compute the loss without the logits, in training when labels are given. The forward
             then also takes `skip_logits`: None keeps this rule, True also skips the logits in evaluation with labels,
             False computes the logits. Default True. (Every patched model of transformers takes `skip_logits`.)
@@ -74,7 +76,8 @@ def patch(model, activations=None, **flags):
         for part, match in matches:
             summary.replaced[type(part).__name__, str(match)] += 1
             swap(part, memory.patched_class(type(part), match))
-            bypassed.update(part.children() if match.kind == "mlp" else ())
+            if match.kind == "mlp":
+                bypassed.update(child for child in part.children() if not is_projection(child))
     for part in loss.without_skip_logits(model):
         swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch()))
     if loss.is_left_in(model):

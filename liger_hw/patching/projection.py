@@ -1,8 +1,12 @@
 """Compute the end of an MLP without saving the input of its last projection."""
 
+from typing import NamedTuple
+
+import torch
 from torch import nn
 
 from liger_hw._torch import backward_hooks, forward_hooks, has_global_module_hooks, is_plain
+from liger_hw.kernels.linear.lora_linear import lora_glu_linear
 from liger_hw.kernels.mlp.glu import unit
 from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.patching.hooks import is_intercepted, only_gathers
@@ -16,11 +20,23 @@ PRODUCERS = {
 }  # fmt: skip
 
 
+class Adapted(NamedTuple):
+    """The arguments of `lora_linear` after x: a linear layer with one adapter."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scaling: float
+    dropout: float
+
+
 def project_down(down, gate, up, activation, producers):
     """Compute down(f(gate) * up), backward in place where nobody else may read the inputs.
 
     Args:
-        down: the last projection. If it is not a plain linear layer, the function calls it and saves its input.
+        down: the last projection. Unless it is a plain linear layer, alone or with an adapter without dropout, the
+            function calls it, and it saves its input.
         gate, up: (..., C), outputs of earlier projections; up None: down(f(gate)).
         activation: one of `glu.ACTIVATIONS`.
         producers: the modules whose outputs `gate` and `up` are.
@@ -28,6 +44,10 @@ def project_down(down, gate, up, activation, producers):
     in_place = return_new_memory(producers)
     if is_plain_linear(down) and is_plain(gate, up):
         return glu_linear(gate, up, down.weight, down.bias, activation, in_place=in_place)
+    adapted = getattr(type(down), "liger_adapted", None)  # of a patched layer of PEFT
+    adapted = None if adapted is None or not is_plain(up) or is_intercepted(down) else adapted(down, gate)
+    if adapted is not None and not adapted.dropout:
+        return lora_glu_linear(gate, up, *adapted[:5], activation, in_place)
     return down(unit(gate, up, activation, in_place=in_place))
 
 

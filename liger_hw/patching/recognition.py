@@ -11,6 +11,7 @@ from liger_hw._torch import CALL, without_modes
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
+from liger_hw.patching.lora import match_lora
 from liger_hw.patching.match import Match
 from liger_hw.patching.mlp import match_mlp, unknown_operation
 from liger_hw.patching.norms import match_norm
@@ -62,6 +63,9 @@ def recognise(module, memory=None):
 
 
 def _recognise(module, memory):
+    lora = match_lora(module, lambda key, find: _remember(memory.matches, key, find))
+    if lora is not None:
+        return Recognition(*lora)
     try:
         result = _remember(memory.matches, _facts(module, memory), lambda: _first_match(module, memory))
     except (Incomparable, TypeError):  # an attribute that cannot be compared, or not be hashed

@@ -17,8 +17,8 @@ EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 def adapted(model, **options):
     """A PEFT model whose fresh adapters change the output; equal calls give equal weights."""
     torch.manual_seed(5)
-    options = {"target_modules": EVERYWHERE, "init_lora_weights": False} | options
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, **options))
+    options = {"target_modules": EVERYWHERE, "init_lora_weights": False, "lora_dropout": 0.1} | options
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
 
 
 def pair(patch_first, prepare=lambda model: model, family="llama", config=(), **options):
@@ -266,3 +266,57 @@ def test_two_adapters_and_a_copy():
     liger_hw.unpatch(patched)
     assert not swapped(patched)
     tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
+
+
+LAYER = peft.tuners.lora.layer.Linear
+
+
+def layers_on_the_op(model):
+    return sum(isinstance(m, LAYER) and swapping.is_swapped(m) for m in model.modules())
+
+
+def second_adapter(model):
+    model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, r=2))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def watched(model):
+    projection = model.base_model.model.model.layers[0].self_attn.q_proj
+    projection.lora_A["default"].register_forward_hook(lambda _, args, out: 3 * out)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: None, second_adapter, lambda model: model.merge_adapter(), watched,
+        lambda model: [m.scaling.update(default=7.0) for m in model.modules() if isinstance(m, LAYER)],
+        lambda model: model.base_model.disable_adapter_layers(),
+    ],
+    ids=["one adapter", "two", "merged", "a hook", "scaling", "disabled"],
+)  # fmt: skip
+def test_lora_layers_in_any_state(change):
+    """On a CPU both compute the same bits."""
+    plain, patched = pair(False, lora_dropout=0.0)
+    assert layers_on_the_op(patched) == 14
+    for model in (plain, patched):
+        torch.manual_seed(7)
+        change(model)
+    expected, found = (model(tiny.tokens()["input_ids"]).logits for model in (plain, patched))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options, reason", [({"use_dora": True}, "DoraLinearVariant"), ({"lora_bias": True}, "an adapter with a bias")]
+)
+def test_lora_layers_left_alone(options, reason):
+    model = adapted(tiny.model("llama"), **options)
+    summary = liger_hw.patch(model)
+    assert layers_on_the_op(model) == 0
+    assert sum(count for (_, why), count in summary.left.items() if reason in why) == 14
+    assert layers_on_the_op(pair(False)[1]) == 14
+
+
+def test_lora_turned_off():
+    model = adapted(tiny.model("llama"))
+    assert liger_hw.patch(model, lora=False).left["Linear", "lora=False"] == 14
+    assert layers_on_the_op(model) == 0
