@@ -166,7 +166,7 @@ def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entro
     tokens, plan = tokens.contiguous(), plan_of(chunk_memory, x, weight, bias, logits_dtype=logits_dtype)
     if plan is None:
         ignore_index, softcap, logit_scale, temperature = scaling
-        log_probs, entropy, _ = fused_linear_selective_log_softmax(
+        log_probs, entropy, *_ = fused_linear_selective_log_softmax(
             x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True,
             logits_dtype=logits_dtype,
         )  # fmt: skip
