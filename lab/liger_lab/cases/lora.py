@@ -40,7 +40,7 @@ def small(glu):
 
 def large(glu):
     def cases(new):
-        for rows, rank in [((2, 4096), 64), ((1, 1001), 8), ((70, 512), 130)]:
+        for rows, rank in [((2, 4096), 64), ((1, 1001), 8), ((70, 512), 100), ((3, 64), 130)]:
             yield tensors(new, rows, 72, rank, glu=glu), {}
 
     return cases
