@@ -163,10 +163,15 @@ def _multiplied(X, FACTOR, row, r, inside, in_rank, x_stride, inner_stride, rank
 @triton.jit
 def _add_product(Y, u, mid, FACTOR, row, r, inside, in_rank, y_stride, rank_stride, outer_stride, outer,
                  WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Add (u + mid) FACTOR (rank, outer) to rows of Y. WHOLE: COLS divides `outer`."""
-    at = Y + row * y_stride + tl.arange(0, COLS)[None, :]
-    y = tl.load(at, inside & (tl.arange(0, COLS) < outer)[None, :], 0.0)
-    for start in range(0, outer, COLS):
+    """Add (u + mid) FACTOR (rank, outer) to the columns of Y that this program has.
+
+    WHOLE: COLS divides `outer`.
+    """
+    blocks = tl.cdiv(tl.cdiv(outer, COLS), tl.num_programs(1))
+    first = tl.program_id(1) * blocks * COLS
+    at = Y + row * y_stride + (first + tl.arange(0, COLS))[None, :]
+    y = tl.load(at, inside & (first + tl.arange(0, COLS) < outer)[None, :], 0.0)
+    for start in range(first, min(first + blocks * COLS, outer), COLS):
         col = start + tl.arange(0, COLS)
         # the compiler loads ahead for products alone
         next_y = tl.load(at + COLS, inside & (col + COLS < outer)[None, :], 0.0)
@@ -198,10 +203,11 @@ def lora_update(
     u, mid, lo = split(total * scale, X.dtype.element_ty)
     terms: tl.constexpr = 1 if FIRST.dtype.element_ty == X.dtype.element_ty else 3
     at, mask = U + row * (terms * rank) + r[None, :], inside & in_rank[None, :]
-    tl.store(at, u, mask)
-    if terms == 3:
-        tl.store(at + rank, mid, mask)
-        tl.store(at + 2 * rank, lo, mask)
+    if tl.program_id(1) == 0:
+        tl.store(at, u, mask)
+        if terms == 3:
+            tl.store(at + rank, mid, mask)
+            tl.store(at + 2 * rank, lo, mask)
     if Y is not None:
         _add_product(Y, u, mid, SECOND, row, r, inside, in_rank[:, None], y_stride, second_rank, second_outer, outer,
                      WHOLE, ROWS, COLS)  # fmt: skip
@@ -230,8 +236,11 @@ def update(
     vectors = not (x_stride | y_stride | inner | outer) % 16
     config = lora_update_config(size, vectors, device_of(x))
     whole = inner % config["DEPTH"] == 0 and outer % config["COLS"] == 0
+    tiles = -(-rows // config["ROWS"])
+    # the programs of few rows share a row's columns, and each computes u
+    splits = 1 if y is None else max(min(config.device.num_cores // max(tiles, 1), -(-outer // config["COLS"])), 1)
     launch(
-        lora_update, (-(-rows // config["ROWS"]), 1, 1), config, x, first, second, y, u, rows, scale, x_stride,
+        lora_update, (tiles, splits, 1), config, x, first, second, y, u, rows, scale, x_stride,
         y_stride, *first.stride(), *second.stride(), inner, outer, rank, size, whole,
     )  # fmt: skip
 
