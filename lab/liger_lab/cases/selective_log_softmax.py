@@ -50,8 +50,8 @@ def linear_selections(new):
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options | {"return_entropy": True, "temperature": 0.7}
     statistics = {f"return_{name}": True for name in ("is_top1", "mean_logits", "log_sum_sq_probs")}
-    for options in OPTIONS:
-        yield (x, w, y, bias), options | statistics | {"chunk_memory": 2000}
+    for options in OPTIONS:  # gradients have cases of their own
+        yield (x.detach(), w.detach(), y, bias.detach()), options | statistics | {"chunk_memory": 2000}
     yield (x, w, y), {"return_is_top1": True}
     yield (new.randn(0, 16), w, y[:0]), statistics
     w = new.randn(3, 16)  # a smaller vocabulary than a vector holds

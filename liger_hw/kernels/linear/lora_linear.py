@@ -125,7 +125,7 @@ def lora_update_config(rank, vectors, device):
     rows, depth = (max(min(2048 // rank, most), 16) for most in (64, 128 if vectors else 32))
     stage = (2 * rows + 4 * rank) * depth  # bytes of a tile of 16 bits and one of fp32
     stages = max(min(device.shared_memory // (2 * stage), 3), 2) if device.async_copy else 2
-    lanes = 128 if rank <= 32 else 256
+    lanes = max(128 if rank <= 32 else 256, 2 * rows * depth // device.registers)
     return Config({"ROWS": rows, "DEPTH": depth, "COLS": depth}, lanes // device.warp_size, stages)
 
 
@@ -163,7 +163,7 @@ def _multiplied(X, FACTOR, row, r, inside, in_rank, x_stride, inner_stride, rank
 @triton.jit
 def _add_product(Y, u, mid, FACTOR, row, r, inside, in_rank, y_stride, rank_stride, outer_stride, outer,
                  WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Add (u + mid) FACTOR (rank, outer) to the columns of Y that this program has.
+    """Add (u + mid) FACTOR (rank, outer) to this program's columns of Y.
 
     WHOLE: COLS divides `outer`.
     """
