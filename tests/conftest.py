@@ -14,14 +14,23 @@ from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
 from liger_hw.patching.pins import TENSOR_METHODS
 
-# The other architectures of the compile matrix are these but for the last stages of compilation.
-ONE_OF_EACH_KIND = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
+# The other architectures of the compile matrix are these but for the last stages of compilation: sm80 has sm90's code
+# and sm120's matrix instructions.
+ONE_OF_EACH_KIND = ("sm90", "sm100", "sm120", "gfx942", "gfx1100", "gfx1201")
 ARCHS_OF_TESTS = ("backend", "compiled_arch")  # the fixtures that name one
 WORKERS_A_GPU = 8  # they share its memory, and compile on the host
 
 if not torch.accelerator.is_available():
     # torch's own writes down the stack for three kinds of GPU that never start: 3 ms a call under pytest
     torch.manual_seed = torch.random.manual_seed = torch.default_generator.manual_seed
+
+if interpreting():
+    import numpy
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    # of a NaN and a number GPUs return the number; so do later interpreters than that of Triton 3.6
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
 
 
 def pytest_addoption(parser):

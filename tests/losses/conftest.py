@@ -7,7 +7,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 
 
-@pytest.fixture(params=["default", "kernels"])
+# in the interpreter the default would be that of a CPU again
+@pytest.fixture(params=["kernels"] if interpreting() else ["default", "kernels"])
 def engine(request):
     """The test runs on what serves the device by default, and on the Triton kernels."""
     if request.param == "kernels" and not interpreting() and not torch.accelerator.is_available():
