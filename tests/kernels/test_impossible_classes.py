@@ -49,7 +49,7 @@ def test_entropy(engine, device):
     x, y = logits(device), torch.randint(0, ALLOWED, (5,), device=device)
     found = selective_log_softmax(masked(x), y, return_entropy=True, return_lse=True)
     expected = torch.distributions.Categorical(logits=x)
-    hold(torch.cat(found), torch.cat((expected.log_prob(y), expected.entropy(), x.logsumexp(-1))), x)
+    hold(torch.cat(found[:3]), torch.cat((expected.log_prob(y), expected.entropy(), x.logsumexp(-1))), x)
 
 
 def test_entropy_of_a_masked_head(engine, device):
