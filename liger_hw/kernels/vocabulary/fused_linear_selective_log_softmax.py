@@ -1,7 +1,7 @@
 r"""Compute log-probabilities of tokens from a linear layer's input, without all logits in memory.
 
     logits = x W^T + b           a chunk of rows at a time, in one buffer that every chunk uses
-    log_probs, entropy, lse = selective_log_softmax(logits, tokens)
+    log_probs, entropy, lse, *_ = selective_log_softmax(logits, tokens)
     dx = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
 
 The backward recomputes each chunk's logits and writes their gradient over them, so the incoming gradient may depend on
