@@ -16,7 +16,7 @@ FLAGS = {
 }
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 FLAG_OF = {  # op or activation whose flag has another name -> that flag
-    "clamped_swiglu": "swiglu", "silu": "swiglu",
+    "clamped_swiglu": "swiglu", "silu": "swiglu", "lora_linear": "lora",
     "gelu_tanh": "geglu", "gelu_erf": "geglu", "gelu_new": "geglu", "quick_gelu": "geglu",
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def check_flags(flags):
 
 def flag_of(match):
     """Return the flag that controls a match, or the op's name where no flag does."""
-    if match.kind in ("gated_norm", "lora"):
-        return {"gated_norm": "rms_norm"}.get(match.kind, match.kind)
+    if match.kind == "gated_norm":
+        return "rms_norm"
     part = dict(match.options).get("activation", match.op)
     return FLAG_OF.get(part, part)

@@ -19,7 +19,7 @@ from liger_hw.patching.reading import Pin, read
 
 LAYER = "peft.tuners.lora.layer"
 READ = ("forward", "_check_forward_args", "_cast_input_dtype", "merged", "disable_adapters", "active_adapters")
-NOT_A_LINEAR = "LoRA around a {}, not a plain linear layer"
+NOT_A_LINEAR = "LoRA around {}, not a plain linear layer"
 PROBE_HIDDEN, PROBE_FEATURES, PROBE_RANK = 32, 24, 4
 
 
@@ -60,25 +60,33 @@ def match_lora(module, remember):
     if type(module) is not layers.Linear or type(module.base_layer) is not torch.nn.Linear:
         return None, NOT_A_LINEAR.format(type(module.get_base_layer()).__name__)
     name = next(iter(module.lora_A), None)
-    if name is not None and (variant := module.lora_variant.get(name)) is not None:
-        return None, f"computes {type(variant).__name__}, which no op does"
-    if name is not None and module.lora_B[name].bias is not None:
+    if name is None:
+        return None, "LoRA without an adapter"
+    if variant := _variant(module, name):
+        return None, f"computes {variant}, which no op does"
+    if module.lora_B[name].bias is not None:
         return None, "an adapter with a bias"
-    if not remember((LAYER, type(module)), lambda: name is None or _computes_the_op(module, name)):
+    if not remember((LAYER, type(module)), lambda: _computes_the_op(module, name)):
         return None, "this version of PEFT computes its LoRA otherwise"
     return LoraMatch("lora_linear"), None
+
+
+def _variant(lora, name):
+    """Return the name of what an adapter computes instead of plain LoRA, or None."""
+    variants = getattr(lora, "lora_variant", {})  # older versions of PEFT have `use_dora`
+    if name in variants:
+        return type(variants[name]).__name__
+    return "DoRA" if getattr(lora, "use_dora", {}).get(name) else None
 
 
 def _computes_the_op(module, name):
     """Tell whether PEFT's forward gives the bits of the op's reference on random rows."""
     random = probing.generator()
-    for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2):
-        x = probing.random_rows(random, 2, 5, PROBE_HIDDEN, dtype=dtypes[0])
-        shapes = (PROBE_FEATURES, PROBE_HIDDEN), (PROBE_RANK, PROBE_HIDDEN), (PROBE_FEATURES, PROBE_RANK)
-        weight, a, b = (
-            probing.random_rows(random, *shape, dtype=dtype) / 4
-            for shape, dtype in zip(shapes, (dtypes[0], *dtypes[1:] * 2))
-        )
+    for dtype, adapter_dtype in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2):
+        x = probing.random_rows(random, 2, 5, PROBE_HIDDEN, dtype=dtype)
+        weight = probing.random_rows(random, PROBE_FEATURES, PROBE_HIDDEN, dtype=dtype) / 4
+        a = probing.random_rows(random, PROBE_RANK, PROBE_HIDDEN, dtype=adapter_dtype) / 4
+        b = probing.random_rows(random, PROBE_FEATURES, PROBE_RANK, dtype=adapter_dtype) / 4
         parts = {
             "base_layer": _linear(weight),
             "lora_A": torch.nn.ModuleDict({name: _linear(a)}),
@@ -105,7 +113,7 @@ def served(lora, x):
     parts = lora._modules  # an attribute of a module costs 0.5 us
     adapters = parts["lora_A"]._modules
     names = [name for name in lora.active_adapters if name in adapters]
-    if len(names) != 1 or names[0] in lora.lora_variant or not getattr(lora, "cast_input_dtype_enabled", True):
+    if len(names) != 1 or not getattr(lora, "cast_input_dtype_enabled", True) or _variant(lora, names[0]):
         return None
     name = names[0]
     base, a, b = parts["base_layer"], adapters[name], parts["lora_B"]._modules[name]

@@ -33,19 +33,11 @@ def truncates(op, inputs):
 
 
 @both
+@pytest.mark.parametrize("cases", [small_cases, wide_cases])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(op, dtype, backend, device):
+def test_parity(op, cases, dtype, backend, device):
     torch.manual_seed(0)
-    for inputs, options in small_cases(op.__name__, dtype, device):
-        if not truncates(op, inputs):
-            check(op, inputs, options, backend)
-
-
-@both
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity_of_wide_rows(op, dtype, backend, device):
-    torch.manual_seed(0)
-    for inputs, options in wide_cases(op.__name__, dtype, device):
+    for inputs, options in cases(op.__name__, dtype, device):
         if not truncates(op, inputs):
             check(op, inputs, options, backend)
 
@@ -114,6 +106,20 @@ def test_autocast(op, autocast, backend, device):
     expected = run(lambda *args: call(*args, op=op.reference), inputs, {})
     exact = run(op.reference, wide, {"scaling": 2.0})
     compare(exact, expected, found, "autocast", inputs)
+
+
+@both
+def test_backward_within_autocast(op, backend, device):
+    """The gradients are those of the forward's dtypes."""
+    inputs = tensors(op, 5, 40, device=device, trained=True)
+    with use_backend(backend):
+        expected = run(op, inputs, {"scaling": 2.0})
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out = op(*leaves, scaling=2.0)
+        dy = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(out)
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            out.backward(dy)
+    assert all(map(torch.equal, [leaf.grad for leaf in leaves], expected[1:]))
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])

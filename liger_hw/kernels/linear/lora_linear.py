@@ -24,17 +24,12 @@ from liger_hw._torch import has_wide_products
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, refuse
-from liger_hw.dispatch import Cost, differentiable, op, raw
+from liger_hw.dispatch import Cost, differentiable, op, raw, uncast
 from liger_hw.kernels._math import dot, rows_of
-from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
+from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
 from liger_hw.kernels.mlp.glu import validate as validate_glu
-from liger_hw.kernels.mlp.glu_linear import (
-    glu_linear,
-    glu_linear_backward,
-    glu_linear_backward_in_place,
-    is_checkpointed,
-)
+from liger_hw.kernels.mlp.glu_linear import glu_linear, gradients_of_unit, is_checkpointed
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -278,20 +273,21 @@ def _lora_linear(
 def _(
     x, weight, lora_a, lora_b, mask, scaling, u, dy, *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad
 ):  # fmt: skip
-    dy, wide, du = dy.reshape(-1, weight.shape[0]), lora_a.dtype != x.dtype, None
-    dx = torch.mm(dy, weight) if x_grad else None
-    if x_grad or lora_a_grad:
-        seen = dx if mask is None or dx is None else torch.zeros_like(dx)
-        du = update(dy, lora_b, lora_a, seen, scaling)
-        if seen is not dx:
-            dx.addcmul_(seen, mask)
-    return (
-        dx if dx is None else dx.view(x.shape),
-        torch.mm(dy.t(), x.reshape(-1, x.shape[-1])) if weight_grad else None,
-        dy.sum(0) if bias_grad else None,
-        gradient(du, _seen(x, mask), wide) if lora_a_grad else None,
-        gradient(u, dy, wide).t() if lora_b_grad else None,
-    )
+    with uncast(dy):  # a program may call backward within autocast
+        dy, wide, du = dy.reshape(-1, weight.shape[0]), lora_a.dtype != x.dtype, None
+        dx = torch.mm(dy, weight) if x_grad else None
+        if x_grad or lora_a_grad:
+            seen = dx if mask is None or dx is None else torch.zeros_like(dx)
+            du = update(dy, lora_b, lora_a, seen, scaling)
+            if seen is not dx:
+                dx.addcmul_(seen, mask)
+        return (
+            dx if dx is None else dx.view(x.shape),
+            torch.mm(dy.t(), x.reshape(-1, x.shape[-1])) if weight_grad else None,
+            dy.sum(0) if bias_grad else None,
+            gradient(du, _seen(x, mask), wide) if lora_a_grad else None,
+            gradient(u, dy, wide).t() if lora_b_grad else None,
+        )
 
 
 def _seen(x, mask):
@@ -337,7 +333,7 @@ def lora_glu_linear(
 ):  # fmt: skip
     """Compute lora_linear(f(gate) * up, weight, ...), the end of a gated MLP with an adapter.
 
-    Where `gate` or `up` and an adapter or `weight` want gradients, the backward recomputes the product instead of
+    Where `gate` or `up`, and `lora_a` or `weight`, want gradients, the backward recomputes the product instead of
     keeping it. Otherwise, where dtypes differ, and in the reference (a CPU), the op runs the two steps.
 
     Args:
@@ -397,23 +393,20 @@ def _(
     gate, up, weight, lora_a, lora_b, scaling, activation, in_place: bool, u, dout,
     *, gate_grad, up_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
-    dout, wide = dout.reshape(-1, weight.shape[0]), lora_a.dtype != gate.dtype
-    dy = torch.mm(dout, weight)
-    du = update(dout, lora_b, lora_a, dy, scaling)
-    dy = dy.view(gate.shape)
-    if writes_over(in_place, gate_grad, up is None or up_grad):
-        glu_linear_backward_in_place(gate, up, dy, activation)
-        dgate, dup = overwritten(gate, up)
-    else:
-        dgate, dup = glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
-    y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
-    return (
-        dgate, dup,
-        torch.mm(dout.t(), y) if weight_grad else None,
-        dout.sum(0) if bias_grad else None,
-        gradient(du, y, wide) if lora_a_grad else None,
-        gradient(u, dout, wide).t() if lora_b_grad else None,
-    )  # fmt: skip
+    with uncast(dout):
+        dout, wide = dout.reshape(-1, weight.shape[0]), lora_a.dtype != gate.dtype
+        dy = torch.mm(dout, weight)
+        du = update(dout, lora_b, lora_a, dy, scaling)
+        dy = dy.view(gate.shape)
+        dgate, dup = gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad)
+        y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
+        return (
+            dgate, dup,
+            torch.mm(dout.t(), y) if weight_grad else None,
+            dout.sum(0) if bias_grad else None,
+            gradient(du, y, wide) if lora_a_grad else None,
+            gradient(u, dout, wide).t() if lora_b_grad else None,
+        )  # fmt: skip
 
 
 @differentiable("out")

@@ -93,7 +93,7 @@ def _(gate, up, weight, bias=None, activation="silu", **options):
 
 
 @raw(mutates=("dy",))
-def glu_linear_backward(
+def _glu_linear_backward(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str, gate_grad: bool, up_grad: bool,
     *, dgate, dup,
 ):  # fmt: skip
@@ -105,6 +105,14 @@ def glu_linear_backward_in_place(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, activation: str
 ) -> None:
     launch_backward(gate, up, dy, gate, up, dy, activation)
+
+
+def gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad):
+    """Return the gradients of gate and up; write the product f(gate) up over `dy`."""
+    if writes_over(in_place, gate_grad, up is None or up_grad):
+        glu_linear_backward_in_place(gate, up, dy, activation)
+        return overwritten(gate, up)
+    return _glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
 
 
 @differentiable("out")
@@ -125,11 +133,7 @@ def _glu_linear(
 def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad, weight_grad, bias_grad):
     dout = dout.reshape(-1, weight.shape[0])
     dy = torch.mm(dout, weight).to(gate.dtype).view(gate.shape)  # autocast in a backward casts it
-    if writes_over(in_place, gate_grad, up is None or up_grad):
-        glu_linear_backward_in_place(gate, up, dy, activation)
-        dgate, dup = overwritten(gate, up)
-    else:
-        dgate, dup = glu_linear_backward(gate, up, dy, activation, gate_grad, up_grad)
+    dgate, dup = gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad)
     y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
     return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
 
