@@ -5,7 +5,7 @@ import inspect
 import numbers
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import NoReturn, get_args
+from typing import NoReturn, TypeVar, get_args
 
 import torch
 from torch.compiler import is_compiling
@@ -14,6 +14,7 @@ from liger_hw import backends
 from liger_hw._torch import has_tangents, is_dtensor, is_plain, transforms_active
 from liger_hw.spelling import nearest
 
+F = TypeVar("F", bound=Callable)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
 
 
@@ -108,7 +109,7 @@ def explain(error, function, args, kwargs) -> None:
         raise RuntimeError(f"{function.__name__} has no forward-mode derivatives: {hint}") from error
 
 
-def names_arguments(function):
+def names_arguments(function: F) -> F:
     """Make `function` raise errors that name arguments of wrong types."""
 
     @functools.wraps(function)

@@ -15,6 +15,8 @@ import functools
 import inspect
 import logging
 from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -29,8 +31,24 @@ from liger_hw.spelling import check_known
 
 logger = logging.getLogger("liger_hw.dispatch")
 OPS = {}  # name -> op, for the parity matrix and the docs
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 
+class OpFunction(Protocol[P, R]):
+    """Tell type checkers that a call takes the reference's arguments.
+
+    Other attributes are those of `Op`.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def __getattr__(self, name: str) -> Any: ...
+
+
+@overload
+def op(reference: Callable[P, R]) -> OpFunction[P, R]: ...
+@overload
+def op(*, validate=None, dtypes=KERNEL_DTYPES) -> Callable[[Callable[P, R]], OpFunction[P, R]]: ...
 def op(reference=None, *, validate=None, dtypes=KERNEL_DTYPES):
     """Make an op of `reference`, its default implementation, documentation and oracle.
 

@@ -48,7 +48,7 @@ def _validate(scores, weight, bias, groups):
 def multi_token_attention(
     scores: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: int | Sequence = 1,
     padding: int | str | Sequence = 0, dilation: int | Sequence = 1, groups: int = 1, sparse: bool = False,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Convolve the causal softmax or sparsemax of scores by F.conv2d, and mask the result.
 
     Both masks leave what `tril()` leaves: key j of query i counts if j <= i, for any number of queries and keys. The

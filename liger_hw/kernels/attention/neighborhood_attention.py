@@ -40,7 +40,7 @@ def _validate(query, key, value, kernel_size, dilation):
 def neighborhood_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int = 7, dilation: int = 1,
     scale: float | None = None,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Attend from each position to `kernel_size` positions around it, `dilation` apart.
 
     Positions beyond the ends of the sequence do not count, so those near an end have fewer neighbours. Everything is

@@ -40,7 +40,7 @@ def _validate(x):
 
 
 @op(validate=_validate)
-def softmax(x: torch.Tensor):
+def softmax(x: torch.Tensor) -> torch.Tensor:
     """Compute the softmax over the last dimension, as torch.softmax does.
 
     Args:
@@ -58,7 +58,7 @@ def softmax(x: torch.Tensor):
 
 
 @op(validate=_validate)
-def sparsemax(x: torch.Tensor):
+def sparsemax(x: torch.Tensor) -> torch.Tensor:
     """Project each row on the probability simplex: the nearest distribution (arXiv:1602.02068).
 
     Args:

@@ -90,7 +90,7 @@ def dequantize_4bit(
     block_size: int = 64,
     nested_block_size: int = 256,
     out: torch.Tensor | None = None,
-):
+) -> torch.Tensor:
     """Compute the weight that bitsandbytes stores as nf4 or fp4 numbers, in one pass.
 
     `dequantize_arguments` in this file reads these arguments from a parameter of bitsandbytes.

@@ -66,7 +66,7 @@ def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
 def lora_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor, lora_b: torch.Tensor,
     scaling: float = 1.0, dropout: float = 0.0,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute F.linear(x, weight, bias) + scaling * F.linear(F.linear(dropout(x), lora_a), lora_b).
 
     This is peft.tuners.lora.layer.Linear with one adapter. With kernels the sum is rounded once, where PEFT rounds the
@@ -330,7 +330,7 @@ def _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation):
 def lora_glu_linear(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor,
     lora_b: torch.Tensor, scaling: float = 1.0, activation: str = "silu", in_place: bool = False,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute lora_linear(f(gate) * up, weight, ...), the end of a gated MLP with an adapter.
 
     Where `gate` or `up`, and `lora_a` or `weight`, want gradients, the backward recomputes the product instead of

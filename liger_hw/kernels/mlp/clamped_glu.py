@@ -40,7 +40,7 @@ def _validate(gate, up, limit, interleaved):
 def clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, limit: float = 7.0, alpha: float | None = None,
     offset: float = 0.0, interleaved: bool = False,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute (clamp(up) + offset) * g * sigmoid(alpha * g) with g = min(gate, limit).
 
     Args:

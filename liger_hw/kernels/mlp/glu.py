@@ -54,7 +54,7 @@ def _validate_activation(x, activation):
 
 
 @op(validate=validate)
-def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
+def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False) -> torch.Tensor:
     """Compute silu(gate) * up (arXiv:2002.05202), as LlamaMLP does.
 
     Args:
@@ -77,7 +77,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False):
 
 
 @op(validate=validate)
-def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False):
+def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False) -> torch.Tensor:
     """Compute gelu(gate) * up (arXiv:2002.05202), as GemmaMLP does.
 
     Args:
@@ -94,7 +94,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_pl
 
 
 @op(validate=_validate_activation)
-def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool = False):
+def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool = False) -> torch.Tensor:
     """Compute f(x), keeping only x for the backward.
 
     Args:

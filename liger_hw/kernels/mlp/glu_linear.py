@@ -45,7 +45,7 @@ def _validate(gate, up, weight, bias, activation):
 def glu_linear(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str = "silu", in_place: bool = False,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute F.linear(f(gate) * up, weight, bias), the end of a gated MLP (arXiv:2002.05202).
 
     Bitwise equal to `swiglu`, `geglu` or `activate` followed by F.linear, forward and backward. Where `weight` and one

@@ -71,7 +71,7 @@ def _validate(x, packed):
 
 
 @op(validate=_validate, dtypes=(torch.int8,))
-def int2_matmul(x: torch.Tensor, packed: torch.Tensor):
+def int2_matmul(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Multiply int8 values by a matrix of 2-bit weights, exactly.
 
     Args:

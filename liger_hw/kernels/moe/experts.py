@@ -67,7 +67,7 @@ def experts(
     x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor, activation: str = "silu", up_first: bool = False,
     gate_up_lora: Sequence | None = None, down_lora: Sequence | None = None, lora_scale: float = 1.0,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute the weighted sum of each token's experts, gated MLPs (arXiv:2401.04088), as transformers does.
 
     Kernels save gate and up alone, write their gradients over them, and never wait for the device.

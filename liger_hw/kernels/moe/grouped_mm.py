@@ -42,7 +42,7 @@ def _validate(rows, weights, offs):
 
 
 @op(validate=_validate)
-def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor):
+def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Multiply each group of rows by its matrix, as torch.nn.functional.grouped_mm does.
 
     Args:

@@ -44,7 +44,7 @@ def _validate(x, alpha, gamma, beta):
 
 
 @op(validate=_validate)
-def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None):
+def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
     """Compute gamma tanh(alpha x) + beta in fp32 and round once.
 
     Args:

@@ -40,7 +40,7 @@ def _validate(x, weight, bias, num_groups):
 @op(validate=_validate)
 def group_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float = 1e-5
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Normalise each group of channels to mean 0, variance 1; scale and shift channels (arXiv:1803.08494).
 
     Like torch.nn.functional.group_norm, in fp32, rounded once.

@@ -26,7 +26,7 @@ def _validate(x, casting_mode):
 
 
 @op(validate=_validate)
-def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma"):
+def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma") -> torch.Tensor:
     """Compute x / sqrt(sum(x^2) + eps) of each row.
 
     Linear attention normalises queries and keys in this way. Llama 4's L2 norm takes the mean of the squares: that is

@@ -52,7 +52,7 @@ def _validate(x, weight, bias):
 @op(validate=_validate)
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-6
-):
+) -> torch.Tensor:
     """Normalise each row of `x` to mean 0, variance 1; scale and shift (arXiv:1607.06450).
 
     Like torch.nn.functional.layer_norm over the last dimension, in fp32, rounded once.

@@ -37,7 +37,7 @@ def _validate(x, weight, bias):
 
 
 @op(validate=_validate)
-def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6):
+def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Compute w0 n(x^3) + w1 n(x^2) + w2 n(x) + b.
 
     n(u) = u / sqrt(mean(u^2) + eps). Everything is computed in fp32 and rounded once.

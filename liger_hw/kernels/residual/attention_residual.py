@@ -61,7 +61,7 @@ def _validate(blocks, w_query, w_norm):
 @op
 def attention_residual(
     blocks: torch.Tensor | Sequence[torch.Tensor], w_query: torch.Tensor, w_norm: torch.Tensor, eps: float = 1e-6
-):
+) -> torch.Tensor:
     """Weigh the blocks of each row by a softmax over their number, and add them.
 
     The score of a block is the product of `w_query` and its RMSNorm with weight `w_norm`. Everything is computed in

@@ -59,7 +59,7 @@ def _validate_post_res(x, f_out, h_post, h_res):
 
 
 @op(validate=_validate_pre)
-def mhc_pre(x: torch.Tensor, h_pre: torch.Tensor):
+def mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
     """Sum the streams of hyper-connections to the input of a layer, weighted by `h_pre`.
 
     Args:
@@ -77,7 +77,7 @@ def mhc_pre(x: torch.Tensor, h_pre: torch.Tensor):
 
 
 @op(validate=_validate_post_res)
-def mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor):
+def mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor) -> torch.Tensor:
     """Mix the streams of hyper-connections by `h_res` and add a layer's output by `h_post`.
 
     Args:

@@ -34,7 +34,7 @@ def _validate(weight, indices, padding_idx):
 
 
 @op(validate=_validate)
-def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None):
+def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     """Return the rows of `weight` that `indices` name.
 
     The backward adds the gradients of equal indices in fp32, always in the same order, and rounds once. torch's adds

@@ -67,7 +67,7 @@ def _validate_modulated(x, weight, scale, shift, casting_mode):
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6,
     activation: str = "silu", gate_first: bool = False, casting_mode: str = "llama", group_size: int | None = None,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute RMSNorm and multiply its output or its input by an activated gate.
 
     Args:
@@ -109,7 +109,7 @@ def gated_rms_norm(
 def modulated_rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute rms_norm(x) (1 + scale) + shift, as diffusion transformers do (adaLN, arXiv:2212.09748).
 
     Args:

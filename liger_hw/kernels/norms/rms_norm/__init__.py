@@ -44,7 +44,7 @@ def _validate(x, weight, casting_mode, residual=None):
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Scale each row to unit root mean square, then by `weight + offset` (arXiv:1910.07467).
 
     Args:
@@ -77,7 +77,7 @@ def rms_norm(
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
-):  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `x + residual` and its `rms_norm`, as a pre-norm transformer block does.
 
     Args:

@@ -92,7 +92,7 @@ def _kept(x, labels, ignore_index):
 def jsd(
     log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5, labels: torch.Tensor | None = None,
     ignore_index: int = -100,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute the generalised Jensen-Shannon divergence (arXiv:2306.13649 eq. 1), mean over the rows.
 
     Args:
@@ -117,7 +117,7 @@ def jsd(
 @op(validate=lambda log_q, target, reduction: _check("log_q", log_q, "target", target, None, reduction))
 def kl_div(
     log_q: torch.Tensor, target: torch.Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
-):
+) -> torch.Tensor:
     """Compute KL(p, q) of log-probabilities q and target p, as `torch.nn.functional.kl_div`.
 
     Args:
@@ -142,7 +142,7 @@ def kl_div(
 def tvd(
     q: torch.Tensor, p: torch.Tensor, reduction: str = "batchmean", labels: torch.Tensor | None = None,
     ignore_index: int = -100,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Compute the total variation distance of probabilities, sum_j |q_j - p_j| / 2.
 
     Args:

@@ -1,0 +1,10 @@
+# Written by `python -m liger_lab.tools.stubs` from the names of __init__.py.
+from liger_hw.chunked_loss.distillation import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
+from liger_hw.chunked_loss.distillation import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
+from liger_hw.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+from liger_hw.chunked_loss.preference import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
+from liger_hw.chunked_loss.preference import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
+from liger_hw.chunked_loss.preference import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
+from liger_hw.chunked_loss.preference import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
+from liger_hw.chunked_loss.preference import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+from typing import Any
