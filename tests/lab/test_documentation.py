@@ -1,6 +1,7 @@
 """Check the documentation's pages without a build; `make docs` builds the site."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -125,8 +126,7 @@ def test_every_public_name_is_in_the_reference(documentation, cells):
     assert not missing
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/index.md"])
-def test_the_python_of_the_first_pages_runs(file, monkeypatch, tmp_path, capsys):
+def test_the_python_of_the_readme_runs(monkeypatch, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # of the Trainer
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
@@ -136,15 +136,14 @@ def test_the_python_of_the_first_pages_runs(file, monkeypatch, tmp_path, capsys)
     tokens = torch.randint(64, (2, 16))
     names = {"model": model, "tokens": tokens, "dataset": [{"input_ids": row, "labels": row} for row in tokens]}
     try:
-        for code in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
             exec(code, names)
     finally:
         uninstall()
     printed = capsys.readouterr().out
     assert "rms_norm" in printed and "train_loss" in printed
     torch.testing.assert_close(names["head"].grad.shape, names["head"].shape)
-    if file == "README.md":
-        torch.testing.assert_close(names["loss"], names["expected"])
+    torch.testing.assert_close(names["loss"], names["expected"])
 
 
 def test_the_python_of_post_training_runs_and_shifts_the_labels():
@@ -183,11 +182,28 @@ def test_the_objects_of_the_reference_exist():
 
 def test_the_commands_of_the_readme_exist():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 100
     for target in set(re.findall(r"make (\w+)", text)) - {"it"}:
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"pip install [^\n]*\[(\w+)\]", text)) == {"transformers"} <= set(extras)
+
+
+def value_at(results, path):
+    """Return the value of a result at `rows.0.peak_gib`."""
+    for key in path.split("."):
+        results = results[int(key) if isinstance(results, list) else key]
+    return results
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_figures_of_prose_are_those_of_their_files(page):
+    """A figure before `<!-- FILE: PATH -->`, or `<!-- FILE: PATH / PATH -->`, is that of lab/results/FILE.json."""
+    for figure, name, path in re.findall(r"([\d,.]+)x?<!-- ([\w/-]+): ([^>]+) -->", page.read_text()):
+        results = json.loads((ROOT / "lab/results" / f"{name}.json").read_text())
+        value, *divisor = (value_at(results, part) for part in path.split(" / "))
+        decimals = len(figure.partition(".")[2])
+        assert figure == f"{value / divisor[0] if divisor else value:,.{decimals}f}", (page, name, path)
 
 
 def test_every_op_is_at_a_glance_and_has_a_formula():

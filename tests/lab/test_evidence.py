@@ -145,33 +145,25 @@ def test_the_table_of_a_vendor_whose_name_has_two_words(monkeypatch):
 
 def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
-    page_file, readme = tmp_path / "docs" / "hardware.md", tmp_path / "README.md"
+    page_file = tmp_path / "docs" / "hardware.md"
     page_file.write_text((HERE.parent / "docs" / "hardware.md").read_text())
     compiled_file = tmp_path / "docs" / "compiled.md"
     compiled_file.write_text("<!-- proven waves: begin, by liger_lab.tools.hardware -->\n<!-- proven: end -->\n")
     facts = {"arch": "gfx942", "op": "rope", "case": "c", "kernel": "rope_rotate", "warps": 2, "programs": 2,
              "elements": 8192, "per element": 43.3, "widths": {"16": 0.75, "2": 0.25}, "lds": 0.0, "banks": None,
              "wait": 113, "registers": 81, "occupancy": 0.62}  # fmt: skip
-    readme.write_text(
-        "before\n<!-- proven summary: begin, by liger_lab.tools.hardware -->\nold\n<!-- proven: end -->\nafter\n"
-    )
     cell = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
     runs = RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}
     file = evidence.write(tmp_path / "e.json", runs, [GOOD, cell], waves=[facts])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
     assert hardware.main(["--check", str(file)]) == 1
     assert hardware.main([str(file)]) == 0
-    assert "docs/hardware.md, docs/compiled.md, README.md" in capsys.readouterr().out
+    assert "docs/hardware.md, docs/compiled.md" in capsys.readouterr().out
     row = "| rope | rope_rotate, 2 waves | 43.3 | 16: 75%, 2: 25% | - | - | 113 | 81 | 62% |"
     assert "### gfx942\n\n| op | kernel |" in compiled_file.read_text() and row in compiled_file.read_text()
     assert hardware.main([str(file), "--check"]) == 0
     amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of 2 ops (not rope), 3 cases, bf16 | - |"
     intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of 2 ops (not rms_norm), 2 cases, fp32 | - |"
-    summary = (
-        "| AMD | MI300X | - | - | - | 1 of 2 ops (not rope) | - |\n"
-        "| Intel | Arc B580 | - | - | - | 1 of 2 ops (not rms_norm) | - |\n<!-- proven: end -->\nafter"
-    )
-    assert "old" not in readme.read_text() and summary in readme.read_text()
     text = page_file.read_text()
     before, _, after = text.partition("### Intel")
     assert amd in before and intel in after.partition("### NVIDIA")[0]

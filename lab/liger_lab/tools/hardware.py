@@ -1,14 +1,14 @@
 """Write the tables of evidence: `python -m liger_lab.tools.hardware [--check] [PATH ...]`.
 
-The PATHs (default: benchmarks/) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
-`liger-hw evidence` with --compile or --emulate. In docs/hardware.md, docs/compiled.md and README.md this replaces the
-text between the lines
+The PATHs (default: lab/results) are evidence files of `pytest --evidence`, `liger-hw bench`, `liger-hw doctor` and
+`liger-hw evidence` with --compile or --emulate. In docs/hardware.md and docs/compiled.md this replaces the text
+between the lines
 
     <!-- proven NAME: begin, by liger_lab.tools.hardware -->
     <!-- proven: end -->
 
-where NAME is a vendor in `VENDORS`, "levels", "runs", "summary" or "waves". With --check nothing is written, and the
-status is 1 if a table is stale.
+where NAME is a vendor in `VENDORS`, "levels", "runs" or "waves". With --check nothing is written, and the status is 1
+if a table is stale.
 """
 
 import json
@@ -20,7 +20,7 @@ from liger_hw.backends import VENDORS
 from liger_lab.levels import evidence, page
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = "docs/hardware.md", "docs/compiled.md", "README.md"
+FILES = "docs/hardware.md", "docs/compiled.md"
 MARKED = re.compile(r"(<!-- proven (\w+): begin, by liger_lab.tools.hardware -->\n).*?(<!-- proven: end -->)", re.S)
 
 
@@ -30,14 +30,14 @@ def markdown(header, rows) -> str:
 
 
 def tables(runs: dict, cells: list) -> dict[str, str]:
-    """Return the table of each marker: a vendor, "runs", "levels" or "summary"."""
+    """Return the table of each marker: a vendor, "runs" or "levels"."""
     rows = page.rows(cells)
     names = {module.NAME: vendor for vendor, module in VENDORS.items()}
     texts = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].rpartition(" ")[0]] == vendor])
              for vendor in VENDORS}  # fmt: skip
     texts["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
     texts["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
-    return texts | {"summary": markdown(page.SUMMARY, page.summary(cells))}
+    return texts
 
 
 def waves(paths: list[Path]) -> str:
