@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-EXTRAS = {"transformers": "transformers"}  # a package that some names need -> the extra of liger_hw that installs it
+OPTIONAL = ("transformers",)  # packages that some names need
 
 
 def lazy_names(package, modules):
@@ -14,7 +14,7 @@ def lazy_names(package, modules):
         modules: module -> the public names that it provides; a module of another package with its full name.
 
     Raises:
-        ModuleNotFoundError: `__getattr__` needs a package that is not installed; the error names the extra to install.
+        ModuleNotFoundError: `__getattr__` needs a package that is not installed; the error says how to install it.
     """
     module_of = {
         name: module if module.startswith("liger_hw.") else f"{package}.{module}"
@@ -28,9 +28,9 @@ def lazy_names(package, modules):
         try:
             value = getattr(importlib.import_module(module_of[name]), name)
         except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
+            if error.name not in OPTIONAL:
                 raise
-            hint = f"{package}.{name} needs the package {error.name}: pip install 'liger_hw[{EXTRAS[error.name]}]'"
+            hint = f"{package}.{name} needs the package {error.name}: pip install {error.name}"
             raise ModuleNotFoundError(hint, name=error.name) from error
         vars(sys.modules[package])[name] = value  # the next look-up is Python's own: 0.6 us less a call (an x86 CPU)
         return value

@@ -3,6 +3,9 @@
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+# a package to import -> its name on the package index, and the version that liger_hw-lab needs
+SOURCES = {"elftools": "pyelftools", "liger_kernel": "liger-kernel", "tinygrad": "tinygrad==0.14.0", "yaml": "pyyaml"}
+
 
 def table(header, rows) -> str:
     """Format rows as text: columns as wide as their widest cell, two spaces apart."""
@@ -21,7 +24,6 @@ def installed_version(package: str) -> str | None:
 
 def require(*packages: str) -> None:
     """Raise a ValueError that names the missing packages, unless all of `packages` are installed."""
-    missing = [package for package in packages if find_spec(package) is None]
+    missing = [SOURCES.get(package, package) for package in packages if find_spec(package) is None]
     if missing:
-        source = "liger-kernel" if missing == ["liger_kernel"] else "'liger_hw[lab]'"
-        raise ValueError(f"needs {', '.join(missing)}, which is not installed here: pip install {source}")
+        raise ValueError(f"needs {', '.join(missing)}, which is not installed here: pip install {' '.join(missing)}")

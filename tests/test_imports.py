@@ -81,7 +81,7 @@ liger_hw.unpatch(modules)
 
 def test_names_that_need_transformers_name_it_in_the_error():
     found = run("from liger_hw import AutoLigerKernelForCausalLM", "transformers")
-    assert found.returncode and "pip install 'liger_hw[transformers]'" in found.stderr
+    assert found.returncode and "pip install transformers" in found.stderr
     found = run("import liger_hw; liger_hw.apply_liger_kernel_to_llama()", "transformers")
     assert found.returncode and "transformers" in found.stderr.splitlines()[-1]
 

@@ -19,6 +19,7 @@ LAB_COMMANDS = (
     "demo", "doctor", "launches", "tune", "bench", "bench losses", "bench train", "bench distributed", "plan",
     "evidence", "compile", "neighbours", "emulate", "architectures",
 )  # fmt: skip
+LAB = "pip install -e lab (in a clone; 'liger_hw[lab]' of a release)"
 
 
 def main(argv=None) -> int:
@@ -66,7 +67,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if argv and not argv[0].startswith("-"):
         check_known("command", argv[0], [*names, *LAB_COMMANDS])
         if argv[0] not in names:
-            raise ValueError(f"{argv[0]}: is a command of the laboratory: pip install 'liger_hw[lab]'")
+            raise ValueError(f"{argv[0]}: is a command of the laboratory: {LAB}")
     args, unknown = parser.parse_known_args(argv)
     for word in unknown:
         if word.startswith("--"):
@@ -93,7 +94,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     except ModuleNotFoundError as error:
         if error.name != "liger_lab":
             raise
-        parser.epilog += f"\npip install 'liger_hw[lab]' adds: {', '.join(LAB_COMMANDS)}"
+        parser.epilog += f"\n{LAB} adds: {', '.join(LAB_COMMANDS)}"
     else:
         lab.add_commands(commands)
     return parser, list(commands.choices)

@@ -172,7 +172,7 @@ def test_the_parts_make_the_total(capsys):
     assert f"total                  {found['total_bytes'] / GIB:.2f} of 80.0" in text
     shown = [float(amount) for amount in re.findall(r"^[a-z][a-z ]+  +([\d.]+)$", text, re.MULTILINE)]
     assert sum(shown) == pytest.approx(found["total_bytes"] / GIB, abs=0.05)
-    assert "does not fit" in printed(capsys, *arguments, "--gpu-memory", "20")
+    assert cli.main(["plan", *arguments, "--gpu-memory", "20"]) == 1 and "does not fit" in capsys.readouterr().out
 
 
 def test_a_config_of_transformers(tmp_path, capsys):
@@ -181,6 +181,16 @@ def test_a_config_of_transformers(tmp_path, capsys):
     assert (
         plan.read_model(str(tmp_path)) == plan.read_model(str(tmp_path / "config.json")) == plan.read_model("llama-8b")
     )
+
+
+def test_the_status_says_whether_it_fits_and_auto_finds_the_gpus(capsys):
+    command = ["plan", "--model", "qwen3", "--gpu-memory", "40", "--json", "--checkpointing", "--gpus"]
+    assert cli.main([*command, "1"]) == 1
+    one = json.loads(capsys.readouterr().out)
+    assert cli.main([*command, "auto"]) == 0
+    auto = json.loads(capsys.readouterr().out)
+    assert not one["fits"] and auto["fits"] and auto["run"]["gpus"] > 1
+    assert cli.main([*command, str(auto["run"]["gpus"] // 2)]) == 1, "auto takes the least number"
 
 
 def test_launchers(capsys):

@@ -73,7 +73,7 @@ import torch
 
 from liger_hw import backends
 from liger_hw.checks import check
-from liger_hw.console import table
+from liger_hw.console import require, table
 from liger_hw.kernels.vocabulary.chunked_head import ROUNDINGS, MiB, chunk_rows
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.spelling import check_known
@@ -154,7 +154,7 @@ class Sizes:
 
 
 def read_model(model: str) -> Sizes:
-    """Return the sizes of a name in MODELS, a config.json or a folder with one.
+    """Return the sizes of a model of MODELS, of FAMILIES' default, or of a config.json.
 
     Raises:
         ValueError: neither a name nor a file; no JSON; a field is missing; another family than FAMILIES.
@@ -171,7 +171,11 @@ def read_model(model: str) -> Sizes:
             raise ValueError(f"--model: got {file}, allowed: a config.json of transformers ({error})") from None
         family = config.get("model_type") if isinstance(config, dict) else None
     else:
-        check_known("model", model, list(MODELS), "Models, or the path of a config.json")
+        check_known("model", model, [*MODELS, *FAMILIES], "Models, or the path of a config.json")
+        require("transformers")
+        from transformers import AutoConfig
+
+        family, config = model, AutoConfig.for_model(model).to_dict()
     check(family in FAMILIES, "--model", f"{model} of model_type {family}", f"model_type {', '.join(FAMILIES)}")
     for field in FIELDS:
         fits = isinstance(config.get(field), int) and config[field] > 0

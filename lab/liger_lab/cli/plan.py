@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from liger_hw.checks import check
 from liger_hw.cli.common import add_command, show
 from liger_lab.cli import common
 
@@ -19,8 +20,10 @@ def add(commands) -> None:
     )  # fmt: skip
     option = command.add_argument
     option("--model", metavar="MODEL",
-           help="llama-1b, -3b, -8b, -70b, -405b, another text model of `bench train`, or a config.json")  # fmt: skip
-    option("--gpus", type=common.positive, default=1, metavar="N", help="GPUs of all nodes, 1 to 4096 (1)")
+           help="llama-1b, -3b, -8b, -70b, -405b, another text model of `bench train`, a model type of "
+           "transformers in its default configuration, or a config.json")  # fmt: skip
+    option("--gpus", type=lambda word: word if word == "auto" else common.positive(word), default=1, metavar="N",
+           help="GPUs of all nodes, 1 to 4096; auto: the least power of two that fits (1)")  # fmt: skip
     option("--gpus-per-node", type=common.positive, default=8, metavar="N", help="GPUs of a node (8)")
     option("--parallel", default="fsdp2", metavar="PLAN",
            help="fsdp2, zero2, zero3, ddp, or tp:N: tensor parallelism of N GPUs, FSDP2 beyond (fsdp2)")  # fmt: skip
@@ -43,29 +46,38 @@ def add(commands) -> None:
            help="print only the configuration for accelerate or deepspeed, or the command of torchrun")  # fmt: skip
 
 
-def plan(args) -> None:
-    """Print the prediction, or a launcher's configuration."""
+def plan(args) -> int | None:
+    """Print the prediction, or a launcher's configuration.
+
+    Returns 1 if the run does not fit.
+    """
     from liger_lab.bench import plan as model
 
     if args.against:
         compared = model.against([record for file in args.against for record in _results(file)])
         show(args, compared, model.show_against(compared))
-        return
+        return None
     if args.model is None:
         raise ValueError(f"--model: got none, allowed: {', '.join(model.MODELS)}, or the path of a config.json")
-    run = model.make_run(
-        args.model, args.gpus, args.gpus_per_node, args.parallel, args.provider, args.batch, args.seq,
-        args.checkpointing, args.dtype,
-    )  # fmt: skip
+    parts = args.parallel.partition(":")[2]  # a group of tensor parallelism needs all its GPUs
+    fewest = int(parts) if parts.isdecimal() and int(parts) else 1
+    counts = [fewest * 2**i for i in range((4096 // fewest).bit_length())] if args.gpus == "auto" else [args.gpus]
+    settings = args.gpus_per_node, args.parallel, args.provider, args.batch, args.seq, args.checkpointing, args.dtype
+    runs = [model.make_run(args.model, gpus, *settings) for gpus in counts]
     if args.launcher:
-        text = model.launch(run, args.launcher)
+        check(args.gpus != "auto", "--gpus", "auto with --print", "a positive integer")
+        text = model.launch(runs[0], args.launcher)
         show(args, {"launcher": args.launcher, "text": text}, text)
-        return
+        return None
     memory = args.gpu_memory * model.GIB if args.gpu_memory is not None else model.detected_memory()
     if memory is None:
         raise ValueError("--gpu-memory: got none, and torch finds no GPU here, allowed: the GiB of one GPU, such as 80")
-    planned = model.report(run, memory, args.nvlink, args.network, args.tflops)
+    for run in runs:
+        planned = model.report(run, memory, args.nvlink, args.network, args.tflops)
+        if planned["fits"]:
+            break
     show(args, planned, model.show(planned))
+    return None if planned["fits"] else 1
 
 
 def _results(file: Path) -> list[dict]:
