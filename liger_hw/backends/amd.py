@@ -71,7 +71,7 @@ ROWS = (
     _cdna("gfx950", "MI350X, MI355X",             256,   160,  32, 8000),  # MI355X
     #       arch      cards                            cores  registers  L2  GB/s
     #                                                                   MiB
-    _rdna3("gfx1100", "RX 7900, PRO W7900, W7800",        96,      1536,  6, 960),  # RX 7900 XTX
+    _rdna3("gfx1100", "RX 7900 XTX, 7900 XT, PRO W7900",  96,      1536,  6, 960),  # RX 7900 XTX
     _rdna3("gfx1101", "RX 7800 XT, 7700 XT, PRO W7700",   60,      1536,  4, 624),  # RX 7800 XT
     _rdna3("gfx1102", "RX 7600",                          32,      1024,  2, 288),  # RX 7600
     _rdna3("gfx1150", "Ryzen AI 300 (Strix Point)",       16,      1024,  2, 120),  # Strix Point

@@ -32,20 +32,19 @@ def _row(
 
 
 # Limits from CUDA's arch_traits.h and occupancy calculator, cards from NVIDIA's product pages; cores, L2 and bandwidth
-# of the part in the comment; grouped_mm from `_scaled_mm_allowed_device` of torch's GroupedBlas. The first row serves
-# the bare name "nvidia" where no NVIDIA GPU is present.
+# of the first card (A100: 80 GB); grouped_mm from `_scaled_mm_allowed_device` of torch's GroupedBlas. The first row
+# serves the bare name "nvidia" where no NVIDIA GPU is present.
 # fmt: off
 ROWS = (
-    #    arch    cards                   cores shared  threads,   L2  GB/s  same code as, by stage
-    #                                             KiB  programs  MiB
-    _row("sm90", "H200, H100, GH200",      132,  227,   2048,  32,  50, 4800, grouped_mm=True, ttgir="sm80"),  # H200
-    _row("sm80", "A100, A30",              108,  163,   2048,  32,  40, 2039, ttgir="sm80"),  # A100 80 GB
-    _row("sm86", "RTX 30, A6000, A40, A10", 84,   99,   1536,  16,   6,  768, ttgir="sm80", ptx="sm86"),  # A6000
-    _row("sm89", "RTX 40, L40S, L4",       128,   99,   1536,  24,  72, 1008, ttgir="sm80", ptx="sm86"),  # RTX 4090
-    _row("sm100", "B200, GB200",           148,  227,   2048,  32, 126, 8000, grouped_mm=True, ttgir="sm100"),  # B200
-    _row("sm103", "B300, GB300",           148,  227,   2048,  32, 126, 8000, grouped_mm=True, in_matrix=False),  # B300
-    _row("sm120", "RTX 50, RTX PRO 6000",  170,   99,   1536,  24,  96, 1792, ttgir="sm100"),  # RTX 5090
-    _row("sm121", "GB10 (DGX Spark)",       48,   99,   1536,  24,  24,  273, in_matrix=False),  # GB10
+    #     arch   cards                            cores, KiB, threads, programs, L2 MiB, GB/s, same code by stage
+    _row("sm90", "H200, H100, GH200",               132, 227, 2048, 32,  50, 4800, grouped_mm=True, ttgir="sm80"),
+    _row("sm80", "A100, A30",                       108, 163, 2048, 32,  40, 2039, ttgir="sm80"),
+    _row("sm86", "A6000, A40, A10, RTX 3090, 3080",  84,  99, 1536, 16,   6,  768, ttgir="sm80", ptx="sm86"),
+    _row("sm89", "RTX 4090, 4080, L40S, L40, L4",   128,  99, 1536, 24,  72, 1008, ttgir="sm80", ptx="sm86"),
+    _row("sm100", "B200, GB200",                    148, 227, 2048, 32, 126, 8000, grouped_mm=True, ttgir="sm100"),
+    _row("sm103", "B300, GB300",                    148, 227, 2048, 32, 126, 8000, grouped_mm=True, in_matrix=False),
+    _row("sm120", "RTX 5090, 5080, RTX PRO 6000",   170,  99, 1536, 24,  96, 1792, ttgir="sm100"),
+    _row("sm121", "GB10 (DGX Spark)",                48,  99, 1536, 24,  24,  273, in_matrix=False),
 )
 # fmt: on
 ARCHS = {row.device.arch: row.device for row in ROWS}

@@ -189,6 +189,14 @@ def test_the_commands_of_the_readme_exist():
     assert set(re.findall(r"pip install [^\n]*\[(\w+)\]", text)) == {"transformers"} <= set(extras)
 
 
+def test_the_page_of_evidence_names_the_files_without_a_command():
+    files = sorted((ROOT / "lab/results").glob("*.json"))
+    without = [file.stem for file in files if not json.loads(file.read_text()).get("command")]
+    page = (ROOT / "docs/guides/evidence.md").read_text()
+    assert len(without) == 7 and "seven files" in page.replace("\n", " ")
+    assert not [stem for stem in without if f"{stem}.json" not in page]
+
+
 def value_at(results, path):
     """Return the value of a result at `rows.0.peak_gib`."""
     for key in path.split("."):
