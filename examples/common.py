@@ -1,7 +1,7 @@
-"""Share arguments, model, text and speedometer among the examples.
+"""Share arguments, model, text, Trainer and speedometer among the examples.
 
-Every example trains with `--provider plain`, `liger_hw` or `liger-kernel` and prints tokens per second and peak memory.
-With `--tiny` it takes seconds on a CPU.
+Every example trains with `--provider plain`, `liger_hw` or `liger-kernel`. Its last line is JSON, with the tokens per
+second and the peak memory of each GPU. With `--tiny` it takes seconds on a CPU.
 """
 
 import argparse
@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)  # fmt: skip
 
 import liger_hw
 from liger_hw import integrations
@@ -29,12 +37,12 @@ TINY_TEXT = 60_000  # characters: enough for a tokenizer of two thousand entries
 WARM_UP = 2  # steps that compile and allocate; the meter excludes them
 
 
-def arguments(description, batch=4, seq=2048, steps=12, shape="1b", flags=()):
-    """Parse the command line.
+def arguments(description, batch=4, seq=2048, steps=12, shape="1b", **options):
+    """Parse the command line, and join the processes of torchrun.
 
     Args:
         batch, seq, steps, shape: the defaults without --tiny.
-        flags: names of the example's own options without a value.
+        options: names of the example's own options, and their defaults; False makes a flag.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", help="folder or name of a pretrained model (default: random weights of --shape)")
@@ -46,19 +54,28 @@ def arguments(description, batch=4, seq=2048, steps=12, shape="1b", flags=()):
     parser.add_argument(
         "--provider", choices=(PLAIN, OURS, PEER), default=OURS, help="library that computes (liger_hw)"
     )
+    parser.add_argument("--checkpointing", action="store_true", help="recompute the layers' activations")
     parser.add_argument("--batch", type=int, help=f"sequences in a batch ({batch})")
     parser.add_argument("--seq", type=int, help=f"tokens in a sequence ({seq})")
     parser.add_argument("--steps", type=int, help=f"optimiser steps ({steps})")
     parser.add_argument("--text", nargs="+", default=[], help="files or folders (the standard library's source)")
     parser.add_argument("--output", default="output", help="folder for checkpoints and logs (./output)")
     parser.add_argument("--json", type=Path, help="file for the result")
-    for flag in flags:
-        parser.add_argument(flag, action="store_true")
+    for name, default in options.items():
+        kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind, help=f"default: {default}")
     args = parser.parse_args()
     for name, value in (TINY if args.tiny else {"batch": batch, "seq": seq, "steps": steps}).items():
         setattr(args, name, getattr(args, name) or value)
     transformers.set_seed(0)
+    if "WORLD_SIZE" in os.environ:
+        join_ranks()
     return args
+
+
+def gpus() -> int:
+    """Return the number of processes, each of which has a GPU."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def device() -> torch.device:
@@ -66,7 +83,7 @@ def device() -> torch.device:
 
 
 def join_ranks() -> None:
-    """Join the processes of torchrun, each of which takes an accelerator of its own."""
+    """Take an accelerator for this process, and join the others."""
     if device().type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
@@ -77,7 +94,8 @@ def model_and_tokenizer(args):
     """Load the model of `args` and its tokenizer; a random model gets a new tokenizer."""
     dtype = torch.float32 if device().type == "cpu" else torch.bfloat16
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device()), tokenizer_of(args)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device())
+        return checkpointed(args, model), tokenizer_of(args)
     tokenizer = tokenizer_of(args)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = demo.MODELS[args.shape].config
@@ -87,7 +105,13 @@ def model_and_tokenizer(args):
         model = AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(**config, **special, max_position_embeddings=4096), dtype=dtype
         )
-    return model, tokenizer
+    return checkpointed(args, model), tokenizer
+
+
+def checkpointed(args, model):
+    if args.checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
 
 
 def tokenizer_of(args):
@@ -158,7 +182,7 @@ def train_ranks(args, example, model, rows, step, replicas):
         rows: the sequences of all steps; a step takes `args.batch` of them.
         replicas: the ranks whose sequences differ: each takes its share of a batch, the others the same one.
     """
-    meter = Meter(args)
+    meter = Meter(args, args.batch * args.seq / dist.get_world_size())
     for i in range(args.steps):
         mine = rows[i * args.batch : (i + 1) * args.batch][dist.get_rank() % replicas :: replicas]
         ids = torch.tensor([row["input_ids"] for row in mine], device=device())
@@ -178,7 +202,11 @@ def gradient_norm(model) -> torch.Tensor:
 
 
 class Meter(TrainerCallback):
-    """Measure time and peak memory of training steps, as a callback of Hugging Face's Trainer."""
+    """Measure time and peak memory of training steps, as a callback of Hugging Face's Trainer.
+
+    Args:
+        tokens: of one GPU in a step (a batch's).
+    """
 
     def __init__(self, args, tokens=None):
         self.args, self.tokens = args, tokens or args.batch * args.seq
@@ -198,23 +226,30 @@ class Meter(TrainerCallback):
             self.gradient_norms.append(logs["grad_norm"])
 
     def finish(self, example, model):
-        """Print the result; write it to the file of --json."""
+        """Print the result as a line of JSON; write it to the file of --json."""
         seconds = statistics.median(self.seconds[WARM_UP:] or self.seconds)
         on_cpu = device().type == "cpu"
         result = {
             "example": example, "model": self.args.model or ("tiny" if self.args.tiny else self.args.shape),
-            "parameters": sum(p.numel() for p in model.parameters()), "provider": self.args.provider,
+            "parameters": count(model), "provider": self.args.provider, "gpus": gpus(),
             "batch": self.args.batch, "seq": self.args.seq, "steps": len(self.seconds),
             "tokens_per_second": self.tokens / seconds, "losses": self.losses, "gradient_norms": self.gradient_norms,
             "peak_bytes": None if on_cpu else torch.accelerator.max_memory_allocated(device()),
         }  # fmt: skip
-        memory = "" if on_cpu else f", {result['peak_bytes'] / 2**30:.1f} GiB"
-        print(
-            f"{example}, {self.args.provider}: {result['tokens_per_second']:,.0f} tokens/s{memory}, loss {self.losses}"
-        )
-        if self.args.json and not (dist.is_initialized() and dist.get_rank()):
-            self.args.json.write_text(json.dumps(result))
+        if dist.is_initialized() and not on_cpu:  # tokens of a second are of each GPU, the peak is the highest
+            peaks = [0] * gpus()
+            dist.all_gather_object(peaks, result["peak_bytes"])
+            result["peak_bytes"] = max(peaks)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(json.dumps(result))
+            if self.args.json:
+                self.args.json.write_text(json.dumps(result))
         return result
+
+
+def count(model) -> int:
+    """Count the parameters, of which DeepSpeed leaves a rank empty ones."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
 def trainer_arguments(args, **more):
@@ -224,5 +259,32 @@ def trainer_arguments(args, **more):
         "output_dir": args.output, "max_steps": args.steps, "per_device_train_batch_size": args.batch,
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "optim": "adamw_torch_fused", "learning_rate": 1e-4,
         "lr_scheduler_type": "constant", "bf16": not on_cpu, "use_cpu": on_cpu, "disable_tqdm": True, "seed": 0,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": False, "fsdp": gpus() > 1, "fsdp_config": {"version": 2},
     } | more  # fmt: skip
+
+
+class Sharded(Trainer):
+    """Shard the model over ranks by FSDP2, on CPUs too."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if gpus() > 1:
+            shard_on_cpus(self.accelerator.state, **self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+
+def shard_on_cpus(state, **options) -> None:
+    """Make accelerate shard on CPUs, where it would replicate."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+    if device().type == "cpu":
+        plugin = FullyShardedDataParallelPlugin(**options)
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+
+
+def train(args, example, model, rows, collate=default_data_collator, tokens=None):
+    """Train by Hugging Face's Trainer, with FSDP2 on several GPUs."""
+    meter = Meter(args, tokens)
+    settings = TrainingArguments(**trainer_arguments(args), remove_unused_columns=False)
+    Sharded(model, settings, train_dataset=rows, data_collator=collate, callbacks=[meter]).train()
+    return meter.finish(example, model)

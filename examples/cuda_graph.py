@@ -42,7 +42,7 @@ class Graphed:
 
 
 def main():
-    args = common.arguments(__doc__, batch=1, seq=2048, steps=24, shape="0.5b", flags=("--no-graph",))
+    args = common.arguments(__doc__, batch=1, seq=2048, steps=24, shape="0.5b", no_graph=False)
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model)  # liger_hw.patch(model)
     model.set_attn_implementation("causal")

@@ -7,23 +7,18 @@ torchrun --nproc-per-node 2 examples/fsdp2_sft.py --tiny                    # on
 import common
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 
 def main():
     args = common.arguments(__doc__)
-    common.join_ranks()
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model)  # liger_hw.patch(model), before prepare
     on_cpu = common.device().type == "cpu"
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
-    )
+    options = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+    plugin = FullyShardedDataParallelPlugin(**options)
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, mixed_precision="no" if on_cpu else "bf16")
-    if on_cpu:  # where accelerate replicates instead
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    common.shard_on_cpus(accelerator.state, **options)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-4))
 
     def step(**batch):

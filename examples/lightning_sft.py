@@ -1,10 +1,15 @@
-"""Fine-tune a language model with Lightning."""
+"""Fine-tune a language model with Lightning.
+
+python examples/lightning_sft.py
+torchrun --nproc-per-node 2 examples/lightning_sft.py --strategy fsdp                  # or deepspeed_stage_3
+"""
 
 import logging
 
 import common
 import lightning
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 
 
 class Training(lightning.LightningModule):
@@ -28,15 +33,19 @@ class Training(lightning.LightningModule):
 
 
 def main():
-    args = common.arguments(__doc__)
+    args = common.arguments(__doc__, strategy="auto")
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model.train())  # liger_hw.patch(model)
     rows = [{name: torch.tensor(row) for name, row in rows.items()} for rows in common.sequences(args, tokenizer)]
     meter = common.Meter(args)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    strategy = args.strategy
+    if strategy == "fsdp":  # alone it would gather the whole model at once
+        strategy = FSDPStrategy(auto_wrap_policy={type(model.model.layers[0])})
     lightning.Trainer(
-        max_steps=args.steps, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_steps=args.steps, accelerator="auto", devices=common.gpus(), strategy=strategy,
+        precision="32-true" if common.device().type == "cpu" else "bf16-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(Training(model, meter), torch.utils.data.DataLoader(rows, batch_size=args.batch))  # fmt: skip
     return meter.finish("lightning_sft", model)
 

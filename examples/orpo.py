@@ -1,9 +1,12 @@
-"""Train on preferences by ORPO (arXiv:2403.07691) with the Hugging Face Trainer, without logits."""
+"""Train on preferences by ORPO (arXiv:2403.07691) with the Hugging Face Trainer, without logits.
+
+python examples/orpo.py
+accelerate launch --config_file examples/fsdp2.yaml examples/orpo.py     # two GPUs, or by torchrun
+"""
 
 import common
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import Trainer, TrainingArguments
 
 import liger_hw
 
@@ -35,15 +38,20 @@ def peer_loss(hidden, weight, labels):
 LOSSES = {common.PLAIN: plain_loss, common.OURS: liger_hw_loss, common.PEER: peer_loss}
 
 
-class ORPOTrainer(Trainer):
-    """Compute ORPO's loss; a batch has the chosen answers, then the rejected ones."""
+class ORPO(torch.nn.Module):
+    """Compute ORPO's loss; a batch has the chosen answers, then the rejected ones.
 
-    provider = common.OURS
+    The loss is a part of the forward, because FSDP shows the head's weight to the forward of a whole module alone.
+    """
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        hidden = model.model(**inputs).last_hidden_state
-        return LOSSES[self.provider](hidden[:, :-1], model.lm_head.weight, labels[:, 1:])
+    def __init__(self, model, provider):
+        super().__init__()
+        self.model, self.loss = model, LOSSES[provider]
+        self._no_split_modules = model._no_split_modules  # the layers, which accelerate shards one by one
+
+    def forward(self, labels, **inputs):
+        hidden = self.model.model(**inputs).last_hidden_state
+        return {"loss": self.loss(hidden[:, :-1], self.model.lm_head.weight, labels[:, 1:])}
 
 
 def collator(tokenizer, longest):
@@ -72,16 +80,8 @@ def main():
     args = common.arguments(__doc__, batch=2)
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model)  # liger_hw.patch(model)
-    meter = common.Meter(args, tokens=2 * args.batch * args.seq)
-    ORPOTrainer.provider = args.provider
-    ORPOTrainer(
-        model,
-        TrainingArguments(**common.trainer_arguments(args), remove_unused_columns=False),
-        train_dataset=common.preferences(args),
-        data_collator=collator(tokenizer, args.seq),
-        callbacks=[meter],
-    ).train()
-    return meter.finish("orpo", model)
+    model, collate = ORPO(model, args.provider), collator(tokenizer, args.seq)
+    return common.train(args, "orpo", model, common.preferences(args), collate, 2 * args.batch * args.seq)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 def main():
     args = common.arguments(__doc__)
-    common.join_ranks()
     model, tokenizer = common.model_and_tokenizer(args)
     folder = args.model or Path(args.output) / "random"
     if not args.model and dist.get_rank() == 0:

@@ -1,22 +1,17 @@
-"""Fine-tune with the Hugging Face Trainer; liger_hw needs one more line."""
+"""Fine-tune with the Hugging Face Trainer; liger_hw needs one more line.
+
+python examples/trainer_sft.py
+accelerate launch --config_file examples/fsdp2.yaml examples/trainer_sft.py     # two GPUs, or by torchrun
+"""
 
 import common
-from transformers import Trainer, TrainingArguments, default_data_collator
 
 
 def main():
     args = common.arguments(__doc__)
     model, tokenizer = common.model_and_tokenizer(args)
-    common.provide(args, model)  # liger_hw.patch(model)
-    meter = common.Meter(args)
-    Trainer(
-        model,
-        TrainingArguments(**common.trainer_arguments(args)),
-        train_dataset=common.sequences(args, tokenizer),
-        data_collator=default_data_collator,
-        callbacks=[meter],
-    ).train()
-    return meter.finish("trainer_sft", model)
+    common.provide(args, model)  # liger_hw.patch(model), before the Trainer shards it
+    return common.train(args, "trainer_sft", model, common.sequences(args, tokenizer))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Fine-tune Qwen2.5-VL on pictures and captions with the Hugging Face Trainer."""
+"""Fine-tune Qwen2.5-VL on pictures and captions with the Hugging Face Trainer.
+
+python examples/vision_sft.py
+accelerate launch --config_file examples/fsdp2.yaml examples/vision_sft.py     # two GPUs, or by torchrun
+"""
 
 import random
 
 import common
 import torch
 from PIL import Image, ImageDraw
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Trainer, TrainingArguments
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from liger_lab.bench.demo import llama
@@ -67,16 +71,8 @@ def main():
     dtype = torch.float32 if common.device().type == "cpu" else torch.bfloat16
     with common.device():
         model = AutoModelForImageTextToText.from_config(configuration(args, tokenizer), dtype=dtype)
-    common.provide(args, model)  # liger_hw.patch(model)
-    meter = common.Meter(args)
-    Trainer(
-        model,
-        TrainingArguments(**common.trainer_arguments(args), remove_unused_columns=False),
-        train_dataset=list(rows(args, tokenizer)),
-        data_collator=collate,
-        callbacks=[meter],
-    ).train()
-    return meter.finish("vision_sft", model)
+    common.provide(args, common.checkpointed(args, model))  # liger_hw.patch(model)
+    return common.train(args, "vision_sft", model, list(rows(args, tokenizer)), collate)
 
 
 if __name__ == "__main__":

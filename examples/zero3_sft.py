@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 def main():
     args = common.arguments(__doc__)
-    common.join_ranks()
     model, tokenizer = common.model_and_tokenizer(args)
     common.provide(args, model)  # liger_hw.patch(model), before initialize
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)

@@ -6,19 +6,27 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from liger_hw import integrations
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
     "cuda_graph": "transformers",
-    "trainer_sft": "accelerate", "orpo": "accelerate", "medusa": "accelerate", "vision_sft": "accelerate",
-    "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "lightning_sft": "lightning",
+    "trainer_sft": "accelerate", "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "lightning_sft": "lightning",
 }  # fmt: skip
-ON_RANKS = {"fsdp2_sft": "accelerate", "tensor_parallel_sft": "transformers", "zero3_sft": "deepspeed"}
+ON_RANKS = {  # command line -> the package that it needs
+    "trainer_sft --checkpointing": "accelerate", "orpo": "accelerate", "vision_sft": "accelerate",
+    "medusa --heads 5": "accelerate", "medusa --stage 2": "accelerate", "fsdp2_sft": "accelerate",
+    "tensor_parallel_sft": "transformers", "zero3_sft": "deepspeed", "lightning_sft --strategy ddp": "lightning",
+    "lightning_sft --strategy fsdp": "lightning", "lightning_sft --strategy deepspeed_stage_3": "lightning",
+}  # fmt: skip
+ONLY_ON_GPUS = ("lightning_sft --strategy fsdp", "lightning_sft --strategy deepspeed_stage_3")
+BY_FSDP2 = ("trainer_sft", "orpo", "medusa", "vision_sft", "fsdp2_sft")
 
 
 def run(name, provider, monkeypatch, tmp_path):
@@ -48,40 +56,54 @@ def test_example(name, monkeypatch, tmp_path, capsys):
     assert "rms_norm" in capsys.readouterr().out and (tmp_path / "result.json").exists()
 
 
-def learn_alike_on_ranks(name, folder):
+def learn_alike_on_ranks(name, options, folder):
     sys.path.insert(0, str(FOLDER))
-    results = {}
+    results, parameters = {}, []
+    common = importlib.import_module("common")
+    count = common.count
     for provider in ("plain", "liger_hw"):
-        sys.argv = [name, "--tiny", "--steps", "3", "--provider", provider, "--output", f"{folder}/{provider}"]
-        if name == "fsdp2_sft":  # accelerate remembers the engine of an earlier run, or of another test
+        sys.argv = [name, *options, "--tiny", "--steps", "3", "--provider", provider]
+        sys.argv += ["--output", f"{folder}/{provider}"]
+        if find_spec("accelerate"):  # it remembers the engine of an earlier run, or of another test
             from accelerate.state import AcceleratorState
 
             AcceleratorState._reset_state(True)
-        results[provider] = importlib.import_module(name).main()
+        with mock.patch.object(common, "count", lambda model: parameters.extend(model.parameters()) or count(model)):
+            results[provider] = importlib.import_module(name).main()
+    if name in BY_FSDP2:
+        assert all(isinstance(p, DTensor) for p in parameters), "accelerate replicated the model"
     for key in ("losses", "gradient_norms"):
         plain, patched = (torch.tensor(results[provider][key]) for provider in ("plain", "liger_hw"))
-        assert len(plain) == 3
+        assert len(plain) == (0 if key == "gradient_norms" and name == "lightning_sft" else 3)
         torch.testing.assert_close(patched, plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_example_on_two_ranks(name, ranks, tmp_path):
-    for package in ("transformers", "tokenizers", ON_RANKS[name]):
+@pytest.mark.parametrize("line", ON_RANKS)
+def test_example_on_two_ranks(line, ranks, tmp_path):
+    for package in ("transformers", "tokenizers", ON_RANKS[line]):
         if find_spec(package) is None:
             pytest.skip(f"the package {package} is not installed")
     if torch.accelerator.is_available():
         pytest.skip("compares fp32 runs of a CPU")
-    ranks(2, learn_alike_on_ranks, name, str(tmp_path))
+    if line in ONLY_ON_GPUS:
+        pytest.skip("Lightning shards on GPUs alone")
+    name, *options = line.split()
+    ranks(2, learn_alike_on_ranks, name, options, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_launch(name, tmp_path):
-    if find_spec("deepspeed") is None:
-        pytest.skip("the check `distributed`, which installs deepspeed, launches the examples")
+@pytest.mark.parametrize("line", ON_RANKS)
+def test_launch(line, tmp_path):
+    if find_spec("deepspeed") is None or find_spec(ON_RANKS[line]) is None:
+        pytest.skip("the check `distributed`, which installs deepspeed and lightning, launches the examples")
+    if line in ONLY_ON_GPUS and torch.accelerator.device_count() < 2:
+        pytest.skip("Lightning shards on GPUs alone")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["--tiny", "--steps", "1", "--output", str(tmp_path), "--json", str(tmp_path / "result.json")]
-    done = subprocess.run([*launch, str(FOLDER / f"{name}.py"), *arguments], capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "result.json").exists(), done.stdout + done.stderr
+    name, *options = line.split()
+    options += ["--tiny", "--steps", "1", "--output", str(tmp_path), "--json", str(tmp_path / "result.json")]
+    done = subprocess.run([*launch, str(FOLDER / f"{name}.py"), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["gpus"] == 2 and any(line == json.dumps(result) for line in done.stdout.splitlines())
 
 
 def test_the_notebook(monkeypatch, tmp_path, capsys):
@@ -98,7 +120,7 @@ def test_the_notebook(monkeypatch, tmp_path, capsys):
 
 
 def test_every_example_is_tested():
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, *ON_RANKS, "common"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, *(line.split()[0] for line in ON_RANKS), "common"}
 
 
 def test_the_table_is_written_from_results():

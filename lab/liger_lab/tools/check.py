@@ -125,9 +125,9 @@ def notebook(*args):
 
 
 def distributed(*args):
-    """Test DeepSpeed and the launch of examples on two ranks; installs DeepSpeed."""
+    """Test DeepSpeed and the launch of examples on two ranks; installs DeepSpeed and Lightning."""
     # its operators compile at their first use, not here
-    if status := install("--no-build-isolation", "setuptools", "deepspeed", DS_BUILD_OPS="0"):
+    if status := install("--no-build-isolation", "setuptools", "deepspeed", "lightning", DS_BUILD_OPS="0"):
         return status
     files = "tests/transformers/test_deepspeed.py", "tests/test_examples.py"
     return run("-m", "pytest", *files, "-k", "deepspeed or launch or two_ranks", *args)
