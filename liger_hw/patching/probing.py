@@ -133,6 +133,11 @@ def random_rows(generator, *shape, dtype=torch.float32):
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
 
+def random_bytes(generator, *shape):
+    """Draw uniform random bytes on the CPU."""
+    return torch.randint(256, shape, generator=generator, device="cpu", dtype=torch.uint8)
+
+
 def rows_of_each_dtype(*shape):
     """Return cases of one argument: rows with standard deviation 3, in each of `DTYPES`."""
     random = generator()

@@ -3,9 +3,10 @@ import torch
 from saved import saved_bytes
 from torch.utils.checkpoint import checkpoint
 
-from liger_hw import use_backend
+from liger_hw import dequantize_4bit, use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear
+from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check, compare, run
 from liger_lab.cases import small_cases, wide_cases
 
@@ -122,6 +123,64 @@ def test_backward_within_autocast(op, backend, device):
     assert all(map(torch.equal, [leaf.grad for leaf in leaves], expected[1:]))
 
 
+def in_4_bits(op, dtype, device="cpu", features=24, compute_dtype=None, **options):
+    """Make the arguments of an op as `tensors` does, with a weight in 4 bits, and that weight in `compute_dtype`."""
+    inputs = tensors(op, 6, 64, features=features, dtype=dtype, device=device, **options)
+    compute_dtype = compute_dtype or dtype
+    absmax, code = torch.rand(features * 2, device=device), torch.linspace(-1, 1, 16, device=device)
+    weight = dequantize_4bit.arguments(
+        integers(features * 32, 1, dtype=torch.uint8).to(device), absmax, code, shape=(features, 64),
+        dtype=compute_dtype, block_size=32,
+    )  # fmt: skip
+    bias = inputs[-3].detach().to(compute_dtype).requires_grad_()
+    return [*inputs[:-4], weight, bias, *inputs[-2:]], dequantize_4bit.reference(*weight)
+
+
+# the interpreter truncates to bf16
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weight_in_4_bits(op, dtype, backend, device):
+    inputs, whole = in_4_bits(op, dtype, device)
+    for chosen in (backend, "reference"):
+        with use_backend(chosen):
+            found = run(op, inputs, {"scaling": 2.0})
+            expected = run(op, [*inputs[:-4], whole, *inputs[-3:]], {"scaling": 2.0})
+        assert all(map(torch.equal, found, expected)) and len(found) == len(inputs)
+
+
+@both
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtype_of_4_bits(op, autocast, backend, device):
+    """The adapter sees x in fp32, unless autocast rounds it; the result has the dtype of x."""
+    inputs, whole = in_4_bits(op, torch.float32, device, compute_dtype=torch.float16)
+
+    def call(function):
+        def call(*args):
+            with torch.autocast(torch.device(device).type, torch.float16, enabled=autocast):
+                return function(*args, scaling=2.0)
+
+        return call
+
+    with use_backend(backend):
+        found = run(call(op), inputs, {})
+    wide = [x.detach().double().requires_grad_() for x in (*inputs[:-4], *inputs[-3:])]
+    exact = run(lambda *x: op.reference(*x[:-3], whole.double(), *x[-3:], 2.0), wide, {})
+    compare(exact, run(call(op.reference), inputs, {}), found, "4 bits", inputs)
+    assert found[0].dtype == torch.float32
+
+
+@both
+@pytest.mark.parametrize("rank", [4, 100])
+def test_keeps_no_whole_weight(op, rank, backend, device):
+    """The reference, which serves large ranks, does not keep it either."""
+    inputs, whole = in_4_bits(op, torch.float16, device, features=512, rank=rank)
+    weight, known = inputs[-4], [x for x in inputs if torch.is_tensor(x)]
+    for chosen in (backend, "reference"):
+        with use_backend(chosen):
+            kept = saved_bytes(lambda: op(*inputs), *known)
+        assert weight.packed.nbytes <= kept < whole.nbytes
+
+
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
 def test_checkpointed_gated_product(in_place, backend, device):
     inputs = tensors(lora_glu_linear, 4, 40, dtype=torch.float16, device=device)
@@ -172,3 +231,13 @@ def test_refuses(changes, argument, backend, device):
         arguments[index] = value.to(device) if torch.is_tensor(value) else value
     with use_backend(backend), pytest.raises(ValueError, match=f"^{argument}: got .* allowed: "):
         lora_linear(*arguments)
+
+
+def test_refuses_4_bits(backend, device):
+    (x, weight, *others), _ = in_4_bits(lora_linear, torch.float16, device)
+    with use_backend(backend):
+        for wrong in (weight._replace(shape=(24, 32)), weight._replace(dtype=torch.float32), tuple(weight)):
+            with pytest.raises(ValueError, match="^(weight|bias): got"):
+                lora_linear(x, wrong, *others)
+        with torch.autocast(torch.device(device).type, torch.bfloat16), pytest.raises(ValueError, match="^weight: "):
+            lora_linear(x, weight, *others)

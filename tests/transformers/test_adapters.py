@@ -1,12 +1,15 @@
 """Patched models with adapters: every layer, quantised ones too, with activations recomputed, merged and unmerged."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 
 import liger_hw
+from liger_hw import dequantize_4bit
+from liger_hw.kernels.linear.dequantize_4bit import dequantize_arguments
 from liger_hw.patching import swapping
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
@@ -234,25 +237,141 @@ def test_quantised(head, patch_first):
     tiny.assert_learns_alike(plain, patched, fused=not head, **tiny.tokens())
 
 
-def test_quantised_by_bitsandbytes():
-    """4 bits on a CPU, where a build of bitsandbytes has them."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the package bitsandbytes is not installed")
+class FourBits(torch.nn.Linear):
+    """A layer with the arithmetic and the attributes of bitsandbytes' Linear4bit."""
 
+    def __init__(self, linear, compute_dtype):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.bias = linear.bias
+        self.compute_dtype, self.compute_type_is_set = compute_dtype, True
+        blocks = linear.weight.detach().float().view(-1, 32)
+        absmax = blocks.abs().amax(1)
+        numbers = (7.5 + 7.5 * blocks / absmax[:, None]).round().to(torch.uint8).view(-1, 2)
+        self.weight = torch.nn.Parameter(numbers[:, :1] << 4 | numbers[:, 1:], requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(
+            quant_type="nf4", absmax=absmax, code=torch.linspace(-1, 1, 16), blocksize=32, state2=None, offset=None,
+            dtype=linear.weight.dtype, shape=linear.weight.shape,
+        )  # fmt: skip
+
+    def forward(self, x):
+        weight = dequantize_4bit.reference(*dequantize_arguments(self.weight)).to(self.compute_dtype)
+        return torch.nn.functional.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)
+
+
+def of_bitsandbytes(linear, compute_dtype):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the package bitsandbytes is not installed")
+    new = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None,
+                                     compute_dtype=compute_dtype, quant_type="nf4")  # fmt: skip
+    new.weight = bitsandbytes.nn.Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type="nf4",
+                                            module=new)  # fmt: skip
+    new.bias = linear.bias
+    return new.to("cpu")
+
+
+four_bits = pytest.mark.parametrize("make", [FourBits, of_bitsandbytes], ids=["stand-in", "bitsandbytes"])
+
+
+def on_the_op(model):
+    return sum(hasattr(m, "lora_A") and swapping.is_swapped(m) for m in model.modules())
+
+
+@four_bits
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_quantised_in_4_bits(make, checkpointing):
     def prepare(model):
         for name, module in list(model.named_modules()):
             if type(module) is torch.nn.Linear and "lm_head" not in name:
                 parent, _, attribute = name.rpartition(".")
-                new = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, bias=False,
-                                                 compute_dtype=torch.float32, quant_type="nf4")  # fmt: skip
-                new.weight = bitsandbytes.nn.Params4bit(module.weight.detach().clone(), requires_grad=False,
-                                                        quant_type="nf4", module=new)  # fmt: skip
-                setattr(model.get_submodule(parent), attribute, new.to("cpu"))
+                setattr(model.get_submodule(parent), attribute, make(module, torch.float32))
         model.is_loaded_in_4bit = True
-        return peft.prepare_model_for_kbit_training(model)
+        return peft.prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
 
-    plain, patched = pair(True, prepare=prepare)
-    assert swapped(patched) > 5
+    plain, patched = pair(False, prepare=prepare)
+    assert on_the_op(patched) == 14
     tiny.assert_learns_alike(plain, patched, **tiny.tokens())
+
+
+def layers_in_4_bits(make, dtype=torch.float32, compute_dtype=torch.float32, **options):
+    """PEFT's layer around one in 4 bits, and a patched one of the same numbers."""
+    layers = []
+    for is_patched in (False, True):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(make(torch.nn.Linear(64, 24).to(compute_dtype), compute_dtype))
+        model.is_loaded_in_4bit = True
+        options = {"target_modules": ["0"], "r": 4, "init_lora_weights": False} | options
+        peft.get_peft_model(model, peft.LoraConfig(**options))
+        if is_patched:
+            assert liger_hw.patch(model).left.total() == 0
+        layers.append(model[0])
+    return *layers, torch.randn(600, 64, dtype=dtype)
+
+
+@four_bits
+@pytest.mark.parametrize(
+    "change, is_served",
+    [
+        (lambda layer: None, True),
+        (lambda layer: layer.base_layer.weight.quant_state.absmax.mul_(2), True),
+        (lambda layer: layer.base_layer.bias.data.mul_(2), True),
+        (lambda layer: setattr(layer.base_layer, "compute_type_is_set", False), False),
+        (lambda layer: setattr(layer.base_layer, "bias", torch.nn.Parameter(layer.base_layer.bias.half())), False),
+        (lambda layer: layer.base_layer.register_forward_hook(lambda _, args, y: 2 * y), False),
+        (lambda layer: layer.merged_adapters.append("default"), False),
+    ],
+    ids=["as patched", "scales", "bias", "no dtype yet", "another dtype of bias", "hook", "merged"],
+)  # fmt: skip
+def test_layer_in_4_bits_in_any_state(make, change, is_served):
+    plain, patched, x = layers_in_4_bits(make)
+    change(plain), change(patched)
+    if plain.base_layer.bias.dtype != torch.float32 and make is FourBits:
+        pytest.skip("bitsandbytes casts the bias")
+    assert (patched.liger_adapted(x) is not None) == is_served
+    assert torch.equal(patched(x), plain(x))
+
+
+def test_calls_that_bitsandbytes_serves_better():
+    """Few rows without gradients, and a CPU's layout for inference."""
+    _, patched, x = layers_in_4_bits(FourBits)
+    with torch.no_grad():
+        assert patched.liger_adapted(x) is not None and patched.liger_adapted(x[:511]) is None
+        assert patched.eval().liger_adapted(x) is None
+    assert patched.liger_adapted(x) is None and patched.liger_adapted(x.requires_grad_()) is not None
+
+
+@four_bits
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_of_4_bits(make, dtype, autocast):
+    """Nearer to exact results than PEFT's, or as near: x in fp32 reaches the adapter in fp32."""
+    plain, patched, x = layers_in_4_bits(make, dtype, torch.bfloat16)
+    weight = dequantize_4bit(*dequantize_arguments(plain.base_layer.weight)).double()
+    a, b = (part["default"].weight.double() for part in (plain.lora_A, plain.lora_B))
+    exact = x.double() @ weight.T + plain.base_layer.bias.double() + x.double() @ a.T @ b.T * plain.scaling["default"]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert patched.liger_adapted(x) is not None
+        expected, found = plain(x), patched(x)
+    assert found.dtype == expected.dtype == dtype
+    of_plain, of_patched = ((y.double() - exact).norm() for y in (expected, found))
+    assert of_patched <= 1.01 * of_plain
+
+
+def test_4_bits_not_yet_quantised():
+    model = torch.nn.Sequential(FourBits(torch.nn.Linear(64, 24), torch.float32))
+    model[0].weight.quant_state = None
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4))
+    ((_, reason),) = liger_hw.patch(model).left
+    assert reason == "LoRA around FourBits before its weight is quantised: patch again after that"
+
+
+def test_layer_of_another_arithmetic():
+    class Doubled(FourBits):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = torch.nn.Sequential(Doubled(torch.nn.Linear(64, 24), torch.float32))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4))
+    ((_, reason),) = liger_hw.patch(model).left
+    assert reason == "this version of Doubled computes its 4 bits otherwise"
 
 
 def test_two_adapters_and_a_copy():
@@ -269,10 +388,6 @@ def test_two_adapters_and_a_copy():
 
 
 LAYER = peft.tuners.lora.layer.Linear
-
-
-def layers_on_the_op(model):
-    return sum(isinstance(m, LAYER) and swapping.is_swapped(m) for m in model.modules())
 
 
 def second_adapter(model):
@@ -297,7 +412,7 @@ def watched(model):
 def test_lora_layers_in_any_state(change):
     """On a CPU both compute the same bits."""
     plain, patched = pair(False, lora_dropout=0.0)
-    assert layers_on_the_op(patched) == 14
+    assert on_the_op(patched) == 14
     for model in (plain, patched):
         torch.manual_seed(7)
         change(model)
@@ -311,12 +426,12 @@ def test_lora_layers_in_any_state(change):
 def test_lora_layers_left_alone(options, reason):
     model = adapted(tiny.model("llama"), **options)
     summary = liger_hw.patch(model)
-    assert layers_on_the_op(model) == 0
+    assert on_the_op(model) == 0
     assert sum(count for (_, why), count in summary.left.items() if reason in why) == 14
-    assert layers_on_the_op(pair(False)[1]) == 14
+    assert on_the_op(pair(False)[1]) == 14
 
 
 def test_lora_turned_off():
     model = adapted(tiny.model("llama"))
     assert liger_hw.patch(model, lora=False).left["Linear", "lora=False"] == 14
-    assert layers_on_the_op(model) == 0
+    assert on_the_op(model) == 0

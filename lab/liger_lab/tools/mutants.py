@@ -168,12 +168,14 @@ MUTANTS = {
         ("the last bits of u left out", "tl.store(at + 2 * rank, lo, mask)", "tl.store(at + 2 * rank, 0.0 * lo, mask)"),
         ("u without its scale", "split(total * scale", "split(total"),
         ("the last columns of x left out", "(i < inner)[None, :]", "(i < inner - 1)[None, :]"),
-        (
-            "the last columns of y left out",
-            "(col < outer)[None, :], factor_mask",
-            "(col < outer - 1)[None, :], factor_mask",
-        ),
+        ("the last columns of y left out", "& (col < outer), (row", "& (col < outer - 1), (row"),
         ("dropout's factor left out", "scaling / (1 - dropout)", "scaling"),
+        ("the result of 4 bits in autocast's dtype", "return y if state is None else y.to(x.dtype)", "return y"),
+        (
+            "the whole weight kept",
+            "y = _frozen_linear.apply(x, stored, state, bias)",
+            "y = torch.nn.functional.linear(x, dequantize_4bit(*weight).to(x.dtype), bias)",
+        ),
         ("the dropped values' gradients kept", "dx.addcmul_(seen, mask)", "dx.add_(seen)"),
     ],
     "dequantize_4bit": [

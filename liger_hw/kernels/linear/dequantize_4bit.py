@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_hw._torch import without_torch_function
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
@@ -146,7 +147,8 @@ def dequantize_arguments(weight):
     nested = state.state2
     if nested is not None and (nested.dtype, nested.nested) != (torch.float32, False):
         return None
-    packed = weight.data if weight.dtype == torch.uint8 else weight.data.contiguous().view(torch.uint8)
+    with without_torch_function():  # a plain tensor of the same memory
+        packed = weight.data if weight.dtype == torch.uint8 else weight.data.contiguous().view(torch.uint8)
     return dequantize_4bit.arguments(
         packed, state.absmax, state.code, nested and nested.absmax, nested and nested.code, state.offset,
         tuple(state.shape), state.dtype, state.blocksize, nested.blocksize if nested else 256,

@@ -16,6 +16,9 @@ Two kernels: `lora_project` computes u, in the backward du; `lora_add` adds u B^
 each sum is rounded once. Adapters in fp32 on a bf16 model (PEFT's default) keep fp32, without copies of x or dy in
 fp32: the kernels split numbers of fp32 into three of bf16 whose sum they are, and multiply those on matrix cores into
 fp32. torch multiplies dA and dB from the same terms, which `lora_project` writes for u and du.
+
+W may be stored in 4 bits (QLoRA, arXiv:2305.14314). Forward and backward each write it whole, for one product; no graph
+keeps it.
 """
 
 import torch
@@ -26,6 +29,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, differentiable, op, raw, uncast
 from liger_hw.kernels._math import dot, rows_of
+from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
 from liger_hw.kernels.mlp.glu import validate as validate_glu
@@ -43,16 +47,20 @@ def _is_autocast(x):
 
 
 def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
-    """Check the arguments; return the dtype that F.linear computes in, which autocast may set."""
+    """Check the arguments; return the dtype of the adapter's products, which autocast may set."""
     check(x.is_floating_point() and x.ndim > 0, "x", x, "floating point rows")
     device, cast = x.device, _is_autocast(x)
     dtype = torch.get_autocast_dtype(device.type) if cast else x.dtype
     cols, (features, rank) = x.shape[-1], lora_b.shape if lora_b.ndim == 2 else (0, 0)
-    if weight.shape != (features, cols) or weight.device != device or not (cast or weight.dtype == dtype):
-        refuse("weight", weight, f"{dtype} of shape ({features or 'H'}, {cols}) on {device} (or torch.autocast)")
+    stored, state = _stored(weight)
+    allowed = f"{dtype} of shape ({features or 'H'}, {cols}) on {device}"
+    dtypes = (weight.dtype,) if cast == (state is None) else (dtype,)  # F.linear casts, and 4 bits become any dtype
+    if weight.shape != (features, cols) or stored.device != device or weight.dtype not in dtypes:
+        refuse("weight", stored, f"{allowed} (or torch.autocast), or `dequantize_4bit.arguments` of such a weight")
     if bias is not None:
-        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype == dtype):
-            refuse("bias", bias, f"{dtype} of shape ({features},) on {device} (or torch.autocast)")
+        bias_dtype = dtype if state is None else weight.dtype
+        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype == bias_dtype):
+            refuse("bias", bias, f"{bias_dtype} of shape ({features},) on {device} (or torch.autocast)")
     if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not lora_a.is_floating_point():
         refuse("lora_a", lora_a, f"floating point of shape ({rank or 'r'}, {cols}) on {device}")
     if lora_b.device != device or lora_b.dtype != lora_a.dtype:
@@ -64,8 +72,8 @@ def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
 
 @op
 def lora_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor, lora_b: torch.Tensor,
-    scaling: float = 1.0, dropout: float = 0.0,
+    x: torch.Tensor, weight: torch.Tensor | tuple, bias: torch.Tensor | None, lora_a: torch.Tensor,
+    lora_b: torch.Tensor, scaling: float = 1.0, dropout: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """Compute F.linear(x, weight, bias) + scaling * F.linear(F.linear(dropout(x), lora_a), lora_b).
 
@@ -74,7 +82,9 @@ def lora_linear(
 
     Args:
         x: (..., C), any floating dtype.
-        weight: (H, C), in `x.dtype`; under torch.autocast any, cast as F.linear casts. It may be frozen.
+        weight: (H, C), in `x.dtype`; under torch.autocast any, cast as F.linear casts. It may be frozen. Or
+            `dequantize_4bit.arguments` of a frozen weight, whose product is computed in their `dtype` (autocast's under
+            autocast), and rounded to `x.dtype`.
         bias: (H,), in a dtype as for `weight`, or None.
         lora_a: (r, C), in `x.dtype`, or in fp32 for an x in bf16. Plain torch computes others, and ranks above 64.
         lora_b: (H, r), in the dtype of `lora_a`.
@@ -82,13 +92,17 @@ def lora_linear(
         dropout: the share of the values of x that the adapter does not see; 0 where the module is not training.
 
     Returns:
-        (..., H), in the dtype of F.linear(x, weight, bias).
+        (..., H), in the dtype of F.linear(x, weight, bias); with a weight in 4 bits in `x.dtype`.
 
     Raises:
         ValueError: a weight does not fit `x`, or `dropout` is not within 0 to 1.
     """
     _validate(x, weight, bias, lora_a, lora_b, dropout)
-    y = torch.nn.functional.linear(x, weight, bias)
+    stored, state = _stored(weight)
+    if state is None:
+        y = torch.nn.functional.linear(x, weight, bias)
+    else:
+        y = _frozen_linear.apply(x, stored, state, bias)
     dropped = torch.nn.functional.dropout(x.to(lora_a.dtype), dropout)
     update = torch.nn.functional.linear(torch.nn.functional.linear(dropped, lora_a), lora_b)
     return (y + update * scaling).to(y.dtype)
@@ -260,23 +274,60 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor, *, y):
 # Autograd -------------------------------------------------------------------------------------------------------------
 
 
+def _stored(weight):
+    """Return (tensor of a weight, None), or of 4 bits (packed numbers, `dequantize_4bit`'s further arguments)."""
+    check(isinstance(weight, (torch.Tensor, dequantize_4bit.arguments)), "weight", weight, "a tensor, or "
+          "`dequantize_4bit.arguments`")  # fmt: skip
+    return (weight, None) if isinstance(weight, torch.Tensor) else (weight.packed, tuple(weight[1:]))
+
+
+def _product(x, weight, state, bias):
+    """Compute F.linear(x, weight, bias), of 4 bits in their dtype."""
+    if state is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    weight = dequantize_4bit(weight, *state)
+    return torch.nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+
+
+def _product_backward(dy, weight, state):
+    """Compute the gradient of the rows that `_product` multiplied; `dy`: (R, H)."""
+    if state is None:
+        return torch.mm(dy, weight)
+    weight = dequantize_4bit(weight, *state)
+    return torch.mm(dy.to(weight.dtype), weight).to(dy.dtype)
+
+
+@differentiable("y")
+def _frozen_linear(x: torch.Tensor, weight: torch.Tensor, state: tuple, bias: torch.Tensor | None):
+    return _product(x, weight, state, bias)
+
+
+@_frozen_linear.backward()
+def _(weight, state, dy, *, x_grad, bias_grad):
+    with uncast(dy):
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = _product_backward(rows, weight, state).view(*dy.shape[:-1], -1) if x_grad else None
+        return dx, rows.sum(0) if bias_grad else None
+
+
 @differentiable("y u")
 def _lora_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor, lora_b: torch.Tensor,
-    mask: torch.Tensor | None, scaling: float,
+    x: torch.Tensor, weight: torch.Tensor, state: tuple | None, bias: torch.Tensor | None, lora_a: torch.Tensor,
+    lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float,
 ):  # fmt: skip
-    y = torch.nn.functional.linear(x, weight, bias)
-    u = update(_seen(x, mask), lora_a.t(), lora_b.t(), y.view(-1, weight.shape[0]), scaling)
+    y = _product(x, weight, state, bias)
+    u = update(_seen(x, mask), lora_a.t(), lora_b.t(), y.view(-1, lora_b.shape[0]), scaling)
     return y, u
 
 
 @_lora_linear.backward()
 def _(
-    x, weight, lora_a, lora_b, mask, scaling, u, dy, *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad
+    x, weight, state, lora_a, lora_b, mask, scaling, u, dy,
+    *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dy):  # a program may call backward within autocast
-        dy, wide, du = dy.reshape(-1, weight.shape[0]), lora_a.dtype != x.dtype, None
-        dx = torch.mm(dy, weight) if x_grad else None
+        dy, wide, du = dy.reshape(-1, lora_b.shape[0]), lora_a.dtype != x.dtype, None
+        dx = _product_backward(dy, weight, state) if x_grad else None
         if x_grad or lora_a_grad:
             seen = dx if mask is None or dx is None else torch.zeros_like(dx)
             du = update(dy, lora_b, lora_a, seen, scaling)
@@ -297,24 +348,33 @@ def _seen(x, mask):
     return rows if mask is None else rows * mask
 
 
-def _fits(dtype, weight, lora_a):
+def _fits(x, lora_a):
     """Tell whether the kernels compute in these dtypes: one, or adapters in fp32 on bf16."""
-    one = lora_a.dtype == dtype or (lora_a.dtype, dtype) == (torch.float32, torch.bfloat16)
-    return one and weight.dtype == dtype and lora_a.shape[0] <= LARGEST_RANK
+    one = lora_a.dtype == x.dtype or (lora_a.dtype, x.dtype) == (torch.float32, torch.bfloat16)
+    return one and lora_a.shape[0] <= LARGEST_RANK
+
+
+def _cast(x, dtype, tensors):
+    """Return tensors as autocast casts them for F.linear; 4-bit numbers stay."""
+    if not _is_autocast(x):
+        return tensors
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
 
 
 @lora_linear.register("triton")
 def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
     dtype = _validate(x, weight, bias, lora_a, lora_b, dropout)
-    if _is_autocast(x):
-        x, weight, bias, lora_a, lora_b = (t if t is None else t.to(dtype) for t in (x, weight, bias, lora_a, lora_b))
-    if x.dtype != dtype or dropout == 1 or not _fits(dtype, weight, lora_a):
+    stored, state = _stored(weight)
+    rows, *tensors = _cast(x, dtype, [x, stored, bias, lora_a, lora_b])
+    stored, bias_cast, a, b = tensors
+    if dropout == 1 or not _fits(rows, a):
         return lora_linear.reference(x, weight, bias, lora_a, lora_b, scaling, dropout)
     mask = None
     if dropout:  # the mask that torch draws depends on the dtype
         mask = torch.native_dropout(x.detach().to(lora_a.dtype).view(-1, x.shape[-1]), dropout, True)[1]
         scaling = scaling / (1 - dropout)
-    return _lora_linear.apply(x, weight, bias, lora_a, lora_b, mask, scaling)
+    y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling)
+    return y if state is None else y.to(x.dtype)
 
 
 # The end of a gated MLP -----------------------------------------------------------------------------------------------
@@ -329,8 +389,9 @@ def _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation):
 
 @op
 def lora_glu_linear(
-    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor,
-    lora_b: torch.Tensor, scaling: float = 1.0, activation: str = "silu", in_place: bool = False,
+    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor | tuple,
+    bias: torch.Tensor | None, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float = 1.0,
+    activation: str = "silu", in_place: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute lora_linear(f(gate) * up, weight, ...), the end of a gated MLP with an adapter.
 
@@ -342,7 +403,7 @@ def lora_glu_linear(
         weight, bias, lora_a, lora_b, scaling: as in `lora_linear`.
 
     Returns:
-        (..., H), in the dtype of the product, or autocast's.
+        (..., H), in the dtype of the product, or autocast's with a plain weight.
 
     Raises:
         ValueError: as in `glu_linear` and `lora_linear`.
@@ -372,8 +433,8 @@ def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in
 
 @differentiable("out y u")
 def _lora_glu_linear(
-    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, lora_a: torch.Tensor,
-    lora_b: torch.Tensor, scaling: float, activation: str, defers: bool,
+    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, state: tuple | None, bias: torch.Tensor | None,
+    lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float, activation: str, defers: bool,
 ):  # fmt: skip
     """Compute the op for one dtype.
 
@@ -382,21 +443,21 @@ def _lora_glu_linear(
     y = glu(gate, up, activation)
     rows, out = y.view(-1, y.shape[-1]), None
     if defers:
-        placeholder = gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
+        placeholder = gate.new_empty_strided((*gate.shape[:-1], lora_b.shape[0]), [0] * gate.ndim)
     else:
-        placeholder = torch.nn.functional.linear(y, weight, bias)
-        out = placeholder.view(-1, weight.shape[0])
+        placeholder = _product(y, weight, state, bias)
+        out = placeholder.view(-1, lora_b.shape[0])
     return placeholder, y, update(rows, lora_a.t(), lora_b.t(), out, scaling)
 
 
 @_lora_glu_linear.backward(without_gradient="y")
 def _(
-    gate, up, weight, lora_a, lora_b, scaling, activation, in_place: bool, u, dout,
+    gate, up, weight, state, lora_a, lora_b, scaling, activation, in_place: bool, u, dout,
     *, gate_grad, up_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dout):
-        dout, wide = dout.reshape(-1, weight.shape[0]), lora_a.dtype != gate.dtype
-        dy = torch.mm(dout, weight)
+        dout, wide = dout.reshape(-1, lora_b.shape[0]), lora_a.dtype != gate.dtype
+        dy = _product_backward(dout, weight, state)
         du = update(dout, lora_b, lora_a, dy, scaling)
         dy = dy.view(gate.shape)
         dgate, dup = gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad)
@@ -413,9 +474,9 @@ def _(
 @differentiable("out")
 def _deferred_projection(placeholder: torch.Tensor, tensors: tuple, scaling: float):  # autograd tracks no tuple
     """Compute the result of the placeholder of `_lora_glu_linear`, and keep nothing."""
-    y, weight, bias, lora_a, lora_b = tensors
-    out = torch.nn.functional.linear(y, weight, bias)
-    update(y.view(-1, y.shape[-1]), lora_a.t(), lora_b.t(), out.view(-1, weight.shape[0]), scaling)
+    y, weight, state, bias, lora_a, lora_b = tensors
+    out = _product(y, weight, state, bias)
+    update(y.view(-1, y.shape[-1]), lora_a.t(), lora_b.t(), out.view(-1, lora_b.shape[0]), scaling)
     return out
 
 
@@ -428,13 +489,12 @@ def _(dout, *, placeholder_grad):
 def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in_place=False):
     dtype = _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation)
     learns = gate.requires_grad or up is not None and up.requires_grad
-    keeps_y = torch.is_grad_enabled() and learns and (weight.requires_grad or lora_a.requires_grad)
-    tensors = weight, bias, lora_a, lora_b
-    if _is_autocast(gate):
-        tensors = [t if t is None else t.to(dtype) for t in tensors]
-    one_dtype = gate.dtype == dtype == (gate if up is None else up).dtype and _fits(dtype, tensors[0], tensors[2])
+    stored, state = _stored(weight)
+    keeps_y = torch.is_grad_enabled() and learns and (stored.requires_grad or lora_a.requires_grad)
+    stored, *others = _cast(gate, dtype, [stored, bias, lora_a, lora_b])
+    one_dtype = gate.dtype == dtype == (gate if up is None else up).dtype and _fits(gate, others[1])
     if not keeps_y or not one_dtype:
         return lora_linear(gated(gate, up, activation, in_place), weight, bias, lora_a, lora_b, scaling)
     defers, in_place = is_checkpointed(), goes_in_place(gate, up, in_place)
-    out, y = _lora_glu_linear.apply(gate, up, *tensors, scaling, activation, defers, in_place)
-    return _deferred_projection.apply(out, (y, *tensors), scaling) if defers else out
+    out, y = _lora_glu_linear.apply(gate, up, stored, state, *others, scaling, activation, defers, in_place)
+    return _deferred_projection.apply(out, (y, stored, state, *others), scaling) if defers else out
