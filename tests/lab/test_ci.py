@@ -314,7 +314,7 @@ def commands(job):
 
 def test_the_package_and_the_site_are_built_on_every_change():
     jobs = workflow("cpu")["jobs"]
-    assert "make package" in commands(jobs["package"]) and "make docs" in commands(jobs["docs"])
+    assert "make package" in commands(jobs["package"]) and "make docs" in commands(workflow("site")["jobs"]["build"])
     least = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert f">={jobs['package']['strategy']['matrix']['python'][0]}" == least
 

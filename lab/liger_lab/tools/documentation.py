@@ -49,6 +49,7 @@ WITHOUT_KERNELS = ("pack_int2", "unpack_int2", "router", "load_balancing_loss", 
 PAIR = re.compile(  # "a, b: text" in a list of attributes, of which griffe takes b for the type of a
     r"<b><code><span[^>]*>([\w, ]+),</span></code></b>\s*\(<code><span[^>]*>(\w+)</span></code>\)"
 )
+BOOST = {"hardware.md": 4, "guides/small_gpu.md": 3, "faq.md": 2, "trainers.md": 2}  # pages that a search shows first
 MODES = {"fwd": "forward", "full": "forward and backward"}
 LIMIT = (
     f"{formatting.AXES} "
@@ -244,6 +245,7 @@ def on_files(files, config):
 def on_page_markdown(text, page, config, files):
     """Insert tables of evidence, render formulas, and turn the repository's links into the site's."""
     place = page.file.src_uri
+    page.meta["search"] = {"boost": BOOST.get(place, 1)}
     origin = next((name for name, where in PAGES.items() if where == place), f"docs/{place}")
 
     def moved(match):
