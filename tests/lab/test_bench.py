@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import liger_hw
-from liger_hw import cli, dispatch
+from liger_hw import cli, console, dispatch
 from liger_hw._triton import interpreting
 from liger_hw.checkpointing.budget import BudgetTooSmall
 from liger_hw.kernels import load_all
@@ -346,6 +346,23 @@ class Answers(list):
     send = list.append
 
 
+def answers_of(runs, failing=()):
+    """Train the groups of `runs` in this process; return their answers, and assert that none failed but `failing`."""
+    answers = Answers()
+    for group in training.groups(runs):
+        training.main(group, answers)
+    errors = [run["provider"] for run, answer in zip(runs, answers) if "error" in answer]
+    assert errors == list(failing), answers
+    return answers
+
+
+@pytest.fixture
+def smaller(monkeypatch):
+    """Make the model "tiny" smaller, for tests of what happens around it."""
+    model = dataclasses.replace(training.SETTINGS["tiny"].model, config=training.demo.llama(32, 48, 1, 4, 2, 64))
+    monkeypatch.setitem(training.SETTINGS, "tiny", training.Setting(model, (8,)))
+
+
 @pytest.mark.parametrize("name", training.DEFAULT)
 def test_every_setting_trains(name, monkeypatch):
     """At a small size, with the parts that its family has."""
@@ -369,30 +386,22 @@ def test_every_setting_trains(name, monkeypatch):
         config |= {token: 120 + i for i, token in enumerate(special)}
     shape = dataclasses.replace(setting.model, config=config)
     monkeypatch.setitem(training.SETTINGS, name, dataclasses.replace(setting, model=shape))
-    answers = Answers()
     seqs = [264 if setting.images else 16]
-    training.main(
-        training.plan([name], ["eager", "liger_hw"], 1, seqs, None, 1, torch.float32, False), answers
-    )  # fmt: skip
-    assert not any("error" in run for run in answers), answers
-    eager, ours = answers
+    eager, ours = answers_of(training.plan([name], ["eager", "liger_hw"], [1], seqs, None, 1, torch.float32))
     assert abs(eager["loss"] - ours["loss"]) < 1e-5 and eager["peak_bytes"] > 0
 
 
 def test_a_run_that_fails_leaves_the_others(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(training, "import_module", lambda name: 1 / 0)
-    answers = Answers()
-    training.main(training.plan(["tiny"], ["liger", "liger_hw"], 1, [8], None, 1, torch.float32, False), answers)
+    answers = answers_of(training.plan(["tiny"], ["liger", "liger_hw"], [1], [8], None, 1, torch.float32), ["liger"])
     assert answers[0] == {"error": "ZeroDivisionError: division by zero"} and answers[1]["tokens_per_second"] > 0
 
 
 def test_activations_of_ours_alone():
     pytest.importorskip("transformers")
-    answers = Answers()
-    runs = training.plan(["tiny"], ["eager", "liger_hw"], 1, [8], None, 1, torch.float32, False, "0.001GiB")
-    training.main(runs, answers)
-    assert not any("error" in run for run in answers), answers
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [8], None, 1, torch.float32, activations="0.001GiB")
+    answers = answers_of(runs)
     assert abs(answers[0]["loss"] - answers[1]["loss"]) < 1e-5
     assert formatting.setting(runs[1]) == "tiny 1x8, activations within 0.001GiB"
 
@@ -407,10 +416,8 @@ def test_every_provider_is_compiled(what, modules, monkeypatch):
         of_torch(module, backend="eager")
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_with_its_name)
-    answers = Answers()
-    runs = training.plan(["tiny"], ["eager", "liger_hw"], 1, [8], None, 1, torch.float32, compiled=what)
-    training.main(runs, answers)
-    assert not any("error" in run for run in answers), answers
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [8], None, 1, torch.float32, compiled=what)
+    answers = answers_of(runs)
     assert abs(answers[0]["loss"] - answers[1]["loss"]) < 1e-5
     plain, ours = compiled[: len(modules)], compiled[len(modules) :]
     assert plain == modules and [name.removeprefix("Liger") for name in ours] == modules
@@ -438,28 +445,70 @@ def test_a_sweep_doubles_until_memory_ends(monkeypatch, tmp_path):
             yield numbers | {"loss": 0.0} if fits else {"error": "out of memory"}
 
     monkeypatch.setattr(training, "_in_a_process", answers)
-    runs = training.plan(["tiny"], [*limits], 2, [64], None, 1, torch.float32, sweep="batch")
-    assert {run["seq"] for run in runs} == {64} and [run["batch"] for run in runs[::3]][:3] == [2, 4, 8]
+    runs = training.plan(["tiny"], [*limits], [2], [64], None, 1, torch.float32, sweep="batch", limit="24GiB")
+    assert {run["seq"] for run in runs} == {64} and [run["batch"] for run in runs][:3] == [2, 4, 8]
     with terminal.progress() as progress:
         found = training.run(runs, torch.device("cpu"), progress, tmp_path / "train.json")
     assert found["complete"]
-    assert tried == [(name, size) for size in (2, 4, 8, 16) for name in limits if size <= 2 * limits[name]]
+    assert tried == [(name, size) for name in limits for size in (2, 4, 8, 16) if size <= 2 * limits[name]]
     (name, figure), *others = charts.training_figures(found)
-    assert name == "tiny by batch" and not others
+    assert name == "tiny by batch limited to 24GiB" and not others
+    assert "limited to 24GiB" in figure.get_suptitle()
     assert [len(axis.lines) for axis in figure.axes] == [3, 3]
     assert charts.picture(figure, "png").startswith(b"\x89PNG")
-    seqs = training.plan(["tiny"], ["liger_hw"], 3, None, None, 1, torch.float32, sweep="seq")
+    seqs = training.plan(["tiny"], ["liger_hw"], [3], None, None, 1, torch.float32, sweep="seq")
     assert [(run["batch"], run["seq"]) for run in seqs[:2]] == [(3, 1024), (3, 2048)]
+    seqs = training.plan(["tiny"], ["liger_hw"], [4], [24576, 512], None, 1, torch.float32, sweep="seq")
+    assert [(run["batch"], run["seq"]) for run in seqs] == [(4, 512), (4, 24576)]
 
 
-def test_the_loss_alone():
+def test_the_loss_alone(smaller, monkeypatch):
     pytest.importorskip("transformers")
-    answers = Answers()
-    runs = training.plan(["tiny"], ["eager", peers.LOSS_ALONE, "liger_hw"], 1, [8], None, 1, torch.float32)
-    training.main(runs, answers)
-    assert not any("error" in run for run in answers), answers
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+    providers = ["eager", "compile", peers.LOSS_ALONE, peers.LOSS_COMPILED, "liger_hw"]
+    answers = answers_of(training.plan(["tiny"], providers, [1], [8], None, 1, torch.float32))
     losses = [run["loss"] for run in answers]
     assert max(losses) - min(losses) < 1e-5
+    assert compiled == 2 * ["LlamaForCausalLM"] and providers[3] in charts.COLOURS
+
+
+def test_adapters_and_loss_scale(smaller):
+    """LoRA trains its adapters alone, which are fp32; sizes share a model, and fp16 has a loss scale."""
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package)
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [4, 8], [True], 1, torch.float16, lora=4)
+    answers = answers_of(runs)
+    for eager, ours in zip(answers[:2], answers[2:]):
+        assert abs(eager["loss"] - ours["loss"]) < 1e-3 and 0 < eager["loss_scale"] == ours["loss_scale"]
+    assert formatting.setting(runs[1]) == "tiny 1x8, checkpointing, LoRA of rank 4, fp16 with a loss scale"
+    trained = training.build(runs[0], 8, torch.device("cpu"))
+    assert {p.dtype for p in trained.model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in trained.model.parameters() if not p.requires_grad} == {torch.float16}
+    full = training.plan(["tiny"], ["eager"], [1], [4], None, 1, torch.float16)
+    assert {p.dtype for p in training.build(full[0], 8, torch.device("cpu")).model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kbit", [False, True])
+def test_quantised_weights(smaller, kbit):
+    for package in ("transformers", "peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [8], None, 1, torch.bfloat16, qlora=4, kbit=kbit)
+    eager, ours = answers_of(runs)
+    assert abs(eager["loss"] - ours["loss"]) < 1e-2
+    model = training.build(runs[0], 8, torch.device("cpu")).model
+    assert sum(type(module).__name__ == "Linear4bit" for module in model.modules()) == 7
+    assert model.get_input_embeddings().weight.dtype == (torch.float32 if kbit else torch.bfloat16)
+
+
+@pytest.mark.skipif(ACCELERATOR is not None, reason="an accelerator's offload is measured, not tested")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_to_the_cpu(smaller, dtype):
+    for package in ("transformers", "deepspeed"):
+        pytest.importorskip(package)
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [8], None, 1, dtype, offload=True)
+    eager, ours = answers_of(runs)
+    assert abs(eager["loss"] - ours["loss"]) < 1e-2
 
 
 def test_the_memory_of_a_step(monkeypatch, tmp_path):
@@ -506,11 +555,21 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["tiny", "--sweep", "batch"], "--sweep: needs an accelerator"),
         (["tiny", "--snapshot"], "--snapshot: needs an accelerator"),
         (["tiny", "--compile", "layers", "--against", "compile"], "--against: got compile with --compile"),
+        (["tiny", "--memory-limit", "24GiB"], "--memory-limit: needs an accelerator"),
+        (["tiny", "--lora", "--qlora"], "--lora: got --qlora as well, allowed: one of the two"),
+        (["tiny", "--offload", "--compile", "model"], "--offload: got --compile as well"),
+        (["tiny", "--lora", "--kbit"], "--lora: got --kbit as well"),
+        (["tiny", "--kbit"], "--kbit: got no --qlora"),
+        (["tiny", "--qlora"], "needs bitsandbytes, which is not installed here: pip install bitsandbytes"),
+        (["tiny", "--offload"], "needs deepspeed, which is not installed here: pip install deepspeed"),
     ],
-    ids=["model", "against", "longest", "activations", "sweep", "snapshot", "compile"],
+    ids=lambda value: " ".join(value[1:]) or "model" if isinstance(value, list) else "",
 )
-def test_training_refuses(arguments, message, capsys):
+def test_training_refuses(arguments, message, capsys, monkeypatch):
     pytest.importorskip("transformers")
+    of_console = console.find_spec
+    absent = ("bitsandbytes", "deepspeed")
+    monkeypatch.setattr(console, "find_spec", lambda name: None if name in absent else of_console(name) or True)
     assert cli.main(["bench", "train", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -527,7 +586,7 @@ def test_the_longest_context_is_found(monkeypatch, limit, error):
                 raise error
 
     monkeypatch.setattr(training, "_batch", lambda made, batch, seq, device: seq)
-    monkeypatch.setattr(training, "_free", lambda made: None)
+    monkeypatch.setattr(training, "_free", lambda made, device: None)
     monkeypatch.setattr(liger_hw, "activations", lambda model, budget: Trained.plans.append(0))
     found = training._longest(Trained(), torch.device("cpu"), "auto")
     assert set(Trained.plans) <= {1, 2 + training.PLANNING}  # steps of each plan

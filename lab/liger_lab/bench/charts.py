@@ -6,13 +6,13 @@ from pathlib import Path
 
 from liger_lab.bench import formatting, pages
 from liger_lab.bench.formatting import size
-from liger_lab.bench.peers import FLOOR, LOSS_ALONE, OURS
+from liger_lab.bench.peers import FLOOR, LOSS_ALONE, LOSS_COMPILED, OURS
 
 GIB = 2**30
 COLOURS = {
-    OURS: "#e4572e", LOSS_ALONE: "#f0a78f", "liger": "#3d7ea6", "compile": "#5b9e6f", "torch": "#b08fc7",
-    "eager": "#8b93a1",
-    "cce": "#c9a227", "quack": "#2f4b6e", "loss_parallel": "#5b9e6f", FLOOR: "#d5d9e0",
+    OURS: "#e4572e", LOSS_ALONE: "#f0a78f", LOSS_COMPILED: "#b5651d", "liger": "#3d7ea6", "compile": "#5b9e6f",
+    "torch": "#b08fc7", "eager": "#8b93a1", "cce": "#c9a227", "quack": "#2f4b6e", "loss_parallel": "#5b9e6f",
+    FLOOR: "#d5d9e0",
 }  # fmt: skip
 WIDE = """
 main { max-width: 76rem; } td, th { padding: .3rem .55rem; font-size: .85rem; white-space: nowrap; }
@@ -245,7 +245,7 @@ def _sweeps(benchmark, pyplot):
     groups = {}
     for record in benchmark["results"]:
         if "sweep" in record:
-            more = ", checkpointing" if record["checkpointing"] else ""
+            more = (", checkpointing" if record["checkpointing"] else "") + formatting.options(record)
             groups.setdefault((record["model"], record["sweep"], more), []).append(record)
         elif "engine" in record:
             more = f", {record['engine']} on {record['gpus']} GPUs{formatting.options(record)}"

@@ -17,6 +17,7 @@ from liger_hw.testing.case import Case
 
 OURS, FLOOR = "liger_hw", "floor"
 LOSS_ALONE = "liger_hw, loss alone"  # patched with the fused loss and nothing else
+LOSS_COMPILED = "liger_hw, loss alone, compiled"
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ RESERVE = 2 * GIB
 BUCKET, LIVE = 5 * 10**8, 10**9  # elements: DeepSpeed's defaults
 ENGINES = ("fsdp2", "zero2", "zero3", "ddp")
 PROVIDERS = (OURS, EAGER)
+OUTSIDE = ("activations", "objective", "lora", "qlora", "offload", "precision")  # options that no formula covers
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 STEP = 256  # the longest sequence is a multiple of it
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose measured peaks the formulas reach
@@ -548,14 +549,14 @@ def against(results: list[dict]) -> list[dict]:
     Args:
         results: records of `bench train` and `bench distributed`.
 
-    Records of other models, engines, losses and libraries, of budgets and without a peak are left out. `bench train`
+    Records of other models, engines, losses, libraries and options, and without a peak are left out. `bench train`
     measures parameters, states and a step's allocations, so its prediction is without WORKSPACE.
     """
     compared = []
     for record in results:
         covered = record["model"] in MODELS and record["provider"] in PROVIDERS
         covered &= record.get("engine", ENGINES[0]) in ENGINES
-        covered &= not (record.get("activations") or record.get("objective"))
+        covered &= not any(record.get(name) for name in OUTSIDE)
         if covered and record.get("peak_bytes"):
             moment, by_part = peak(run_from_record(record))
             predicted = sum(by_part.values()) - (0 if "engine" in record else WORKSPACE)

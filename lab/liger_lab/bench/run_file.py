@@ -14,7 +14,10 @@ import torch
 from liger_hw import __version__, backends
 from liger_hw.console import installed_version
 
-PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers")
+PACKAGES = (
+    "torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers", "peft", "bitsandbytes",
+    "deepspeed",
+)  # fmt: skip
 
 
 def environment(device) -> dict:

@@ -217,10 +217,7 @@ class ZeRO3:
         return random_tokens(cell, dist.get_rank(), device)
 
     def step(self, ids):
-        loss = self.model(input_ids=ids, labels=ids).loss
-        self.model.backward(loss)
-        self.model.step()
-        return loss.detach()
+        return training.zero_step(self.model, input_ids=ids, labels=ids)
 
     def release(self):
         """Do nothing: DeepSpeed frees gradients in its step."""

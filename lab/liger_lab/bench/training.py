@@ -1,8 +1,7 @@
 """Measure training steps of Hugging Face models of published sizes, unpatched and under each library.
 
-Every setting runs in its own process, so that none inherits another's memory or compiled code. The process builds one
-model with random weights and trains it unpatched, compiled, patched by liger_hw and, last because nothing undoes it,
-patched by the peer.
+Every library has its own process for each model, so that none inherits another's memory, compiled code or changes. The
+process builds the model with random weights, changes it as the library does, and trains it at growing sizes.
 """
 
 import dataclasses
@@ -12,25 +11,26 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import liger_hw
 from liger_hw.checkpointing.budget import BudgetTooSmall, bytes_of
+from liger_hw.checks import check
 from liger_hw.patching.flags import FLAGS
 from liger_hw.spelling import check_known
-from liger_lab.bench import demo, formatting, snapshots
+from liger_lab.bench import demo, formatting, memory, snapshots
 from liger_lab.bench.measure import spread
-from liger_lab.bench.peers import LOSS_ALONE, OURS
+from liger_lab.bench.peers import LOSS_ALONE, LOSS_COMPILED, OURS
 from liger_lab.bench.run_file import environment, saved_at_end, write
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 PEERS = (EAGER, COMPILE, LIGER)
-ORDER = (EAGER, COMPILE, LOSS_ALONE, OURS, LIGER)  # the peer is last because nothing undoes its changes to the model
+RANK = 16  # of adapters
 SWEEPS = {"batch": (1, 2**10), "seq": (1024, 2**20)}  # what is doubled -> its first and last value
 WARM_UP = 3
 PLANNING = 5  # steps in which `liger_hw.activations` measures, plans and checks
@@ -114,91 +114,88 @@ def choose(names, device) -> list[str]:
 
 
 def plan(
-    models, providers, batch, seqs, checkpointing, steps, dtype, longest=False, activations=None, sweep=None,
-    snapshots=None, compiled=None,
-) -> list[dict]:  # fmt: skip
+    models, providers, batches, seqs, checkpointing, steps, dtype, longest=False, sweep=None, **options
+) -> list[dict]:
     """List the runs: one dictionary of plain data for each.
 
     Args:
         models: names of SETTINGS.
-        batch, seqs: sizes, or None for each model's own.
+        batches, seqs: lists of sizes, or None for each model's own.
         checkpointing: a list of booleans, or None for each model's own.
         steps: timed steps of a run.
-        dtype: dtype of parameters and computation.
+        dtype: dtype of computation, and of parameters; fp16 trains with a loss scale, and parameters that learn are
+            fp32.
         longest: search the longest sequence that fits the memory with a batch of one, instead of timing.
-        activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
-        sweep: "batch" or "seq", which doubles from `batch`, or the first of `seqs`, until no step fits the memory.
-        snapshots: folder for the memory of a step of each run, or None.
-        compiled: what torch.compile gets after a provider's patch: "model", "layers" (each for itself), or None.
+        sweep: "batch" or "seq", which grows until no step fits the memory. One size or none is doubled; several are
+            the sizes.
+        options: what is asked for; empty values are as absent.
+            activations: budget of `liger_hw.activations` for the model that liger_hw patches.
+            snapshots: folder for the memory of a step of each run.
+            compiled: what torch.compile gets after a provider's patch: "model", or "layers" (each for itself).
+            lora, qlora: rank of PEFT's adapters on all linear layers; with `qlora` these layers have 4 bits.
+            kbit: `peft.prepare_model_for_kbit_training` prepares the model, and keeps the rest in fp32.
+            offload: DeepSpeed's ZeRO-3 keeps weights and optimizer on the CPU.
+            limit: memory of the device that torch may allocate, such as "24GiB".
 
     Raises:
-        ValueError: a model is unknown, or the budget.
+        ValueError: a model is unknown, or a budget.
     """
-    bytes_of(activations or "auto", None)
+    bytes_of(options.get("activations") or "auto", None)
+    if limit := options.get("limit"):
+        check(isinstance(bytes_of(limit, None), int), "--memory-limit", limit, 'a size such as "24GiB"')
     for name in models:
         check_known("model", name, SETTINGS)
-    runs = []
-    for name in models:
-        setting = SETTINGS[name]
-        for checkpointed in checkpointing or [setting.model.checkpointing]:
-            for size, seq in _sizes(setting, batch, seqs, longest, sweep):
-                for provider in providers:
-                    asked = {"activations": activations, "sweep": sweep, "snapshots": snapshots and str(snapshots),
-                             "compiled": compiled}  # fmt: skip
-                    runs.append({
-                        "model": name, "batch": size, "seq": seq, "checkpointing": checkpointed, "provider": provider,
-                        "steps": steps, "dtype": str(dtype).removeprefix("torch."),
-                    } | {key: value for key, value in asked.items() if value})  # fmt: skip
-    return runs
+    options |= {"sweep": sweep, "precision": "fp16 with a loss scale" if dtype == torch.float16 else None}
+    asked = {key: value for key, value in options.items() if value}
+    return [
+        {
+            "model": name, "batch": batch, "seq": seq, "checkpointing": checkpointed, "provider": provider,
+            "steps": steps, "dtype": str(dtype).removeprefix("torch."), **asked,
+        }
+        for name in models
+        for checkpointed in checkpointing or [SETTINGS[name].model.checkpointing]
+        for provider in providers
+        for batch, seq in _sizes(SETTINGS[name], batches, seqs, longest, sweep)
+    ]  # fmt: skip
 
 
-def _sizes(setting, batch, seqs, longest, sweep) -> list[tuple]:
+def _sizes(setting, batches, seqs, longest, sweep) -> list[tuple]:
     """List (batch, sequence length or None for the longest that fits)."""
-    model_batch = batch or setting.model.batch
     if longest:
         return [(1, None)]
-    if not sweep:
-        return [(model_batch, seq) for seq in seqs or setting.seqs]
-    first, last = SWEEPS[sweep]
-    value, values = (batch if sweep == "batch" else seqs and seqs[0]) or first, []
-    while value <= last:
-        values.append(value)
-        value *= 2
-    if sweep == "batch":
-        return [(value, (seqs or setting.seqs)[0]) for value in values]
-    return [(model_batch, value) for value in values]
+    sizes = {"batch": batches or [setting.model.batch], "seq": seqs or setting.seqs}
+    if sweep:
+        given, (first, last) = {"batch": batches, "seq": seqs}[sweep] or [], SWEEPS[sweep]
+        first = given[0] if given else first
+        doubled = [first * 2**power for power in range((last // first).bit_length())]
+        sizes = {name: values[:1] for name, values in sizes.items()}
+        sizes[sweep] = sorted(given) if len(given) > 1 else doubled
+    return list(itertools.product(sizes["batch"], sizes["seq"]))
+
+
+def groups(runs) -> list[list[dict]]:
+    """Split the runs of a `plan` into processes, whose runs differ in their sizes alone."""
+    return [list(group) for _, group in itertools.groupby(runs, lambda planned: planned | {"batch": 0, "seq": 0})]
 
 
 def run(runs, device, progress, file: Path) -> dict:
     """Make every run of a `plan`; write the results to `file` after each."""
     benchmark = environment(device) | {"results": [], "complete": False}
     bar = progress.add_task("training", total=len(runs), note="")
-    exhausted = set()  # what failed in a sweep, usually for memory, and would again at the next size
     with saved_at_end(benchmark, file):
-        for _, group in itertools.groupby(runs, key=lambda planned: planned | {"provider": ""}):
-            same_size = list(group)
-            group = [planned for planned in same_size if _line_of(planned) not in exhausted]
-            progress.update(bar, advance=len(same_size) - len(group))
-            if not group:
-                continue
-            group = sorted(group, key=lambda planned: ORDER.index(planned["provider"]))
-            progress.update(bar, note=formatting.setting(group[0]))
-            for result, planned in zip(_in_a_process(group), group):
-                benchmark["results"].append(planned | result)
-                if "sweep" in planned and "error" in result:
-                    exhausted.add(_line_of(planned))
-                write(benchmark, file)
+        for group in groups(runs):
+            for number, (planned, result) in enumerate(zip(group, _in_a_process(group)), 1):
                 progress.update(bar, advance=1, note=f"{formatting.setting(planned)}, {planned['provider']}")
+                benchmark["results"].append(planned | result)
+                write(benchmark, file)
+                if "sweep" in planned and "error" in result:  # usually out of memory, and larger sizes would be too
+                    progress.update(bar, advance=len(group) - number)
+                    break
     return benchmark
 
 
-def _line_of(planned) -> tuple:
-    """Return what a line of a sweep's picture has in common."""
-    return tuple(planned[name] for name in ("model", "checkpointing", "provider"))
-
-
 def _in_a_process(group: list[dict]) -> Iterator[dict]:
-    """Yield the results of runs that differ only in their provider, from one new process."""
+    """Yield the results of a group of runs, from one new process."""
     context = process_context(__name__)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=main, args=(group, sender))
@@ -231,11 +228,11 @@ def process_context(module: str):
     return context
 
 
-# in the process of a setting ------------------------------------------------------------------------------------------
+# in the process of a group --------------------------------------------------------------------------------------------
 
 
 def main(group: list[dict], answers) -> None:
-    """Make the runs of one setting; send the result of each through the connection `answers`."""
+    """Make the runs of a group; send the result of each through the connection `answers`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -244,84 +241,166 @@ def main(group: list[dict], answers) -> None:
     trained = None
     for planned in group:
         try:
-            trained = trained or build(planned, device)
-            with _provided(planned, trained.model):
-                answers.send(_measured(trained, planned, device))
-        except torch.OutOfMemoryError:
-            answers.send({"error": "out of memory"})
+            trained = trained or build(planned, max(run["seq"] or POSITIONS for run in group), device)
+            answers.send(_measured(trained, planned, device))
         except Exception as error:  # a library may fail on a model in any way; the others still run
-            answers.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
-        if trained:
-            _free(trained)
+            out = isinstance(error, torch.OutOfMemoryError)
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            answers.send({"error": "out of memory" if out else message})
+            trained = None  # an engine may be left in the middle of its step
+        torch._dynamo.reset()  # each size is compiled as the first
+        _free(trained, device)
 
 
-@dataclasses.dataclass
 class Trained:
-    """Hold a model with its optimiser."""
+    """Hold a model with its optimizer; fp16 trains under autocast with a loss scale."""
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    def __init__(self, model, device, fp16: bool):
+        self.model = model
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
+        self.optimizer = torch.optim.AdamW(learned, lr=0.0, fused=True)
+        self.autocast = torch.autocast(device.type, torch.float16, enabled=fp16)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
 
     def step(self, batch: dict):
-        return demo.step(self.model, self.optimizer, **batch)
+        self.optimizer.zero_grad()
+        with self.autocast:
+            loss = self.model(**batch).loss
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def loss_scale(self) -> float:
+        return self.scaler.get_scale()
 
 
-def build(planned: dict, device) -> Trained:
-    """Build the model of a run on the device, with random weights."""
+class ZeroOffload:
+    """Train by DeepSpeed's ZeRO-3 in one process, with weights and optimizer on the CPU."""
+
+    def __init__(self, model, planned):
+        import deepspeed
+
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads them
+        if not dist.is_initialized():
+            backend = dist.get_default_backend_for_device(model.device)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+        pinned = {"device": "cpu", "pin_memory": model.device.type != "cpu"}
+        config = {
+            "train_micro_batch_size_per_gpu": planned["batch"],
+            "zero_optimization": {"stage": 3, "offload_param": pinned, "offload_optimizer": pinned},
+            "fp16": {"enabled": planned["dtype"] == "float16"}, "bf16": {"enabled": planned["dtype"] == "bfloat16"},
+            # torch's AdamW, which needs no compiler; lr=0.0 as in `Trained`
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        }  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        self.model = model
+        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(self, batch: dict):
+        return zero_step(self.engine, **batch)
+
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+
+def zero_step(engine, **batch):
+    """Make one step of a DeepSpeed engine; return its loss, on the device."""
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def build(planned: dict, positions: int, device) -> Trained | ZeroOffload:
+    """Build the model of a run with random weights, as its library changes it.
+
+    Args:
+        positions: tokens of the longest sequence.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    setting = SETTINGS[planned["model"]]
+    setting, dtype = SETTINGS[planned["model"]], getattr(torch, planned["dtype"])
+    rank = planned.get("lora") or planned.get("qlora")
+    fp16 = dtype == torch.float16 and not planned.get("offload")  # DeepSpeed keeps fp32 copies and its own scale
     config = setting.model.configuration()
     text = config.get_text_config()
-    text.use_cache, text.max_position_embeddings = False, planned["seq"] or POSITIONS
+    text.use_cache, text.max_position_embeddings = False, positions
     kind = AutoModelForImageTextToText if setting.images else AutoModelForCausalLM
     torch.manual_seed(0)
     with device:
-        model = kind.from_config(config, dtype=getattr(torch, planned["dtype"]))
-    model.train()
+        model = kind.from_config(config, dtype=torch.float32 if fp16 and not rank else dtype)
     if planned["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
-    return Trained(model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True))
+    if rank:
+        model = _with_adapters(model, rank, planned, device)
+    model.train()
+    change(planned["provider"], model)
+    _compile(model, planned.get("compiled"))
+    if "limit" in planned:  # after the build, which may hold the unquantised model
+        share = bytes_of(planned["limit"], None) / torch.accelerator.get_memory_info(device)[1]
+        torch.accelerator.empty_cache()
+        getattr(torch, device.type).set_per_process_memory_fraction(share, device)
+    return ZeroOffload(model, planned) if planned.get("offload") else Trained(model, device, fp16)
+
+
+def _with_adapters(model, rank, planned, device):
+    """Add PEFT's adapters to every linear layer but the head.
+
+    QLoRA quantises these layers first. Adapters are fp32, as PEFT makes them, with random values: with PEFT's zeros a
+    wrong one would not change the loss.
+    """
+    import peft
+
+    if "qlora" in planned:
+        import bitsandbytes
+
+        for name, linear in [*model.named_modules()]:
+            if type(linear) is torch.nn.Linear and linear is not model.get_output_embeddings():
+                new = bitsandbytes.nn.Linear4bit(
+                    linear.in_features, linear.out_features, linear.bias is not None, model.dtype, quant_type="nf4",
+                    device="meta",
+                )  # fmt: skip
+                new.weight = bitsandbytes.nn.Params4bit(
+                    linear.weight.detach(), requires_grad=False, quant_type="nf4", module=new
+                )
+                new.bias = linear.bias
+                model.set_submodule(name, new.to(device))  # this quantises
+        model.is_loaded_in_4bit = True
+    if planned.get("kbit"):
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
 
 
 def change(provider: str, model) -> None:
     """Patch or compile `model` as a provider does; eager leaves it unchanged."""
     if provider == OURS:
         liger_hw.patch(model)
-    elif provider == LOSS_ALONE:
+    elif provider in (LOSS_ALONE, LOSS_COMPILED):
         liger_hw.patch(model, **dict.fromkeys(FLAGS, False) | {"fused_linear_cross_entropy": True})
-    elif provider == COMPILE:
-        model.compile()
     elif provider == LIGER:
-        import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's
+        import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=base)
+    if provider in (COMPILE, LOSS_COMPILED):
+        model.compile()
 
 
-@contextmanager
-def _provided(planned, model):
-    """Apply a run's provider, budget for activations and compiler to `model` within the block."""
+def _compile(model, what: str | None):
+    """Compile "model", its "layers" (each for itself), or nothing."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    change(planned["provider"], model)
-    if planned["provider"] == OURS and planned.get("activations"):
-        liger_hw.activations(model, planned["activations"])
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in {"model": [model], "layers": layers}.get(planned.get("compiled"), ()):
+    for module in {"model": [model], "layers": layers, None: []}[what]:
         module.compile()
-    try:
-        yield
-    finally:
-        liger_hw.activations(model, None)
-        liger_hw.unpatch(model)
-        for module in (model, *layers):
-            module._compiled_call_impl = None  # torch has no method that undoes compile()
-        torch._dynamo.reset()
 
 
-def _free(trained):
-    trained.optimizer.zero_grad()
+def _free(trained, device):
+    if trained:
+        trained.optimizer.zero_grad()
     gc.collect()
-    if trained.model.device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
@@ -329,9 +408,12 @@ def _measured(trained, planned, device) -> dict:
     budget = planned.get("activations") if planned["provider"] == OURS else None
     if planned["seq"] is None:
         return {"longest": _longest(trained, device, budget)}
-    warm_up = WARM_UP + (PLANNING if budget else 0)
+    if budget:
+        liger_hw.activations(trained.model, budget)
     batch = _batch(trained, planned["batch"], planned["seq"], device)
-    result = _timed(trained, batch, planned["steps"], warm_up)
+    result = _timed(trained, batch, planned["steps"], WARM_UP + (PLANNING if budget else 0))
+    if "precision" in planned:
+        result["loss_scale"] = trained.loss_scale()
     if "snapshots" in planned:
         name = formatting.file_name(f"{formatting.setting(planned)} {planned['provider']}", "pickle")
         file = Path(planned["snapshots"]) / name
@@ -376,9 +458,19 @@ def _timed(trained, batch, steps, warm_up) -> dict:
     return {
         "tokens_per_second": tokens / times["median"],
         **{key: value * 1e3 if key != "rounds" else value for key, value in times.items()},
-        "peak_bytes": demo.step_bytes(trained, batch),
+        "peak_bytes": _step_bytes(trained, batch),
         "loss": float(loss),
     }
+
+
+def _step_bytes(trained, batch) -> int:
+    """Return the peak memory on the device of one more step, with all residents."""
+    trained.optimizer.zero_grad()
+    device = batch["input_ids"].device
+    if device.type == "cpu":
+        return demo.step_bytes(trained, batch)
+    resident = torch.accelerator.memory_allocated(device)
+    return resident + memory.peak(lambda: trained.step(batch), device)
 
 
 def _longest(trained, device, budget=None) -> int:
@@ -398,7 +490,7 @@ def _longest(trained, device, budget=None) -> int:
         except (torch.OutOfMemoryError, BudgetTooSmall):
             return False
         finally:
-            _free(trained)
+            _free(trained, device)
 
     good, bad, seq = 0, None, 1024
     while seq <= POSITIONS:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 from liger_hw import console
 from liger_hw.cli.common import add_command, show
 from liger_hw.spelling import check_known, nearest
@@ -11,6 +13,12 @@ from liger_lab.cases import CASES
 from liger_lab.cli import common
 
 SUBJECTS = ("train", "distributed", "losses")  # `liger-hw bench SUBJECT` is a command of its own
+ACCELERATOR_OPTIONS = ("longest", "sweep", "snapshot", "memory_limit")  # options of `bench train`
+APART = {  # its options that exclude others
+    "longest": ("sweep", "snapshot", "offload"), "lora": ("qlora", "kbit", "offload"), "qlora": ("offload",),
+    "offload": ("activations", "compile"),
+}  # fmt: skip
+NEEDED = {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"], "offload": ["deepspeed"]}  # its options -> packages
 
 
 def add(commands) -> None:
@@ -57,11 +65,14 @@ def add(commands) -> None:
         "train.html, or longest.json.",
         {"llama-1b --batch 8 --seq 1024 4096": "one model at two lengths",
          "llama-1b --longest": "the longest context that fits this GPU",
-         "llama-1b --sweep seq --ablate": "growing sequences, and the fused loss alone beside everything"},
+         "llama-1b --sweep seq --ablate": "growing sequences, and the fused loss alone beside everything",
+         "llama-8b --lora --batch 4 --seq 2048 --against eager,liger": "LoRA of rank 16 on one GPU",
+         "llama-1b --dtype fp16 --offload --checkpointing on --memory-limit 24GiB --sweep batch "
+         "--batch 1 8 16 32 64 112 --seq 1024 --ablate": "growing batches on a card of 24 GB"},
         "minutes for each model and library, most of them to build and compile; --steps sets the timed steps.",
     )  # fmt: skip
     option("models", nargs="*", metavar="MODEL", help="llama-1b, gemma2-2b, ... (all but tiny)")
-    option("--batch", type=common.positive, metavar="N", help="sequences in a batch (each model's own)")
+    option("--batch", type=common.positive, nargs="+", metavar="N", help="sequences in a batch (each model's own)")
     option("--seq", type=common.positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)")
     option("--checkpointing", choices=("on", "off", "both"), help="of activations (each model's own)")
     option("--compile", choices=("layers", "model"),
@@ -69,9 +80,18 @@ def add(commands) -> None:
     option("--activations", metavar="BUDGET",
            help="train the patched model within this memory: 100GiB, a share such as 0.9, or auto")  # fmt: skip
     option("--sweep", choices=("batch", "seq"),
-           help="double the batch (from --batch or 1), or the sequence (from --seq or 1024), until memory ends",
-           )  # fmt: skip
-    option("--ablate", action="store_true", help="also measure liger_hw's fused loss alone")
+           help="grow the batch or the sequence until memory ends: over several values of --batch or --seq, or doubled "
+           "from one (1 and 1024)")  # fmt: skip
+    option("--ablate", action="store_true",
+           help="also measure liger_hw's fused loss alone, and with torch.compile where that is measured")  # fmt: skip
+    for name, what in (("--lora", "LoRA"), ("--qlora", "LoRA on weights in 4 bits (bitsandbytes' nf4)")):
+        option(name, type=common.positive, nargs="?", const=16, metavar="RANK",
+               help=f"train PEFT's {what}, on every linear layer but the head (rank 16)")  # fmt: skip
+    option("--kbit", action="store_true",
+           help="with --qlora: peft.prepare_model_for_kbit_training keeps the rest of the model in fp32")  # fmt: skip
+    option("--offload", action="store_true", help="keep weights and optimizer on the CPU, by DeepSpeed's ZeRO-3")
+    option("--memory-limit", metavar="SIZE",
+           help="let torch allocate no more than this on the device, as on a smaller card: 24GiB")  # fmt: skip
     option("--snapshot", action="store_true",
            help="write the memory of a step of each library, for docs.pytorch.org/memory_viz, and draw it")  # fmt: skip
     option("--steps", type=common.positive, default=10, metavar="N", help="timed steps of a run (10)")
@@ -153,35 +173,50 @@ def bench_losses(args) -> int | None:
     return None if benchmark["complete"] else 130
 
 
+def _check_train(args, device) -> None:
+    """Raise a ValueError for an option of `bench train` that cannot be met."""
+    given = {name for name, value in vars(args).items() if value}
+    for name in ACCELERATOR_OPTIONS:
+        if name in given and device.type == "cpu":
+            raise ValueError(f"--{name.replace('_', '-')}: needs an accelerator, and torch finds none here")
+    if "memory_limit" in given and not hasattr(getattr(torch, device.type), "set_per_process_memory_fraction"):
+        raise ValueError(f"--memory-limit: got a device of {device.type}, whose memory this torch does not limit")
+    for name, others in APART.items():
+        for other in others:
+            if {name, other} <= given:
+                raise ValueError(f"--{name}: got --{other} as well, allowed: one of the two")
+    if args.kbit and not args.qlora:
+        raise ValueError("--kbit: got no --qlora, allowed: with --qlora")
+    for name in given & {"compile", "offload"}:
+        if "compile" in _peers(args):
+            raise ValueError(f"--against: got compile with --{name}, allowed: one of the two")
+    console.require(*(package for name in NEEDED if name in given for package in NEEDED[name]))
+
+
 def bench_train(args) -> int | None:
     """Measure training, print the table, write train.json and train.html."""
     console.require("matplotlib", "rich", "transformers")
     from liger_lab.bench import charts, formatting, training
-    from liger_lab.bench.peers import LOSS_ALONE
+    from liger_lab.bench.peers import LOSS_ALONE, LOSS_COMPILED
 
     device = common.here()
-    for name in ("longest", "sweep", "snapshot"):
-        if getattr(args, name) and device.type == "cpu":
-            raise ValueError(f"--{name}: needs an accelerator, and torch finds none here")
-    if args.longest and (args.sweep or args.snapshot):
-        raise ValueError("--longest: got --sweep or --snapshot as well, allowed: one of the two")
-    if args.compile and training.COMPILE in _peers(args):
-        raise ValueError("--against: got compile with --compile, which compiles every library's model")
+    _check_train(args, device)
     providers = training.choose(_peers(args), device)
-    if args.compile:
+    if args.compile or args.offload:
         providers = [name for name in providers if name != training.COMPILE]
     if args.ablate:
-        providers.insert(-1, LOSS_ALONE)
+        providers[-1:-1] = [LOSS_ALONE, *([LOSS_COMPILED] if training.COMPILE in providers else [])]
     checkpointing = {"on": [True], "off": [False], "both": [False, True], None: None}[args.checkpointing]
     runs = training.plan(
         args.models or training.DEFAULT, providers, args.batch, args.seq, checkpointing, args.steps,
-        _dtype(args, device), args.longest, args.activations, args.sweep, args.report if args.snapshot else None,
-        args.compile,
+        _dtype(args, device), args.longest, args.sweep, activations=args.activations, compiled=args.compile,
+        snapshots=str(args.report) if args.snapshot else None, lora=args.lora, qlora=args.qlora, kbit=args.kbit,
+        offload=args.offload, limit=args.memory_limit,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
     with terminal.progress() as progress:
         benchmark = training.run(runs, device, progress, file)
-    lead = "Steps of training, random weights and tokens, fused AdamW; every model in its own process."
+    lead = "Steps of training, random weights and tokens, fused AdamW; every library in its own process."
     rows = formatting.training_rows(benchmark)
     files = [file, charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)]
     for name, figure in charts.memory_figures(benchmark):
