@@ -30,12 +30,13 @@ from liger_hw.losses.arguments import check_numbers
 CHUNK_MEMORY = 512 * MiB
 
 
-def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None):
+def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None, invariant=False):
     """Return the plan for the chunks of `x`, or None to use torch operations.
 
     Args:
         accum_dtype: None, or torch.float32 to accumulate the weight's gradient in fp32 however few the chunks.
         logits_dtype: as `prepare_head` checks it.
+        invariant: as in `Plan`.
 
     None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
     """
@@ -46,7 +47,8 @@ def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None):
     backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
     if backend == "reference":
         return None
-    return Plan(chunk_memory, backend != "cpu", accum_dtype is not None, logits_dtype=logits_dtype)
+    with_kernels, accumulates = backend != "cpu", accum_dtype is not None
+    return Plan(chunk_memory, with_kernels, accumulates, logits_dtype=logits_dtype, invariant=invariant)
 
 
 class LogitScaling(NamedTuple):

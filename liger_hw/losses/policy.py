@@ -296,7 +296,8 @@ def policy_loss(
     ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None,
     vllm_is_ratio: torch.Tensor | None = None, num_items: torch.Tensor | float | None = None,
     softcap: float | None = None, logit_scale: float = 1.0, return_entropy: bool = False,
-    chunk_memory: float = CHUNK_MEMORY, logits_dtype: torch.dtype | None = None, **options,
+    chunk_memory: float = CHUNK_MEMORY, logits_dtype: torch.dtype | None = None, invariant: bool = False,
+    **options,
 ):  # fmt: skip
     """Compute the policy loss of a batch of completions from hidden states.
 
@@ -314,6 +315,7 @@ def policy_loss(
         return_entropy: also return the mean entropy.
         chunk_memory: bytes that a chunk of logits may take.
         logits_dtype: of the policy's and the reference model's logits, as in `fused_linear_cross_entropy`.
+        invariant: of both models, as in `sequence_loss`.
         options: of `PolicyOptions`.
 
     Returns:
@@ -331,7 +333,7 @@ def policy_loss(
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
     linear = {
         "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": IGNORED,
-        "chunk_memory": chunk_memory, "logits_dtype": logits_dtype,
+        "chunk_memory": chunk_memory, "logits_dtype": logits_dtype, "invariant": invariant,
     }  # fmt: skip
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check_head(x, weight)

@@ -146,7 +146,7 @@ def preference_loss(
     nll_labels: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
     loss_weights: Sequence | None = None, f_divergence: str = "reverse_kl", f_alpha: float = 0.5,
     ld_alpha: float | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    logits_dtype: torch.dtype | None = None, **loss_options,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False, **loss_options,
 ):  # fmt: skip
     """Compute the mean loss of P pairs plus `alpha` times the chosen answers' NLL.
 
@@ -177,6 +177,7 @@ def preference_loss(
             in the reference's log-probabilities, too; not in the NLL. None: 1.
         softcap, logit_scale: of both heads, as in `selective_log_softmax`.
         logits_dtype: of both heads, as in `fused_linear_cross_entropy`.
+        invariant: of both heads, as in `sequence_loss`.
         loss_options: of the loss types, in `preference_formulas`: `gamma` of "simpo", `tau` of "discopop", `delta` of
             "bco_pair".
 
@@ -202,7 +203,7 @@ def preference_loss(
     average_log_prob = reference_free if average_log_prob is None else average_log_prob
     for name, value in {"ref_x": ref_x, "ref_log_probs": ref_log_probs}.items():
         check(value is None or not reference_free, name, value, f"None: {loss_type} has no reference model")
-    head = {"softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype}
+    head = {"softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype, "invariant": invariant}
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory, **head}
     counts = (labels != ignore_index).sum(-1)
     sums = _Sums(counts.clamp(min=1), _token_weights(labels, ignore_index, ld_alpha), average_log_prob)
@@ -247,7 +248,8 @@ def unpaired_preference_loss(
     average_log_prob: bool = False, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
     ref_x: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None,
     ref_log_probs: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
-    softcap: float | None = None, logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None, **loss_options,
+    softcap: float | None = None, logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
+    invariant: bool = False, **loss_options,
 ):  # fmt: skip
     """Compute the mean loss of B answers, each labelled preferred or not.
 
@@ -270,7 +272,7 @@ def unpaired_preference_loss(
     check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")
     check_numbers("0 or more", least=0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     mixture = _mixture(UNPAIRED_LOSSES, loss_type, None, beta, loss_options, unpaired_preference_loss)
-    head = {"softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype}
+    head = {"softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype, "invariant": invariant}
     options = {"ignore_index": ignore_index, "chunk_memory": chunk_memory, **head}
     sums = _Sums((labels != ignore_index).sum(-1).clamp(min=1), None, average_log_prob)
     reference = _reference(x, labels, sums, options, ref_x, ref_weight, ref_bias, ref_log_probs)

@@ -32,7 +32,7 @@ def token_loss(
     formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     rows: Sequence = (), temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
-    logits_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False,
 ):  # fmt: skip
     """Sum `formula(log_probs, entropy, *rows)` over all rows, and return its other outputs by row.
 
@@ -48,6 +48,7 @@ def token_loss(
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
         logits_dtype: as in `fused_linear_cross_entropy`.
+        invariant: as in `fused_linear_cross_entropy`.
 
     Returns:
         (sum (), *others (N,)).
@@ -69,7 +70,7 @@ def token_loss(
     scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
     value, _, _, *others = _by_groups(
         "token_loss", sum_values, x, weight, bias, tokens, _Groups(1, len(x), 1), scaling, with_entropy, chunk_memory,
-        logits_dtype,
+        logits_dtype, invariant,
     )  # fmt: skip
     return value, *others
 
@@ -79,7 +80,7 @@ def sequence_loss(
     formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     parts: int = 1, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
-    logits_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False,
 ):  # fmt: skip
     """Sum `formula(log_probs, entropy, groups)` over groups of sequences, in one chunk's memory.
 
@@ -95,6 +96,8 @@ def sequence_loss(
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
         logits_dtype: as in `fused_linear_cross_entropy`.
+        invariant: as there, of log-probabilities and entropy, and of the gradient of x as far as `formula` computes a
+            group's gradient with the same bits beside other groups.
 
     Returns:
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
@@ -112,7 +115,7 @@ def sequence_loss(
     value, *by_token = _by_groups(
         "sequence_loss", lambda *arguments: (formula(*arguments),), x.reshape(count * length, x.shape[-1]), weight,
         bias, tokens.reshape(-1), _Groups(parts, count // parts, length), scaling, with_entropy, chunk_memory,
-        logits_dtype,
+        logits_dtype, invariant,
     )  # fmt: skip
     return value, *(row if row is None else row.reshape(tokens.shape) for row in by_token)
 
@@ -149,7 +152,9 @@ class _Fill(NamedTuple):
     kept: list
 
 
-def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, chunk_memory, logits_dtype):
+def _by_groups(
+    op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, chunk_memory, logits_dtype, invariant
+):
     """Sum a formula over groups of rows.
 
     Args:
@@ -163,12 +168,13 @@ def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entro
         (sum (), log-probabilities by row, entropy by row or None, *others (groups,)), all but the sum without a
         gradient.
     """
-    tokens, plan = tokens.contiguous(), plan_of(chunk_memory, x, weight, bias, logits_dtype=logits_dtype)
+    head_options, tokens = {"logits_dtype": logits_dtype, "invariant": invariant}, tokens.contiguous()
+    plan = plan_of(chunk_memory, x, weight, bias, **head_options)
     if plan is None:
         ignore_index, softcap, logit_scale, temperature = scaling
         log_probs, entropy, *_ = fused_linear_selective_log_softmax(
             x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True,
-            logits_dtype=logits_dtype,
+            **head_options,
         )  # fmt: skip
         every = slice(0, groups.count)
         value, *others = formula(*groups.select((log_probs, entropy), every), every)

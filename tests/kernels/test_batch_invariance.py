@@ -2,10 +2,13 @@
 
 import inspect
 
+import numpy
 import pytest
 import torch
 
+import liger_hw
 from liger_hw import use_backend
+from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
 from liger_hw.kernels._logits import padded_rows
 from liger_hw.sharding import _named
@@ -17,6 +20,7 @@ PRODUCTS = {
     "fused_linear_cross_entropy", "fused_linear_selective_log_softmax", "glu_linear", "lora_glu_linear", "lora_linear",
     "mhc_coefficients", "multi_token_attention",
 }  # fmt: skip
+HEADS = "fused_linear_cross_entropy", "fused_linear_selective_log_softmax"
 OF_ALL_ROWS = {"jsd"}  # whose only result is a sum or a mean
 LOGITS = {"cross_entropy", "kl_div", "selective_log_softmax", "tvd"}
 ROW_DIMS = "0", "b", "n", "N"  # names of rows, or of the samples of a batch, in the ops' rules for DTensors
@@ -88,19 +92,77 @@ def batch_of(name, device):
 
 
 def bits(x):
-    return x.detach().view(torch.int32) if x.is_floating_point() else x
+    return x.detach().view(torch.int32 if x.itemsize == 4 else torch.int16) if x.is_floating_point() else x
 
 
 WITH_ROWS = [name for name in CASES if OPS[name].shards.__self__._rule and name not in PRODUCTS | OF_ALL_ROWS]
+
+
+def assert_rows_alike(batch, backend):
+    every = torch.arange(batch.rows, device=batch.inputs[0].device)
+    with use_backend(backend):
+        whole = batch.results(every)
+        for index in (every[-1:], every.flip(0).repeat(2)[1:]):
+            for rows, expected in zip(batch.results(index), whole, strict=True):
+                assert torch.equal(bits(rows), bits(expected)[index])
 
 
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_rows(name, backend, device):
     with use_backend(None):
         batch = batch_of(name, device)
-    every = torch.arange(batch.rows, device=device)
-    with use_backend(backend):
-        whole = batch.results(every)
-        for index in (every[-1:], every.flip(0).repeat(2)[1:]):
-            for rows, expected in zip(batch.results(index), whole, strict=True):
-                assert torch.equal(bits(rows), bits(expected)[index])
+    assert_rows_alike(batch, backend)
+
+
+def head_of(name, device, dtype, features, vocabulary, **options):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, features, generator=generator) for n in (7, vocabulary))
+    x, weight = (t.to(device, dtype).requires_grad_() for t in (x, weight))
+    tokens = torch.randint(vocabulary, (7,), generator=generator).to(device)
+    return Batch(name, (x, weight, tokens), {"invariant": True, "chunk_memory": 3 * 4 * vocabulary, **options})
+
+
+def multiply_in_order(a, b, dtype):
+    """Multiply by sums in the order of columns; numpy's order depends on a row's place."""
+    return (a.astype(dtype)[:, :, None] * b.astype(dtype)[None]).sum(1)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (19, 37)], ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(name, shape, backend, device, monkeypatch):
+    if interpreting():
+        monkeypatch.setattr(numpy, "matmul", multiply_in_order)
+    dtype, logits_dtype = torch.float16 if interpreting() else torch.bfloat16, torch.float32 if 37 in shape else None
+    assert_rows_alike(head_of(name, device, dtype, *shape, logits_dtype=logits_dtype), backend)
+
+
+@pytest.mark.skipif(interpreting(), reason="the same there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", [None, "reference"], ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_on_cpu(name, way, dtype):
+    assert_rows_alike(head_of(name, "cpu", dtype, 123, 517), way)
+
+
+@pytest.mark.skipif(interpreting(), reason="the same there")
+def test_losses_take_it():
+    x, weight, tokens = head_of(HEADS[0], "cpu", torch.float32, 123, 517).inputs
+
+    def gradients(rows):
+        def formula(log_probs, _):
+            return log_probs.square(), log_probs
+
+        part = x.detach()[rows].requires_grad_()
+        value, log_probs = liger_hw.token_loss(formula, part, weight, tokens[rows], invariant=True)
+        value.backward()
+        return log_probs, part.grad
+
+    for rows, whole in zip(gradients(slice(4, 6)), gradients(slice(None)), strict=True):
+        assert torch.equal(bits(rows), bits(whole[4:6]))
+
+
+def test_fp16_gradients_in_the_forward_are_refused():
+    x, weight, tokens = head_of(HEADS[0], "cpu", torch.float16, 8, 16).inputs
+    with pytest.raises(ValueError, match=r"invariant: got True, allowed: False for gradients in fp16"):
+        liger_hw.fused_linear_cross_entropy(x, weight, tokens, invariant=True)
+    liger_hw.fused_linear_cross_entropy(x, weight, tokens, invariant=True, logits_dtype=torch.float32)

@@ -74,7 +74,7 @@ def heads_with_fp32_logits(new):
     fp32, y = torch.float32, new.targets(9, 61)
     x, w, bias = (new.randn(*shape) for shape in [(9, 16), (61, 16), (61,)])
     yield (x, w, y), {"logits_dtype": fp32}
-    yield (x, w, y, bias), {"logits_dtype": fp32, "chunk_memory": 1000}
+    yield (x, w, y, bias), {"logits_dtype": fp32, "chunk_memory": 1000, "invariant": True}
     yield (x, new.randn(61, 16, dtype=fp32), y, new.randn(61, dtype=fp32)), {"chunk_memory": 1000}
     yield (new.randn(9, 16, dtype=fp32), w, y, bias), {"chunk_memory": 1000}
 
@@ -100,6 +100,7 @@ def linear_losses(new):
         for reduction in ("mean", "none"):
             yield (frozen[0], frozen[1], y, frozen[2]), {"reduction": reduction, "return_token_accuracy": True}
     yield (x, w, y), {"accum_dtype": torch.float32, "chunk_memory": 300}
+    yield (x, w, y, bias), {"reduction": "none", "invariant": True}
     yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options

@@ -47,6 +47,7 @@ def linear_selections(new):
     yield (new.randn(2, 3, 16), w, y[:6].reshape(2, 3)), {}
     yield (new.randn(0, 16), w, y[:0], bias), {"return_lse": True}
     yield (x, w, torch.full_like(y, -100), bias), {"return_entropy": True}
+    yield (x, w, y, bias), {"invariant": True}
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options | {"return_entropy": True, "temperature": 0.7}
     statistics = {f"return_{name}": True for name in ("is_top1", "mean_logits", "log_sum_sq_probs")}

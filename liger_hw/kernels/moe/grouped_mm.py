@@ -252,7 +252,7 @@ def multiply_rows(
     Args:
         index: (S,) int64, the row of (T, K) that each of the S rows is; None: S rows.
     """
-    (groups, depth, cols), size = weights.shape, _size(rows, index)
+    (groups, _, cols), size = weights.shape, _size(rows, index)
     if _by_torch(size, groups, cols, index, rows, weights):
         return torch_grouped_mm()(rows if index is None else rows[index], weights, offs=offs)
     if 1 not in weights.stride()[1:]:
@@ -260,12 +260,32 @@ def multiply_rows(
     out = rows.new_empty(size, cols)
     rows, row_stride = rows_of(rows)
     config = grouped_rows_config(*_class(size, groups, rows, weights), device_of(rows))
+    _launch_rows(config, rows, row_stride, weights, offs, index, out)
+    return out
+
+
+def _launch_rows(config, rows, row_stride, weights, offs, index, out):
+    (groups, depth, cols), size = weights.shape, len(out)
     programs = (size // config["ROWS"] + groups) * -(-cols // config["COLS"])
     launch(
         grouped_rows, (programs, 1, 1), config, rows, weights, offs, index, out, size, groups, row_stride,
         *weights.stride(), depth, cols, _precision(rows), power_of_2(groups),
     )  # fmt: skip
-    return out
+
+
+def multiply_by_fixed_tiles(a, b, out):
+    """Write a b to `out`, in tiles that ignore the number of rows.
+
+    Args:
+        a: (M, K), rows at a stride that depends on K alone. b: (K, N), in the dtype of `a`.
+        out: (M, N), contiguous, in any floating dtype.
+    """
+    if 1 not in b.stride():
+        b = b.contiguous()
+    vectors = in_vectors(b, 16) and a.stride(0) % 16 == 0 and a.data_ptr() % 16 == 0
+    config = grouped_rows_config(128, vectors, a.element_size(), device_of(a))
+    offs = torch.full((1,), len(a), dtype=torch.int32, device=a.device)
+    _launch_rows(config, a, a.stride(0), b[None], offs, None, out)
 
 
 @raw(lambda a, b, offs, index: a.new_empty(offs.shape[0], a.shape[1], b.shape[1]))

@@ -2,12 +2,16 @@
 
 torch multiplies 16-bit matrices into fp32 on some devices. No product takes an fp32 gradient of logits and a 16-bit
 weight: these functions widen such a weight by blocks of rows, and round a result once.
+
+`invariant`: a row of the result has the same bits beside any other rows. torch's library may choose another kernel for
+another number of rows, so the product comes from the kernel of `grouped_mm`, in tiles that ignore it.
 """
 
 import torch
 
 from liger_hw._torch import has_wide_products
 from liger_hw.dispatch import uncast
+from liger_hw.kernels.moe.grouped_mm import multiply_by_fixed_tiles
 
 BLOCK_BYTES = 2**25  # of a block's wide copy: 2,048 rows of 4,096 features in fp32
 
@@ -18,8 +22,14 @@ def dtype_of_logits(x, weight, logits_dtype=None):
     return dtype if logits_dtype is None else torch.promote_types(dtype, logits_dtype)
 
 
-def linear(x, weight, bias, logits_dtype=None):
+def linear(x, weight, bias, logits_dtype=None, invariant=False):
     """Define a head's logits: F.linear of its tensors, widened to the logits' dtype."""
+    if invariant:  # row by row, each in memory of its own: bits may follow the alignment
+        rows = [linear(row.clone(), weight, bias, logits_dtype) for row in x.split(1)]
+        for row in rows:
+            if row.requires_grad:
+                row.register_hook(torch.clone)
+        return torch.cat(rows)
     dtype = dtype_of_logits(x, weight, logits_dtype)
     if x.dtype == weight.dtype == dtype:
         return torch.nn.functional.linear(x, weight, bias)
@@ -28,9 +38,16 @@ def linear(x, weight, bias, logits_dtype=None):
         return torch.nn.functional.linear(*wide)
 
 
-def write_logits(logits, x, weight, bias):
+def write_logits(logits, x, weight, bias, invariant=False):
     """Write `linear` of x (M, H) and weight (V, H) to `logits` (M, V)."""
     dtype = logits.dtype
+    if invariant:
+        operands = x.dtype if x.dtype == weight.dtype else dtype
+        x = x.to(operands)
+        for rows in _blocks(weight, operands, always=bias is not None or logits.stride(0) != logits.shape[1]):
+            columns = weight[rows].to(operands).t()
+            _write_invariant(logits[:, rows], x, columns, None if bias is None else bias[rows])
+        return
     if x.dtype == weight.dtype == dtype:
         if bias is None:
             torch.mm(x, weight.t(), out=logits)
@@ -47,13 +64,21 @@ def write_logits(logits, x, weight, bias):
         logits += bias
 
 
-def write_product(out, a, b):
+def write_product(out, a, b, invariant=False):
     """Compute out = a b, rounded once to the dtype of `out`.
 
     Args:
         a: in the widest dtype of the three, or in 16 bits, as `b`.
     """
-    if out.dtype == a.dtype == b.dtype:
+    if invariant:
+        if a.dtype == b.dtype:
+            return _write_invariant(out, a, b)
+        total, block = out.new_zeros(out.shape, dtype=a.dtype), out.new_empty(out.shape, dtype=a.dtype)
+        for rows in _blocks(b, a.dtype):
+            _write_invariant(block, a[:, rows], b[rows].to(a.dtype))
+            total += block
+        out.copy_(total)
+    elif out.dtype == a.dtype == b.dtype:
         torch.mm(a, b, out=out)
     elif a.dtype.itemsize > 2:
         total = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
@@ -92,9 +117,21 @@ def add_product(total, a, b, first):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def _blocks(matrix, dtype):
-    """Return slices of rows whose copies in `dtype` take BLOCK_BYTES; one without a copy."""
+def _write_invariant(out, a, b, bias=None):
+    """Write a b + bias to `out`, of any strides, rounded once."""
+    if bias is None and out.is_contiguous():
+        return multiply_by_fixed_tiles(a, b, out)
+    total = out.new_empty(out.shape, dtype=torch.float32)
+    multiply_by_fixed_tiles(a, b, total)
+    out.copy_(total if bias is None else total.add_(bias))
+
+
+def _blocks(matrix, dtype, always=False):
+    """Return slices of rows whose copies in `dtype` take BLOCK_BYTES; one without a copy.
+
+    `always`: several also without a copy.
+    """
     size = len(matrix)
-    if matrix.dtype != dtype:
+    if matrix.dtype != dtype or always:
         size = max(BLOCK_BYTES // (matrix.shape[1] * dtype.itemsize), 1)
     return [slice(start, min(start + size, len(matrix))) for start in range(0, len(matrix), size)]

@@ -74,6 +74,7 @@ class Plan(NamedTuple):
         first, vocabulary, widest, group: the fields of a `DimensionShard`, where each rank holds a part of the
             vocabulary; without a group the weight is whole.
         logits_dtype: torch.float32 for logits in fp32; None: in the wider dtype of x and weight.
+        invariant: a row's results have the same bits beside any other rows.
     """
 
     chunk_memory: int
@@ -84,6 +85,17 @@ class Plan(NamedTuple):
     widest: int = 0
     group: str = ""
     logits_dtype: torch.dtype | None = None
+    invariant: bool = False
+
+    @property
+    def row_by_row(self):
+        """Tell whether a chunk is one row, whose products are the same in any batch."""
+        return self.invariant and not self.with_kernels
+
+    @property
+    def fixed_tiles(self):
+        """Tell whether products with rows come from a kernel whose tiles ignore their number."""
+        return self.invariant and self.with_kernels
 
 
 class ChunkedHead:
@@ -100,13 +112,17 @@ class ChunkedHead:
     """
 
     def __init__(self, x, weight, bias, plan, buffers=1, group=1, rows=None):
+        if plan.invariant:  # a launch depends on strides and alignment, a caller's view on its batch
+            x = x.clone(memory_format=torch.contiguous_format)
         self.x, self.weight, self.bias, self.plan = x, weight, bias, plan
         dtype = dtype_of_logits(x, weight, plan.logits_dtype)
         vocabulary, vector = weight.shape[0], 16 // dtype.itemsize
         stride = -(-vocabulary // vector) * vector  # every row begins at a 16-byte boundary
         widest = -(-(plan.widest or vocabulary) // vector) * vector  # ranks go through the same chunks
         row_bytes = widest * dtype.itemsize
-        if rows is None:
+        if plan.row_by_row:
+            rows = 1
+        elif rows is None:
             rows = chunk_rows(x.shape[0], int(buffers * row_bytes), plan.chunk_memory, device_of(x))
             if group * row_bytes <= plan.chunk_memory:  # a CPU's chunks are smaller than the memory allows
                 rows = max(rows, group)
@@ -117,7 +133,8 @@ class ChunkedHead:
     def logits(self, part, at=0):
         """Compute the logits (M, V) of a slice of rows, in the buffer from `at`."""
         logits = self.buffer[at : at + part.stop - part.start]
-        write_logits(logits, self.x[part], self.weight, self.bias)
+        x = self.x[part].clone() if self.plan.row_by_row else self.x[part]  # bits may follow the alignment
+        write_logits(logits, x, self.weight, self.bias, self.plan.fixed_tiles)
         return logits
 
     def run(self, step, needs_grad=None, in_forward=False):
@@ -170,7 +187,9 @@ class Gradients:
         self.x, self.weight, self.needs_grad = head.x, head.weight, needs_grad
         self.dx, self.dw, self.db = empty_gradients(head.x, head.weight, head.bias, needs_grad, in_forward)
         self.scales = in_forward and head.buffer.dtype == torch.float16 and any(needs_grad)
-        self.with_kernels, self.of_slice = head.plan.with_kernels, None
+        allowed = "False for gradients in fp16, whose factor follows the whole batch: use logits_dtype=torch.float32"
+        check(not (self.scales and head.plan.invariant), "invariant", True, allowed)
+        self.plan, self.of_slice = head.plan, None
         self.dtype = self.dw.dtype  # of the weight's and the bias's result
         few = 1 if self.dw.dtype == torch.float16 else ROUNDINGS  # fp16 may overflow between two slices
         if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > few):
@@ -194,13 +213,16 @@ class Gradients:
             return factor
         before, self.of_slice = self.of_slice, torch.minimum(factor, self.of_slice)
         if any(self.needs_grad[1:]):
-            scale_in_place(self.dw, self.db, None, self.of_slice / before, self.with_kernels)
+            scale_in_place(self.dw, self.db, None, self.of_slice / before, self.plan.with_kernels)
         return self.of_slice
 
     def add(self, part, dlogits):
         for_x, for_weight, for_bias = self.needs_grad
         if for_x:
-            write_product(self.dx[part], dlogits, self.weight)
+            dx = self.dx[part].clone() if self.plan.row_by_row else self.dx[part]  # as in `logits`
+            write_product(dx, dlogits, self.weight, self.plan.fixed_tiles)
+            if self.plan.row_by_row:
+                self.dx[part] = dx
             if self.scales:
                 self.dx[part].div_(self.of_slice)
         if for_weight:

@@ -44,7 +44,13 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import (
     row_losses,
     shard_rows,
 )
-from liger_hw.kernels.vocabulary.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
+from liger_hw.kernels.vocabulary.sharded_head import (
+    all_columns,
+    check_invariant,
+    distributed,
+    needs_distribution,
+    vocabulary_of,
+)
 from liger_hw.kernels.vocabulary.vocabulary_parallel import CrossEntropyRows
 
 
@@ -57,6 +63,7 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
+    invariant: bool = False,
 ):  # fmt: skip
     """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
@@ -85,6 +92,10 @@ def fused_linear_cross_entropy(
         logits_dtype: torch.float32 computes the logits of `x.float()` and `weight.float()`, and their gradient, in
             fp32, without a wide copy of either; autocast then casts nothing. None: logits in the dtype of `x`, or in
             fp32 where one of `x` and `weight` is fp32 and the other has 16 bits. fp64 inputs stay in fp64.
+        invariant: a row's loss, predicted token and gradient (but for the divisor of a mean) have the same bits beside
+            any other rows, in any chunk: products of rows come from a kernel whose tiles ignore their number. On a CPU
+            and by the reference each row is a product of its own. Not of a vocabulary sharded over ranks, nor for
+            gradients of fp16 logits that the forward computes.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
@@ -97,12 +108,13 @@ def fused_linear_cross_entropy(
     if needs_distribution(call):
         return distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula = _prepare(call)
-    logits = all_columns(linear(x, weight, bias, call.logits_dtype), call.group)
+    logits = all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
     return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, reduction), formula))
 
 
 def _prepare(call):
     head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True, logits_dtype=call.logits_dtype)
+    check_invariant(call)
     check_call(call, "x", "ce_weight", vocabulary_of(call))
     check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
     return head, Formula.of(call, call.use_token_scaling)
@@ -198,7 +210,8 @@ def _by_chunks(with_kernels, call):
     (x, weight, bias), formula = _prepare(call)
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
     accumulates, shard = call.accum_dtype is not None, call.group or ()
-    plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=call.logits_dtype)
+    dtype, invariant = call.logits_dtype, call.invariant
+    plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=dtype, invariant=invariant)
     predict = call.return_predicted_tokens or call.return_token_accuracy
     arguments = x, weight, bias, targets, formula, plan, predict
     if call.reduction == "none":

@@ -36,7 +36,13 @@ from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
     row_statistics,
     selected_rows,
 )
-from liger_hw.kernels.vocabulary.sharded_head import all_columns, distributed, needs_distribution, vocabulary_of
+from liger_hw.kernels.vocabulary.sharded_head import (
+    all_columns,
+    check_invariant,
+    distributed,
+    needs_distribution,
+    vocabulary_of,
+)
 from liger_hw.kernels.vocabulary.vocabulary_parallel import SelectedRows
 
 
@@ -47,6 +53,7 @@ def fused_linear_selective_log_softmax(
     chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
     return_is_top1: bool = False, return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
+    invariant: bool = False,
 ):  # fmt: skip
     """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 
@@ -63,6 +70,7 @@ def fused_linear_selective_log_softmax(
         group, logits_dtype: as in `fused_linear_cross_entropy`.
         return_is_top1, return_mean_logits, return_log_sum_sq_probs: also return these, of `SelectedLogProbs`, without a
             gradient. Each reads the chunk's logits once more. Not of a vocabulary sharded over ranks.
+        invariant: as in `fused_linear_cross_entropy`, of every result of a row and of its gradient, in any dtype.
 
     Returns:
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
@@ -74,13 +82,14 @@ def fused_linear_selective_log_softmax(
     if needs_distribution(call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    logits = all_columns(linear(x, weight, bias, call.logits_dtype), call.group)
+    logits = all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
     statistics = row_statistics(logits, tokens, scaling) if any(RowStatistics.of(call)) else ()
     return output_of(call, *selected_rows(logits, tokens, scaling), *statistics)
 
 
 def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, logits_dtype=call.logits_dtype)
+    check_invariant(call)
     check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
     for name, asked in RowStatistics.of(call)._asdict().items():
         check(call.group is None or not asked, f"return_{name}", asked, "False where ranks share the vocabulary")
@@ -148,7 +157,8 @@ def _by_chunks(with_kernels, call):
     if needs_distribution(call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or (), logits_dtype=call.logits_dtype)
+    dtype, invariant = call.logits_dtype, call.invariant
+    plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or (), logits_dtype=dtype, invariant=invariant)
     options = scaling, plan, call.return_entropy, RowStatistics.of(call), call.return_lse
     return output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 

@@ -12,6 +12,11 @@ def vocabulary_of(call):
     return call.group.size if isinstance(call.group, DimensionShard) else call.weight.shape[0]
 
 
+def check_invariant(call):
+    """Refuse `invariant` where ranks share the vocabulary: their sums follow the size of a message."""
+    check(call.group is None or not call.invariant, "invariant", True, "False where ranks share the vocabulary")
+
+
 def needs_distribution(call):
     """Tell whether `x` is plain, and the head a DTensor or this rank's part."""
     return call.group is not None and not isinstance(call.group, DimensionShard) or is_dtensor(call.weight)
