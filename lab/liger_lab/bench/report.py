@@ -13,7 +13,7 @@ COLOURS = {PLAIN: "#8b93a1", PATCHED: "#e4572e", PEER: "#3d7ea6"}
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """Return the header and a row for each quantity.
+    """Return the header and a row for each quantity, speed only where kernels ran.
 
     The last columns are the ratios of liger_hw to each other run.
     """
@@ -29,13 +29,15 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
     return [
         ["", *(run.name for run in comparison.runs), *(f"{patched.name} / {other.name}" for other in others)],
+        line("peak memory of a step", lambda run: run.step_bytes, size),
+        line("peak memory of the loss alone", lambda run: run.loss_bytes, size),
         [f"mean loss of last {min(LAST, len(plain.losses))} steps", *means, *empty],
         ["their standard deviation", *deviations, *empty],
         ["greatest difference of the loss", "", *differences, *empty],
-        line("tokens/s, median round", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
-        line("peak memory of a step", lambda run: run.step_bytes, size),
-        line("peak memory of the loss alone", lambda run: run.loss_bytes, size),
-    ]
+        *([] if caution(comparison) else [
+            line("tokens/s, median round", comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
+        ]),
+    ]  # fmt: skip
 
 
 def facts(comparison: Comparison) -> dict[str, str]:
@@ -56,8 +58,8 @@ def caution(comparison: Comparison) -> str:
     if not machine["device"].startswith("CPU") or "(forced)" in machine["backend"]:
         return ""
     return (
-        "No kernel ran: on a CPU the ops are their definitions in plain torch. Speed and memory here are not those of "
-        "a GPU; the loss without logits saves its memory on both."
+        "No kernel ran: on a CPU the ops are their definitions in plain torch. Memory here is not that of a GPU, "
+        "and speed is left out; the loss without logits saves its memory on both."
     )
 
 
@@ -101,10 +103,11 @@ def _loss_figure(comparison, pyplot):
 
 def _bar_figure(comparison):
     panels = {
-        "Tokens per second, median": (comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"),
         "Peak memory of a step": (lambda run: run.step_bytes, size),
         "Peak memory of the loss alone": (lambda run: run.loss_bytes, size),
     }
+    if not caution(comparison):
+        panels["Tokens per second, median"] = comparison.tokens_per_second, lambda speed: f"{speed:,.0f}"
     return columns(
         {title: {run.name: (value(run), show(value(run))) for run in comparison.runs}
          for title, (value, show) in panels.items()}, COLOURS,
@@ -125,8 +128,9 @@ def write(comparison: Comparison, folder: Path) -> Path:
     content = f"""<p class="lead">{html.escape(about.pop("model"))}, trained from the same random weights on the same
 text, plain and patched.{"" if comparison.complete else " Interrupted before its last step."}</p>
 {pages.table(header, body)}
+{f"<p>{caution(comparison)}</p>" if caution(comparison) else ""}
+<h2>Memory{"" if caution(comparison) else " and speed"}</h2>{pictures[1]}
 <h2>Loss</h2>{pictures[0]}
-<h2>Speed and memory</h2>{f"<p>{caution(comparison)}</p>" if caution(comparison) else ""}{pictures[1]}
 <h2>The run</h2>{pages.definitions(about | settings)}
 <h2>Replaced modules</h2><pre>{html.escape(comparison.runs[1].patched)}</pre>
 <h2>The machine</h2>{pages.definitions(machine)}"""
