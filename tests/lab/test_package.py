@@ -26,9 +26,12 @@ def test_the_newest_entry_of_the_changelog_is_this_version():
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == liger_hw.__version__
 
 
-def test_the_version_has_one_place():
+def test_the_citation_has_the_version_and_the_date_of_a_release():
     assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
-    assert "\nversion" not in (ROOT / "CITATION.cff").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {liger_hw.__version__}\n" in citation
+    date = re.search(r"^## \S+ \((.*)\)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert (f"\ndate-released: {date}\n" in citation) == (date != "unreleased")
 
 
 def test_the_page_of_versions_lists_the_requirements_of_the_package():
