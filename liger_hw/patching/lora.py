@@ -5,13 +5,14 @@ programs change: they merge, disable, add and choose adapters, and quantise weig
 PEFT's own forward runs in every other state.
 """
 
+import logging
 import math
 import sys
 from types import SimpleNamespace
 
 import torch
 
-from liger_hw._torch import PLAIN, is_plain, transforms_active
+from liger_hw._torch import PLAIN, is_plain, transforms_active, without_modes
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
@@ -20,6 +21,10 @@ from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match
 from liger_hw.patching.projection import Adapted, is_plain_linear
 from liger_hw.patching.reading import Pin, read
+from liger_hw.patching.summary import Summary
+from liger_hw.patching.swapping import is_swapped, patched_class, swap
+
+logger = logging.getLogger("liger_hw")
 
 LAYER = "peft.tuners.lora.layer"
 CLASSES = (LAYER, "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
@@ -52,6 +57,46 @@ class LoraMatch(Match):
             return lora_linear(x, *adapted)
 
         return {"forward": forward, "liger_adapted": adapted}
+
+
+class PeftConfig:
+    """Patch the layers that PEFT adds before it sets a model's attribute `peft_config`."""
+
+    def __get__(self, model, owner=None):
+        if model is not None and "peft_config" not in model.__dict__:
+            raise AttributeError("peft_config")
+        return self if model is None else model.__dict__["peft_config"]
+
+    def __set__(self, model, configs):
+        model.__dict__["peft_config"] = configs
+        _patch_layers(model)
+
+    def __delete__(self, model):
+        self.__get__(model)
+        del model.__dict__["peft_config"]
+
+
+def _patch_layers(model):
+    """Patch the LoRA layers in `model` that are not."""
+    summary, results, classes = Summary(), {}, {}
+
+    def remember(key, find):
+        if key not in results:
+            results[key] = find()
+        return results[key]
+
+    with without_modes():
+        for module in [m for m in model.modules() if not is_swapped(m)]:
+            match, reason = match_lora(module, remember) or (None, None)
+            if match is not None:
+                key = type(module), match
+                summary.replaced[type(module).__name__, str(match)] += 1
+                classes[key] = classes.get(key) or patched_class(*key)
+                swap(module, classes[key])
+            elif reason is not None:
+                summary.left[type(module).__name__, reason] += 1
+    if summary.replaced or summary.left:
+        logger.info("patched layers that PEFT added\n%s", summary)
 
 
 def match_lora(module, remember):

@@ -6,6 +6,7 @@ cross entropy, where the model calls it. The rest of the model's forward (its ow
 outputs) runs unchanged.
 """
 
+import dataclasses
 import functools
 import inspect
 import numbers
@@ -20,6 +21,7 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import Formula, Targets, 
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.head import armed, match_heads, patched_heads
 from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
+from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, foreign, read, read_function
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
@@ -189,7 +191,21 @@ def _first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-class CausalLMMatch(Match):
+@dataclasses.dataclass(frozen=True)
+class ModelMatch(Match):
+    """Match of a whole model.
+
+    Attributes:
+        lora: patch the LoRA layers that PEFT adds later.
+    """
+
+    lora: bool = True
+
+    def members_for_adapters(self):
+        return {"peft_config": PeftConfig()} if self.lora else {}
+
+
+class CausalLMMatch(ModelMatch):
     """Match of a model that computes a loss; `options` name the op."""
 
     kind = "causal_lm"
@@ -230,14 +246,14 @@ class CausalLMMatch(Match):
             known = _is_causal_lm_loss(chosen) and unchanged(self)
             return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
 
-        return {
+        return self.members_for_adapters() | {
             "_get_name": lambda self: type(self).__name__,  # a Trainer that smooths labels looks the name up
             "forward": forward,
             "loss_function": property(loss_function, original.loss_function.fset),
         }
 
 
-class SkipLogitsMatch(Match):
+class SkipLogitsMatch(ModelMatch):
     """Match of a model that only accepts `skip_logits`, without effect.
 
     Trainers pass it to every model that they patch (Hugging Face's in evaluation, with `use_liger_kernel=True`).
@@ -253,7 +269,8 @@ class SkipLogitsMatch(Match):
         def forward(self, *args, skip_logits=None, **kwargs):
             return original.forward(self, *args, **kwargs)  # looked up now, as a program may have replaced it
 
-        return {"_get_name": lambda self: type(self).__name__, "forward": forward}
+        members = {"_get_name": lambda self: type(self).__name__, "forward": forward}
+        return self.members_for_adapters() | members
 
 
 def _pins_of_the_loss():
@@ -344,10 +361,11 @@ def without_skip_logits(model):
     return [] if is_fixed or "skip_logits" in inspect.signature(model.forward).parameters else [model]
 
 
-def match_loss(model, **losses):
+def match_loss(model, lora, **losses):
     """Return ([(module, match)], reason or None for leaving the loss) of a model.
 
     Args:
+        lora: as in `ModelMatch`.
         losses: the flags cross_entropy and fused_linear_cross_entropy.
     """
     if not any(losses.values()):
@@ -356,7 +374,7 @@ def match_loss(model, **losses):
         return [], "its forward computes no cross entropy"
     if replaced := foreign(_pins_of_the_loss(), ("torch", "transformers")):
         return [], f"a program replaced {replaced}, which the loss calls: logits are computed as before"
-    owner = model, CausalLMMatch(options=tuple(sorted(losses.items())))
+    owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
     if losses["cross_entropy"]:
         return [owner], None
     head = head_of(model)

@@ -44,7 +44,7 @@ def patch(model, activations=None, **flags):
         rope, rms_norm, layer_norm: whether to replace parts of that kind. Default True.
         swiglu, geglu, relu_squared: whether to replace MLPs, experts and activations with a SiLU, a GELU, a squared
             ReLU. Default True.
-        lora: whether to run PEFT's LoRA layers on one op each. Default True.
+        lora: whether to run PEFT's LoRA layers on one op each, those of a later `get_peft_model` too. Default True.
         fused_linear_cross_entropy: compute the loss without the logits, in training when labels are given. The forward
             then also takes `skip_logits`: None keeps this rule, True also skips the logits in evaluation with labels,
             False computes the logits. Default True. (Every patched model of transformers takes `skip_logits`.)
@@ -79,7 +79,7 @@ def patch(model, activations=None, **flags):
             if match.kind == "mlp":
                 bypassed.update(child for child in part.children() if not is_projection(child))
     for part in loss.without_skip_logits(model):
-        swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch()))
+        swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch(lora=bool(flags["lora"]))))
     if loss.is_left_in(model):
         summary.left[own_class(model).__name__, loss.OWN_LOSS] += 1
     _log(own_class(model).__name__, summary)
@@ -143,7 +143,7 @@ def _matches_of(module, flags, memory):
     if "forward" in vars(module):
         return [], OWN_FORWARD if loss.has_a_head(module) or reason_for_leaving(module) else None
     if loss.has_a_head(module):
-        return loss.match_loss(module, **{name: flags[name] for name in LOSSES})
+        return loss.match_loss(module, **{name: flags[name] for name in ("lora", *LOSSES)})
     match, reason = recognise(module, memory)
     if match is None:
         return [], reason

@@ -435,3 +435,24 @@ def test_lora_turned_off():
     model = adapted(tiny.model("llama"))
     assert liger_hw.patch(model, lora=False).left["Linear", "lora=False"] == 14
     assert on_the_op(model) == 0
+    model = tiny.model("llama")
+    liger_hw.patch(model, lora=False)
+    assert on_the_op(adapted(model)) == 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused_linear_cross_entropy": False}], ids=["loss", "model"])
+def test_layers_that_peft_adds_to_a_patched_model(flags):
+    models = [tiny.model("llama", num_hidden_layers=1) for _ in range(2)]
+    liger_hw.patch(models[0], **flags)
+    models[0] = copy.deepcopy(models[0])
+    models = [adapted(model) for model in models]
+    liger_hw.patch(models[1], **flags)
+    assert [on_the_op(model) for model in models] == [7, 7]
+    after, before = (tiny.call(model, **tiny.tokens()) for model in models)
+    assert torch.equal(after.loss, before.loss)
+    base = models[0].base_model.model
+    assert base.peft_config is models[0].peft_config
+    del base.peft_config
+    assert not hasattr(base, "peft_config")
+    liger_hw.unpatch(models[0])
+    assert not swapped(models[0])
