@@ -14,7 +14,7 @@ from liger_hw._triton import interpreting
 from liger_hw.checkpointing.budget import BudgetTooSmall
 from liger_hw.kernels import load_all
 from liger_lab import terminal
-from liger_lab.bench import charts, formatting, measure, operations, peers, snapshots, training
+from liger_lab.bench import charts, formatting, measure, op_sweeps, operations, peers, snapshots, training
 from liger_lab.bench.run_file import environment
 from liger_lab.cases import CASES, DIFFERENTIABLE, model_cases
 
@@ -177,6 +177,30 @@ def test_end_to_end(tmp_path, capsys):
     assert "16x256x1024" in text and found["versions"]["torch"] in text
 
 
+def test_a_sweep_of_an_op(tmp_path):
+    arguments = "cross_entropy", "--sweep", "vocab", "--sizes", "64", "32", "--modes", "fwd,full"
+    status, found = bench(tmp_path, *arguments, "--against", "eager")
+    assert status == 0 and found["complete"] and not found["skipped"]
+    assert found["sweep"] == {
+        "grows": "vocab",
+        "sizes": {f"cross_entropy 8192x{size} in place": size for size in (32, 64)},
+    }
+    assert (tmp_path / "cross_entropy-by-vocab.png").read_bytes().startswith(b"\x89PNG")
+    ((name, figure),) = charts.figures(found)
+    assert name == "cross_entropy by vocab"
+    assert [[line.get_label() for line in axis.lines] for axis in figure.axes] == 3 * [["liger_hw", "eager"]]
+    assert all(list(line.get_xdata()) == [32, 64] for axis in figure.axes for line in axis.lines)
+
+
+@pytest.mark.parametrize("grows", op_sweeps.SIZES)
+def test_sweeps_have_shapes(grows):
+    found = op_sweeps.cases([], grows)
+    assert tuple(found) == op_sweeps.SIZES[grows]
+    for cases in found.values():
+        assert len({(case.op, case.label) for case in cases}) == len(cases) > 2
+        assert all(operations.cost(case) for case in cases)
+
+
 def test_a_wrong_op_has_no_time(monkeypatch, tmp_path, capsys):
     op = dispatch.OPS["swiglu"]
     monkeypatch.setitem(op.implementations, "reference", lambda gate, up, in_place=False: gate * up)
@@ -234,6 +258,11 @@ def test_interrupted(monkeypatch, tmp_path, capsys):
         (["--against", "nobody"], "unknown peer 'nobody'. Peers: liger"),
         (["--against", "liger"], "accelerators alone"),
         (["--compare", "/nowhere/a.json", "/nowhere/b.json"], "--compare: got /nowhere/a.json"),
+        (
+            ["rms_norm", "--sweep", "vocab"],
+            "--sweep: got vocab of rms_norm, allowed: vocab of embedding, cross_entropy",
+        ),
+        (["--sizes", "64"], "--sweep: allowed with --sizes"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

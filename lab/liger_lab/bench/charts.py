@@ -40,8 +40,11 @@ def pictures_style():
 def figures(benchmark: dict):
     """Yield the name and matplotlib figure of each chart.
 
-    The charts are the roofline, each op's times and memory, and host times.
+    The charts are the roofline, each op's times and memory, and host times; of a sweep, its lines.
     """
+    if "sweep" in benchmark:
+        yield from sweep_figures(benchmark)
+        return
     pyplot = pictures_style()
     grouped = formatting.by_shape(benchmark)
     points = {key: records[OURS] for key, records in grouped.items() if key[2] in ("fwd", "full") and OURS in records}
@@ -254,30 +257,62 @@ def _sweeps(benchmark, pyplot):
         ticks = sorted({record[swept] for record in records})
         if len(ticks) == 1 and "engine" in records[0]:
             continue
-        figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
         fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
         end = "lines that end early ran out of memory" if "engine" in records[0] else "lines end where the memory does"
         title = f"{model}, {fixed}{more}{': ' + end if benchmark.get('complete') else ''}"
-        figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
-        for axis, name, unit in zip(axes, ("tokens_per_second", "peak_bytes"), (1, GIB)):
-            for provider in dict.fromkeys(record["provider"] for record in records):
-                line = [(r[swept], r[name] / unit) for r in records if r["provider"] == provider and r.get(name)]
-                if line:
-                    axis.plot(*zip(*line), "o-", color=COLOURS[provider], label=provider, markersize=4)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-            axis.minorticks_off()
+        panels = {
+            panel: [(r["provider"], r[swept], r[name] / unit) for r in records if r.get(name)]
+            for panel, name, unit in (
+                ("tokens per second", "tokens_per_second", 1), ("peak memory, GiB", "peak_bytes", GIB)
+            )
+        }  # fmt: skip
+        xlabel = {"batch": "sequences in a batch", "seq": "tokens in a sequence"}[swept]
+        yield f"{model} by {swept}{more.replace(',', '')}", _lines(title, panels, xlabel, ticks, pyplot)
+
+
+def sweep_figures(benchmark: dict):
+    """Yield a figure of lines for each op of `bench OP --sweep`."""
+    pyplot, (grows, sizes) = pictures_style(), benchmark["sweep"].values()
+    measured = [(record, sizes[f"{record['op']} {record['shape']}"]) for record in benchmark["results"]]
+    for op in dict.fromkeys(record["op"] for record, _ in measured):
+        modes = {mode: [(record, size) for record, size in measured if (record["op"], record["mode"]) == (op, mode)]
+                 for mode in ("fwd", "full")}  # fmt: skip
+        panels = {
+            title: [(record["provider"], size, formatting.kernels(record)) for record, size in modes[mode]]
+            for title, mode in (("forward, ms", "fwd"), ("forward + backward, ms", "full"))
+        } | {"peak memory above the inputs, GiB": [(r["provider"], size, r["peak_bytes"] / GIB)
+                                                   for r, size in modes["full"] or modes["fwd"]]}  # fmt: skip
+        panels = {title: points for title, points in panels.items() if points}
+        ticks = sorted({size for _, size in modes["full"] or modes["fwd"]})
+        if panels:
+            first = next(record["shape"] for record, size in measured if record["op"] == op)
+            title = f"{op} by {grows}, from {first}: kernels alone where a graph captures them"
+            yield f"{op} by {grows}", _lines(title, panels, grows, ticks, pyplot)
+
+
+def _lines(title, panels, xlabel, ticks, pyplot):
+    """Draw a line for each provider in panels side by side.
+
+    Args:
+        panels: title -> points, (provider, x, y).
+    """
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(10, 3.8), layout="constrained", squeeze=False)
+    figure.suptitle(title, x=0.005, ha="left", fontsize=11, fontweight="bold", color="#1d2430")
+    for axis, (panel, points) in zip(axes[0], panels.items()):
+        for provider in dict.fromkeys(provider for provider, _, _ in points):
+            line = [(x, y) for name, x, y in points if name == provider]
+            axis.plot(*zip(*line), "o-", color=COLOURS[provider], label=provider, markersize=4)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axis.minorticks_off()
+        if axis.get_ylim()[1] > 10:
             axis.yaxis.set_major_formatter("{x:,.0f}")
-            axis.set_ylim(bottom=0)
-            axis.grid(True)
-        axes[0].set(
-            title="tokens per second", xlabel={"batch": "sequences in a batch", "seq": "tokens in a sequence"}[swept]
-        )
-        axes[1].set(title="peak memory, GiB", xlabel=axes[0].get_xlabel())
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), frameon=False, ncols=5, loc="outside lower left", fontsize=9
-        )
-        yield f"{model} by {swept}{more.replace(',', '')}", figure
+        axis.set_ylim(bottom=0)
+        axis.grid(True)
+        axis.set(title=panel, xlabel=xlabel)
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, ncols=5, loc="outside lower left", fontsize=9)
+    return figure
 
 
 def memory_figures(benchmark: dict):

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from liger_hw import backends, dispatch
 from liger_hw.kernels import load_all
 from liger_hw.testing import parity
 from liger_hw.testing.case import Case
-from liger_lab.bench import memory
+from liger_lab.bench import memory, op_sweeps
 from liger_lab.bench.measure import Clock
 from liger_lab.bench.peers import FLOOR, OURS, PEERS
 from liger_lab.bench.run_file import environment, new_benchmark, record_skip, saved_at_end, write
@@ -26,7 +27,13 @@ HOST_BELOW = 2**21  # bytes moved: above it the device may be slower than the ho
 CPU_BYTES, CPU_FLOPS = 2**25, 10**10  # the largest shape that runs on a CPU, unless --shapes names a larger one
 
 
-def select(ops, texts, modes, device) -> list[Case]:
+def _cases(ops, sweep) -> list[Case]:
+    if sweep:
+        return list(chain.from_iterable(op_sweeps.cases(ops, *sweep).values()))
+    return model_cases(ops, further=True)
+
+
+def select(ops, texts, modes, device, sweep=None) -> list[Case]:
     """Return the cases to measure on `device`.
 
     Args:
@@ -34,18 +41,19 @@ def select(ops, texts, modes, device) -> list[Case]:
         texts: sizes, or parts of labels where no shape has these sizes; empty means all shapes (on a CPU, the small
             ones).
         modes: some of MODES.
+        sweep: what grows and its sizes, which make the shapes, or None.
 
     Raises:
         ValueError: an op is unknown, or no case remains.
     """
-    selected_cases = model_cases(ops, further=True)
+    selected_cases = _cases(ops, sweep)
     if texts:
         sizes = {case.label.split()[0] for case in selected_cases}
         selected_cases = [
             case for case in selected_cases
             if any(text == case.label.split()[0] if text in sizes else text in case.label for text in texts)
         ]  # fmt: skip
-    elif device.type == "cpu":
+    elif device.type == "cpu" and not (sweep and sweep[1]):
         selected_cases = [case for case in selected_cases if _bytes(case) <= CPU_BYTES and _flops(case) <= CPU_FLOPS]
     if set(modes) == {"host"}:
         selected_cases = [case for case in selected_cases if _bytes(case) <= HOST_BELOW]
@@ -67,7 +75,7 @@ def _flops(case) -> int:
     return sum(cost(case)[2:])
 
 
-def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
+def run(cases, providers, modes, dtype, device, progress, file: Path, sweep=None) -> dict:
     """Measure `cases`; write the results to `file` after each and return them.
 
     Args:
@@ -75,13 +83,18 @@ def run(cases, providers, modes, dtype, device, progress, file: Path) -> dict:
         providers: names of `peers.PEERS`.
         modes: some of MODES.
         progress: a visible `rich.progress.Progress`.
+        sweep: what grows, and its sizes, if `cases` are those of `op_sweeps.cases`.
 
     Returns:
         Plain data; `complete` is False after Ctrl-C.
     """
     benchmark = environment(device) | new_benchmark(dtype, {name: PEERS[name].note for name in providers})
+    if sweep:
+        grown = op_sweeps.cases(list(dict.fromkeys(case.op for case in cases)), *sweep)
+        sizes = {f"{case.op} {case.label}": size for size, same_size in grown.items() for case in same_size}
+        benchmark["sweep"] = {"grows": sweep[0], "sizes": sizes}
     with saved_at_end(benchmark, file):
-        _prepare(cases, providers, dtype, device, benchmark, progress)
+        _prepare(cases, providers, dtype, device, benchmark, progress, sweep)
         clock = Clock(device)
         benchmark["ceilings"] = clock.ceilings(dtype)
         bar = progress.add_task("shapes", total=len(cases), note="")
@@ -111,7 +124,7 @@ def check_parity(op: str, dtype, device) -> dict:
     return {"cases": number, "error": error}
 
 
-def _prepare(cases, providers, dtype, device, benchmark, progress) -> None:
+def _prepare(cases, providers, dtype, device, benchmark, progress, sweep) -> None:
     """Fill in `benchmark["parity"]`; on an accelerator, also compile the kernels of all shapes.
 
     Worker processes do both: a kernel that breaks the device's context breaks only the worker's. This process finds the
@@ -131,7 +144,7 @@ def _prepare(cases, providers, dtype, device, benchmark, progress) -> None:
     workers = compiling_workers(8)
     try:
         parities = {workers.submit(check_parity, op, dtype, device): op for op in ops}
-        warming = {workers.submit(_warm, key, compiled, dtype, device) for key in keys}
+        warming = {workers.submit(_warm, key, compiled, dtype, device, sweep) for key in keys}
         for done in as_completed([*parities, *warming]):
             if done in warming:
                 progress.advance(warm)
@@ -154,8 +167,8 @@ def _start_worker() -> None:
     load_all()
 
 
-def _warm(key, providers, dtype, device) -> None:
-    (case,) = (case for case in model_cases([key[0]], further=True) if case.label == key[1])
+def _warm(key, providers, dtype, device, sweep) -> None:
+    (case,) = (case for case in _cases([key[0]], sweep) if case.label == key[1])
     for name in providers:
         with contextlib.suppress(Exception):  # the measurement meets the same error and records it
             if subject := _subject(name, case, None, dtype, device):

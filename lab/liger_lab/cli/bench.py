@@ -38,6 +38,7 @@ def add(commands) -> None:
         "of small calls. Compare with the copy rate and the matrix product rate that it measures here. An op is timed "
         "only after its parity cases pass. It writes bench.json and bench.html. On a CPU, only small shapes run.",
         {"rms_norm --shapes 16384x4096 --modes full": "one op at one shape",
+         "cross_entropy --sweep vocab --modes fwd,full": "growing vocabularies",
          "--compare before/bench.json after/bench.json": "the changes between two runs"},
         "one to three seconds for each shape and mode, after the kernels are compiled.",
     )  # fmt: skip
@@ -45,6 +46,10 @@ def add(commands) -> None:
            help="ops to measure (all); `bench train`, `bench losses` and `bench distributed` are commands")  # fmt: skip
     option("--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose label contains one")
     option("--modes", default="fwd,bwd,full,host", metavar="NAMES", help="some of fwd,bwd,full,host (all)")
+    option("--sweep", choices=("vocab", "width", "tokens"), help="draw speed and memory over growing sizes")
+    option("--sizes", type=common.positive, nargs="+", default=[], metavar="N",
+           help="its sizes (vocabularies of 40960 to 163840, widths of 4096 to 16384, or 1024 to 16384 tokens)",
+           )  # fmt: skip
     option("--compare", nargs=2, type=Path, metavar="FILE", help="compare two bench.json files, and measure nothing")
     dtype(option)
 
@@ -132,6 +137,16 @@ def _peers(args) -> list[str]:
     return [name for name in args.against.split(",") if name]
 
 
+def _write_pictures(args, figures) -> list[Path]:
+    from liger_lab.bench import charts, formatting
+
+    files = []
+    for name, figure in figures:
+        files.append(args.report / formatting.file_name(name, "png"))
+        files[-1].write_bytes(charts.picture(figure, "png"))
+    return files
+
+
 def bench(args) -> int | None:
     """Measure ops, print the table, write bench.json and bench.html; or compare two results."""
     from liger_lab.bench import formatting
@@ -149,11 +164,15 @@ def bench(args) -> int | None:
     device, modes, file = common.here(), args.modes.split(","), args.report / "bench.json"
     for mode in modes:
         check_known("mode", mode, operations.MODES, "Modes, with commas between")
-    providers = peers.choose(_peers(args), device)
-    cases = operations.select(args.ops, args.shapes, modes, device)
+    if args.shapes and args.sweep or args.sizes and not args.sweep:
+        raise ValueError("--sweep: allowed with --sizes, which needs it, and without --shapes")
+    providers, sweep = peers.choose(_peers(args), device), (args.sweep, args.sizes) if args.sweep else None
+    cases = operations.select(args.ops, args.shapes, modes, device, sweep)
     with terminal.progress() as progress:
-        benchmark = operations.run(cases, providers, modes, _dtype(args, device), device, progress, file)
-    files = f"{file}, {charts.write(benchmark, file.with_suffix('.html'))}\n"
+        benchmark = operations.run(cases, providers, modes, _dtype(args, device), device, progress, file, sweep)
+    files = [file, charts.write(benchmark, file.with_suffix(".html"))]
+    files += _write_pictures(args, charts.sweep_figures(benchmark) if sweep else ())
+    files = ", ".join(map(str, files)) + "\n"
     show(args, benchmark, files, formatting.show(benchmark, formatting.HEADER, formatting.rows(benchmark)))
     if not benchmark["complete"]:
         return 130
@@ -219,9 +238,7 @@ def bench_train(args) -> int | None:
     lead = "Steps of training, random weights and tokens, fused AdamW; every library in its own process."
     rows = formatting.training_rows(benchmark)
     files = [file, charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)]
-    for name, figure in charts.memory_figures(benchmark):
-        files.append(args.report / formatting.file_name(name, "png"))
-        files[-1].write_bytes(charts.picture(figure, "png"))
+    files += _write_pictures(args, charts.memory_figures(benchmark))
     files += [args.report / run["snapshot"] for run in benchmark["results"] if "snapshot" in run]
     shown = formatting.show(benchmark, formatting.TRAINING, rows)
     show(args, benchmark, ", ".join(map(str, files)) + "\n", shown)
