@@ -280,13 +280,15 @@ def sweep_figures(benchmark: dict):
         panels = {
             title: [(record["provider"], size, formatting.kernels(record)) for record, size in modes[mode]]
             for title, mode in (("forward, ms", "fwd"), ("forward + backward, ms", "full"))
-        } | {"peak memory above the inputs, GiB": [(r["provider"], size, r["peak_bytes"] / GIB)
+        } | {"peak memory, GiB": [(r["provider"], size, r["peak_bytes"] / GIB)
                                                    for r, size in modes["full"] or modes["fwd"]]}  # fmt: skip
         panels = {title: points for title, points in panels.items() if points}
         ticks = sorted({size for _, size in modes["full"] or modes["fwd"]})
         if panels:
             first = next(record["shape"] for record, size in measured if record["op"] == op)
-            title = f"{op} by {grows}, from {first}: kernels alone where a graph captures them"
+            title = (
+                f"{op} by {grows}, from {first}: kernels alone where a graph captures them, memory without the inputs"
+            )
             yield f"{op} by {grows}", _lines(title, panels, grows, ticks, pyplot)
 
 
