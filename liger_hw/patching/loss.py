@@ -16,8 +16,7 @@ import torch
 
 from liger_hw._torch import is_replica, is_wrapped_by_fsdp1
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
-from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_hw.kernels.vocabulary.cross_entropy.formula import Formula, Targets, check_call, output_of, row_losses
+from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.head import armed, match_heads, patched_heads
 from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
@@ -28,7 +27,8 @@ from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
-CHUNKS = ("accum_dtype", "chunk_memory")  # of the loss without logits; they change no value of a loss of logits
+# of the loss without logits; they change no value of a loss of logits
+CHUNKS = ("accum_dtype", "chunk_memory", "counted_rows")
 LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, "use_token_scaling", "ce_weight")
 WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
@@ -158,18 +158,21 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
 
 
 def _cross_entropy_of_logits(
-    logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, **options
-):
+    logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, counted_rows=None,
+    **options,
+):  # fmt: skip
     """Compute `fused_linear_cross_entropy`'s loss from logits in memory."""
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
+    formula.check_counted_rows(counted_rows, targets, options["ignore_index"])
     if not use_token_scaling:
         return cross_entropy(logits, targets, ce_weight, **options)
     call = cross_entropy.arguments(logits, targets, ce_weight, **options)
-    check_call(call, "logits", "weight", logits.shape[1])
-    formula = Formula.of(call, use_token_scaling)
-    return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, call.reduction), formula))
+    formula.check_call(call, "logits", "weight", logits.shape[1])
+    targets = formula.Targets.of(call, ce_weight, call.reduction)
+    losses = formula.row_losses(logits, targets, formula.Formula.of(call, use_token_scaling))
+    return formula.output_of(call, *losses)
 
 
 def by_products(logits):

@@ -243,6 +243,41 @@ def test_compiles_whole(reduction, plain, backend, device):
 
 
 @pytest.mark.skipif(not interpreting() and torch.accelerator.is_available(), reason="counts the CPU's allocations")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_only_rows_that_may_count_are_multiplied(reduction, engine, device, monkeypatch):
+    x, weight = (torch.randn(n, 8, device=device).requires_grad_() for n in (30, 11))
+    target = torch.randint(11, (30,), device=device).masked_fill(torch.arange(30, device=device) % 3 > 0, -100)
+    asked = {"reduction": reduction, "return_token_accuracy": True, "return_predicted_tokens": True}
+    rows, write_logits = [], chunked_head.write_logits
+
+    def run(**bound):
+        output = fused_linear_cross_entropy(x, weight, target, **asked, **bound)
+        return *output, *torch.autograd.grad(output.loss.sum(), (x, weight))
+
+    expected = run()
+    monkeypatch.setattr(
+        chunked_head, "write_logits", lambda logits, *head: rows.append(len(logits)) or write_logits(logits, *head)
+    )
+    for bound in (10, 12, 40):
+        rows.clear()
+        for found, wanted in zip(run(counted_rows=bound), expected, strict=True):
+            assert found is wanted is None or torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        assert sum(rows) == min(bound, 30) * (2 if reduction == "none" else 1)
+
+
+def test_more_rows_than_may_count(device):
+    x, weight = (torch.randn(n, 8, device=device).requires_grad_() for n in (5, 11))
+    target = torch.arange(5, device=device)
+    run = fused_linear_cross_entropy
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"counted_rows: got 3, allowed: at least the 5 rows"):
+            run(x, weight, target, counted_rows=3)
+    else:
+        assert run(x, weight, target, counted_rows=3).isnan()
+    with pytest.raises(ValueError, match=r"counted_rows: got -1, allowed: None or a number of rows"):
+        run(x, weight, target, counted_rows=-1)
+
+
 def test_memory_on_a_cpu():
     """Memory without the gradients is less than a third of the logits'."""
     x, w, y = case(1024, 8, 4096)

@@ -194,9 +194,11 @@ def test_options_of_the_ops_pass_through_the_model(fused):
         assert found.predicted_tokens.shape == (34,)
 
 
+COUNTED = int((tiny.tokens()["labels"][:, 1:] != -100).sum())
 OPTIONS = [
     {"use_token_scaling": True}, {"use_token_scaling": True, "label_smoothing": 0.1, "lse_square_scale": 0.01},
-    {"use_token_scaling": False}, {"accum_dtype": torch.float32}, {"chunk_memory": 2**14}, {"label_smoothing": 0.1},
+    {"use_token_scaling": False}, {"accum_dtype": torch.float32}, {"chunk_memory": 2**14}, {"counted_rows": COUNTED},
+    {"label_smoothing": 0.1},
     {"ce_weight": torch.linspace(0.5, 1.5, 128)},
 ]  # fmt: skip
 

@@ -101,6 +101,7 @@ def linear_losses(new):
             yield (frozen[0], frozen[1], y, frozen[2]), {"reduction": reduction, "return_token_accuracy": True}
     yield (x, w, y), {"accum_dtype": torch.float32, "chunk_memory": 300}
     yield (x, w, y, bias), {"reduction": "none", "invariant": True}
+    yield (x, w, put(y, (slice(2), -100)), bias), {"counted_rows": 3}
     yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options

@@ -37,9 +37,11 @@ from liger_hw.kernels.vocabulary.chunked_head import (
 from liger_hw.kernels.vocabulary.cross_entropy import formula as by_autograd
 from liger_hw.kernels.vocabulary.cross_entropy import kernels
 from liger_hw.kernels.vocabulary.cross_entropy.formula import (
+    CrossEntropyOutput,
     Formula,
     Targets,
     check_call,
+    check_counted_rows,
     output_of,
     row_losses,
     shard_rows,
@@ -63,7 +65,7 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
-    invariant: bool = False,
+    invariant: bool = False, counted_rows: int | None = None,
 ):  # fmt: skip
     """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
@@ -96,6 +98,9 @@ def fused_linear_cross_entropy(
             any other rows, in any chunk: products of rows come from a kernel whose tiles ignore their number. On a CPU
             and by the reference each row is a product of its own. Not of a vocabulary sharded over ranks, nor for
             gradients of fp16 logits that the forward computes.
+        counted_rows: the most rows whose target is not `ignore_index`, known to the caller. The products then have so
+            many rows, among them all that count; the host waits for nothing. With more such rows the call is an error
+            on a CPU, and elsewhere loss and gradients are NaN. None: products of all rows.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
@@ -117,6 +122,7 @@ def _prepare(call):
     check_invariant(call)
     check_call(call, "x", "ce_weight", vocabulary_of(call))
     check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
+    check_counted_rows(call.counted_rows, call.target, call.ignore_index)
     return head, Formula.of(call, call.use_token_scaling)
 
 
@@ -204,9 +210,30 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
         return loss.sum(), z_loss, predicted
 
 
+def _of_counted_rows(with_kernels, call):
+    """Compute a call on as many rows as may count, those that do first."""
+    _prepare(call)
+    rows, ignored = len(call.target), call.target == call.ignore_index
+    order = torch.argsort(ignored.to(torch.uint8), stable=True)[: call.counted_rows]
+    x = call.x.index_select(0, order)
+    output = _by_chunks(with_kernels, call._replace(x=x, target=call.target[order], counted_rows=None))
+
+    def placed(value, fill=0):
+        by_row = value is not None and value.ndim
+        return value.new_full((rows,), fill).index_copy(0, order, value) if by_row else value
+
+    loss, z_loss, accuracy, predicted = (output, None, None, None) if torch.is_tensor(output) else output
+    loss = placed(loss) * torch.where((~ignored).sum() > call.counted_rows, float("nan"), 1.0).to(loss.dtype)
+    if torch.is_tensor(output):
+        return loss
+    return CrossEntropyOutput(loss, placed(z_loss), placed(accuracy), placed(predicted, -1))
+
+
 def _by_chunks(with_kernels, call):
     if needs_distribution(call):
         return distributed(fused_linear_cross_entropy, call)
+    if call.counted_rows is not None and call.counted_rows < len(call.target):
+        return _of_counted_rows(with_kernels, call)
     (x, weight, bias), formula = _prepare(call)
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
     accumulates, shard = call.accum_dtype is not None, call.group or ()

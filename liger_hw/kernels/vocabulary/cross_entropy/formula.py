@@ -138,6 +138,15 @@ def check_labels_of_op(name, labels, classes, ignore_index):
         check_labels(name, labels, classes, ignore_index)
 
 
+def check_counted_rows(bound, target, ignore_index):
+    """Refuse a bound that is no number of rows or, on a CPU, too small."""
+    fits = bound is None or isinstance(bound, int) and not isinstance(bound, bool) and bound >= 0
+    check(fits, "counted_rows", repr(bound), "None or a number of rows")
+    if bound is not None and target.device.type == "cpu" and not traced(target) and not is_dtensor(target):
+        count = int((target != ignore_index).sum())
+        check(bound >= count, "counted_rows", bound, f"at least the {count} rows whose target is not {ignore_index}")
+
+
 def check_call(call, rows_name, weight_name, vocabulary):
     """Refuse arguments that neither op can compute; errors use the names of the caller's arguments."""
     rows, target = getattr(call, rows_name), call.target
