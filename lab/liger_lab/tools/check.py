@@ -125,12 +125,14 @@ def notebook(*args):
 
 
 def distributed(*args):
-    """Test DeepSpeed and the launch of examples on two ranks; installs DeepSpeed and Lightning."""
-    # its operators compile at their first use, not here
-    if status := install("--no-build-isolation", "setuptools", "deepspeed", "lightning", DS_BUILD_OPS="0"):
+    """Test DeepSpeed, small optimizers and the launch of examples on two ranks; installs their packages."""
+    packages = "lightning", "bitsandbytes", "galore-torch"
+    # DeepSpeed's operators compile at their first use, not here
+    if status := install("--no-build-isolation", "setuptools", "deepspeed", *packages, DS_BUILD_OPS="0"):
         return status
-    files = "tests/transformers/test_deepspeed.py", "tests/test_examples.py"
-    return run("-m", "pytest", *files, "-k", "deepspeed or launch or two_ranks", *args)
+    files = [f"tests/transformers/test_{name}.py" for name in ("deepspeed", "small_optimizers")]
+    names = "deepspeed or small_optimizers or launch or two_ranks"
+    return run("-m", "pytest", *files, "tests/test_examples.py", "-k", names, *args)
 
 
 def prerelease(*args):
