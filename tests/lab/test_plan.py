@@ -31,8 +31,8 @@ MEASURED = [
 
 
 def run(model="llama-8b", gpus=8, per_node=8, parallel="fsdp2", provider="liger_hw", batch=1, seq=4096,
-        checkpointing=True, dtype=None):  # fmt: skip
-    return plan.make_run(model, gpus, per_node, parallel, provider, batch, seq, checkpointing, dtype)
+        checkpointing=True, dtype=None, **more):  # fmt: skip
+    return plan.make_run(model, gpus, per_node, parallel, provider, batch, seq, checkpointing, dtype, **more)
 
 
 def total(run):
@@ -129,6 +129,34 @@ def test_states_are_divided():
     assert states("ddp") == 8
 
 
+def test_states_leave_the_gpu_or_shrink():
+    every = plan.read_model("llama-8b").parameters()
+
+    def parts(parallel, **more):
+        return {
+            name: amount / every for name, amount in plan.moments(run(parallel=parallel, **more))["optimizer"].items()
+        }
+
+    assert parts("ddp", optimizer="adamw8bit")["optimizer"] == 2 + 8 / 256
+    for parallel, offload, weights, host in (
+        ("zero2", "optimizer", 2, 14), ("zero3", "optimizer", 2 / 8, 14), ("zero3", "parameters", 0, 16),
+    ):  # fmt: skip
+        found = parts(parallel, offload=offload)
+        assert found["optimizer"] == found["gradients"] == 0 and found["parameters"] == weights
+        assert plan.host_bytes(run(parallel=parallel, offload=offload)) == every * host / 8
+    assert plan.host_bytes(run()) == 0
+
+
+def test_the_recipe_names_the_first_step_that_fits(capsys):
+    arguments = ["--model", "llama-8b", "--gpus", "2", "--gpu-memory"]
+    shown = printed(capsys, *arguments, "23.5", "--recipe")
+    chosen = shown.splitlines()[-1].partition("fits: ")[2]
+    assert chosen == "--parallel zero3 --checkpointing --offload optimizer"
+    assert "\nfits; peak" in printed(capsys, *arguments, "23.5", *chosen.split())
+    assert [len(step) for step in zip(*plan.STEPS)] == [11] * 2
+    assert cli.main(["plan", *arguments, "3", "--recipe"]) == 1 and "no step fits" in capsys.readouterr().out
+
+
 def test_tensor_parallelism_splits_matrices_and_the_vocabulary():
     sizes, one, two = plan.read_model("llama-8b"), run(), run(parallel="tp:2")
     vectors = sizes.hidden * (2 * sizes.layers + 1) + sizes.vocabulary * sizes.hidden
@@ -217,6 +245,11 @@ def test_the_printed_configuration_loads_in_accelerate(tmp_path):
     for parallel in plan.ENGINES:
         (tmp_path / "config.yaml").write_text(plan.launch(run(parallel=parallel), "accelerate"))
         assert config_args.load_config_from_file(str(tmp_path / "config.yaml")).num_processes == 8
+    (tmp_path / "config.yaml").write_text(plan.launch(run(parallel="zero3", offload="parameters"), "accelerate"))
+    loaded = config_args.load_config_from_file(str(tmp_path / "config.yaml")).deepspeed_config
+    assert loaded["offload_optimizer_device"] == loaded["offload_param_device"] == "cpu"
+    loaded = json.loads(plan.launch(run(parallel="zero3", offload="parameters"), "deepspeed"))["zero_optimization"]
+    assert loaded["offload_optimizer"]["device"] == loaded["offload_param"]["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -238,6 +271,13 @@ def test_the_printed_configuration_loads_in_accelerate(tmp_path):
         ("--model llama-8b --dtype mixed --parallel ddp", "--dtype: got mixed with ddp, allowed: bf16"),
         ("--model llama-8b --dtype bf16 --parallel zero3", "--dtype: got bf16 with zero3, allowed: mixed"),
         ("--model llama-8b --provider liger", "unknown provider 'liger'; did you mean 'liger_hw'?"),
+        ("--model llama-8b --offload optimizer", "--offload: got optimizer with fsdp2, allowed: optimizer with zero2"),
+        ("--model llama-8b --offload gradients", "unknown offload 'gradients'"),
+        ("--model llama-8b --optimizer galore", "unknown optimizer 'galore'"),
+        (
+            "--model llama-8b --optimizer adamw8bit",
+            "--optimizer: got adamw8bit with fsdp2, allowed: adamw8bit with ddp",
+        ),
         ("--model llama-8b --gpu-memory 0", "--gpu-memory: got 0.0, allowed: a positive number"),
         ("--model llama-8b --gpu-memory 80 --tflops -1", "--tflops: got -1.0, allowed: a positive number"),
         ("--model llama-8b", "--gpu-memory: got none, and torch finds no GPU here"),
@@ -281,8 +321,9 @@ def test_a_config_that_does_not_fit(text, message, tmp_path):
 
 def test_the_page_shows_real_outputs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs/distributed.md").read_text()
-    commands = re.findall(r"^    liger-hw plan (.*)\n\n```text\n", page[: page.index("## Engines")], re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        assert printed(capsys, *command.split()) in page, f"run `liger-hw plan {command}` and put its output there"
+    for file, count in (("distributed", 2), ("guides/does_not_fit", 1)):
+        page = (ROOT / f"docs/{file}.md").read_text()
+        commands = re.findall(r"^    liger-hw plan (.*)\n\n```text\n", page.partition("## Engines")[0], re.MULTILINE)
+        assert len(commands) == count
+        for command in commands:
+            assert printed(capsys, *command.split()) in page, f"run `liger-hw plan {command}` and put its output there"

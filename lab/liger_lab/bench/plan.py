@@ -15,13 +15,18 @@ Resident bytes for each parameter of P, as (parameters + gradients + AdamW's two
     ddp    bf16:  2 + 2 + 4, and 2 of DDP's buckets from 2 GPUs      gradient_as_bucket_view=False, torch's default
     zero2  2 + (2 + 12) / s,  zero3  (2 + 2 + 12) / s                "model states" of ZeRO, arXiv:1910.02054, section 3
 
+AdamW's states of bitsandbytes in 8 bits, with ddp, take 2 + 2 x 4 / 256 bytes (a byte each, and an fp32 scale for 256
+of them) instead of 4. --offload optimizer moves the states, DeepSpeed's fp32 copy and the gradients of zero2 and zero3
+to the host; --offload parameters also the weights of zero3. No peak of these two has been measured.
+
 Buffers of the engine, in bytes (b = 2: bf16; r = 4 for mixed, 2 for bf16):
 
     fsdp2  b R from the forward to the end of the backward, b A of the layer in work, b A of the prefetched layer, and
            r A of the last reduce-scatter's input (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
     zero2  two buckets of 5e8 elements (reduce_bucket_size with overlap_comm)
     zero3  one such bucket, and from 2 GPUs 1e9 live parameters (stage3_max_live_parameters); the gradients' shards are
-           there in the whole step. The numbers are DeepSpeed's defaults, and not above P
+           there in the whole step. The numbers are DeepSpeed's defaults, and not above P. Offloaded parameters are
+           live on one GPU, too
 
 Kept activations, in bytes of a token of a layer, where nothing is recomputed:
 
@@ -88,6 +93,8 @@ BUCKET, LIVE = 5 * 10**8, 10**9  # elements: DeepSpeed's defaults
 ENGINES = ("fsdp2", "zero2", "zero3", "ddp")
 PROVIDERS = (OURS, EAGER)
 OUTSIDE = ("activations", "objective", "lora", "qlora", "offload", "precision")  # options that no formula covers
+OPTIMIZERS = ("adamw", "adamw8bit")
+OFFLOADS = ("optimizer", "parameters")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 STEP = 256  # the longest sequence is a multiple of it
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose measured peaks the formulas reach
@@ -217,6 +224,8 @@ class Run:
     seq: int
     checkpointing: bool
     mixed: bool
+    optimizer: str
+    offload: str | None
 
     @property
     def shards(self) -> int:
@@ -229,12 +238,15 @@ class Run:
         return self.batch * self.seq
 
 
-def make_run(model, gpus, gpus_per_node, parallel, provider, batch, seq, checkpointing, dtype) -> Run:
+def make_run(
+    model, gpus, gpus_per_node, parallel, provider, batch, seq, checkpointing, dtype, optimizer="adamw", offload=None
+) -> Run:
     """Check the arguments of a command line and return the run.
 
     Args:
         model: as in `read_model`. parallel: one of ENGINES, or "tp:N", N GPUs with FSDP2 over the others.
         dtype: "mixed", "bf16", or None for the engine's own: bf16 under DDP, else mixed.
+        optimizer: one of OPTIMIZERS. offload: one of OFFLOADS, what the host holds, or None.
 
     Raises:
         ValueError: an argument is unknown, or does not fit another.
@@ -267,7 +279,14 @@ def make_run(model, gpus, gpus_per_node, parallel, provider, batch, seq, checkpo
         why = "no formula covers torch.autocast" if engine == "ddp" else "DeepSpeed keeps fp32 copies"
         check(dtype == only, "--dtype", f"{dtype} with {engine}", f"{only}: {why}")
     check_known("provider", provider, PROVIDERS)
-    return Run(sizes, gpus, per_node, engine, parts, provider, batch, seq, checkpointing, dtype == "mixed")
+    check_known("optimizer", optimizer, OPTIMIZERS)
+    check(engine == "ddp" or optimizer == "adamw", "--optimizer", f"{optimizer} with {engine}", "adamw8bit with ddp")
+    if offload is not None:
+        check_known("offload", offload, OFFLOADS)
+        allowed = ("zero2", "zero3") if offload == "optimizer" else ("zero3",)
+        check(engine in allowed, "--offload", f"{offload} with {engine}", f"{offload} with {' or '.join(allowed)}")
+    mixed = dtype == "mixed"
+    return Run(sizes, gpus, per_node, engine, parts, provider, batch, seq, checkpointing, mixed, optimizer, offload)
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
@@ -287,6 +306,18 @@ def kept_bytes(run: Run) -> int:
         attention += (2 if ours else 6) * (sizes.query_width + sizes.key_width) // parts
         statistics += 4 * (sizes.heads + sizes.key_heads) // parts
     return run.tokens * (rows + attention + mlp * sizes.intermediate // parts + statistics)
+
+
+def state_bytes(run: Run) -> float:
+    """Return the optimizer's bytes of one parameter, with DeepSpeed's fp32 copy."""
+    states = 2 + 2 * 4 / 256 if run.optimizer == "adamw8bit" else 2 * (4 if run.mixed else 2)
+    return states + (4 if run.engine.startswith("zero") else 0)
+
+
+def host_bytes(run: Run) -> float:
+    """Return the bytes of the host that one GPU's shards take."""
+    sizes = {None: 0, "optimizer": state_bytes(run) + 2, "parameters": state_bytes(run) + 4}
+    return sizes[run.offload] * run.sizes.parameters() / run.shards
 
 
 def loss_layer(run: Run) -> int:
@@ -311,13 +342,14 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
     layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
     zero3 = engine == "zero3"
     wide = 4 if run.mixed else 2
+    states = 0 if run.offload else state_bytes(run) / run.shards
     if engine == "fsdp2":
-        weights, gradient, states = wide / run.shards, wide / run.shards, 2 * wide / run.shards
+        weights, gradient = wide / run.shards, wide / run.shards
     elif engine == "ddp":
-        weights, gradient, states = 2, 2, 4
+        weights, gradient, states = 2, 2, state_bytes(run)
     else:
-        weights = 2 if engine == "zero2" else 2 / run.shards
-        gradient, states = 2 / run.shards, 12 / run.shards
+        weights = 2 if engine == "zero2" else 0 if run.offload == "parameters" else 2 / run.shards
+        gradient = 0 if run.offload else 2 / run.shards
     resident = {"parameters": weights * every, "optimizer": states * every, "workspace": WORKSPACE}
     if zero3:
         resident["gradients"] = gradient * every
@@ -327,7 +359,7 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
     elif fsdp:
         buffers = 2 * other
     elif zero3:
-        buffers = 2 * min(BUCKET, every) + (2 * min(LIVE, every) if run.gpus > 1 else 0)
+        buffers = 2 * min(BUCKET, every) + (2 * min(LIVE, every) if run.gpus > 1 or not weights else 0)
     else:
         buffers = 2 * 2 * min(BUCKET, every)
     hidden = 2 * run.tokens * sizes.hidden
@@ -453,7 +485,8 @@ def report(run: Run, memory: float, nvlink: float, network: float, tflops: float
     return {
         "run": dataclasses.asdict(run), "moment": moment, "bytes": by_part | {"reserve": RESERVE},
         "peak_bytes": total - RESERVE, "total_bytes": total, "gpu_bytes": memory, "fits": total <= memory,
-        "longest": longest(run, memory), "sent_bytes": traffic(run), "seconds": seconds(run, nvlink, network, tflops),
+        "longest": longest(run, memory), "host_bytes": host_bytes(run), "sent_bytes": traffic(run),
+        "seconds": seconds(run, nvlink, network, tflops),
     }  # fmt: skip
 
 
@@ -471,11 +504,58 @@ def show(planned: dict) -> str:
         f"longest sequence that fits: {planned['longest']:,} tokens",
         f"loss layer: {times['loss'] * 1e3:,.1f} ms of matrix products a step",
     ]  # fmt: skip
+    if planned["host_bytes"]:
+        lines.append(f"host: {planned['host_bytes'] / GIB:,.1f} GiB for each GPU")
     for name, label in (("shards", "shards and gradients"), ("tensor parallel", "tensor parallelism")):
         if planned["sent_bytes"][name]:
             sent = planned["sent_bytes"][name] / 1e9
             lines.append(f"{label}: {sent:,.1f} GB sent a step, {times[name] * 1e3:,.1f} ms without overlap")
     return "\n".join(lines)
+
+
+STEPS = (  # each step's name, and its options; the cheapest first
+    ("plain, DDP, all in bf16", {"provider": EAGER, "parallel": "ddp"}),
+    ("kernels", {"parallel": "ddp"}),
+    ("checkpointing", {"parallel": "ddp", "checkpointing": True}),
+    ("ZeRO-2, fp32 states", {"parallel": "zero2"}),
+    ("ZeRO-2, checkpointing", {"parallel": "zero2", "checkpointing": True}),
+    ("ZeRO-3", {"parallel": "zero3", "checkpointing": True}),
+    ("FSDP2, fp32 states", {"parallel": "fsdp2", "checkpointing": True}),
+    ("FSDP2, all in bf16", {"parallel": "fsdp2", "checkpointing": True, "dtype": "bf16"}),
+    ("8-bit optimizer, DDP", {"parallel": "ddp", "checkpointing": True, "optimizer": "adamw8bit"}),
+    ("optimizer on the host", {"parallel": "zero3", "checkpointing": True, "offload": "optimizer"}),
+    ("parameters, too", {"parallel": "zero3", "checkpointing": True, "offload": "parameters"}),
+)
+
+
+def recipe(model, gpus, gpus_per_node, batch, seq, memory: float) -> list[dict]:
+    """Compute the memory and traffic of every step of STEPS, against `memory` bytes."""
+    rows = []
+    for name, options in STEPS:
+        settings = {"provider": OURS, "checkpointing": False, "dtype": None} | options
+        run = make_run(model, gpus, gpus_per_node, batch=batch, seq=seq, **settings)
+        total = sum(peak(run)[1].values()) + RESERVE
+        rows.append({
+            "step": name, "options": options, "total_bytes": total, "host_bytes": host_bytes(run),
+            "sent_bytes": traffic(run)["shards"], "longest": longest(run, memory), "fits": total <= memory,
+        })  # fmt: skip
+    return rows
+
+
+def show_recipe(rows: list[dict]) -> str:
+    """Format the rows of `recipe` as text, and name the first that fits."""
+    lines = [
+        [
+            row["step"], f"{row['total_bytes'] / GIB:,.1f}", f"{row['host_bytes'] / GIB:,.1f}",
+            f"{row['sent_bytes'] / 1e9:,.1f}", "yes" if row["fits"] else "no", f"{row['longest']:,}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["step", "GiB of a GPU", "of the host", "GB sent", "fits", "longest sequence"]
+    fitting = next((row["options"] for row in rows if row["fits"]), None)
+    words = [f"--{name}" + ("" if value is True else f" {value}") for name, value in (fitting or {}).items()]
+    last = "the first that fits: " + " ".join(words) if fitting else "no step fits: more GPUs, or fewer tokens"
+    return f"{table(header, lines)}\n\n{last}"
 
 
 def launch(run: Run, launcher: str) -> str:
@@ -505,6 +585,8 @@ def launch(run: Run, launcher: str) -> str:
     elif zero:
         stage = run.engine[-1]
         lines += ["deepspeed_config:", "  gradient_accumulation_steps: 1", f"  zero_stage: {stage}"]
+        moved = {None: (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[run.offload]
+        lines += [f"  offload_{name}_device: cpu" for name in moved]
     precision = "bf16" if run.mixed else "'no'"  # a model in bf16 needs no autocast; YAML reads a bare no as false
     lines.append(f"mixed_precision: {precision}")
     if nodes > 1:
@@ -516,6 +598,10 @@ def _deepspeed(run: Run) -> dict:
     zero = {"stage": int(run.engine[-1]), "overlap_comm": True, "reduce_bucket_size": BUCKET}
     if run.engine == "zero3":
         zero |= {"stage3_max_live_parameters": LIVE}
+    if run.offload:
+        zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    if run.offload == "parameters":
+        zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
     return {
         "train_micro_batch_size_per_gpu": run.batch, "gradient_accumulation_steps": 1,
         "zero_optimization": zero, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,

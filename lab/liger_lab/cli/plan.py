@@ -35,6 +35,12 @@ def add(commands) -> None:
     option("--no-checkpointing", dest="checkpointing", action="store_false", help="keep them (the default)")
     option("--dtype", metavar="POLICY", help="mixed: fp32 parameters, gradients and states, bf16 layers; bf16: all in "
            "bf16 (mixed; bf16 with ddp)")  # fmt: skip
+    option("--optimizer", default="adamw", metavar="NAME",
+           help="adamw, or adamw8bit: bitsandbytes' states of 8 bits, with ddp (adamw)")  # fmt: skip
+    option("--offload", metavar="WHAT", help="what the host holds: optimizer, with zero2 or zero3; parameters, with "
+           "zero3, and the optimizer")  # fmt: skip
+    option("--recipe", action="store_true",
+           help="show the steps that save memory, and the first that fits these GPUs, batch and sequence")  # fmt: skip
     option("--provider", default="liger_hw", metavar="NAME",
            help="liger_hw: patched, with its fused loss; eager: plain, with all logits (liger_hw)")  # fmt: skip
     option("--nvlink", type=float, default=450, metavar="GB/S", help="rate of a GPU to others of its node (450)")
@@ -63,7 +69,7 @@ def plan(args) -> int | None:
     fewest = int(parts) if parts.isdecimal() and int(parts) else 1
     counts = [fewest * 2**i for i in range((4096 // fewest).bit_length())] if args.gpus == "auto" else [args.gpus]
     settings = args.gpus_per_node, args.parallel, args.provider, args.batch, args.seq, args.checkpointing, args.dtype
-    runs = [model.make_run(args.model, gpus, *settings) for gpus in counts]
+    runs = [model.make_run(args.model, gpus, *settings, args.optimizer, args.offload) for gpus in counts]
     if args.launcher:
         check(args.gpus != "auto", "--gpus", "auto with --print", "a positive integer")
         text = model.launch(runs[0], args.launcher)
@@ -72,6 +78,11 @@ def plan(args) -> int | None:
     memory = args.gpu_memory * model.GIB if args.gpu_memory is not None else model.detected_memory()
     if memory is None:
         raise ValueError("--gpu-memory: got none, and torch finds no GPU here, allowed: the GiB of one GPU, such as 80")
+    if args.recipe:
+        check(args.gpus != "auto", "--gpus", "auto with --recipe", "a positive integer")
+        rows = model.recipe(args.model, args.gpus, args.gpus_per_node, args.batch, args.seq, memory)
+        show(args, rows, model.show_recipe(rows))
+        return None if any(row["fits"] for row in rows) else 1
     for run in runs:
         planned = model.report(run, memory, args.nvlink, args.network, args.tflops)
         if planned["fits"]:
