@@ -9,6 +9,8 @@ from liger_hw._torch import (
     without_compiler_disabled,
 )
 
+INTERCEPTING = {"forward", "_call_impl", "_compiled_call_impl"}  # attributes of an instance that replace its call
+
 
 def is_intercepted(module):
     """Tell whether calling `module` also runs hooks or a forward set on the instance.
@@ -16,7 +18,7 @@ def is_intercepted(module):
     A replacement must then call `module` instead of computing its result: hooks may read the input, change the output
     or gather the weight (ZeRO-3, offloading). ZeRO-3's hooks do nothing on a module without parameters.
     """
-    if "forward" in module.__dict__ or "_call_impl" in module.__dict__:
+    if not INTERCEPTING.isdisjoint(module.__dict__):
         return True
     if not has_hooks(module):
         return False

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.nn import Module
-
 from liger_hw.patching.pins import digest, functions_in, guard
 from liger_hw.patching.reading import Pin, add_entries, is_known, read, read_function
 
@@ -51,9 +49,9 @@ class Match:
         """Return (`Pin`s, names that an attribute of an instance would hide) of the matched code."""
         codes = self.codes(original)
         shadowed = {pin.name for pin in codes[0].pins if pin.owner is original} - {*self.methods}
+        shadowed |= {name for name, _ in self.bypassed}
         pins = [pin for code in codes for pin in code.pins]
-        calls = [(cls, "__call__") for _, cls in self.bypassed] + [(Module, "_call_impl")] * bool(self.bypassed)
-        return pins + [Pin(owner, name, getattr(owner, name)) for owner, name in calls], shadowed
+        return pins + [Pin(cls, "__call__", cls.__call__) for _, cls in self.bypassed], shadowed
 
     def reason_against(self, original):
         """Return why the op cannot compute modules of `original` though a probe agrees, or None."""

@@ -158,8 +158,25 @@ def match_mlp(module):
                         lambda dtype, shape, roles=roles: _case(projections, roles, dtype, shape),
                         constants=witnesses.constants_of(module),
                     )
+                    if not _calls_projections(original, _case(projections, roles, torch.float32)):
+                        raise witnesses.Objection("computes with its projections without a call of them")
                     return MLPMatch.of(op, options, names, bypassed=bypassed)
     return None
+
+
+def _calls_projections(original, case):
+    """Tell whether a forward calls each projection once, so that their hooks run."""
+    x, children = case
+    calls = []
+    for name, child in children.items():
+
+        def call(self, *args, name=name):
+            calls.append(name)
+            return torch.nn.Linear.__call__(self, *args)
+
+        child.__class__ = type("Linear", (torch.nn.Linear,), {"__call__": call})
+    probing.outputs(original, [(x, children)])
+    return sorted(calls) == sorted(children)
 
 
 def unknown_operation(module):

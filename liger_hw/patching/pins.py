@@ -35,7 +35,8 @@ PLAIN = (
 NAMED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
 HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
-COMMON = (Pin(torch.nn.Module, "__call__", torch.nn.Module.__call__),)  # torch.fx replaces it while it traces
+# that of linear layers, which replacements compute themselves, is nn.Module's, which torch.fx replaces while it traces
+COMMON = tuple(Pin(torch.nn.Linear, name, getattr(torch.nn.Linear, name)) for name in ("__call__", "_call_impl"))
 
 
 class Incomparable(Exception):
@@ -88,13 +89,13 @@ class AttributePin(NamedTuple):
         children: names of the children on the way to the module that has the attribute.
         fields: the attribute, and attributes of its value.
         value: a plain value; else the `fact` of it.
-        is_plain: which of both.
+        is_plain: which of both; None: `value` tells whether the module has such an attribute.
     """
 
     children: tuple
     fields: tuple
     value: object
-    is_plain: bool
+    is_plain: bool | None
 
 
 def attribute_pins(module, code, exempt=(), children=()):
@@ -118,7 +119,21 @@ def attribute_pins(module, code, exempt=(), children=()):
             paths = [(name,)]
         for path in paths:
             pins.append(_attribute_pin(module, path, children))
+    for head, *rest in code.chains:
+        if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
+            raise Incomparable(f"reads {'.'.join((head, *rest))}")
+    for *path, name in code.looked_up:
+        if path and path[0] not in vars(module):
+            raise Incomparable(f"looks up {name!r} of {'.'.join(path)} by name")
+        if not path and name not in vars(module):
+            pins.append(AttributePin(children, (name,), hasattr(module, name), None))
     return tuple(dict.fromkeys(pins))
+
+
+def _reads_a_tensor(child, names):
+    """Tell whether a child's attributes lead to a parameter or to torch's facts about it."""
+    parameter = child._parameters.get(names[0])
+    return parameter is not None and all(hasattr(torch.Tensor, name) for name in names[1:])
 
 
 def functions_in(value):
@@ -132,9 +147,7 @@ def functions_in(value):
 
 def reads(names, attribute):
     """Tell whether code with these names may read an attribute, unless every module has it."""
-    if attribute in OF_EVERY_MODULE:
-        return False
-    return attribute in names or not reading.READS_ALL.isdisjoint(names)
+    return attribute in names and attribute not in OF_EVERY_MODULE
 
 
 def _attribute_pin(module, path, children):
@@ -210,7 +223,9 @@ def guard(pins, attributes=(), shadowed=(), bypassed=()):
         holder = "".join(f"._modules[{child!r}]" for child in pin.children)
         current = f"module{holder}.__dict__[{pin.fields[0]!r}]" + "".join(f".{name}" for name in pin.fields[1:])
         values[f"v{index}"], values[f"t{index}"] = pin.value, type(pin.value)
-        if pin.is_plain:
+        if pin.is_plain is None:
+            same = f"hasattr(module{holder}, {pin.fields[0]!r}) is v{index}"
+        elif pin.is_plain:
             same = f"({current} is v{index} or type({current}) is t{index} and {current} == v{index})"
         elif pin.value[0] is functools.partial:  # in expressions that torch.compile can trace
             values[f"v{index}"], values[f"t{index}"] = _partial(pin.value), functools.partial

@@ -11,6 +11,7 @@ import builtins
 import dis
 import functools
 import inspect
+import itertools
 import logging
 import sys
 import types
@@ -37,7 +38,7 @@ KNOWN_LIBRARY = {
 }
 UNREADABLE = {  # functions of Python whose effect the code does not show
     "globals", "locals", "eval", "exec", "compile", "open", "input", "id", "setattr", "delattr", "__import__", "print",
-    "next", "iter",
+    "next", "iter", "vars", "dir",
 }  # fmt: skip
 CHANGES_CONTAINER = {
     "append", "extend", "insert", "popitem", "setdefault", "appendleft", "popleft", "update", "clear", "__setitem__",
@@ -51,7 +52,12 @@ GLOBAL_STATE = {  # functions of torch whose result a program may change between
     "get_float32_matmul_precision", "get_rng_state", "initial_seed", "is_available", "is_initialized", "get_rank",
     "get_world_size", "device_count", "current_device", "is_current_stream_capturing", "backends",
 }  # fmt: skip
-READS_ALL = {"__dict__", "vars", "__getattribute__", "__getattr__"}  # names by which code reads attributes unseen
+READS_UNSEEN = {  # attributes by which code reads others without their names
+    "__dict__", "__getattribute__", "__getattr__", "_parameters", "_buffers", "_modules", "parameters", "buffers",
+    "modules", "children", "named_parameters", "named_buffers", "named_modules", "named_children", "state_dict",
+    "get_parameter", "get_buffer", "get_submodule", "attrgetter", "methodcaller",
+}  # fmt: skip
+SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
 attributes_read = set()  # all names of attributes in code that was read
@@ -78,6 +84,7 @@ class Code:
         constants: numbers that they contain.
         registries: dictionaries among the globals, of which the code takes an entry by name: ACT2FN["silu"].
         chains: attributes that they read from their first argument: ("config", "limit") for self.config.limit.
+        looked_up: those that they read by getattr or hasattr, which may appear later.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
         reason: why a probe cannot show what the methods compute, or None.
     """
@@ -89,6 +96,7 @@ class Code:
     constants: set = field(default_factory=set)
     registries: list = field(default_factory=list)
     chains: set = field(default_factory=set)
+    looked_up: set = field(default_factory=set)
     without_autocast: bool = False
     reason: str | None = None
 
@@ -115,7 +123,7 @@ def read(cls, methods=("forward",)):
             waiting += [method, *_functions_to_read(method)]
         elif method is not MISSING:
             code.refuse(f"its {name} is no function of Python")
-    _read_functions(code, waiting, cls)
+    _read_functions(code, waiting, cls, methods)
     return code
 
 
@@ -176,19 +184,19 @@ def foreign(pins, packages=("torch",)):
     return next((pin.name for pin in functions if _package(pin.value) not in packages), None)
 
 
-def _read_functions(code, waiting, cls):
-    seen_names, seen_methods = set(), set()
+def _read_functions(code, waiting, cls, methods=()):
+    seen_names, seen_methods = {(cls, name) for name in methods}, set()
     while waiting:
         function = waiting.pop()
         if function in code.functions:
             continue
         code.functions.append(function)
         _read_function(function, code, waiting)
-        if cls is not None:
-            for name in sorted(code.names - seen_names):
-                seen_names.add(name)
-                if name not in MODULE_ATTRIBUTES:
-                    _read_class_attribute(cls, name, code, waiting)
+        owners = () if cls is None else cls.__mro__ if "super" in code.names else (cls,)
+        for owner, name in itertools.product(owners, sorted(code.names - MODULE_ATTRIBUTES | {*methods})):
+            if (owner, name) not in seen_names and (owner is cls or name in vars(owner)):
+                seen_names.add((owner, name))
+                _read_class_attribute(owner, name, code, waiting)
         for name in sorted(code.attributes - seen_methods):
             seen_methods.add(name)
             value = vars(torch.Tensor).get(name)  # `pins` notices new names, which hide methods in C++
@@ -243,6 +251,7 @@ def _read_function(function, code, waiting):
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     for instructions in _all_code(function.__code__):
         _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
+        _read_lookups(instructions, first, code)
 
 
 def _pins_of_function(function):
@@ -268,7 +277,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
     attribute = None
     for instruction in [*dis.get_instructions(instructions), None]:
         name, previous, attribute = instruction and instruction.opname, attribute, None
-        if name in ("EXTENDED_ARG", "CACHE", "PUSH_NULL"):
+        if name in SKIPPED:
             continue
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
@@ -276,6 +285,8 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.names.add(attribute)
             if attribute in CHANGES_CONTAINER:
                 code.refuse(f"calls {attribute}()")
+            if attribute in READS_UNSEEN:
+                code.refuse(f"reads {attribute}")
             code.refuse_state(attribute)
             if attribute in ("type", "index") and previous == "device" and not code.without_autocast:
                 code.refuse("reads the type of a device")
@@ -308,6 +319,28 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.refuse(f"imports {argument}")
 
 
+def _read_lookups(instructions, first, code):
+    """Note names that getattr and hasattr look up; refuse those that code computes."""
+    listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
+    for place, instruction in enumerate(listed):
+        if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in ("getattr", "hasattr"):
+            continue
+        holder, *after = listed[place + 1 :]
+        fields = [i.argval for i in itertools.takewhile(lambda i: i.opname == "LOAD_ATTR", after)]
+        name, *default = itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), after[len(fields) :])
+        is_constant_name = name.opname == "LOAD_CONST" and isinstance(name.argval, str)
+        if (
+            not is_constant_name
+            or not all(i.opname.startswith("LOAD") for i in default)
+            or any(i.opname != "LOAD_ATTR" for i in default[1:])
+        ):
+            code.refuse("computes the name of an attribute")
+        elif holder.argval in first:
+            code.looked_up.add((*fields, name.argval))
+        elif not holder.opname.startswith("LOAD_GLOBAL"):
+            code.refuse(f"looks up {name.argval!r} of {holder.argval} by name")
+
+
 def _is_harmless(name, argument):
     return name == "YIELD_VALUE" or str(argument).partition(".")[0] in KNOWN_PACKAGES
 
@@ -324,7 +357,7 @@ def _read_chain(kind, chain, namespace, cells, code, waiting):
     elif hasattr(builtins, name):
         if name in UNREADABLE:
             code.refuse(f"calls {name}()")
-        code.names.update({"__dict__"} if name in ("vars", "dir") else ())
+        code.names.update({"super"} & {name})
         return
     else:
         return

@@ -100,6 +100,8 @@ def _with_pins(module, match, memory):
         for name, cls in match.bypassed:
             if (cls.__call__, cls._call_impl) != CALL:
                 return Recognition(reason=f"its {name} replaces the call of a module")
+            if module._modules[name]._modules:
+                return Recognition(reason=f"its {name} has children of its own")
             child = memory.code(cls)
             if child.reason:
                 return Recognition(reason=f"the code of its {name} {child.reason}")

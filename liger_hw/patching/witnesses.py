@@ -74,7 +74,7 @@ def _takes_rows(name, args, leading):
 
 
 class _Length(int):
-    """A number of tokens that tells `Lengths` when code compares it."""
+    """A number of tokens that tells `Lengths` when code compares, hashes or prints it."""
 
 
 class Lengths(torch.overrides.TorchFunctionMode):
@@ -151,11 +151,10 @@ def _derived(operation):
     return compute
 
 
-for _operation in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
-    setattr(_Length, _operation, _noticed(_operation))
+for _operation in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "hash", "repr", "format"):
+    setattr(_Length, f"__{_operation}__", _noticed(f"__{_operation}__"))
 for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "truediv", "pow", "neg"):
     setattr(_Length, f"__{_operation}__", _derived(f"__{_operation}__"))
-_Length.__hash__ = int.__hash__
 
 
 class Objection(Exception):

@@ -123,6 +123,20 @@ class MLP(nn.Module):
         return self.down_proj(self.product(x)) * self.factor * (self.limits["upper"] - 1) * self.config.scale
 
 
+class Above(MLP):
+    def product(self, x):
+        return super().product(x)
+
+
+class Below(Above):
+    def product(self, x):
+        return super().product(x)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return -y if hasattr(self, "negative") else y
+
+
 class Norm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -149,6 +163,9 @@ CHANGES = {  # what a program does to a module
     "contents of a dictionary": (MLP, lambda m: m.limits.update(upper=4)),
     "configuration": (MLP, lambda m: setattr(m.config, "scale", 3)),
     "method hidden": (MLP, lambda m: setattr(m, "product", lambda x: torch.ones(3, 96))),
+    "attribute looked up": (Below, lambda m: setattr(m, "negative", True)),
+    "child hidden": (MLP, lambda m: vars(m).update(act_fn=F.gelu)),
+    "compiled call of a child": (MLP, lambda m: setattr(m.act_fn, "_compiled_call_impl", F.gelu)),
     "child": (MLP, lambda m: setattr(m, "act_fn", nn.Tanh())),
     "attribute of a child": (lambda: MLP(nn.GELU()), lambda m: setattr(m.act_fn, "approximate", "tanh")),
     "function": (lambda: MLP(F.silu), lambda m: setattr(m, "act_fn", F.gelu)),
@@ -180,6 +197,8 @@ IN_PLACE = {  # what a program replaces in a function or beside it
     "keyword default": (act, "__kwdefaults__", {"offset": 1.0}),
     "code of a method": (MLP.product, "__code__", (lambda self, x: self.up_proj(x)).__code__),
     "call of the activation's class": (nn.SiLU, "__call__", lambda self, x: 2 * x),
+    "call of linear layers": (nn.Linear, "__call__", lambda self, x: 2 * self.forward(x)),
+    "method of the class above": (Above, "product", lambda self, x: self.up_proj(x)),
     "call of all modules": (nn.Module, "_call_impl", lambda self, x: self.forward(2 * x)),
 }
 
@@ -187,7 +206,8 @@ IN_PLACE = {  # what a program replaces in a function or beside it
 @pytest.mark.parametrize("replaced", IN_PLACE)
 def test_functions_that_a_program_changes_in_place_count(replaced, monkeypatch):
     owner, name, value = IN_PLACE[replaced]
-    plain, patched = pair(MLP(None if "all" in replaced or owner is nn.SiLU else act))
+    build = Below if owner is Above else MLP
+    plain, patched = pair(build(None if "all" in replaced or owner is nn.SiLU else act))
     before = plain(ROWS)
     monkeypatch.setattr(owner, name, value, raising=False)
     assert torch.equal(patched(ROWS), plain(ROWS)) and not torch.equal(plain(ROWS), before)

@@ -113,6 +113,17 @@ class Detached(MLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
 
 
+class SkipsHooks(MLP):
+    def forward(self, x):
+        return F.linear(self.product(x), self.down_proj.weight, self.down_proj.bias)
+
+
+class NestedActivation(MLP):
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.Sequential(nn.SiLU())
+
+
 class OnGPU(MLP):
     def forward(self, x):
         return self.down_proj(self.product(x) * (0.5 if x.is_cuda else 1.0))
@@ -171,6 +182,13 @@ STATE = {  # an expression in a forward -> words of the reason
     "scaled(1.0)": "has a default argument in scaled() whose contents may change",
     "scaled.flag": "reads the attribute 'flag' of the function scaled",
     "ONE": "reads the global 'ONE', whose contents may change",
+    "{(3, 7): 0.5}.get(x.shape[:2], 1.0)": "compares the number of its tokens",
+    "getattr(self, 'fac' + 'tor'[:x.ndim], 1.0)": "computes the name of an attribute",
+    "getattr(x, 'factor', 1.0)": "looks up 'factor' of x by name",
+    "getattr(self.down_proj.weight, 'factor', 1.0)": "looks up 'factor' of down_proj.weight by name",
+    "self.down_proj.in_features / 48": "reads down_proj.in_features",
+    "len(vars(self).get('factors', 'x'))": "calls vars()",
+    "len(self.down_proj._buffers) + 1": "reads _buffers",
 }
 
 
@@ -231,6 +249,8 @@ LEFT = {  # class -> words of the reason
     Masked: "which the op does not",
     SoftCapped: "",
     Detached: "gradients",
+    SkipsHooks: "computes with its projections without a call of them",
+    NestedActivation: "its act_fn has children of its own",
     OnGPU: "reads is_cuda of a tensor",
     WritesItsInput: "differs",
     OtherBackward: "gradients",
