@@ -195,7 +195,7 @@ def test_the_page_of_evidence_names_the_files_without_a_command():
     files = sorted((ROOT / "lab/results").glob("*.json"))
     without = [file.stem for file in files if not json.loads(file.read_text()).get("command")]
     page = (ROOT / "docs/guides/evidence.md").read_text()
-    assert len(without) == 7 and "seven files" in page.replace("\n", " ")
+    assert len(without) == 6 and "six files" in page.replace("\n", " ")
     assert not [stem for stem in without if f"{stem}.json" not in page]
 
 
@@ -216,10 +216,10 @@ def value_at(results, path):
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_figures_of_prose_are_those_of_their_files(page):
-    """A figure before `<!-- FILE: PATH -->`, or `<!-- FILE: PATH / PATH -->`, is that of lab/results/FILE.json."""
+    """A figure before `<!-- FILE: PATH -->`, with ` / PATH` or ` / NUMBER` too, is that of lab/results/FILE.json."""
     for figure, name, path in re.findall(r"([\d,.]+)x?<!-- ([\w/-]+): ([^>]+) -->", page.read_text()):
         results = json.loads((ROOT / "lab/results" / f"{name}.json").read_text())
-        value, *divisor = (value_at(results, part) for part in path.split(" / "))
+        value, *divisor = (float(part) if part.isdigit() else value_at(results, part) for part in path.split(" / "))
         decimals = len(figure.partition(".")[2])
         assert figure == f"{value / divisor[0] if divisor else value:,.{decimals}f}", (page, name, path)
 
