@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -62,6 +63,7 @@ def learn_alike_on_ranks(name, options, folder):
     common = importlib.import_module("common")
     count = common.count
     for provider in ("plain", "liger_hw"):
+        os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())  # Lightning deletes it after a run
         sys.argv = [name, *options, "--tiny", "--steps", "3", "--provider", provider]
         sys.argv += ["--output", f"{folder}/{provider}"]
         if find_spec("accelerate"):  # it remembers the engine of an earlier run, or of another test
