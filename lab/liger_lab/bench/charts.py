@@ -286,9 +286,7 @@ def sweep_figures(benchmark: dict):
         ticks = sorted({size for _, size in modes["full"] or modes["fwd"]})
         if panels:
             first = next(record["shape"] for record, size in measured if record["op"] == op)
-            title = (
-                f"{op} by {grows}, from {first}: kernels alone where a graph captures them, memory without the inputs"
-            )
+            title = f"{op} by {grows}, from {first}\nkernels alone where a graph captures them; memory without inputs"
             yield f"{op} by {grows}", _lines(title, panels, grows, ticks, pyplot)
 
 
