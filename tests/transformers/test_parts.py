@@ -175,14 +175,14 @@ class Plain(torch.nn.Module):
     def __init__(self, activation, **chances):
         super().__init__()
         self.first, self.last = torch.nn.Linear(32, 48), torch.nn.Linear(48, 32, bias=False)
-        self.act, self.chances = activation, chances
-        for name, p in chances.items():
+        self.act, self.has_two = activation, "activation_dropout" in chances
+        for name, p in (chances | {"dropout": chances.get("dropout", 0.0)}).items():
             setattr(self, name, p)
 
     def forward(self, x):
-        before, after = (getattr(self, name, 0.0) for name in (min(self.chances, default=""), "dropout"))
+        before = self.activation_dropout if self.has_two else self.dropout
         x = torch.nn.functional.dropout(self.act(self.first(x)), before, self.training)
-        return torch.nn.functional.dropout(self.last(x), after, self.training)
+        return torch.nn.functional.dropout(self.last(x), self.dropout, self.training)
 
 
 CHANCES = [
@@ -394,7 +394,7 @@ HOLDERS = {  # an attribute that holds a fact, and how a forward reads the fact
     "enum": (Centre, lambda held: held.value),
     "tensor": (torch.tensor, bool),
 }
-UNSEEN = ("slots", "tensor")  # no call could notice that their contents have changed
+UNSEEN = ("slots", "tensor", "per layer")  # no call could notice that their contents, or what vars() lists, changed
 
 
 class Configured(torch.nn.Module):

@@ -223,36 +223,51 @@ def lora_add(
     tl.store(at, y.to(tl.float32) + product, mask)
 
 
-@raw(lambda x, first: x.new_empty(x.shape[0], first.shape[1] * (1 if first.dtype == x.dtype else 3)), mutates=("y",))
-def update(
-    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, y: torch.Tensor | None, scale: float, *, u
-):  # fmt: skip
-    """Compute u = scale x first, and add u second to `y` in place.
+@raw(lambda x, first: x.new_empty(x.shape[0], first.shape[1] * (1 if first.dtype == x.dtype else 3)))
+def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
+    """Compute u = scale x first.
 
     Args:
-        x: (R, K). first: (K, r). second: (r, N), as `first` in x's dtype or in fp32. y: (R, N) in x's dtype, or None.
+        x: (R, K). first: (K, r) in x's dtype or in fp32.
 
     Returns:
         u (R, r) in x's dtype; or the terms of 16 bits whose sum it is in fp32, (R, 3r).
     """
     if x.dtype == torch.float32:  # torch adds up long sums with less error
         torch.mm(x, first, out=u).mul_(scale)
-        if y is not None:
-            y.addmm_(u, second)
         return
-    (rows, inner), (rank, outer) = x.shape, second.shape
-    x, x_stride = rows_of(x)
+    (inner, rank), (x, x_stride) = first.shape, rows_of(x)
     device, size = device_of(x), max(power_of_2(rank), 16)
     config = lora_project_config(size, not (x_stride | inner) % 16, device)
     launch(
-        lora_project, (-(-rows // config["ROWS"]), 1, 1), config, x, first, u, rows, scale, x_stride, *first.stride(),
-        inner, rank, size, inner % config["DEPTH"] == 0,
+        lora_project, (-(-x.shape[0] // config["ROWS"]), 1, 1), config, x, first, u, x.shape[0], scale, x_stride,
+        *first.stride(), inner, rank, size, inner % config["DEPTH"] == 0,
     )  # fmt: skip
+
+
+@raw(mutates=("y",))
+def adapter_add(y: torch.Tensor, u: torch.Tensor, second: torch.Tensor) -> None:
+    """Add u second to y in place.
+
+    Args:
+        y: (R, N). u: what `adapter_project` returns. second: (r, N) in y's dtype or in fp32.
+    """
+    if y.dtype == torch.float32:
+        y.addmm_(u, second)
+        return
+    (rows, outer), rank, y_stride = y.shape, second.shape[0], y.stride(0)
+    size = max(power_of_2(rank), 16)
+    config = lora_add_config(size, not (y_stride | outer) % 16, device_of(y))
+    grid = -(-rows // config["ROWS"]), -(-outer // config["COLS"]), 1
+    launch(lora_add, grid, config, y, u, second, rows, y_stride, *second.stride(), outer, rank, size)
+
+
+def update(x, first, second, y, scale):
+    """Return u = scale x first, `adapter_project`'s; add u second to `y` unless None."""
+    u = adapter_project(x, first, scale)
     if y is not None:
-        y_stride = y.stride(0)
-        config = lora_add_config(size, not (y_stride | outer) % 16, device)
-        grid = -(-rows // config["ROWS"]), -(-outer // config["COLS"]), 1
-        launch(lora_add, grid, config, y, u, second, rows, y_stride, *second.stride(), outer, rank, size)
+        adapter_add(y, u, second)
+    return u
 
 
 def gradient(u, rows, wide):
