@@ -62,13 +62,12 @@ def multiply(decoder, inst, name, fields):
         left[:, index[:, None], k_of] = a(w, per_lane)
         right[:, k_of, index[:, None]] = b(w, per_lane)
         product = left @ right
-        for r in range(values):
-            value = product[:, row_of[:, r], index]
-            if c_register is not None:
-                value = value + w.v[c_register + r].view(result)
+        # the target may begin within the addend, so all values are read before one is written
+        addends = [0 if c_register is None else w.v[c_register + r].view(result) for r in range(values)]
+        sums = [product[:, row_of[:, r], index] + addend for r, addend in enumerate(addends)]
+        for r, value in enumerate(sums):
             w.v[target + r] = value.astype(result).view(np.uint32)
 
-    # the addend may lie in the target: it is read value by value, before that value is written
     return run
 
 
