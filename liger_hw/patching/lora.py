@@ -5,6 +5,7 @@ programs change: they merge, disable, add and choose adapters, and quantise weig
 PEFT's own forward runs in every other state.
 """
 
+import functools
 import logging
 import math
 import sys
@@ -18,7 +19,7 @@ from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_
 from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
 from liger_hw.patching.hooks import is_intercepted
-from liger_hw.patching.match import Match
+from liger_hw.patching.match import Match, remember
 from liger_hw.patching.projection import Adapted, is_plain_linear
 from liger_hw.patching.reading import Pin, read
 from liger_hw.patching.summary import Summary
@@ -78,21 +79,14 @@ class PeftConfig:
 
 def _patch_layers(model):
     """Patch the LoRA layers in `model` that are not."""
-    summary, results, classes = Summary(), {}, {}
-
-    def remember(key, find):
-        if key not in results:
-            results[key] = find()
-        return results[key]
-
+    summary, results = Summary(), {}
     with without_modes():
         for module in [m for m in model.modules() if not is_swapped(m)]:
-            match, reason = match_lora(module, remember) or (None, None)
+            match, reason = match_lora(module, functools.partial(remember, results)) or (None, None)
             if match is not None:
                 key = type(module), match
                 summary.replaced[type(module).__name__, str(match)] += 1
-                classes[key] = classes.get(key) or patched_class(*key)
-                swap(module, classes[key])
+                swap(module, remember(results, key, lambda key=key: patched_class(*key)))
             elif reason is not None:
                 summary.left[type(module).__name__, reason] += 1
     if summary.replaced or summary.left:

@@ -80,3 +80,10 @@ class Match:
     def __str__(self):
         name, options = self.op or self.kind, self.shown_options()
         return f"{name}({options})" if options else name
+
+
+def remember(results, key, find):
+    """Return `results[key]`, which `find` computes at its first use."""
+    if key not in results:
+        results[key] = find()
+    return results[key]

@@ -5,6 +5,7 @@ They match if their results are bitwise equal, dtype included (LayerNorm allows 
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from liger_hw._torch import CALL, without_modes
@@ -12,7 +13,7 @@ from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
 from liger_hw.patching.lora import match_lora
-from liger_hw.patching.match import Match
+from liger_hw.patching.match import Match, remember
 from liger_hw.patching.mlp import match_mlp, unknown_operation
 from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
@@ -45,15 +46,15 @@ class Memory:
 
     def code(self, cls, methods=("forward",)):
         """Return the `Code` of a class."""
-        return _remember(self.codes, (cls, methods), lambda: read(cls, methods))
+        return remember(self.codes, (cls, methods), lambda: read(cls, methods))
 
     def rotation(self, function):
         """Return the result of `find_rotation`."""
-        return _remember(self.rotations, function, lambda: find_rotation(function))
+        return remember(self.rotations, function, lambda: find_rotation(function))
 
     def patched_class(self, original, match):
         """Return the subclass of `original` that computes with `match`'s op."""
-        return _remember(self.classes, (original, match), lambda: patched_class(original, match))
+        return remember(self.classes, (original, match), lambda: patched_class(original, match))
 
 
 def recognise(module, memory=None):
@@ -63,11 +64,11 @@ def recognise(module, memory=None):
 
 
 def _recognise(module, memory):
-    lora = match_lora(module, lambda key, find: _remember(memory.matches, key, find))
+    lora = match_lora(module, functools.partial(remember, memory.matches))
     if lora is not None:
         return Recognition(*lora)
     try:
-        result = _remember(memory.matches, _facts(module, memory), lambda: _first_match(module, memory))
+        result = remember(memory.matches, _facts(module, memory), lambda: _first_match(module, memory))
     except (Incomparable, TypeError):  # an attribute that cannot be compared, or not be hashed
         result = _first_match(module, memory)
     match = result.match
@@ -77,7 +78,7 @@ def _recognise(module, memory):
     if match is not None or result.reason is not None:
         return result
     cls = type(module)
-    match, reason = _remember(memory.matches, cls, lambda: match_rotary(cls, memory.rotation))
+    match, reason = remember(memory.matches, cls, lambda: match_rotary(cls, memory.rotation))
     return Recognition(match, reason or (None if match else reason_for_leaving(module)))
 
 
@@ -113,12 +114,6 @@ def _with_pins(module, match, memory):
     reason = next((f"its code {code.reason}" for code in match.codes(type(module)) if code.reason), None)
     reason = reason or match.reason_against(type(module))
     return Recognition(reason=reason) if reason else Recognition(match)
-
-
-def _remember(results, key, find):
-    if key not in results:
-        results[key] = find()
-    return results[key]
 
 
 def _facts(module, memory, names=frozenset()):

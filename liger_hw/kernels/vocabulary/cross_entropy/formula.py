@@ -4,6 +4,7 @@
 """
 
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ def check_labels_of_op(name, labels, classes, ignore_index):
 
 def check_counted_rows(bound, target, ignore_index):
     """Refuse a bound that is no number of rows or, on a CPU, too small."""
-    fits = bound is None or isinstance(bound, int) and not isinstance(bound, bool) and bound >= 0
+    fits = bound is None or isinstance(bound, numbers.Integral) and not isinstance(bound, bool) and bound >= 0
     check(fits, "counted_rows", repr(bound), "None or a number of rows")
     if bound is not None and target.device.type == "cpu" and not traced(target) and not is_dtensor(target):
         count = int((target != ignore_index).sum())
