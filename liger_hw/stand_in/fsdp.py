@@ -9,7 +9,7 @@ class _FSDPForwardRedirection:
 
     def __call__(self, wrapper_module, method, *args, **kwargs):
         wrapped = wrapper_module.module
-        own = wrapped.__dict__.get("forward")
+        instance_forward = wrapped.__dict__.get("forward")
 
         def forward(*args, **kwargs):
             restore()  # the function may call the module's own forward
@@ -17,8 +17,8 @@ class _FSDPForwardRedirection:
 
         def restore():
             wrapped.__dict__.pop("forward", None)
-            if own is not None:
-                wrapped.forward = own
+            if instance_forward is not None:
+                wrapped.forward = instance_forward
 
         wrapped.forward = forward
         try:

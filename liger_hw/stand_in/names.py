@@ -11,11 +11,11 @@ BASES = tuple(
     f"chunked_loss.fused_linear_{kind}" for kind in ("distillation", "ppo", "preference", "unpaired_preference")
 )
 LOSSES = ("chunked_loss", "stand_in.loss_functions", *BASES)
-MODULES_OF_TRANSFORMERS = (
+TRANSFORMERS_MODULES = (
     "transformers.modules", "transformers.family_modules", "transformers.divergences", "transformers.rotary_names",
     "transformers.op_modules", "stand_in.ops", "transformers.functional",
 )  # fmt: skip
-OF_A_FAMILY = ("transformers.loss_utils", "patching.output_classes", "stand_in.fsdp", "stand_in.utils")
+FAMILY_MODULES = ("transformers.loss_utils", "patching.output_classes", "stand_in.fsdp", "stand_in.utils")
 
 OP_MODULES = (  # below both ops and transformers
     "cross_entropy", "dyt", "fused_add_rms_norm", "fused_ce_tvd", "fused_linear_cross_entropy", "fused_linear_jsd",
@@ -65,14 +65,14 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
         "transformers.grpo_loss", "chunked_loss.fused_linear_ppo", "chunked_loss.grpo_loss", "stand_in.ops"
     ),
     "transformers.model": (),
-    **{f"transformers.model.{family}": OF_A_FAMILY for family in (*FAMILIES, "hunyuan_v1")},
+    **{f"transformers.model.{family}": FAMILY_MODULES for family in (*FAMILIES, "hunyuan_v1")},
     "transformers.model.loss_utils": ("transformers.loss_utils",),
     "transformers.model.output_classes": ("patching.output_classes",),
-    "transformers.monkey_patch": ("transformers.monkey_patch", "stand_in.utils", *MODULES_OF_TRANSFORMERS),
+    "transformers.monkey_patch": ("transformers.monkey_patch", "stand_in.utils", *TRANSFORMERS_MODULES),
     "transformers.trainer": ("stand_in.orpo_trainer",),
     "transformers.trainer.orpo_trainer": ("stand_in.fsdp", "stand_in.orpo_trainer"),
     "transformers.trainer_integration": ("transformers.monkey_patch",),
-    **{f"transformers.{name}": MODULES_OF_TRANSFORMERS for name in OP_MODULES},
+    **{f"transformers.{name}": TRANSFORMERS_MODULES for name in OP_MODULES},
     "triton": ("stand_in.triton_cache",),
     "triton.monkey_patch": ("stand_in.triton_cache",),
     "utils": ("stand_in.utils",),
