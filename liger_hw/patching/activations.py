@@ -29,7 +29,7 @@ def match_activation(module):
     has_parts = module._parameters or module._modules or module._buffers
     if has_parts or type(module).__module__.startswith("torch.") or len(probing.positional_inputs(module)) != 1:
         return None
-    cases = probing.rows_of_each_dtype(*PROBE_SHAPE)
+    cases = probing.rows_per_dtype(*PROBE_SHAPE)
     for activation in WRITTEN_OUT:
 
         def original(x, training=module.training):

@@ -4,7 +4,7 @@ import sys
 
 from liger_hw.checks import check
 
-_own_post_init = {}  # base class of a family -> the post_init that it defines, None where it inherits one
+_replaced_post_init = {}  # base class of a family -> the post_init that it defines, None where it inherits one
 
 
 def call_when_built(cls, function):
@@ -18,7 +18,7 @@ def call_when_built(cls, function):
     """
     stop_calling(cls)
     current = getattr(sys.modules.get(cls.__module__), cls.__name__, cls)
-    for base in {_base_of_family(cls), _base_of_family(current)}:
+    for base in {_family_base(cls), _family_base(current)}:
         _wrap_post_init(base, function)
 
 
@@ -28,15 +28,15 @@ def stop_calling(cls):
     Raises:
         ValueError: `cls` is not a class of Hugging Face models.
     """
-    family = _name(_base_of_family(cls))
-    for base in [base for base in _own_post_init if _name(base) == family]:
-        own = _own_post_init.pop(base)
+    family = _name(_family_base(cls))
+    for base in [base for base in _replaced_post_init if _name(base) == family]:
+        replaced = _replaced_post_init.pop(base)
         del base.post_init
-        if own is not None:
-            base.post_init = own
+        if replaced is not None:
+            base.post_init = replaced
 
 
-def _base_of_family(cls):
+def _family_base(cls):
     from transformers import PreTrainedModel
 
     check(issubclass(cls, PreTrainedModel), "model", cls.__name__, "a class of Hugging Face models")
@@ -54,5 +54,5 @@ def _wrap_post_init(base, function):
         original(self)
         function(self)
 
-    _own_post_init[base] = vars(base).get("post_init")
+    _replaced_post_init[base] = vars(base).get("post_init")
     base.post_init = post_init

@@ -12,7 +12,7 @@ from liger_hw._torch import forward_hooks, is_plain
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
 from liger_hw.kernels.moe import experts
 from liger_hw.patching import gates, probing, witnesses
-from liger_hw.patching.hooks import own_class
+from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import AttributePin
 from liger_hw.patching.reading import Pin, read
@@ -158,7 +158,7 @@ def _match_experts_without_gate(module):
 
 
 def _children(module):
-    return tuple((name, own_class(child)) for name, child in module.named_children())
+    return tuple((name, original_class(child)) for name, child in module.named_children())
 
 
 def calls_gate(module):

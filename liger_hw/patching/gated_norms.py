@@ -51,7 +51,7 @@ class GatedNormMatch(Match):
 
 def match_gated_norm(module):
     """Return the `GatedNormMatch` of an RMSNorm of x with a gate, or None."""
-    parameters = probing.own_parameters(module)
+    parameters = probing.direct_parameters(module)
     if (
         len(parameters) != 1
         or len(module._parameters) != 1

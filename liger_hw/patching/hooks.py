@@ -24,10 +24,10 @@ def is_intercepted(module):
         return False
     if has_global_module_hooks() or backward_hooks(module) or next(module.parameters(), None) is not None:
         return True
-    return not all(is_of_zero3(hook) for hook in forward_hooks(module))
+    return not all(is_zero3_hook(hook) for hook in forward_hooks(module))
 
 
-def own_class(module):
+def original_class(module):
     """Return the class of `module` without the swap of `patch`."""
     cls = type(module)
     original = getattr(cls, "liger_original", None)  # Dynamo cannot read vars(cls) once a dictionary has changed
@@ -36,10 +36,10 @@ def own_class(module):
 
 def only_gathers(hook):
     """Tell whether `hook` gathers and frees weights, and neither keeps nor changes outputs."""
-    return is_fsdp2_hook(hook) or is_of_zero3(hook)
+    return is_fsdp2_hook(hook) or is_zero3_hook(hook)
 
 
-def is_of_zero3(hook):
+def is_zero3_hook(hook):
     """Tell whether `hook` is DeepSpeed's, by which ZeRO-3 gathers and frees weights."""
     hook = without_compiler_disabled(hook)
     if _module_of(hook) == "deepspeed.utils.nvtx" and hook.__closure__:  # its decorator, which keeps no name

@@ -12,7 +12,7 @@ import torch
 
 from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing, witnesses
-from liger_hw.patching.hooks import own_class
+from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.projection import is_projection, project_down, return_new_memory
 from liger_hw.patching.reading import foreign, read
@@ -119,8 +119,8 @@ def match_mlp(module):
     """
     projections = {name: child for name, child in module.named_children() if is_projection(child)}
     others = {name: child for name, child in module.named_children() if name not in projections}
-    has_own_tensors = any(p is not None for p in module._parameters.values()) or module._buffers
-    if len(projections) not in (2, 3) or has_own_tensors:
+    has_direct_tensors = any(p is not None for p in module._parameters.values()) or module._buffers
+    if len(projections) not in (2, 3) or has_direct_tensors:
         return None
     if any(next(child.parameters(), None) is not None for child in others.values()):
         return None
@@ -130,7 +130,7 @@ def match_mlp(module):
     # all different, as attributes of equal values could be confused
     visible = {name: probing.VISIBLE + i / (2 * len(attributes)) for i, name in enumerate(attributes)}
     probe_dropouts = {name: torch.nn.Dropout(visible.pop(name)) for name in dropouts}
-    bypassed = tuple((name, own_class(child)) for name, child in others.items())
+    bypassed = tuple((name, original_class(child)) for name, child in others.items())
     for roles in _projection_roles(projections):
         cases = _cases(projections, roles)
         for values, candidates in _candidates(module, dropouts, floats, visible):
@@ -188,7 +188,7 @@ def unknown_operation(module):
         x, children = _case(projections, roles, torch.float32)
         probe = probing.copy_of(module, dict(module._parameters), module._modules | children)
         if names := witnesses.operations_of(lambda probe=probe, x=x: type(module).forward(probe, x)):
-            return next((name for name in names if not witnesses.is_of_an_mlp(name)), None)
+            return next((name for name in names if not witnesses.is_mlp_operation(name)), None)
     return None
 
 
@@ -199,8 +199,8 @@ def _candidates(module, dropouts, floats, visible):
     """
     plain = [(op, options) for op, options, attributes, _ in gates.candidates(module) if not attributes]
     dropouts_and_rates = [*dropouts, *(name for name in floats if "dropout" in name)]
-    roles_of_attributes = _extra_roles(dropouts_and_rates, floats)
-    yield visible, [(op, options, roles) for roles in roles_of_attributes for op, options in plain]
+    attribute_roles = _extra_roles(dropouts_and_rates, floats)
+    yield visible, [(op, options, roles) for roles in attribute_roles for op, options in plain]
     for op, options, attributes, probe_numbers in gates.candidates(module):
         if attributes:
             values = visible | {attributes[role]: number for role, number in probe_numbers.items()}
@@ -250,7 +250,7 @@ def _probe_projections(random, projections, names, dtype):
             linear = torch.nn.Linear(cols, rows, getattr(projections[name], "bias", None) is not None, device="meta")
             for parameter, value in list(linear._parameters.items()):
                 if value is not None:
-                    rows_of_it = probing.random_rows(random, *value.shape, dtype=dtype) / 4
-                    linear._parameters[parameter] = torch.nn.Parameter(rows_of_it)
+                    random_values = probing.random_rows(random, *value.shape, dtype=dtype) / 4
+                    linear._parameters[parameter] = torch.nn.Parameter(random_values)
             linears[name] = linear
     return linears

@@ -77,7 +77,7 @@ def match_norm(module):
     """Return the `NormMatch` of a module that scales rows to unit size, or None."""
     if isinstance(module, torch.nn.LayerNorm):
         return _match_layer_norm(module)
-    parameters = probing.own_parameters(module)
+    parameters = probing.direct_parameters(module)
     if module._modules or len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
         return None
     if len(probing.positional_inputs(module)) != 1:  # a second may be a gate

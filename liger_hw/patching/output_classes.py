@@ -27,13 +27,13 @@ def __getattr__(name):
     base = name.removeprefix("Liger")
     output_class = None
     if name != base and "Output" in name:
-        output_class = getattr(modeling_outputs, base, None) or _of_a_family(base)
+        output_class = getattr(modeling_outputs, base, None) or _from_family(base)
     if output_class is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: transformers has no {base}")
     return with_by_products(output_class)
 
 
-def _of_a_family(name):
+def _from_family(name):
     """Return the class `name` from the family whose name it starts with, or None."""
     lower = name.replace("_", "").lower()
     families = [family.name for family in pkgutil.iter_modules(models.__path__)]

@@ -21,11 +21,11 @@ from liger_hw.patching.flags import LOSSES, check_flags, flag_of
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.recognition import Memory, reason_for_leaving, recognise
 from liger_hw.patching.summary import Summary
-from liger_hw.patching.swapping import is_changed_since, is_swapped, own_class, restore, swap
+from liger_hw.patching.swapping import is_changed_since, is_swapped, original_class, restore, swap
 
 logger = logging.getLogger("liger_hw")
 
-OWN_FORWARD = "its forward was replaced on the instance"
+REPLACED_FORWARD = "its forward was replaced on the instance"
 CHANGED_SINCE = "patched before, and a parametrization, FSDP or another library changed its class since"
 
 
@@ -81,8 +81,8 @@ def patch(model, activations=None, **flags):
     for part in loss.without_skip_logits(model):
         swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch(lora=bool(flags["lora"]))))
     if loss.is_left_in(model):
-        summary.left[own_class(model).__name__, loss.OWN_LOSS] += 1
-    _log(own_class(model).__name__, summary)
+        summary.left[original_class(model).__name__, loss.OWN_LOSS] += 1
+    _log(original_class(model).__name__, summary)
     return summary
 
 
@@ -141,7 +141,7 @@ def _matches_of(module, flags, memory):
     if type(module).__module__.startswith("liger_hw."):
         return [], None
     if "forward" in vars(module):
-        return [], OWN_FORWARD if loss.has_a_head(module) or reason_for_leaving(module) else None
+        return [], REPLACED_FORWARD if loss.has_a_head(module) or reason_for_leaving(module) else None
     if loss.has_a_head(module):
         return loss.match_loss(module, **{name: flags[name] for name in ("lora", *LOSSES)})
     match, reason = recognise(module, memory)

@@ -24,10 +24,10 @@ from liger_hw._torch import (
     function_modes,
 )
 from liger_hw.patching import reading
-from liger_hw.patching.hooks import is_intercepted, own_class
+from liger_hw.patching.hooks import is_intercepted, original_class
 from liger_hw.patching.reading import Pin
 
-OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
+MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
 PLAIN = (
     numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType, types.ModuleType,
@@ -147,7 +147,7 @@ def functions_in(value):
 
 def reads(names, attribute):
     """Tell whether code with these names may read an attribute, unless every module has it."""
-    return attribute in names and attribute not in OF_EVERY_MODULE
+    return attribute in names and attribute not in MODULE_ATTRIBUTES
 
 
 def _attribute_pin(module, path, children):
@@ -215,10 +215,10 @@ def guard(pins, attributes=(), shadowed=(), bypassed=()):
         bypassed: (child, its class) pairs: the replacement skips these children, unless something watches them.
     """
     conditions, values = ["code_unchanged()"], {"code_unchanged": code_guard(pins)}
-    values |= {"fact": fact, "is_intercepted": is_intercepted, "own_class": own_class}
+    values |= {"fact": fact, "is_intercepted": is_intercepted, "original_class": original_class}
     for index, (child, cls) in enumerate(bypassed):
         values[f"c{index}"], current = cls, f"module._modules[{child!r}]"
-        conditions += [f"own_class({current}) is c{index}", f"not is_intercepted({current})"]
+        conditions += [f"original_class({current}) is c{index}", f"not is_intercepted({current})"]
     for index, pin in enumerate(attributes):
         holder = "".join(f"._modules[{child!r}]" for child in pin.children)
         current = f"module{holder}.__dict__[{pin.fields[0]!r}]" + "".join(f".{name}" for name in pin.fields[1:])
@@ -258,9 +258,9 @@ def _described_code(code):
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def _partial(fact_of_it):
+def _partial(partial_fact):
     """Return the partial function with this `fact`, whose parts are plain values."""
-    _, ((_, function), (_, args), (_, keywords)) = fact_of_it
+    _, ((_, function), (_, args), (_, keywords)) = partial_fact
     pairs = [tuple(value for _, value in pair) for _, pair in keywords]
     return functools.partial(function, *(value for _, value in args), **dict(pairs))
 

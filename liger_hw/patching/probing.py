@@ -138,7 +138,7 @@ def random_bytes(generator, *shape):
     return torch.randint(256, shape, generator=generator, device="cpu", dtype=torch.uint8)
 
 
-def rows_of_each_dtype(*shape):
+def rows_per_dtype(*shape):
     """Return cases of one argument: rows with standard deviation 3, in each of `DTYPES`."""
     random = generator()
     return [(3 * random_rows(random, *shape, dtype=dtype),) for dtype in DTYPES]
@@ -187,7 +187,7 @@ def positional_inputs(module):
     return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
 
 
-def own_parameters(module):
+def direct_parameters(module):
     """Return name -> parameter of `module`, without its children's."""
     return {name: p for name, p in module._parameters.items() if p is not None}
 

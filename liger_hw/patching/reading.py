@@ -160,7 +160,7 @@ def add_entries(code, strings):
 
 def read_globals(function):
     """Return the globals that one function names, and whether it writes one."""
-    code = Code(pins=_pins_of_function(function))
+    code = Code(pins=_function_pins(function))
     for instructions in _all_code(function.__code__):
         for instruction in dis.get_instructions(instructions):
             name, argument = instruction.opname, instruction.argval
@@ -242,7 +242,7 @@ def _content(cell):
 
 
 def _read_function(function, code, waiting):
-    code.pins += _pins_of_function(function)
+    code.pins += _function_pins(function)
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     if not is_constant(defaults):
         code.refuse(f"has a default argument in {function.__name__}() whose contents may change")
@@ -254,7 +254,7 @@ def _read_function(function, code, waiting):
         _read_lookups(instructions, first, code)
 
 
-def _pins_of_function(function):
+def _function_pins(function):
     """Return pins of the code and defaults, which a program may replace in place."""
     pins = [Pin(function, "__code__", function.__code__)]
     pins += [Pin(function, "__defaults__", function.__defaults__)] if function.__defaults__ else []

@@ -3,7 +3,7 @@
 import types
 
 
-def methods_of_model_code(cls):
+def model_methods(cls):
     """Return name -> method that `cls` defines, or inherits from a class outside torch."""
     methods = {}
     for base in cls.__mro__:

@@ -27,7 +27,7 @@ from liger_hw.patching.witnesses import Objection
 
 MATCHERS = (match_norm, match_gated_norm, match_mlp, match_experts, match_sorted_experts, match_activation)
 NO_OP = "no op computes the same bits"
-OWN_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
+EXPERT_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
 NO_ACTIVATION = "no supported activation between its two linear layers"
 
 
@@ -135,7 +135,7 @@ def reason_for_leaving(module):
     """Return why no op computes a module; None where its name suggests no op."""
     name = type(module).__name__.lower()
     if "experts" in name:
-        return NO_OP if hasattr(module, "has_gate") else OWN_LOOP
+        return NO_OP if hasattr(module, "has_gate") else EXPERT_LOOP
     if "norm" in name and not module._modules:
         return NO_OP
     if not any(part in name for part in ("mlp", "feedforward")):

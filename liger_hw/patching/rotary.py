@@ -7,7 +7,7 @@ from liger_hw.patching.match import Match
 from liger_hw.patching.pins import code_guard
 from liger_hw.patching.probing import agree
 from liger_hw.patching.reading import Pin, read_function, read_globals
-from liger_hw.patching.rebinding import innermost, methods_of_model_code, with_globals
+from liger_hw.patching.rebinding import innermost, model_methods, with_globals
 from liger_hw.patching.rotation import by_op, case_of, prove_rotation, replacement
 
 NO_ROTATION = "the op rope does not compute the rotation of {}"
@@ -41,7 +41,7 @@ class RotaryMatch(Match):
 
 def _methods(cls, names):
     """Return name -> method of `cls` that calls one of the global `names`."""
-    methods = methods_of_model_code(cls).items()
+    methods = model_methods(cls).items()
     return {name: method for name, method in methods if set(innermost(method).__code__.co_names) & set(names)}
 
 
@@ -63,7 +63,7 @@ def rotary_functions(cls):
     It looks functions up in the globals of each method's file, as the method does.
     """
     functions = {}
-    for method in map(innermost, methods_of_model_code(cls).values()):
+    for method in map(innermost, model_methods(cls).values()):
         for name in method.__code__.co_names:
             if "rotary" in name and callable(method.__globals__.get(name)):
                 functions[name] = method.__globals__[name]

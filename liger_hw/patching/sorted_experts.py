@@ -4,7 +4,7 @@ import torch
 
 from liger_hw._torch import is_plain
 from liger_hw.patching import gates, probing, witnesses
-from liger_hw.patching.hooks import own_class
+from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
 
 PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE = 2, 32, 48
@@ -37,7 +37,7 @@ def _compute(x, first, second, unit, options):
 
 def match_sorted_experts(module):
     """Return the `SortedExpertsMatch` of a module, or None."""
-    parameters = probing.own_parameters(module)
+    parameters = probing.direct_parameters(module)
     if (
         len(parameters) != 2
         or any(p.ndim != 3 for p in parameters.values())
@@ -77,6 +77,6 @@ def match_sorted_experts(module):
                 constants=witnesses.constants_of(module),
                 shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,)),
             )
-            bypassed = tuple((name, own_class(child)) for name, child in module.named_children())
+            bypassed = tuple((name, original_class(child)) for name, child in module.named_children())
             return SortedExpertsMatch.of(op, options, {"first": first, "second": second}, bypassed=bypassed)
     return None

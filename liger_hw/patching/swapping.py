@@ -11,11 +11,11 @@ import weakref
 
 import torch
 
-from liger_hw.patching.hooks import own_class
+from liger_hw.patching.hooks import original_class
 
 logger = logging.getLogger("liger_hw")
 
-__all__ = ["is_changed_since", "is_swapped", "own_class", "patched_class", "restore", "swap"]
+__all__ = ["is_changed_since", "is_swapped", "original_class", "patched_class", "restore", "swap"]
 
 
 def swap(module, cls):
@@ -95,13 +95,13 @@ def _get_name(self):
 def _prepare_scriptable(self):
     """Give the module its own class: torch.jit.script, which calls this, reads a class's source."""
     if is_swapped(self):
-        _warn_of_script(type(self).__name__)
+        _warn_about_script(type(self).__name__)
         restore(self)
     return self
 
 
 @functools.cache
-def _warn_of_script(name):
+def _warn_about_script(name):
     logger.warning("torch.jit.script compiles %s as it was before patch, and leaves the module unpatched", name)
 
 

@@ -35,7 +35,7 @@ ARITHMETIC = {
     "_fused_rms_norm", "view_as_complex", "view_as_real", "scalar_tensor", "full", "full_like", "ones", "zeros",
 }  # fmt: skip
 SMOOTH = ({"silu", "sigmoid", "exp"}, {"gelu", "erf", "tanh"}, {"gelu", "sigmoid"})  # one may be written as another
-OF_MLPS = {"relu", "clamp", "native_dropout", "dropout"}  # beside arithmetic and smooth functions
+MLP_OPERATIONS = {"relu", "clamp", "native_dropout", "dropout"}  # beside arithmetic and smooth functions
 ROWS_TAKEN = {  # view -> the position of its dimension among the arguments
     "slice": 1, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2,
 }  # fmt: skip
@@ -294,9 +294,9 @@ def operations_of(function):
     return _operations(function, 0)[0]
 
 
-def is_of_an_mlp(name):
+def is_mlp_operation(name):
     """Tell whether some op of MLPs computes an operation."""
-    return name in ARITHMETIC or name in OF_MLPS or any(name in group for group in SMOOTH)
+    return name in ARITHMETIC or name in MLP_OPERATIONS or any(name in group for group in SMOOTH)
 
 
 def _is_explained(name, names, reference):
@@ -306,12 +306,12 @@ def _is_explained(name, names, reference):
 
 
 def _same_gradients(original, replacement, args, learned):
-    found = [_gradients(lambda f=f: f(True, *args), args[:learned]) for f in (original, replacement)]
-    if None in found:
+    gradients = [_gradients(lambda f=f: f(True, *args), args[:learned]) for f in (original, replacement)]
+    if None in gradients:
         return False
     return all(
         (a is None) == (b is None) and (a is None or (a - b).abs().max() <= 1e-3 * b.abs().max() + 1e-6)
-        for a, b in zip(*found)
+        for a, b in zip(*gradients)
     )
 
 

@@ -21,7 +21,7 @@ from engines import (
 from ranks import device
 
 import liger_hw
-from liger_hw.patching.hooks import is_of_zero3
+from liger_hw.patching.hooks import is_zero3_hook
 from liger_hw.patching.lazy_logits import LazyLogits
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -217,7 +217,7 @@ def tell_hooks_apart():
 
     head = zero(tiny.model().to(device()), 3).model.module.lm_head
     hooks = *head._forward_hooks.values(), *head._forward_pre_hooks.values()
-    assert hooks and all(map(is_of_zero3, hooks))
+    assert hooks and all(map(is_zero3_hook, hooks))
     for hook in hooks:
 
         @functools.wraps(hook)
@@ -225,8 +225,8 @@ def tell_hooks_apart():
             return hook(*arguments)
 
         for own in (around, functools.wraps(hook)(lambda *_: None), instrument_w_nvtx(lambda *_: None), print):
-            assert not is_of_zero3(own)
-        assert not is_of_zero3(functools.partial(hook))
+            assert not is_zero3_hook(own)
+        assert not is_zero3_hook(functools.partial(hook))
 
 
 def test_hooks_of_others(ranks):

@@ -19,7 +19,7 @@ from liger_hw.patching.patch import patch, unpatch
 from liger_hw.patching.report import build_without_weights
 from liger_hw.patching.rotary import rotary_functions
 from liger_hw.patching.rotation import case_of, replacement
-from liger_hw.patching.swapping import is_swapped, own_class
+from liger_hw.patching.swapping import is_swapped, original_class
 from liger_hw.testing import parity
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -51,11 +51,11 @@ def compare(model: str, device: torch.device, trust_remote_code=False, say=lambd
             continue
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
         match = type(module).liger_match
-        key = (own_class(module), match, () if match.kind == "rope" else shapes)
+        key = (original_class(module), match, () if match.kind == "rope" else shapes)
         if key in seen:
             continue
         seen.add(key)
-        say(f"{own_class(module).__name__}: {match}")
+        say(f"{original_class(module).__name__}: {match}")
         for dtype in DTYPES:
             yield _row(module, match, dtype) | _compared(module, match, dtype, device)
 
@@ -67,7 +67,7 @@ def implementation(op, device, dtype=torch.float32) -> str:
 
 
 def _row(module, match, dtype):
-    return {"class": own_class(module).__name__, "op": str(match), "dtype": str(dtype).removeprefix("torch."),
+    return {"class": original_class(module).__name__, "op": str(match), "dtype": str(dtype).removeprefix("torch."),
             "forward": None, "gradients": None, "error": None, "skipped": None}  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _functions(module, match, dtype, device, generator):
         return torch.randn(shape, generator=generator).to(dtype)
 
     if match.kind == "rope":
-        functions = rotary_functions(own_class(module))
+        functions = rotary_functions(original_class(module))
         width = getattr(module, "head_dim", None)
         for name, rotation in match.names:
             args = case_of(rotation, dtype, dtype, length=ROWS, width=width if type(width) is int else HEAD_DIM)
