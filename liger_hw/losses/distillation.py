@@ -16,7 +16,7 @@ from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
 from liger_hw.kernels.vocabulary.divergence import kind_of
-from liger_hw.kernels.vocabulary.divergence.of_logits import divergence_rows, largest_soft_gradient, soft_rows
+from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, largest_soft_gradient, soft_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows
 from liger_hw.losses.engine import CHUNK_MEMORY, LogitScaling, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known

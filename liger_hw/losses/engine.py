@@ -22,7 +22,7 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import padded_rows
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
-from liger_hw.kernels.vocabulary._products import dtype_of_logits, linear
+from liger_hw.kernels.vocabulary._products import linear, widest_dtype
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_numbers
@@ -216,6 +216,6 @@ def logits_loss(
             logits.copy_(_scaled_gradient(value, leaf, gradients) if gradients.scales else _gradient(value, leaf))
         return (value.detach(),)
 
-    if dtype_of_logits(x, weight, logits_dtype) == torch.float16:
+    if widest_dtype(x, weight, logits_dtype) == torch.float16:
         buffers += 4
     return sum_over_chunks("logits_loss", step, x, weight, bias, plan, buffers)[0]

@@ -19,7 +19,7 @@ from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES
-from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_by_row, kl_rows
+from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels

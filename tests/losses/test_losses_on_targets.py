@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from liger_hw.kernels.vocabulary.divergence import KINDS
-from liger_hw.kernels.vocabulary.divergence.of_logits import divergence_rows
-from liger_hw.kernels.vocabulary.divergence.of_probabilities import Form, kl_rows
+from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows
+from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_rows
 from liger_lab.levels import compile_cache, compiled, crosscompile
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from liger_hw import dispatch
 from liger_hw.kernels import load_all
-from liger_hw.kernels.vocabulary.divergence.of_logits import soft_rows
+from liger_hw.kernels.vocabulary.divergence.logits import soft_rows
 from liger_hw.losses.distillation import distillation_loss
 from liger_hw.losses.multi_token import multi_token_loss
 from liger_hw.losses.offline_distillation import offline_distillation_loss

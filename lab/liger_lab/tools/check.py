@@ -20,7 +20,7 @@ PROGRAMS = [
     "tests/transformers/test_training.py", "tests/integrations/test_trainer_matrix.py",
 ]  # fmt: skip
 COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
-MUTANTS = ["rms_norm", "glu", "of_logits", "sequences"]
+MUTANTS = ["rms_norm", "glu", "logits_divergence", "sequences"]
 EMULATED = (  # an op of each folder of kernels: all take five minutes, which the nightly job has
     "cross_entropy", "experts", "geglu", "lora_linear", "mhc_pre", "rms_norm", "rope",
 )  # fmt: skip

@@ -295,7 +295,7 @@ MUTANTS = {
         ("slope of the reverse KL without its second term", "return value, value + q, q", "return value, value, q"),
         ("ignored rows have a gradient", "factor = tl.where(counts, factor, 0.0)", "factor = factor"),
     ],
-    "of_logits": [
+    "logits_divergence": [
         ("softmax's term of the gradient", "(slope - q * slope_sum)", "slope"),
         ("labels see the temperature", "tl.exp2(s * temperature - hard_lse)", "tl.exp2(s - hard_lse)"),
         (
@@ -308,7 +308,7 @@ MUTANTS = {
         ("slope without the distribution's share", "(_slope(q, p) - q * tl.load(STATE + 4))", "_slope(q, p)"),
         ("teacher's powers by the student's peak", "tl.load(STATE + 2)) / tl.load", "tl.load(STATE)) / tl.load"),
     ],
-    "of_probabilities": [
+    "soft_targets": [
         ("rows that do not add up to 1", "(mass * tl.exp2(log_q) - p)", "(tl.exp2(log_q) - p)"),
         ("probabilities as logarithms", "log_p = tl.log2(tl.maximum(p, eps))", "log_p = tl.log2(p)"),
     ],
@@ -321,8 +321,8 @@ PLACES = {  # source and tests of mutants where they are not those of an op of t
     "activate": ("kernels/_math.py", "kernels/test_activate.py"),
     "l2_norm": ("kernels/norms/gated_rms_norm/kernels.py", "kernels/test_l2_norm.py"),
     "causal_softmax": ("kernels/attention/softmax.py", "kernels/test_multi_token_attention.py"),
-    "of_logits": ("kernels/vocabulary/divergence/of_logits.py", "losses/test_distillation.py"),
-    "of_probabilities": ("kernels/vocabulary/divergence/of_probabilities.py", "losses/test_offline_distillation.py"),
+    "logits_divergence": ("kernels/vocabulary/divergence/logits.py", "losses/test_distillation.py"),
+    "soft_targets": ("kernels/vocabulary/divergence/probabilities.py", "losses/test_offline_distillation.py"),
     "sequences": ("losses/sequences.py", "losses/test_sequences.py"),
 }
 

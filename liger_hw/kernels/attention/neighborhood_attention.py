@@ -203,7 +203,7 @@ def neighborhood_attention_backward(
         _store(DV + of_y, row, there, y_stride, dv, cols, COLS)
 
 
-def _alike(*tensors):
+def _with_equal_strides(*tensors):
     """Return tensors with the same strides, D contiguous, and the first three strides."""
     strides = tensors[0].stride()
     if strides[3] != 1 or any(x.stride() != strides for x in tensors):
@@ -229,7 +229,7 @@ def _neighborhood_attention_forward(
     """
     batch, heads, length, cols = query.shape
     config = neighborhood_attention_forward_config(cols, query.element_size(), device_of(query))
-    q, k, v, strides = _alike(query, key, value)
+    q, k, v, strides = _with_equal_strides(query, key, value)
     programs = batch * heads * -(-length // config["ROWS"]) if cols else 0
     launch(
         neighborhood_attention_forward, (programs, 1, 1), config,
@@ -247,7 +247,7 @@ def _neighborhood_attention_backward(
 ):  # fmt: skip
     batch, heads, length, cols = query.shape
     config = neighborhood_attention_backward_config(cols, query.element_size(), device_of(query))
-    (q, k, v, strides), (dy, dy_strides) = _alike(query, key, value), _alike(dy)
+    (q, k, v, strides), (dy, dy_strides) = _with_equal_strides(query, key, value), _with_equal_strides(dy)
     programs = batch * heads * -(-length // config["ROWS"]) if cols else 0
     launch(
         neighborhood_attention_backward, (programs, 1, 1), config, q, k, v, y, stats, dy, dquery, dkey, dvalue,

@@ -33,7 +33,7 @@ from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
 from liger_hw.kernels.mlp.glu import validate as validate_glu
-from liger_hw.kernels.mlp.glu_linear import glu_linear, gradients_of_unit, is_checkpointed
+from liger_hw.kernels.mlp.glu_linear import glu_linear, is_checkpointed, unit_gradients
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -475,7 +475,7 @@ def _(
         dy = _product_backward(dout, weight, state)
         du = update(dout, lora_b, lora_a, dy, scaling)
         dy = dy.view(gate.shape)
-        dgate, dup = gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad)
+        dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
         y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
         return (
             dgate, dup,

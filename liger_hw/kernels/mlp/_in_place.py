@@ -41,8 +41,8 @@ def _check_memory(gate, up):
     for name, x in named.items():
         check(not x.is_leaf, name, "a leaf that wants a gradient", "with in_place, an intermediate result")
         rows, stride = rows_of(x)
-        own = rows.data_ptr() == x.data_ptr() and (x.numel() <= x.shape[-1] or stride >= x.shape[-1])
-        check(own, name, f"strides {x.stride()}", "with in_place, rows of unit stride that do not overlap")
+        disjoint = rows.data_ptr() == x.data_ptr() and (x.numel() <= x.shape[-1] or stride >= x.shape[-1])
+        check(disjoint, name, f"strides {x.stride()}", "with in_place, rows of unit stride that do not overlap")
     check(up is None or _disjoint(gate, up), "up", "memory shared with gate", "with in_place, memory of its own")
 
 

@@ -107,7 +107,7 @@ def glu_linear_backward_in_place(
     launch_backward(gate, up, dy, gate, up, dy, activation)
 
 
-def gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad):
+def unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad):
     """Return the gradients of gate and up; write the product f(gate) up over `dy`."""
     if writes_over(in_place, gate_grad, up is None or up_grad):
         glu_linear_backward_in_place(gate, up, dy, activation)
@@ -133,7 +133,7 @@ def _glu_linear(
 def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad, weight_grad, bias_grad):
     dout = dout.reshape(-1, weight.shape[0])
     dy = torch.mm(dout, weight).to(gate.dtype).view(gate.shape)  # autocast in a backward casts it
-    dgate, dup = gradients_of_unit(gate, up, dy, activation, in_place, gate_grad, up_grad)
+    dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
     y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
     return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
 

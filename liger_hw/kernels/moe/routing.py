@@ -55,8 +55,8 @@ def router(
     check(groups > 0 and number % groups == 0, "groups", groups, f"a divisor of {number} experts")
     check(0 < kept_groups <= groups, "kept_groups", kept_groups, f"1 to {groups}")
     check(0 < k <= number // groups * kept_groups, "k", k, f"1 to {number // groups * kept_groups}")
-    of_experts = SCORES[scores](widen(logits))
-    ranked = of_experts.detach() if correction_bias is None else of_experts.detach() + correction_bias
+    expert_scores = SCORES[scores](widen(logits))
+    ranked = expert_scores.detach() if correction_bias is None else expert_scores.detach() + correction_bias
     if kept_groups < groups:
         grouped = ranked.view(-1, groups, number // groups)
         best = grouped.topk(min(2, number // groups), dim=-1)[0].sum(-1).topk(kept_groups, dim=-1)[1]
@@ -64,7 +64,7 @@ def router(
         ranked = grouped.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
     # the order of the chosen, in which they are added up, is that of the classes above
     index = ranked.topk(k, dim=-1, sorted=scores == "softmax")[1]
-    weights = of_experts.gather(1, index)
+    weights = expert_scores.gather(1, index)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     weights = weights if scale == 1.0 else weights * scale

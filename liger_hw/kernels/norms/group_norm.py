@@ -62,9 +62,9 @@ def group_norm(
     groups = widen(x).unflatten(1, (num_groups, x.shape[1] // num_groups)).flatten(2)
     groups = groups - groups.mean(-1, keepdim=True)
     normed = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).reshape(x.shape)
-    of_channel = (-1, *[1] * (x.ndim - 2))
-    y = normed if weight is None else normed * widen(weight).view(of_channel)
-    return (y if bias is None else y + widen(bias).view(of_channel)).to(x.dtype)
+    channel_shape = (-1, *[1] * (x.ndim - 2))
+    y = normed if weight is None else normed * widen(weight).view(channel_shape)
+    return (y if bias is None else y + widen(bias).view(channel_shape)).to(x.dtype)
 
 
 @group_norm.shards
@@ -113,15 +113,15 @@ def _loop(positions, elements, device):
 
 @tuned
 def group_norm_statistics_config(channels, device):
-    return _row_of_channels(channels, device)
+    return _channels_config(channels, device)
 
 
 @tuned
 def group_norm_group_sums_config(channels, device):
-    return _row_of_channels(channels, device)
+    return _channels_config(channels, device)
 
 
-def _row_of_channels(channels, device):
+def _channels_config(channels, device):
     block = min(power_of_2(channels), 2048)
     return Config({"COLS": block}, row_warps(block, device, per_lane=4))
 
@@ -301,29 +301,29 @@ def _grid(config, rows, positions):
 
 @_group_norm_forward.backward()
 def _group_norm_backward(x, weight, bias, num_groups, mean, rstd, dy, *, dx, dweight, dbias):
-    of_dy, of_product = (dy.new_zeros(x.shape[:2], dtype=torch.float32) for _ in range(2))
+    dy_sums, product_sums = (dy.new_zeros(x.shape[:2], dtype=torch.float32) for _ in range(2))
     if x.numel():
         _launch_backward(
-            x.contiguous(), num_groups, in_order(weight), mean, rstd, dy.contiguous(), of_dy, of_product, dx
+            x.contiguous(), num_groups, in_order(weight), mean, rstd, dy.contiguous(), dy_sums, product_sums, dx
         )
-    add_partials(of_product, dweight)
-    add_partials(of_dy, dbias)
+    add_partials(product_sums, dweight)
+    add_partials(dy_sums, dbias)
 
 
-def _launch_backward(x, num_groups, weight, mean, rstd, dy, of_dy, of_product, dx):
+def _launch_backward(x, num_groups, weight, mean, rstd, dy, dy_sums, product_sums, dx):
     samples, channels, group_channels, positions = _sizes(x, num_groups)
     rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
     config = group_norm_channel_sums_config(*shape, device)
     launch(
         group_norm_channel_sums, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, dy, mean, rstd, of_dy, of_product, rows, group_channels, positions,
+        x, dy, mean, rstd, dy_sums, product_sums, rows, group_channels, positions,
     )  # fmt: skip
     if dx is None:
         return
     shift, along = torch.empty_like(mean), torch.empty_like(mean)
     launch(
         group_norm_group_sums, (len(mean), 1, 1), group_norm_group_sums_config(group_channels, device),
-        of_dy, of_product, weight, shift, along, positions, num_groups, group_channels,
+        dy_sums, product_sums, weight, shift, along, positions, num_groups, group_channels,
     )  # fmt: skip
     config = group_norm_backward_config(*shape, device)
     launch(

@@ -115,7 +115,7 @@ def attention_residual_backward_config(cols, itemsize, device):
     return _rows_config(cols, itemsize, device, 4, 8)
 
 
-def _rows_config(cols, itemsize, device, rows_live, per_lane_of_part):
+def _rows_config(cols, itemsize, device, rows_live, part_per_lane):
     """Return the configuration of programs that keep `rows_live` rows in fp32, or parts of them.
 
     Short rows share a program, and all programs run at once. Three blocks are in flight where loads bypass registers
@@ -123,7 +123,7 @@ def _rows_config(cols, itemsize, device, rows_live, per_lane_of_part):
     """
     block, per_lane = row_block(cols, device, rows_live), 16
     if cols > block:
-        block, per_lane = 4 * device.max_threads, per_lane_of_part
+        block, per_lane = 4 * device.max_threads, part_per_lane
     rows = max(1, min(16, 2048 // block))
     ahead = device.shared_memory // (2 * rows * block * itemsize) if device.async_copy and cols <= block else 1
     programs = max(1, device.registers * device.max_threads // (2 * rows_live * rows * block))
@@ -250,7 +250,7 @@ def attention_residual_backward(
         tl.store(DU + program.to(tl.int64) * cols + col, tl.sum(du, 0)[None, :], in_row(col, cols, COLS))
 
 
-def _rows_of_blocks(blocks):
+def _block_rows(blocks):
     """Return `blocks` with unit stride inside a row, and the strides of blocks and rows."""
     rows, cols = rows_and_cols(blocks[0])
     blocks = blocks.reshape(len(blocks), rows, cols)
@@ -273,7 +273,7 @@ def _attention_residual_forward(
     """
     rows, cols = rows_and_cols(y)
     config = attention_residual_forward_config(cols, blocks.element_size(), device_of(blocks))
-    v, *strides = _rows_of_blocks(blocks)
+    v, *strides = _block_rows(blocks)
     launch(
         attention_residual_forward, (-(-rows // config["ROWS"]) * -(-cols // config["COLS"]), 1, 1), config,
         v, w_query, w_norm, y, stats, len(blocks), rows, *strides, eps, cols,
@@ -300,7 +300,7 @@ def _attention_residual_backward(
     parts = -(-cols // config["COLS"])
     programs = programs_for_blocks(config, blocks.numel(), rows, parts)
     sums = partial_sums(du, programs)
-    (v, *strides), (dy, dy_stride) = _rows_of_blocks(blocks), rows_of(dy)
+    (v, *strides), (dy, dy_stride) = _block_rows(blocks), rows_of(dy)
     launch(
         attention_residual_backward, (programs * parts, 1, 1), config,
         v, w_query, w_norm, stats, dy, dv, sums, len(blocks), rows, *strides, dy_stride, cols,

@@ -20,7 +20,7 @@ BLOCK_BYTES = 2**25  # of a block's wide copy: 2,048 rows of 4,096 features in f
 TERM_BYTES = 2**25  # of a block's term of 16 bits: 16,384 columns of 1,024 rows
 
 
-def dtype_of_logits(x, weight, logits_dtype=None):
+def widest_dtype(x, weight, logits_dtype=None):
     """Return the widest of the dtypes of x and weight and, unless None, `logits_dtype`."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return dtype if logits_dtype is None else torch.promote_types(dtype, logits_dtype)
@@ -34,7 +34,7 @@ def linear(x, weight, bias, logits_dtype=None, invariant=False):
             if row.requires_grad:
                 row.register_hook(torch.clone)
         return torch.cat(rows)
-    dtype = dtype_of_logits(x, weight, logits_dtype)
+    dtype = widest_dtype(x, weight, logits_dtype)
     if x.dtype == weight.dtype == dtype:
         return torch.nn.functional.linear(x, weight, bias)
     with uncast(x):
@@ -79,8 +79,8 @@ def write_product(out, a, b, invariant=False):
             return _write_invariant(out, a, b)
         total, block = out.new_zeros(out.shape, dtype=a.dtype), out.new_empty(out.shape, dtype=a.dtype)
         for rows in _blocks(b, a.dtype):
-            factor = b[rows] if _has_terms(a, b) else b[rows].to(a.dtype)
-            for term in _terms(a[:, rows]) if _has_terms(a, b) else [a[:, rows]]:
+            factor = b[rows] if _is_split(a, b) else b[rows].to(a.dtype)
+            for term in _bf16_summands(a[:, rows]) if _is_split(a, b) else [a[:, rows]]:
                 _write_invariant(block, term, factor)
                 total += block
         out.copy_(total)
@@ -88,9 +88,9 @@ def write_product(out, a, b, invariant=False):
         torch.mm(a, b, out=out)
     elif a.dtype.itemsize > 2:
         total = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
-        if _has_terms(a, b):
+        if _is_split(a, b):
             for rows in _term_blocks(b, len(a)):
-                for place, term in enumerate(_terms(a[:, rows])):
+                for place, term in enumerate(_bf16_summands(a[:, rows])):
                     add_product(total, term, b[rows], first=rows.start + place == 0)
         else:
             for rows in _blocks(b, a.dtype):
@@ -111,10 +111,10 @@ def add_product(total, a, b, first):
     """
     if total.dtype == a.dtype == b.dtype:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif _has_terms(a, b):
+    elif _is_split(a, b):
         for rows in _term_blocks(a, a.shape[1]):
             block = total[rows].to(a.dtype)
-            for place, term in enumerate(_terms(a[rows])):
+            for place, term in enumerate(_bf16_summands(a[rows])):
                 add_product(block, term, b, first and place == 0)
             if total.dtype != a.dtype:
                 total[rows] = block
@@ -144,12 +144,12 @@ def _write_invariant(out, a, b, bias=None):
     out.copy_(total if bias is None else total.add_(bias))
 
 
-def _has_terms(a, b):
+def _is_split(a, b):
     """Tell whether the product is computed as three products of bf16."""
     return (a.dtype, b.dtype) == (torch.float32, torch.bfloat16) and has_wide_products(a.device.type)
 
 
-def _terms(a):
+def _bf16_summands(a):
     """Yield three matrices of bf16 whose sum is `a`."""
     for place in range(3):
         term = a.to(torch.bfloat16)

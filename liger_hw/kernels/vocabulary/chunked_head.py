@@ -8,7 +8,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.kernels.vocabulary._fp16 import kept_dtype, largest_finite, power_of_2_below
 from liger_hw.kernels.vocabulary._in_forward import scale_in_place
-from liger_hw.kernels.vocabulary._products import add_product, dtype_of_logits, write_logits, write_product
+from liger_hw.kernels.vocabulary._products import add_product, widest_dtype, write_logits, write_product
 
 MiB = 1024 * 1024
 
@@ -115,7 +115,7 @@ class ChunkedHead:
         if plan.invariant:  # a launch depends on strides and alignment, a caller's view on its batch
             x = x.clone(memory_format=torch.contiguous_format)
         self.x, self.weight, self.bias, self.plan = x, weight, bias, plan
-        dtype = dtype_of_logits(x, weight, plan.logits_dtype)
+        dtype = widest_dtype(x, weight, plan.logits_dtype)
         vocabulary, vector = weight.shape[0], 16 // dtype.itemsize
         stride = -(-vocabulary // vector) * vector  # every row begins at a 16-byte boundary
         widest = -(-(plan.widest or vocabulary) // vector) * vector  # ranks go through the same chunks
@@ -189,7 +189,7 @@ class Gradients:
         self.scales = in_forward and head.buffer.dtype == torch.float16 and any(needs_grad)
         allowed = "False for gradients in fp16, whose factor follows the whole batch: use logits_dtype=torch.float32"
         check(not (self.scales and head.plan.invariant), "invariant", True, allowed)
-        self.plan, self.of_slice = head.plan, None
+        self.plan, self.slice_factor = head.plan, None
         self.dtype = self.dw.dtype  # of the weight's and the bias's result
         few = 1 if self.dw.dtype == torch.float16 else ROUNDINGS  # fp16 may overflow between two slices
         if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > few):
@@ -208,13 +208,13 @@ class Gradients:
                 of the gradient of any logit in the slice.
         """
         factor = power_of_2_below(sum(largest_finite(value) for value in values))
-        if self.of_slice is None:
-            self.of_slice = factor
+        if self.slice_factor is None:
+            self.slice_factor = factor
             return factor
-        before, self.of_slice = self.of_slice, torch.minimum(factor, self.of_slice)
+        before, self.slice_factor = self.slice_factor, torch.minimum(factor, self.slice_factor)
         if any(self.needs_grad[1:]):
-            scale_in_place(self.dw, self.db, None, self.of_slice / before, self.plan.with_kernels)
-        return self.of_slice
+            scale_in_place(self.dw, self.db, None, self.slice_factor / before, self.plan.with_kernels)
+        return self.slice_factor
 
     def add(self, part, dlogits):
         for_x, for_weight, for_bias = self.needs_grad
@@ -224,7 +224,7 @@ class Gradients:
             if self.plan.row_by_row:
                 self.dx[part] = dx
             if self.scales:
-                self.dx[part].div_(self.of_slice)
+                self.dx[part].div_(self.slice_factor)
         if for_weight:
             add_product(self.dw, dlogits.t(), self.x[part], self.first)
         if for_bias:
@@ -236,8 +236,8 @@ class Gradients:
         if self.x.shape[0] == 0:
             self.dw.zero_()
         elif self.scales:
-            self.dw.div_(self.of_slice)
-            self.db.div_(self.of_slice)
+            self.dw.div_(self.slice_factor)
+            self.db.div_(self.slice_factor)
         return self.dx, self.dw.to(self.dtype), self.db.to(self.dtype)
 
 

@@ -26,7 +26,7 @@ from liger_hw.kernels._logits import (
     row_softmax,
 )
 from liger_hw.kernels._math import in_row
-from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels_of_op
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_op_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, selected_rows
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
@@ -41,7 +41,7 @@ def _validate(student_logits, teacher_logits, target, ignore_index):
     check(fits, "teacher_logits", teacher, f"floats of shape {tuple(student.shape)} on {student.device}")
     fits = target.dtype in TARGET_DTYPES and target.shape == student.shape[:1] and target.device == student.device
     check(fits, "target", target, f"int64 or int32 of shape ({len(student)},) on {student.device}, one for each row")
-    check_labels_of_op("target", target, student.shape[1], ignore_index)
+    check_op_labels("target", target, student.shape[1], ignore_index)
 
 
 @op(validate=_validate)

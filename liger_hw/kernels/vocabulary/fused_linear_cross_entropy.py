@@ -166,13 +166,13 @@ def _fused_linear_cross_entropy(
     loss, z_loss, partition, predicted = _empty_rows(x, predict)
 
     def step(part, logits, gradients):
-        of_part = targets._replace(target=targets.target[part])
+        part_targets = targets._replace(target=targets.target[part])
         if gradients.scales:
             factor = gradients.factor(targets.largest_gradient(formula, plan.vocabulary or len(weight)))
-            of_part = of_part.times(factor)
+            part_targets = part_targets.times(factor)
         _rows(plan).forward_rows(
-            logits, of_part, formula, loss[part], z_loss[part], partition[part], predicted[part] if predict else None,
-            any(needed),
+            logits, part_targets, formula, loss[part], z_loss[part], partition[part],
+            predicted[part] if predict else None, any(needed),
         )  # fmt: skip
         if gradients.scales:
             loss[part] /= factor
@@ -186,8 +186,8 @@ def _fused_linear_cross_entropy_backward(
     x, weight, bias, targets, partition, dloss, formula, plan, *, x_grad, weight_grad, bias_grad
 ):  # fmt: skip
     def step(part, logits, _):
-        of_part = targets._replace(target=targets.target[part])
-        _rows(plan).backward_rows(logits, of_part, formula, partition[part], dloss[part])
+        part_targets = targets._replace(target=targets.target[part])
+        _rows(plan).backward_rows(logits, part_targets, formula, partition[part], dloss[part])
 
     needs_grad = x_grad, weight_grad, bias_grad
     return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
@@ -210,7 +210,7 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
         return loss.sum(), z_loss, predicted
 
 
-def _of_counted_rows(with_kernels, call):
+def _by_counted_rows(with_kernels, call):
     """Compute a call on as many rows as may count, those that do first."""
     _prepare(call)
     rows, ignored = len(call.target), call.target == call.ignore_index
@@ -233,7 +233,7 @@ def _by_chunks(with_kernels, call):
     if needs_distribution(call):
         return distributed(fused_linear_cross_entropy, call)
     if call.counted_rows is not None and call.counted_rows < len(call.target):
-        return _of_counted_rows(with_kernels, call)
+        return _by_counted_rows(with_kernels, call)
     (x, weight, bias), formula = _prepare(call)
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
     accumulates, shard = call.accum_dtype is not None, call.group or ()

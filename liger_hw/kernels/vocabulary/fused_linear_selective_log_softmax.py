@@ -127,9 +127,9 @@ def _fused_linear_selective_log_softmax(
     *, log_probs, entropy, lse, partition, is_top1, mean_logits, log_sum_sq_probs,
 ):  # fmt: skip
     def step(part, logits, _):
-        of_part = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
+        part_results = log_probs[part], entropy[part] if entropy_needed else None, lse[part], partition[part]
         functions = row_functions(plan)
-        functions.forward_rows(logits, tokens[part], scaling, *of_part)
+        functions.forward_rows(logits, tokens[part], scaling, *part_results)
         if any(statistics):
             rows = (row[part] for row in (is_top1, mean_logits, log_sum_sq_probs))
             functions.write_statistics(logits, tokens[part], scaling, partition[part], *statistics.asked(rows))
@@ -146,8 +146,8 @@ def _fused_linear_selective_log_softmax_backward(
 ):  # fmt: skip
     def step(part, logits, _):
         incoming = dlog_probs[part], dentropy[part] if entropy_needed else None, dlse[part] if lse_needed else None
-        of_rows = entropy[part] if entropy_needed else None, partition[part]
-        row_functions(plan).backward_rows(logits, tokens[part], scaling, *of_rows, *incoming)
+        part_statistics = entropy[part] if entropy_needed else None, partition[part]
+        row_functions(plan).backward_rows(logits, tokens[part], scaling, *part_statistics, *incoming)
 
     needs_grad = x_grad, weight_grad, bias_grad
     return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)

@@ -69,8 +69,8 @@ class Columns:
         self.here = self.counts & (local >= 0) & (local < cols)
         self.index = torch.where(self.here, local, torch.where(self.counts, 0, IGNORED))
         self.scaling = Scaling(IGNORED, *scaling[1:])  # Dynamo of torch 2.11 loses the items of _replace
-        own = slice(plan.first, plan.first + cols)
-        self.class_weight = None if class_weight is None else widen(class_weight[own])
+        columns = slice(plan.first, plan.first + cols)
+        self.class_weight = None if class_weight is None else widen(class_weight[columns])
 
     def statistics(self, entropy_needed=False, predict=False):
         """Return the `Statistics` of the rows, the same bits on every rank."""
@@ -86,10 +86,10 @@ class Columns:
             best = widen(self.logits.gather(1, col.clamp(min=0)[:, None])[:, 0]) * self.scaling.logit_scale
             numbers += [best, col + self.plan.first]
         numbers = torch.stack([number.to(peak.dtype) for number in numbers], -1)
-        of_ranks = all_gathered(numbers, self.plan.group) if self.plan.group else numbers[None]
-        return self._of_all_ranks(*of_ranks.unbind(-1), entropy_needed=entropy_needed, predict=predict)
+        gathered = all_gathered(numbers, self.plan.group) if self.plan.group else numbers[None]
+        return self._combined(*gathered.unbind(-1), entropy_needed=entropy_needed, predict=predict)
 
-    def _of_all_ranks(self, peaks, totals, distances, here, *others, entropy_needed, predict):
+    def _combined(self, peaks, totals, distances, here, *others, entropy_needed, predict):
         peak = peaks.amax(0)
         scale = (peaks - peak).exp2()
         total = (totals * scale).sum(0)
@@ -144,33 +144,33 @@ class Columns:
             slices.append((peak, power.sum(-1), distance, moment, smoothed, col))
         return [None if numbers[0] is None else torch.cat(numbers) for numbers in zip(*slices)]
 
-    def write_gradient(self, partition, entropy, dlog_probs, dentropy, dlse, of_each=None):
+    def write_gradient(self, partition, entropy, dlog_probs, dentropy, dlse, coef_each=None):
         """Write the gradient of the logits over them.
 
         Args:
             dlog_probs: (M,) gradient of log p_y; the others are those of the entropy and of the log-sum-exp.
             partition: (M, 2) of all ranks. entropy: (M,) or None.
-            dentropy, dlse: or None. of_each: (M,) E, or None for 0.
+            dentropy, dlse: or None. coef_each: (M,) E, or None for 0.
         """
-        of_token = torch.where(self.here, dlog_probs, 0)
+        coef_token = torch.where(self.here, dlog_probs, 0)
         # the softmax's share of a token that another rank holds; kernels subtract it for those here
-        of_power = torch.where(self.here, 0, -dlog_probs) + (0 if dlse is None else dlse)
-        of_power = of_power.masked_fill(self.outside, float("nan"))
+        coef_power = torch.where(self.here, 0, -dlog_probs) + (0 if dlse is None else dlse)
+        coef_power = coef_power.masked_fill(self.outside, float("nan"))
         if self.with_kernels:
-            of_rows = partition, of_token, dentropy, of_power
-            kernels.backward_rows(self.logits, self.index, self.scaling, entropy, *of_rows)
+            row_values = partition, coef_token, dentropy, coef_power
+            kernels.backward_rows(self.logits, self.index, self.scaling, entropy, *row_values)
             return
         for part in self._slices():
             z, ratio = self._scaled(part)
             peak, total = partition[part].unbind(-1)
             log_p = (z - peak[:, None] - total.log2()[:, None]) * LN_2
             p = log_p.exp()
-            dz = (of_power - of_token)[part, None] * p
+            dz = (coef_power - coef_token)[part, None] * p
             if dentropy is not None:
                 dz -= dentropy[part, None] * torch.where(p == 0, 0, p * (log_p + entropy[part, None]))
-            if of_each is not None:
-                dz -= of_each[part, None] * (1 if self.class_weight is None else self.class_weight)
-            dz.scatter_add_(1, self.index[part].clamp(min=0)[:, None], of_token[part, None])
+            if coef_each is not None:
+                dz -= coef_each[part, None] * (1 if self.class_weight is None else self.class_weight)
+            dz.scatter_add_(1, self.index[part].clamp(min=0)[:, None], coef_token[part, None])
             dz *= self.scaling.logit_scale / self.scaling.temperature
             if ratio is not None:
                 dz *= 1 - ratio * ratio
@@ -205,39 +205,40 @@ class CrossEntropyRows:
     def _factors(self, lse, distance, targets, formula):
         """Return the factors of -log p_y, sum_j w_j (lse - z_j) and lse^2; and P."""
         target, class_weight, weight_sum, denominator, count = targets
-        of_target, of_each, of_square = 1 - formula.label_smoothing, 0.0, formula.lse_square_scale
-        of_target = torch.full_like(lse, of_target)
+        coef_target, coef_each, coef_square = 1 - formula.label_smoothing, 0.0, formula.lse_square_scale
+        coef_target = torch.full_like(lse, coef_target)
         if class_weight is not None:
-            of_target = of_target * widen(class_weight)[target.long().clamp(0, self.plan.vocabulary - 1)]
-        of_each = torch.full_like(lse, formula.label_smoothing / self.plan.vocabulary)
-        of_square = torch.full_like(lse, formula.lse_square_scale)
+            coef_target = coef_target * widen(class_weight)[target.long().clamp(0, self.plan.vocabulary - 1)]
+        coef_each = torch.full_like(lse, formula.label_smoothing / self.plan.vocabulary)
+        coef_square = torch.full_like(lse, formula.lse_square_scale)
         if denominator is not None:
-            of_target, of_each = of_target / denominator, of_each / denominator
-            of_square = of_square / (denominator if count is None else count)
+            coef_target, coef_each = coef_target / denominator, coef_each / denominator
+            coef_square = coef_square / (denominator if count is None else count)
         if formula.token_scaling:
             p_y = (-distance).exp2()
-            of_target, of_each, of_square = of_target * p_y, of_each * p_y, of_square * p_y
-        of_all = of_each * (self.plan.vocabulary if weight_sum is None else weight_sum)
-        return of_target, of_each, of_square, of_target + of_all + 2 * of_square * lse
+            coef_target, coef_each, coef_square = coef_target * p_y, coef_each * p_y, coef_square * p_y
+        coef_weights = coef_each * (self.plan.vocabulary if weight_sum is None else weight_sum)
+        return coef_target, coef_each, coef_square, coef_target + coef_weights + 2 * coef_square * lse
 
     def _write_gradient(self, columns, partition, factors, dloss=1.0):
-        of_target, of_each, _, of_power = (factor * dloss for factor in factors)
-        of_each = of_each if columns.smooths else None
-        columns.write_gradient(partition, None, -of_target, None, of_power - of_target, of_each)
+        coef_target, coef_each, _, coef_power = (factor * dloss for factor in factors)
+        coef_each = coef_each if columns.smooths else None
+        columns.write_gradient(partition, None, -coef_target, None, coef_power - coef_target, coef_each)
 
     def forward_rows(self, logits, targets, formula, loss, z_loss, partition, predicted=None, gradient=False):
         columns = self._columns(logits, targets, formula)
-        found = columns.statistics(predict=predicted is not None)
-        of_target, of_each, of_square, _ = factors = self._factors(found.lse, found.distance, targets, formula)
-        z_rows = of_square * found.lse.square()
-        rows = of_target * (found.distance * LN_2) + z_rows
+        statistics = columns.statistics(predict=predicted is not None)
+        factors = self._factors(statistics.lse, statistics.distance, targets, formula)
+        coef_target, coef_each, coef_square, _ = factors
+        z_rows = coef_square * statistics.lse.square()
+        rows = coef_target * (statistics.distance * LN_2) + z_rows
         if columns.smooths:
-            rows = rows + of_each * found.smoothed
+            rows = rows + coef_each * statistics.smoothed
         loss.copy_(torch.where(columns.counts, rows, 0))
         z_loss.copy_(torch.where(columns.counts, z_rows, 0))
-        partition.copy_(torch.stack((found.peak, found.total), -1))
+        partition.copy_(torch.stack((statistics.peak, statistics.total), -1))
         if predicted is not None:
-            predicted.copy_(found.predicted)
+            predicted.copy_(statistics.predicted)
         if gradient:
             self._write_gradient(columns, partition, factors)
 
@@ -257,12 +258,12 @@ class SelectedRows:
 
     def forward_rows(self, logits, tokens, scaling, log_probs, entropy, lse, partition):
         columns = Columns(self.plan, logits, tokens, scaling)
-        found = columns.statistics(entropy_needed=entropy is not None)
-        log_probs.copy_(torch.where(columns.counts, -found.distance * LN_2, 0))
-        lse.copy_(torch.where(columns.counts, found.lse, 0))
+        statistics = columns.statistics(entropy_needed=entropy is not None)
+        log_probs.copy_(torch.where(columns.counts, -statistics.distance * LN_2, 0))
+        lse.copy_(torch.where(columns.counts, statistics.lse, 0))
         if entropy is not None:
-            entropy.copy_(torch.where(columns.counts, found.entropy, 0))
-        partition.copy_(torch.stack((found.peak, found.total), -1))
+            entropy.copy_(torch.where(columns.counts, statistics.entropy, 0))
+        partition.copy_(torch.stack((statistics.peak, statistics.total), -1))
 
     def backward_rows(self, logits, tokens, scaling, entropy, partition, dlog_probs, dentropy=None, dlse=None):
         columns = Columns(self.plan, logits, tokens, scaling)

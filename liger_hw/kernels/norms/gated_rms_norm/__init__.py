@@ -59,8 +59,8 @@ def _validate_modulated(x, weight, scale, shift, casting_mode):
         if m is not None:
             fits = m.ndim and m.shape[-1] == cols and m.is_floating_point() and m.device == x.device
             check(fits, name, m, f"floating point rows of {cols} columns on {x.device}")
-            of_m = rows_and_cols(m)[0]
-            check(rows % of_m == 0 if of_m else not rows, name, f"{of_m} rows", f"a divisor of x's {rows}")
+            m_rows = rows_and_cols(m)[0]
+            check(rows % m_rows == 0 if m_rows else not rows, name, f"{m_rows} rows", f"a divisor of x's {rows}")
 
 
 @op(validate=_validate_gated)
@@ -133,9 +133,9 @@ def modulated_rms_norm(
 
 def _for_each_row(m, x):
     """Repeat each row of `m`, to the number of rows of `x`."""
-    of_m, cols = rows_and_cols(m)
-    repeats = rows_and_cols(x)[0] // of_m if of_m else 1
-    return m.reshape(of_m, 1, cols).expand(-1, repeats, -1).reshape(-1, cols)
+    m_rows, cols = rows_and_cols(m)
+    repeats = rows_and_cols(x)[0] // m_rows if m_rows else 1
+    return m.reshape(m_rows, 1, cols).expand(-1, repeats, -1).reshape(-1, cols)
 
 
 gated_rms_norm.shards(x="... H", gate="... H", weight="H", returns="x")
@@ -177,11 +177,11 @@ def _gated_rms_norm_backward(
 
 @_gated_rms_norm_forward.backward()
 def _(x, gate, shift, weight, form, dy, *, x_grad, gate_grad, shift_grad, weight_grad):
-    of_each_row = shift_grad and form.gate_rows == rows_and_cols(x)[0]  # the gradient of such a shift is dy
+    shift_grad_is_dy = shift_grad and form.gate_rows == rows_and_cols(x)[0]  # the gradient of such a shift is dy
     dx, dgate, dshift, dweight = _gated_rms_norm_backward(
-        x, gate, shift, weight, dy, form, gate_grad, shift_grad and not of_each_row, weight_grad
+        x, gate, shift, weight, dy, form, gate_grad, shift_grad and not shift_grad_is_dy, weight_grad
     )
-    return dx, dgate, dy.reshape(shift.shape).to(shift.dtype) if of_each_row else dshift, dweight
+    return dx, dgate, dy.reshape(shift.shape).to(shift.dtype) if shift_grad_is_dy else dshift, dweight
 
 
 def normalise(x, form, gate=None, shift=None, weight=None):

@@ -331,7 +331,7 @@ def forward_rows(x, gate, shift, weight, y, form):
     """Write to `y` the normalised rows of `x`, gated and shifted."""
     rows, cols = rows_and_cols(x)
     width, groups, *_ = constants = form.constants(cols)
-    read = 1 + _has_own_rows(gate, form, rows)
+    read = 1 + _has_gate_per_row(gate, form, rows)
     config = gated_rms_norm_forward_config(width, x.element_size(), read, device_of(x))
     (x, x_stride), (gate, gate_stride), (shift, shift_stride) = rows_of(x), rows_or_none(gate), rows_or_none(shift)
     launch(
@@ -350,10 +350,10 @@ def backward_rows(x, gate, weight, dy, dx, dgate, dshift, dweight, form):
     if not cols:
         return
     width, groups, *_ = constants = form.constants(cols)
-    device, own = device_of(x), _has_own_rows(gate, form, rows)
-    shared = gate is not None and not own
+    device, gate_per_row = device_of(x), _has_gate_per_row(gate, form, rows)
+    shared = gate is not None and not gate_per_row
     spans = form.gate_rows if shared else 1
-    config = gated_rms_norm_backward_config(width, x.element_size(), 2 + own, device)
+    config = gated_rms_norm_backward_config(width, x.element_size(), 2 + gate_per_row, device)
     (x, x_stride), (dy, dy_stride), (gate, gate_stride) = rows_of(x), rows_of(dy), rows_or_none(gate)
     rstd = mean = None
     if width > config["COLS"]:
@@ -381,16 +381,16 @@ def backward_rows(x, gate, weight, dy, dx, dgate, dshift, dweight, form):
     if not shared:
         add_partials(dw, dweight)
         return
-    dw_of_spans = partial_sums(dweight, spans)
+    span_dw = partial_sums(dweight, spans)
     config = modulation_gradients_config(cols, device)
     launch(
         modulation_gradients, (spans * -(-cols // config["COLS"]), 1, 1), config,
-        gate, dw, shift_sums, weight, dgate, dshift, dw_of_spans, programs, spans, gate_stride, form.offset, cols,
+        gate, dw, shift_sums, weight, dgate, dshift, span_dw, programs, spans, gate_stride, form.offset, cols,
     )  # fmt: skip
-    add_partials(dw_of_spans, dweight)
+    add_partials(span_dw, dweight)
 
 
-def _has_own_rows(gate, form, rows):
+def _has_gate_per_row(gate, form, rows):
     """Tell whether every row of x has a row of the gate."""
     return gate is not None and form.gate_rows == rows
 

@@ -95,23 +95,23 @@ class Targets(NamedTuple):
             denominator = counted.sum().clamp(min=1)
             if class_weight is not None:
                 count = denominator
-                of_targets = widen(class_weight)[target.long().clamp(0, class_weight.shape[0] - 1)]
-                denominator = torch.where(counted, of_targets, 0).sum()
+                target_weights = widen(class_weight)[target.long().clamp(0, class_weight.shape[0] - 1)]
+                denominator = torch.where(counted, target_weights, 0).sum()
                 denominator = torch.where(denominator == 0, 1, denominator)
         return cls(target, class_weight, weight_sum, denominator, count)
 
     def largest_gradient(self, formula, vocabulary):
         """Bound the gradient of an fp16 logit, () fp32, without a wait for the device."""
         weight = self.class_weight
-        of_loss = torch.ones((), device=self.target.device) if weight is None else largest_finite(weight)
-        of_loss = of_loss if self.denominator is None else of_loss / self.denominator.abs()
-        of_lse = 0.0
+        loss_bound = torch.ones((), device=self.target.device) if weight is None else largest_finite(weight)
+        loss_bound = loss_bound if self.denominator is None else loss_bound / self.denominator.abs()
+        lse_bound = 0.0
         if formula.lse_square_scale:
             largest_logit = formula.softcap or abs(formula.logit_scale) * torch.finfo(torch.float16).max
-            of_lse = 2 * abs(formula.lse_square_scale) * (largest_logit + math.log(vocabulary))
+            lse_bound = 2 * abs(formula.lse_square_scale) * (largest_logit + math.log(vocabulary))
             count = self.denominator if self.count is None else self.count
-            of_lse = of_lse if count is None else of_lse / count.abs()
-        return (of_loss + of_lse) * abs(formula.logit_scale)
+            lse_bound = lse_bound if count is None else lse_bound / count.abs()
+        return (loss_bound + lse_bound) * abs(formula.logit_scale)
 
     def times(self, factor):
         """Return targets that make losses and gradients `factor` () times as large."""
@@ -133,7 +133,7 @@ def check_labels(name, labels, classes, ignore_index):
     check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
 
 
-def check_labels_of_op(name, labels, classes, ignore_index):
+def check_op_labels(name, labels, classes, ignore_index):
     """Apply `check_labels`, but not to a backend forced in the interpreter, whose kernels write NaN."""
     if not (interpreting() and forced()):
         check_labels(name, labels, classes, ignore_index)
@@ -155,7 +155,7 @@ def check_call(call, rows_name, weight_name, vocabulary):
     count, device = rows.shape[0], rows.device
     if not (target.dtype in TARGET_DTYPES and target.shape == (count,) and target.device == device):
         refuse("target", target, f"int64 or int32 of shape ({count},) on {device}, one for each row of {rows_name}")
-    check_labels_of_op("target", target, vocabulary, call.ignore_index)
+    check_op_labels("target", target, vocabulary, call.ignore_index)
     if class_weight is not None:
         fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
         fits = fits and class_weight.device == device
@@ -176,8 +176,8 @@ def shard_rows(call, rows_name, weight_name, **rule):
     n = "N" if weighted_mean or call.return_token_accuracy and call.reduction != "none" else "n"
     if call.reduction == "mean" and is_dtensor(call.target) and call.num_items is None and not weighted_mean:
         call = call._replace(num_items=(call.target != call.ignore_index).sum().full_tensor().clamp(min=1))
-    of_rows = n if call.reduction == "none" else ""
-    rule |= {"target": n, weight_name: "V", "returns": (of_rows, of_rows, of_rows, n)}
+    row_dims = n if call.reduction == "none" else ""
+    rule |= {"target": n, weight_name: "V", "returns": (row_dims, row_dims, row_dims, n)}
     return call, {rows_name: f"{n} {'V' if rows_name == 'logits' else 'H'}"} | rule
 
 

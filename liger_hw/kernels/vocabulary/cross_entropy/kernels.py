@@ -363,7 +363,7 @@ def _numbers(formula):
     return ignore_index, label_smoothing or None, *others
 
 
-def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, predicted=None, gradient=False):
+def forward_rows(logits, targets, formula, loss, z_loss=None, partition=None, predicted=None, gradient=False):
     """Write the losses of the rows of `logits`, and optionally their gradient over them.
 
     Args:
@@ -378,12 +378,12 @@ def forward_rows(logits, terms, formula, loss, z_loss=None, partition=None, pred
     config = cross_entropy_forward_config(cols, logits.element_size(), plain, gradient, device)
     launch(
         cross_entropy_forward, (rows, 1, 1), config,
-        logits, *terms, loss, z_loss, partition, predicted, logits.stride(0), misaligned, *_numbers(formula),
+        logits, *targets, loss, z_loss, partition, predicted, logits.stride(0), misaligned, *_numbers(formula),
         gradient, aligned, not device.ascending_only, cols,
     )  # fmt: skip
 
 
-def backward_rows(logits, terms, formula, partition, dloss, dx=None):
+def backward_rows(logits, targets, formula, partition, dloss, dx=None):
     """Write the gradient of `logits` to `dx` or over them; `dloss` is (N,) or ()."""
     dx = logits if dx is None else dx
     rows, cols = logits.shape
@@ -393,7 +393,7 @@ def backward_rows(logits, terms, formula, partition, dloss, dx=None):
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
         cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
-        logits, *terms, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
+        logits, *targets, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
         *_numbers(formula), aligned, same, cols,
     )  # fmt: skip
 

@@ -305,7 +305,7 @@ def divergence_forward(
     tl.store(LOSS + index, row_total * factor)
 
 
-def _alike(x, other):
+def _is_aligned(x, other):
     """Tell whether rows of `other` reach a 16-byte boundary at the same columns as `x`'s."""
     same = other.dtype == x.dtype and alignment(other)[0] == alignment(x)[0]
     return same and (other.stride(0) - x.stride(0)) * x.element_size() % 16 == 0
@@ -328,7 +328,7 @@ def _divergence(
     launch(
         divergence_forward, (rows, 1, 1), config,
         x, y, labels, denominator, loss, dx, x.stride(0), y.stride(0), cols, misaligned,
-        beta, eps, ignore_index, kind, logarithms, aligned, _alike(x, y), needs_grad and _alike(x, dx), cols,
+        beta, eps, ignore_index, kind, logarithms, aligned, _is_aligned(x, y), needs_grad and _is_aligned(x, dx), cols,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
-from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels_of_op
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_op_labels
 
 
 class SelectedLogProbs(NamedTuple):
@@ -71,7 +71,7 @@ class Scaling(NamedTuple):
 def check_tokens(tokens, shape, like, vocabulary, ignore_index):
     fits = tokens.dtype in TARGET_DTYPES and tokens.shape == shape and tokens.device == like.device
     check(fits, "tokens", tokens, f"int64 or int32 of shape {tuple(shape)} on {like.device}")
-    check_labels_of_op("tokens", tokens, vocabulary, ignore_index)
+    check_op_labels("tokens", tokens, vocabulary, ignore_index)
 
 
 def output_of(call, log_probs, entropy, lse, *statistics):

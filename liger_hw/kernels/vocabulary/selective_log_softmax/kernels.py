@@ -254,10 +254,10 @@ def write_statistics(logits, tokens, scaling, partition, is_top1, mean_logits, l
         for part, rows in zip(*(x.split(max(SLICE_BYTES // (4 * logits.shape[1]), 1)) for x in (mean_logits, logits))):
             part.copy_((rows.float() * (logit_scale / softcap)).tanh_().mean(-1) * (softcap / temperature))
     if log_sum_sq_probs is not None:
-        unused, lse, of_squares = (torch.empty_like(x) for x in (log_sum_sq_probs, log_sum_sq_probs, partition))
-        forward_rows(logits, tokens, scaling._replace(temperature=temperature / 2), unused, None, lse, of_squares)
-        (peak, total), (peak_of_squares, total_of_squares) = partition.unbind(1), of_squares.unbind(1)
-        log2 = (peak_of_squares - 2 * peak) + total_of_squares.log2() - 2 * total.log2()
+        unused, lse, squares = (torch.empty_like(x) for x in (log_sum_sq_probs, log_sum_sq_probs, partition))
+        forward_rows(logits, tokens, scaling._replace(temperature=temperature / 2), unused, None, lse, squares)
+        (peak, total), (squares_peak, squares_total) = partition.unbind(1), squares.unbind(1)
+        log2 = (squares_peak - 2 * peak) + squares_total.log2() - 2 * total.log2()
         torch.mul(log2, math.log(2), out=log_sum_sq_probs)
     for row in (mean_logits, log_sum_sq_probs):
         if row is not None:
