@@ -329,9 +329,7 @@ class Activations:
         budget = self._budget_bytes()
         if self.pcie_bandwidth is None:
             self.pcie_bandwidth = self.transfers.measure() if self.host_bytes else 0.0
-        plan = make_plan(
-            self.measured, budget, self.host_bytes, self.pcie_bandwidth, self.rejected, self.memory.counts
-        )  # fmt: skip
+        plan = make_plan(self.measured, budget, self.host_bytes, self.pcie_bandwidth, self.rejected, self.memory.counts)
         if plan is None and self.plan is None:
             self._stop()
             raise self._too_small(self.measured.recomputing_peak())

@@ -179,4 +179,4 @@ class LayerRecorder(ForwardMode):
         operations = self.operations[: self.last]
         return LayerRecord(
             operations, self.saved_bytes, self.input_bytes, seconds, self.collective, self.input_can_leave
-        )  # fmt: skip
+        )

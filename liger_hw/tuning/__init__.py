@@ -27,7 +27,7 @@ from liger_hw.tuning.choice import (
     override,
     tuned,
     withdraw,
-)  # fmt: skip
+)
 from liger_hw.tuning.config import COMPILED, HEURISTIC, LOCAL, MEASURED, SHIPPED, Config, power_of_2, row_warps
 from liger_hw.tuning.entries import (
     SHIPPED_TABLES,
@@ -40,7 +40,7 @@ from liger_hw.tuning.entries import (
     shipped_file,
     warn_once,
     write_table,
-)  # fmt: skip
+)
 from liger_hw.tuning.search import (
     autotuning,
     bench,
@@ -51,7 +51,7 @@ from liger_hw.tuning.search import (
     neighbours,
     record,
     tune,
-)  # fmt: skip
+)
 
 __all__ = [
     "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "LaunchFailed",

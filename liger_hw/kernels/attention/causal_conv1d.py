@@ -163,7 +163,7 @@ def _(x, weight, bias=None, input_gate=None, output_gate=None, initial_states=No
     flops = 2 * taps + gates + 5, 6 * taps + 3 * gates + 10
     return Cost(
         (2 + gates) * x.nbytes + once, (3 + 2 * gates) * x.nbytes + 2 * once, *(count * x.numel() for count in flops)
-    )  # fmt: skip
+    )
 
 
 @tuned

@@ -244,7 +244,7 @@ def _empty_gradients(y, query_grad, key_grad, value_grad):
 @_neighborhood_attention_forward.backward(_empty_gradients)
 def _neighborhood_attention_backward(
     query, key, value, y, stats, dy, kernel_size, dilation, scale, *, dquery, dkey, dvalue
-):  # fmt: skip
+):
     batch, heads, length, cols = query.shape
     config = neighborhood_attention_backward_config(cols, query.element_size(), device_of(query))
     (q, k, v, strides), (dy, dy_strides) = _with_equal_strides(query, key, value), _with_equal_strides(dy)

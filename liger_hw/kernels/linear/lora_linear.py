@@ -428,9 +428,7 @@ def lora_glu_linear(
     return lora_linear.reference(y if up is None else y * up, weight, bias, lora_a, lora_b, scaling)
 
 
-lora_glu_linear.shards(
-    gate="... C", up="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h"
-)  # fmt: skip
+lora_glu_linear.shards(gate="... C", up="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h")
 
 
 @lora_glu_linear.cost

@@ -169,9 +169,7 @@ def _dyt_forward(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta
     config = dyt_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
     programs = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
-    launch(
-        dyt_forward, (programs, 1, 1), config, x, alpha, in_order(gamma), in_order(beta), y, rows, x_stride, cols
-    )  # fmt: skip
+    launch(dyt_forward, (programs, 1, 1), config, x, alpha, in_order(gamma), in_order(beta), y, rows, x_stride, cols)
 
 
 @_dyt_forward.backward()

@@ -40,7 +40,7 @@ def _validate(x, weight, bias, num_groups):
 @op(validate=_validate)
 def group_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float = 1e-5
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Normalise each group of channels to mean 0, variance 1; scale and shift channels (arXiv:1803.08494).
 
     Like torch.nn.functional.group_norm, in fp32, rounded once.
@@ -281,9 +281,7 @@ def _group_norm_forward(
     rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
     channel_mean, squares = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     config = group_norm_moments_config(*shape, device)
-    launch(
-        group_norm_moments, (-(-rows // config["ROWS"]), 1, 1), config, x, channel_mean, squares, rows, positions
-    )  # fmt: skip
+    launch(group_norm_moments, (-(-rows // config["ROWS"]), 1, 1), config, x, channel_mean, squares, rows, positions)
     launch(
         group_norm_statistics, (len(mean), 1, 1), group_norm_statistics_config(group_channels, device),
         channel_mean, squares, mean, rstd, positions, eps, group_channels,

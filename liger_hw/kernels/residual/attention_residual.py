@@ -101,7 +101,7 @@ def _(blocks, w_query, w_norm, *options, **named):
     row, weights = blocks.nbytes // len(blocks), w_query.nbytes + w_norm.nbytes
     return Cost(
         blocks.nbytes + row + weights, 2 * blocks.nbytes + row + 2 * weights, 6 * blocks.numel(), 11 * blocks.numel()
-    )  # fmt: skip
+    )
 
 
 @tuned
@@ -266,7 +266,7 @@ def _empty_results(blocks):
 @raw(_empty_results)
 def _attention_residual_forward(
     blocks: torch.Tensor, w_query: torch.Tensor, w_norm: torch.Tensor, eps: float, *, y, stats
-):  # fmt: skip
+):
     """Compute y and statistics of each row, in fp32.
 
     They are the largest score, the softmax's divisor, N scores and N reciprocal roots.

@@ -187,7 +187,7 @@ def _empty_results(student):
 @raw(_empty_results)
 def _cross_entropy_tvd(
     student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int, *, ce, tvd, state
-):  # fmt: skip
+):
     (rows, cols), student, teacher = student.shape, padded_rows(student), padded_rows(teacher)
     config = cross_entropy_tvd_forward_config(cols, student.element_size(), device_of(student))
     launch(

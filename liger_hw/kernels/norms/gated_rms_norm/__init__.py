@@ -154,9 +154,7 @@ def _(x, weight, scale, shift=None, *options, **named):
     scale_shift = scale.nbytes + (0 if shift is None else shift.nbytes)
     w = 0 if weight is None else weight.nbytes
     read = 2 * x.nbytes + scale.nbytes + w
-    return Cost(
-        2 * x.nbytes + scale_shift + w, read + x.nbytes + scale_shift + w, 7 * x.numel(), 13 * x.numel()
-    )  # fmt: skip
+    return Cost(2 * x.nbytes + scale_shift + w, read + x.nbytes + scale_shift + w, 7 * x.numel(), 13 * x.numel())
 
 
 @raw()

@@ -112,9 +112,7 @@ def _(x, residual, weight=None, *options, **named):
 
 
 @raw()
-def _rms_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str, *, y
-):  # fmt: skip
+def _rms_norm_forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str, *, y):
     rows, cols = rows_and_cols(x)
     config = rms_norm_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
@@ -125,9 +123,7 @@ def _rms_norm_forward(
 
 
 @_rms_norm_forward.backward()
-def _rms_norm_backward(
-    x, weight, eps, offset, casting_mode, dy, dx_out: torch.Tensor | None = None, *, dx, dweight
-):  # fmt: skip
+def _rms_norm_backward(x, weight, eps, offset, casting_mode, dy, dx_out: torch.Tensor | None = None, *, dx, dweight):
     """Write the gradients of normalised rows `x`, of which `dx_out` is a further gradient."""
     dx = empty_rows(x) if dx is None else dx  # the kernel always writes it
     one_kernel = in_registers(x.shape[-1], x.element_size(), device_of(x))

@@ -163,7 +163,7 @@ def _mhc_coefficients_forward(
 
 def _launch_coefficients(
     x, partial, b, a_pre, a_post, a_res, sums, h_pre, h_post, h_res, divisors, parts, tmax, *options
-):  # fmt: skip
+):
     rows, streams, depth, _, width = _sizes(x)
     config = mhc_coefficients_forward_config(streams, device_of(x))
     launch(
@@ -191,7 +191,7 @@ def _mhc_coefficients_backward(
     divisors = sums.new_empty(2 * tmax - 1, rows, streams)
     _launch_coefficients(
         x, sums, b, *alphas, None, None, None, None, divisors, 1, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    )  # fmt: skip
+    )
     config = mhc_coefficients_backward_config(streams, device)
     programs = config.grid_for(-(-rows // config["ROWS"]))
     g, partial = torch.empty_like(sums), partial_sums(small, programs)

@@ -132,9 +132,7 @@ def _cross_entropy_forward(
 
 
 @_cross_entropy_forward.backward(empty_gradient, without_gradient="z_loss predicted")
-def _cross_entropy_backward(
-    logits, targets, denominator: torch.Tensor | None, partition, dloss, formula, *, dlogits
-):  # fmt: skip
+def _cross_entropy_backward(logits, targets, denominator: torch.Tensor | None, partition, dloss, formula, *, dlogits):
     if denominator is not None:
         targets = Targets(targets.target, None, None, denominator, None)
     backward_rows(logits, targets, formula, partition, dloss, dlogits)
