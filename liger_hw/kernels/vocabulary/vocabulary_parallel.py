@@ -205,8 +205,7 @@ class CrossEntropyRows:
     def _factors(self, lse, distance, targets, formula):
         """Return the factors of -log p_y, sum_j w_j (lse - z_j) and lse^2; and P."""
         target, class_weight, weight_sum, denominator, count = targets
-        coef_target, coef_each, coef_square = 1 - formula.label_smoothing, 0.0, formula.lse_square_scale
-        coef_target = torch.full_like(lse, coef_target)
+        coef_target = torch.full_like(lse, 1 - formula.label_smoothing)
         if class_weight is not None:
             coef_target = coef_target * widen(class_weight)[target.long().clamp(0, self.plan.vocabulary - 1)]
         coef_each = torch.full_like(lse, formula.label_smoothing / self.plan.vocabulary)
