@@ -23,7 +23,7 @@ import torch
 from liger_hw import backends
 from liger_hw import cli
 from liger_lab.levels import compiled, crosscompile, page
-from liger_lab.levels.evidence import COMPILED, Cell
+from liger_lab.levels.evidence import COMPILED, EvidenceCell
 
 vendor, arch = sys.argv[1:]
 name = f"{vendor}:{arch}"
@@ -33,7 +33,7 @@ row = backends.ARCHITECTURES[name]
 full = device.core.occupancy(64, 0, 8)
 print(json.dumps({
     "compiled": [arch for arch in compiled.ARCHS if crosscompile.DEVICES[arch].vendor == vendor],
-    "table": page.rows([Cell("rope", name, "bf16", COMPILED, 1, 0)])[0],
+    "table": page.rows([EvidenceCell("rope", name, "bf16", COMPILED, 1, 0)])[0],
     "programs": full.programs,
     "nearest": backends.VENDORS[vendor].nearest(arch + "0").arch,
     "bare name": backends.target(vendor, torch.device("cpu")).arch,

@@ -287,7 +287,7 @@ def test_demo_end_to_end(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
 
 def test_demo_interrupted(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
     """It ends with what every run has; before that, without a report."""
-    step, steps = demo.Run.step, []
+    step, steps = demo.DemoRun.step, []
 
     def interrupted(limit):
         def counted(run, batch):
@@ -300,13 +300,13 @@ def test_demo_interrupted(demo, on_a_cpu, monkeypatch, tmp_path, capsys):
 
     arguments = ["--steps", "9", "--batch", "1", "--seq", "32", "--text", os.path.dirname(json.__file__)]
     arguments += ["--report", str(tmp_path / "report")]
-    monkeypatch.setattr(demo.Run, "step", interrupted(12))
+    monkeypatch.setattr(demo.DemoRun, "step", interrupted(12))
     assert cli.main(["demo", *arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert not found["complete"] and [run["name"] for run in found["runs"]] == ["plain", "liger_hw"]
     assert (tmp_path / "report" / "report.html").exists()
     steps.clear()
-    monkeypatch.setattr(demo.Run, "step", interrupted(2))
+    monkeypatch.setattr(demo.DemoRun, "step", interrupted(2))
     assert cli.main(["demo", *arguments[:-1], str(tmp_path / "other")]) == 130
     assert not (tmp_path / "other").exists()
 

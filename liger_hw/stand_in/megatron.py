@@ -237,12 +237,12 @@ def _layer_norm(original):
 
 
 def _final_norm(original):
-    class Norm:  # a class, because Megatron does not call a function that it finds in a spec
+    class FinalNorm:  # a class, because Megatron does not call a function that it finds in a spec
         def __new__(cls, config, hidden_size, *args, **options):
             is_rms_norm = getattr(config, "normalization", None) == "RMSNorm"
             return (LigerMegatronRMSNorm if is_rms_norm else original)(config, hidden_size, *args, **options)
 
-    return _marked(Norm, original)
+    return _marked(FinalNorm, original)
 
 
 def _losses():

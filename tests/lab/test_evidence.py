@@ -15,13 +15,13 @@ from liger_hw.backends import nvidia
 from liger_hw.hooks import hooks
 from liger_hw.testing import parity
 from liger_lab.levels import evidence, page
-from liger_lab.levels.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, Cell, Recorder
+from liger_lab.levels.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, EvidenceCell, Recorder
 from liger_lab.tools import hardware
 
 HERE = Path(__file__).parents[1]
 RUN = {"r": {"level": INTERPRETED, "date": "2026-01-02 03:04", "commit": "abc", "versions": {"torch": "2.11.0"}}}
-GOOD = Cell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 3, 0, [], "r")
-BAD = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 1, ["AssertionError: <worst> error"], "r")
+GOOD = EvidenceCell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 3, 0, [], "r")
+BAD = EvidenceCell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 1, ["AssertionError: <worst> error"], "r")
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
 
 
@@ -39,7 +39,7 @@ def test_evidence_survives_writing_and_reading(tmp_path):
 def test_a_cell_in_two_files_counts_once_and_runs_add_up(tmp_path):
     evidence.write(tmp_path / "a" / "part.json", RUN, [GOOD])
     evidence.write(tmp_path / "a" / "merged.json", RUN, [GOOD, BAD])
-    other = Cell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 5, 1, ["late"], "s")
+    other = EvidenceCell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 5, 1, ["late"], "s")
     evidence.write(tmp_path / "b.json", {"s": RUN["r"]}, [other])
     (tmp_path / "a" / "another.json").write_text('{"something": "else"}')
     runs, cells = evidence.read([tmp_path / "a", tmp_path / "b.json"])
@@ -99,10 +99,10 @@ def test_a_failed_test_that_is_no_parity_case_is_red(tmp_path, capsys):
 
 
 def test_complete_means_every_op_wherever_one_is(tmp_path, capsys):
-    cells = [Cell(op, "amd:gfx942", "bf16", INTERPRETED, 1, 0, [], "r") for op in dispatch.OPS]
+    cells = [EvidenceCell(op, "amd:gfx942", "bf16", INTERPRETED, 1, 0, [], "r") for op in dispatch.OPS]
     evidence.write(tmp_path / "all.json", RUN, cells)
     assert shown_evidence(capsys, tmp_path, tmp_path / "all.json", "--complete")[0] == 0
-    compiled = Cell("rope", "amd:gfx942", "bf16", COMPILED, 1, 0, [], "r")
+    compiled = EvidenceCell("rope", "amd:gfx942", "bf16", COMPILED, 1, 0, [], "r")
     evidence.write(tmp_path / "all.json", RUN, [*cells, compiled])
     assert shown_evidence(capsys, tmp_path, tmp_path / "all.json")[0] == 0
     status, shown = shown_evidence(capsys, tmp_path, tmp_path / "all.json", "--complete")
@@ -111,18 +111,20 @@ def test_complete_means_every_op_wherever_one_is(tmp_path, capsys):
 
 
 def test_every_architecture_has_cards_on_the_page():
-    cells = [Cell("rope", name, "bf16", COMPILED, 1, 0, [], "r") for name in backends.ARCHITECTURES]
+    cells = [EvidenceCell("rope", name, "bf16", COMPILED, 1, 0, [], "r") for name in backends.ARCHITECTURES]
     rows = page.rows(cells)
     assert [row[0] for row in rows][:3] == ["NVIDIA sm80", "NVIDIA sm86", "NVIDIA sm89"]
     assert len(rows) == sum(len(vendor.ROWS) for vendor in backends.VENDORS.values())
     assert all(row[1] for row in rows)
-    (unknown,) = page.rows([Cell("rope", "nvidia:sm999", "bf16", COMPILED, 1, 0, [], "r")])
+    (unknown,) = page.rows([EvidenceCell("rope", "nvidia:sm999", "bf16", COMPILED, 1, 0, [], "r")])
     assert unknown[:2] == ["NVIDIA sm999", ""]
 
 
 def test_the_summary_joins_gpus_with_equal_evidence():
     def cells(backend, level, failed=0):
-        return [Cell(op, backend, "bf16", level, 3, failed * (op == "rope"), [], "r") for op in ("rope", "rms_norm")]
+        return [
+            EvidenceCell(op, backend, "bf16", level, 3, failed * (op == "rope"), [], "r") for op in ("rope", "rms_norm")
+        ]
 
     every = [*cells("amd:gfx942", COMPILED), *cells("amd:gfx950", COMPILED), *cells("amd:gfx1100", COMPILED, 1),
              *cells("nvidia:sm90", COMPILED), *cells("nvidia:sm90", INTERPRETED, 1)]  # fmt: skip
@@ -139,7 +141,7 @@ def test_the_documents_match_the_evidence():
 
 def test_the_table_of_a_vendor_whose_name_has_two_words(monkeypatch):
     monkeypatch.setattr(hardware.VENDORS["intel"], "NAME", "Two Words")
-    texts = hardware.tables({}, [Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")])
+    texts = hardware.tables({}, [EvidenceCell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")])
     assert "| Two Words bmg |" in texts["intel"]
 
 
@@ -152,7 +154,7 @@ def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
     facts = {"arch": "gfx942", "op": "rope", "case": "c", "kernel": "rope_rotate", "warps": 2, "programs": 2,
              "elements": 8192, "per element": 43.3, "widths": {"16": 0.75, "2": 0.25}, "lds": 0.0, "banks": None,
              "wait": 113, "registers": 81, "occupancy": 0.62}  # fmt: skip
-    cell = Cell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
+    cell = EvidenceCell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
     runs = RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}
     file = evidence.write(tmp_path / "e.json", runs, [GOOD, cell], waves=[facts])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)

@@ -29,7 +29,7 @@ PLAIN, PATCHED, PEER = "plain", "liger_hw", "liger-kernel"
 
 
 @dataclass(frozen=True)
-class Model:
+class DemoModel:
     """The sizes of a model, by transformers' names, and the defaults of its training."""
 
     config: dict
@@ -54,16 +54,16 @@ def llama(hidden, intermediate, layers, heads, kv_heads, vocabulary, **more):
 
 
 MODELS = {
-    "tiny": Model(llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=60, learning_rate=1e-3),
-    "0.5b": Model(
+    "tiny": DemoModel(llama(256, 768, 4, 4, 2, VOCABULARY), batch=4, seq=256, steps=60, learning_rate=1e-3),
+    "0.5b": DemoModel(
         llama(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),  # Qwen2.5-0.5B's sizes
         batch=8, seq=1024, steps=50, learning_rate=1e-4,
     ),
-    "1b": Model(
+    "1b": DemoModel(
         llama(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
         batch=8, seq=1024, steps=50, learning_rate=1e-4,
     ),
-    "8b": Model(
+    "8b": DemoModel(
         llama(4096, 14336, 32, 32, 8, 128256),  # Llama-3-8B
         batch=8, seq=2048, steps=20, learning_rate=1e-4, checkpointing=True,
     ),
@@ -80,7 +80,7 @@ def step(model, optimizer, **batch):
 
 
 @dataclass
-class Run:
+class DemoRun:
     """One model in training.
 
     Attributes:
@@ -114,12 +114,12 @@ class Run:
 class Comparison:
     """The runs of the demo, with `settings` and `machine` as plain data for the report."""
 
-    runs: list[Run]
+    runs: list[DemoRun]
     settings: dict
     machine: dict
     complete: bool
 
-    def tokens_per_second(self, run: Run) -> float:
+    def tokens_per_second(self, run: DemoRun) -> float:
         return self.settings["batch"] * self.settings["seq"] / median(run.step_seconds)
 
     def to_json(self) -> dict:
@@ -137,13 +137,13 @@ class Comparison:
 LAST = 10  # steps whose losses are the result: that of one step is of one batch, which may be an outlier
 
 
-def final_loss(run: Run) -> tuple[float, float]:
+def final_loss(run: DemoRun) -> tuple[float, float]:
     """Return the mean loss of the last steps and its standard deviation over batches."""
     losses = torch.tensor(run.losses[-LAST:], dtype=torch.float64)
     return losses.mean().item(), losses.std().item() if len(losses) > 1 else 0.0
 
 
-def difference(one: Run, other: Run) -> list[float]:
+def difference(one: DemoRun, other: DemoRun) -> list[float]:
     """Return the absolute difference of two runs' losses at every step."""
     return [abs(a - b) for a, b in zip(one.losses, other.losses)]
 
@@ -207,7 +207,7 @@ def make_batches(texts, tokenizer, steps, batch, seq) -> torch.Tensor:
     return tokens[starts + torch.arange(seq)]
 
 
-def build(name, shape: Model, seq, dtype, device) -> Run:
+def build(name, shape: DemoModel, seq, dtype, device) -> DemoRun:
     """Build a model with its optimiser; every name gets the same weights."""
     from transformers import AutoModelForCausalLM
 
@@ -218,7 +218,7 @@ def build(name, shape: Model, seq, dtype, device) -> Run:
     model.train()
     if shape.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    run = Run(name, model)
+    run = DemoRun(name, model)
     if name == PATCHED:
         run.patched = str(liger_hw.patch(model))
     elif name == PEER:
@@ -244,7 +244,7 @@ def _patch_by_peer(model) -> dict:
 
 
 @contextmanager
-def active(run: Run):
+def active(run: DemoRun):
     """Put the names that the library of `run` replaces into transformers' module within the block."""
     modeling = vars(_modeling(run.model))
     before = {name: modeling[name] for name in run.globals}
@@ -255,7 +255,7 @@ def active(run: Run):
         modeling.update(before)
 
 
-def _round(run: Run, batches, device, timed: bool):
+def _round(run: DemoRun, batches, device, timed: bool):
     with active(run):
         synchronize(device)
         start = time.perf_counter()
@@ -272,7 +272,7 @@ def synchronize(device):
         torch.accelerator.synchronize(device)
 
 
-def measure_memory(run: Run, batch: torch.Tensor):
+def measure_memory(run: DemoRun, batch: torch.Tensor):
     """Measure the peak memory of one more step, and of head and loss alone."""
     with active(run):
         run.step_bytes = step_bytes(run, batch)
@@ -281,7 +281,7 @@ def measure_memory(run: Run, batch: torch.Tensor):
         run.optimizer.zero_grad()
 
 
-def step_bytes(run: Run, batch) -> int:
+def step_bytes(run: DemoRun, batch) -> int:
     """Return the peak memory of one more step: parameters, optimiser state and the step's allocations."""
     run.optimizer.zero_grad()
     state = [value for values in run.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
@@ -382,7 +382,7 @@ def compare(args, progress) -> Comparison:
     return Comparison(runs, settings, machine(device), complete)
 
 
-def _fit_together(shape: Model, dtype, device, count) -> bool:
+def _fit_together(shape: DemoModel, dtype, device, count) -> bool:
     """Return whether the weights and optimiser states of all runs fit half the memory."""
     if device.type == "cpu":
         return True

@@ -26,7 +26,7 @@ BETA = 0.1
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LossSizes:
     """The sizes of a batch and of the output layer.
 
     Attributes:
@@ -48,8 +48,8 @@ class Sizes:
     few: int
 
 
-REAL = Sizes(8, 1024, 2048, 4096, 2048, 128256, 32000)  # of Llama-3-8B and 3.2-1B
-SMALL = Sizes(4, 12, 16, 24, 16, 515, 300)  # for a CPU
+REAL = LossSizes(8, 1024, 2048, 4096, 2048, 128256, 32000)  # of Llama-3-8B and 3.2-1B
+SMALL = LossSizes(4, 12, 16, 24, 16, 515, 300)  # for a CPU
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def read_model(model: str) -> Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A training run.
 
     Attributes:
@@ -240,7 +240,7 @@ class Run:
 
 def make_run(
     model, gpus, gpus_per_node, parallel, provider, batch, seq, checkpointing, dtype, optimizer="adamw", offload=None
-) -> Run:
+) -> PlannedRun:
     """Check the arguments of a command line and return the run.
 
     Args:
@@ -286,13 +286,15 @@ def make_run(
         allowed = ("zero2", "zero3") if offload == "optimizer" else ("zero3",)
         check(engine in allowed, "--offload", f"{offload} with {engine}", f"{offload} with {' or '.join(allowed)}")
     mixed = dtype == "mixed"
-    return Run(sizes, gpus, per_node, engine, parts, provider, batch, seq, checkpointing, mixed, optimizer, offload)
+    return PlannedRun(
+        sizes, gpus, per_node, engine, parts, provider, batch, seq, checkpointing, mixed, optimizer, offload
+    )
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
-def kept_bytes(run: Run) -> int:
+def kept_bytes(run: PlannedRun) -> int:
     """Return the bytes that autograd keeps of one layer without checkpointing.
 
     The layer's input counts for liger_hw alone: eager keeps the fp32 copy of its norm instead.
@@ -308,19 +310,19 @@ def kept_bytes(run: Run) -> int:
     return run.tokens * (rows + attention + mlp * sizes.intermediate // parts + statistics)
 
 
-def state_bytes(run: Run) -> float:
+def state_bytes(run: PlannedRun) -> float:
     """Return the optimizer's bytes of one parameter, with DeepSpeed's fp32 copy."""
     states = 2 + 2 * 4 / 256 if run.optimizer == "adamw8bit" else 2 * (4 if run.mixed else 2)
     return states + (4 if run.engine.startswith("zero") else 0)
 
 
-def host_bytes(run: Run) -> float:
+def host_bytes(run: PlannedRun) -> float:
     """Return the bytes of the host that one GPU's shards take."""
     sizes = {None: 0, "optimizer": state_bytes(run) + 2, "parameters": state_bytes(run) + 4}
     return sizes[run.offload] * run.sizes.parameters() / run.shards
 
 
-def loss_layer(run: Run) -> int:
+def loss_layer(run: PlannedRun) -> int:
     """Return the bytes of the loss layer at its peak."""
     sizes, vocabulary, tokens = run.sizes, run.sizes.vocabulary // run.parts, run.tokens
     if run.provider == EAGER:
@@ -336,7 +338,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def moments(run: Run) -> dict[str, dict[str, float]]:
+def moments(run: PlannedRun) -> dict[str, dict[str, float]]:
     """Return moment of a step -> part of PARTS -> bytes of one GPU."""
     sizes, parts, engine, ours = run.sizes, run.parts, run.engine, run.provider == OURS
     layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
@@ -405,14 +407,14 @@ def moments(run: Run) -> dict[str, dict[str, float]]:
     return by_moment
 
 
-def peak(run: Run) -> tuple[str, dict[str, float]]:
+def peak(run: PlannedRun) -> tuple[str, dict[str, float]]:
     """Return the moment of a step with the most memory, and its bytes by part."""
     every = moments(run)
     moment = max(every, key=lambda name: sum(every[name].values()))
     return moment, {part: every[moment].get(part, 0) for part in PARTS}
 
 
-def longest(run: Run, memory: float) -> int:
+def longest(run: PlannedRun, memory: float) -> int:
     """Return the longest sequence that fits `memory` bytes with the reserve.
 
     It is a multiple of STEP, or 0 if none fits.
@@ -433,7 +435,7 @@ def longest(run: Run, memory: float) -> int:
 # time -----------------------------------------------------------------------------------------------------------------
 
 
-def traffic(run: Run) -> dict[str, float]:
+def traffic(run: PlannedRun) -> dict[str, float]:
     """Return "shards" and "tensor parallel" -> bytes that one GPU sends in a step."""
     sizes, parts, shards = run.sizes, run.parts, run.shards
     layer, other, every = sizes.layer_parameters(parts), sizes.other_parameters(parts), sizes.parameters(parts)
@@ -450,7 +452,7 @@ def traffic(run: Run) -> dict[str, float]:
     }  # fmt: skip
 
 
-def seconds(run: Run, nvlink: float, network: float, tflops: float) -> dict[str, float]:
+def seconds(run: PlannedRun, nvlink: float, network: float, tflops: float) -> dict[str, float]:
     """Return the loss layer's time, and that of communication without overlap.
 
     Args:
@@ -472,7 +474,7 @@ def seconds(run: Run, nvlink: float, network: float, tflops: float) -> dict[str,
 # output ---------------------------------------------------------------------------------------------------------------
 
 
-def report(run: Run, memory: float, nvlink: float, network: float, tflops: float) -> dict:
+def report(run: PlannedRun, memory: float, nvlink: float, network: float, tflops: float) -> dict:
     """Return bytes of one GPU by part, and seconds of a step, as plain data.
 
     Args:
@@ -558,7 +560,7 @@ def show_recipe(rows: list[dict]) -> str:
     return f"{table(header, lines)}\n\n{last}"
 
 
-def launch(run: Run, launcher: str) -> str:
+def launch(run: PlannedRun, launcher: str) -> str:
     """Return the configuration or the command of a launcher.
 
     Raises:
@@ -594,7 +596,7 @@ def launch(run: Run, launcher: str) -> str:
     return "\n".join([*lines, f"num_machines: {nodes}", f"num_processes: {run.gpus}"])
 
 
-def _deepspeed(run: Run) -> dict:
+def _deepspeed(run: PlannedRun) -> dict:
     zero = {"stage": int(run.engine[-1]), "overlap_comm": True, "reduce_bucket_size": BUCKET}
     if run.engine == "zero3":
         zero |= {"stage3_max_live_parameters": LIVE}
@@ -617,7 +619,7 @@ def detected_memory() -> float | None:
 # against measurements -------------------------------------------------------------------------------------------------
 
 
-def run_from_record(record: dict) -> Run:
+def run_from_record(record: dict) -> PlannedRun:
     """Return the run of a record of `bench train` or `bench distributed`.
 
     `bench train` runs on one GPU, all in bf16.

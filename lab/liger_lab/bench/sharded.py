@@ -120,7 +120,7 @@ class PostTraining(torch.nn.Module):
         super().__init__()
         self.model, self.reference = model, reference
         config, batch, length = model.config, cell["batch"], cell["seq"]
-        sizes = loss_cases.Sizes(
+        sizes = loss_cases.LossSizes(
             batch, length, length, config.hidden_size, config.hidden_size, config.vocab_size, config.vocab_size
         )
         case, *_ = loss_cases.cases([cell["objective"]], sizes)

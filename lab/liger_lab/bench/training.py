@@ -48,14 +48,14 @@ class Setting:
         images: every sequence begins with an image of 448x448 pixels.
     """
 
-    model: demo.Model
+    model: demo.DemoModel
     seqs: tuple[int, ...]
     images: bool = False
 
 
 def _family(family, *sizes, batch=4, seqs=(2048,), **more):
     """Make the `Setting` of a text model from the arguments of `demo.llama`."""
-    return Setting(demo.Model(demo.llama(*sizes, **more), batch, seqs[0], 10, 1e-4, family=family), seqs)
+    return Setting(demo.DemoModel(demo.llama(*sizes, **more), batch, seqs[0], 10, 1e-4, family=family), seqs)
 
 
 TIED = {"tie_word_embeddings": True}
@@ -92,7 +92,7 @@ SETTINGS = {
         "granite", 2048, 8192, 40, 32, 8, 49155, embedding_multiplier=12.0, attention_multiplier=1 / 64,
         residual_multiplier=0.22, logits_scaling=8.0, **TIED,
     ),
-    "qwen2.5-vl-3b": Setting(demo.Model(QWEN2_5_VL | TIED, 4, 2048, 10, 1e-4, family="qwen2_5_vl"), (2048,), True),
+    "qwen2.5-vl-3b": Setting(demo.DemoModel(QWEN2_5_VL | TIED, 4, 2048, 10, 1e-4, family="qwen2_5_vl"), (2048,), True),
     "tiny": Setting(demo.MODELS["tiny"], (256,)),
 }  # fmt: skip
 DEFAULT = tuple(name for name in SETTINGS if name != "tiny")

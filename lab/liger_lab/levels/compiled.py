@@ -305,4 +305,4 @@ def cells(rows: list[dict], run_id: str) -> list:
         for gate, message in row["missed"].items():
             if len(failures) < evidence.FAILURES:
                 failures.append(f"{row['kernel']} at {row['shapes'][0]}: {gate}: {message}"[:300])
-    return [evidence.Cell(*key, evidence.COMPILED, *count, run_id) for key, count in counts.items()]
+    return [evidence.EvidenceCell(*key, evidence.COMPILED, *count, run_id) for key, count in counts.items()]

@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Cell:
+class EvidenceCell:
     """Count the cases of one op, backend, dtype and level in one run.
 
     Attributes:
@@ -73,7 +73,7 @@ def about(level: str, device: torch.device | None = None) -> tuple[str, dict]:
     return uuid.uuid4().hex[:12], {"level": level} | facts | {"command": re.sub(r"\S*/", "", facts["command"])}
 
 
-def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:
+def write(file: Path, runs: dict, cells: Iterable[EvidenceCell], **more) -> Path:
     """Replace an evidence file in one step, a line for each entry of a list.
 
     Args:
@@ -88,7 +88,7 @@ def write(file: Path, runs: dict, cells: Iterable[Cell], **more) -> Path:
     return run_file.replace(file, text + "\n}\n")
 
 
-def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
+def read(paths: Iterable[Path]) -> tuple[dict, list[EvidenceCell]]:
     """Read runs and cells from files, and from the JSON files in folders.
 
     A cell that is in two files counts once.
@@ -113,17 +113,17 @@ def read(paths: Iterable[Path]) -> tuple[dict, list[Cell]]:
     return runs, list(cells.values())
 
 
-def _evidence_content(content: dict) -> tuple[dict, list[Cell]]:
+def _evidence_content(content: dict) -> tuple[dict, list[EvidenceCell]]:
     if content["evidence"] != FORMAT:
         raise ValueError(f"evidence of format {content['evidence']!r}, allowed: {FORMAT}")
-    cells = [Cell(**cell) for cell in content["cells"]]
+    cells = [EvidenceCell(**cell) for cell in content["cells"]]
     for cell in cells:
         if cell.level not in LEVELS or cell.run not in content["runs"]:
             raise ValueError(f"a cell of level {cell.level!r} and run {cell.run!r}")
     return content["runs"], cells
 
 
-def _bench_content(benchmark: dict) -> tuple[dict, list[Cell]]:
+def _bench_content(benchmark: dict) -> tuple[dict, list[EvidenceCell]]:
     """Read a result of `liger-hw bench`, which times only ops that pass their parity cases."""
     device, dtype = benchmark["device"], getattr(torch, benchmark["dtype"])
     if device["vendor"] not in backends.VENDORS:
@@ -141,7 +141,7 @@ def _bench_content(benchmark: dict) -> tuple[dict, list[Cell]]:
             continue
         key, passed = (op, backend, dtype_of(op, dtype), MEASURED), len(shapes.get(op, ()))
         failures = [parity["error"]] if parity["error"] else []
-        cells.append(Cell(*key, passed, len(failures), failures, run))
+        cells.append(EvidenceCell(*key, passed, len(failures), failures, run))
     facts = {key: benchmark[key] for key in ("device", "versions", "date", "commit", "command")}
     cells = [cell for cell in cells if cell.passed or cell.failed]
     return {run: {"level": MEASURED} | facts} if cells else {}, cells
@@ -153,17 +153,17 @@ def dtype_of(op: str, dtype: torch.dtype) -> str:
     return DTYPES[dtype if dtypes[0].is_floating_point else dtypes[0]]
 
 
-def total(cells: Iterable[Cell]) -> dict[tuple, Cell]:
+def total(cells: Iterable[EvidenceCell]) -> dict[tuple, EvidenceCell]:
     """Add up the cells of the same op, backend, dtype and level over all runs."""
     totals = {}
     for cell in cells:
-        before = totals.get(cell.key, Cell(*cell.key, 0, 0))
+        before = totals.get(cell.key, EvidenceCell(*cell.key, 0, 0))
         failures = (before.failures + cell.failures)[:FAILURES]
-        totals[cell.key] = Cell(*cell.key, before.passed + cell.passed, before.failed + cell.failed, failures)
+        totals[cell.key] = EvidenceCell(*cell.key, before.passed + cell.passed, before.failed + cell.failed, failures)
     return totals
 
 
-def missing(cells: Iterable[Cell], ops: Iterable[str]) -> list[str]:
+def missing(cells: Iterable[EvidenceCell], ops: Iterable[str]) -> list[str]:
     """List what `cells` lack of a complete matrix of `ops`, as sentences.
 
     Where one op has evidence for a backend, dtype and level, every op of that dtype needs a case that passed there.
@@ -175,7 +175,7 @@ def missing(cells: Iterable[Cell], ops: Iterable[str]) -> list[str]:
         for backend, dtype, level in sorted(columns)
         for op in sorted(ops)
         if any(DTYPES[known] == dtype for known in dispatch.OPS[op].dtypes)
-        if not totals.get((op, backend, dtype, level), Cell(op, backend, dtype, level, 0, 0)).passed
+        if not totals.get((op, backend, dtype, level), EvidenceCell(op, backend, dtype, level, 0, 0)).passed
     ]
 
 
@@ -195,8 +195,8 @@ class Recorder:
         if error is not None and len(counts[2]) < FAILURES:
             counts[2].append(f"{type(error).__name__}: {error}"[:300])
 
-    def cells(self, run: str) -> list[Cell]:
-        return [Cell(*key, *counts, run) for key, counts in self.counts.items()]
+    def cells(self, run: str) -> list[EvidenceCell]:
+        return [EvidenceCell(*key, *counts, run) for key, counts in self.counts.items()]
 
     def dump(self) -> list:
         """Return the counts as plain data, for another process's `load`."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from liger_hw.backends import ARCHITECTURES, VENDORS
 from liger_lab.bench import pages
-from liger_lab.levels.evidence import DTYPES, LEVELS, SAYS, Cell, total
+from liger_lab.levels.evidence import DTYPES, LEVELS, SAYS, EvidenceCell, total
 
 
-def backends_of(cells: Iterable[Cell]) -> list[str]:
+def backends_of(cells: Iterable[EvidenceCell]) -> list[str]:
     """Return the backends with evidence: those of `ARCHITECTURES` in its order, then others."""
     seen = {cell.backend for cell in cells}
     return [name for name in ARCHITECTURES if name in seen] + sorted(seen - set(ARCHITECTURES))
@@ -19,7 +19,7 @@ HEADER = ["GPU", "cards", *LEVELS]
 NAMED = 3  # ops that a level lacks
 
 
-def rows(cells: list[Cell]) -> list[list[str]]:
+def rows(cells: list[EvidenceCell]) -> list[list[str]]:
     """Return one row for each GPU: the ops, cases and dtypes proven at each level."""
     every = {cell.op for cell in cells}
     totals = total(cells)
@@ -35,7 +35,7 @@ def rows(cells: list[Cell]) -> list[list[str]]:
 SUMMARY = ["vendor", "GPUs", *LEVELS]
 
 
-def summary(cells: list[Cell]) -> list[list[str]]:
+def summary(cells: list[EvidenceCell]) -> list[list[str]]:
     """Return one row for all GPUs of a vendor with equal numbers of proven ops.
 
     The row names the first card of each architecture.
@@ -59,7 +59,7 @@ def _cards(backend: str) -> str:
     return ARCHITECTURES[backend].cards if backend in ARCHITECTURES else ""
 
 
-def _ops(cells: list[Cell], every: set) -> str:
+def _ops(cells: list[EvidenceCell], every: set) -> str:
     """Count the ops with all tests passing; name the others if few."""
     if not cells:
         return "-"
@@ -69,7 +69,7 @@ def _ops(cells: list[Cell], every: set) -> str:
     return f"{len(passed)} of {len(every)} ops{without}"
 
 
-def _cell(cells: list[Cell], every: set) -> str:
+def _cell(cells: list[EvidenceCell], every: set) -> str:
     if not cells:
         return "-"
     dtypes = [name for name in DTYPES.values() if any(cell.dtype == name for cell in cells)]
@@ -78,7 +78,7 @@ def _cell(cells: list[Cell], every: set) -> str:
     return f"{text}, {failed:,} FAILED" if failed else text
 
 
-def problems(cells: Iterable[Cell], runs: dict | None = None) -> list[str]:
+def problems(cells: Iterable[EvidenceCell], runs: dict | None = None) -> list[str]:
     """Describe failed cases, and other failed tests of `runs`."""
     lines = [
         f"{op} on {backend} in {dtype}, {level}: {cell.failed} of {cell.passed + cell.failed} cases failed: "
@@ -116,7 +116,7 @@ i.ok { background: #2f9e5b; } i.bad { background: #d6322d; } li { overflow-wrap:
 """
 
 
-def write(runs: dict, cells: list[Cell], file: Path) -> Path:
+def write(runs: dict, cells: list[EvidenceCell], file: Path) -> Path:
     """Write the HTML page: summary, failures, each op on each GPU, and the runs."""
     totals = total(cells)
     failed = problems(cells, runs)
@@ -133,7 +133,7 @@ An op is counted at a level where every case of it passed.</p>
     return pages.write(file, "liger_hw: evidence for each GPU", content, MARKS)
 
 
-def _grid(vendor: str, totals: dict, cells: list[Cell]) -> str:
+def _grid(vendor: str, totals: dict, cells: list[EvidenceCell]) -> str:
     """Draw the table of one vendor: rows of op and dtype, columns of GPUs."""
     backends = [name for name in backends_of(cells) if name.partition(":")[0] == vendor]
     if not backends:
@@ -153,7 +153,7 @@ Grey: not run. Hover over a square for the number of cases.</p>
 <div class="scroll"><table class="grid"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>"""
 
 
-def _mark(cell: Cell | None, level: str) -> str:
+def _mark(cell: EvidenceCell | None, level: str) -> str:
     if cell is None:
         return f'<i title="not {level}"></i>'
     about = f"{level}: {cell.passed} passed, {cell.failed} failed"

@@ -14,7 +14,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, widen
 from liger_hw.kernels.norms.gated_rms_norm import normalise
-from liger_hw.kernels.norms.gated_rms_norm.kernels import Form
+from liger_hw.kernels.norms.gated_rms_norm.kernels import NormForm
 from liger_hw.spelling import check_known
 
 L2_CASTING_MODES = ("gemma", "none")
@@ -58,4 +58,4 @@ def _(x, *options, **named):
 
 @l2_norm.register("triton")
 def _(x, eps, casting_mode):
-    return normalise(x, Form(eps, casting_mode=casting_mode, mean=False))
+    return normalise(x, NormForm(eps, casting_mode=casting_mode, mean=False))

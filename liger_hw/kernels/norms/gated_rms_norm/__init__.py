@@ -24,7 +24,7 @@ import torch
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import in_order, rows_and_cols
-from liger_hw.kernels.norms.gated_rms_norm.kernels import Form, backward_rows, forward_rows
+from liger_hw.kernels.norms.gated_rms_norm.kernels import NormForm, backward_rows, forward_rows
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.spelling import check_known
 
@@ -159,7 +159,7 @@ def _(x, weight, scale, shift=None, *options, **named):
 
 @raw()
 def _gated_rms_norm_forward(
-    x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None, form: Form,
+    x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None, form: NormForm,
     *, y,
 ):  # fmt: skip
     forward_rows(x, gate, shift, weight, y, form)
@@ -168,7 +168,8 @@ def _gated_rms_norm_forward(
 @raw()
 def _gated_rms_norm_backward(
     x: torch.Tensor, gate: torch.Tensor | None, shift: torch.Tensor | None, weight: torch.Tensor | None,
-    dy: torch.Tensor, form: Form, gate_grad: bool, shift_grad: bool, weight_grad: bool, *, dx, dgate, dshift, dweight,
+    dy: torch.Tensor, form: NormForm, gate_grad: bool, shift_grad: bool, weight_grad: bool,
+    *, dx, dgate, dshift, dweight,
 ):  # fmt: skip
     backward_rows(x, gate, weight, dy, dx, dgate, dshift, dweight, form)
 
@@ -191,7 +192,7 @@ def _(x, gate, weight, eps, activation, gate_first, casting_mode, group_size):
     check_kernel_dtype("gate", gate)
     rows, cols = rows_and_cols(x)
     groups = cols // group_size if group_size else 1
-    form = Form(eps, 0.0, casting_mode, activation, gate_first, groups, rows)
+    form = NormForm(eps, 0.0, casting_mode, activation, gate_first, groups, rows)
     return normalise(x, form, gate, weight=weight)
 
 
@@ -203,4 +204,4 @@ def _(x, weight, scale, shift, eps, offset, casting_mode):
         check_kernel_dtype("shift", shift)
         if rows_and_cols(shift)[0] != rows:
             scale, shift, rows = _for_each_row(scale, x), _for_each_row(shift, x), rows_and_cols(x)[0]
-    return normalise(x, Form(eps, offset, casting_mode, "modulation", False, 1, rows), scale, shift, weight)
+    return normalise(x, NormForm(eps, offset, casting_mode, "modulation", False, 1, rows), scale, shift, weight)

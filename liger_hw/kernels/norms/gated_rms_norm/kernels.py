@@ -29,7 +29,7 @@ from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 
 
-class Form(NamedTuple):
+class NormForm(NamedTuple):
     """The options of a norm.
 
     Attributes:
