@@ -45,7 +45,7 @@ class MLPMatch(Match):
             if len(args) != 1 or kwargs or not unchanged(self):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
-            if _has_another_dtype(down, args[0]):  # T5 keeps its last projection in fp32 and casts its input
+            if _stays_unfused(down, args[0]):
                 return original.forward(self, *args)
             if clamped:
                 return compute(self, names, args[0], clamped, options)
@@ -105,8 +105,11 @@ def _drops(module, name):
     return module.training and getattr(dropout, "p", dropout) != 0
 
 
-def _has_another_dtype(projection, x):
-    """Tell whether the weight has another float dtype than `x` while autocast is off."""
+def _stays_unfused(projection, x):
+    """Tell whether each read of the weight computes it, or it has another float dtype."""
+    # a spectral norm changes its state at a read; T5 keeps its last projection in fp32 and casts x, without autocast
+    if hasattr(getattr(projection, "base_layer", projection), "parametrizations"):
+        return True
     dtype = getattr(getattr(projection, "weight", None), "dtype", x.dtype)
     return dtype != x.dtype and dtype in FLOATS and not torch.is_autocast_enabled(x.device.type)
 

@@ -214,7 +214,9 @@ def guard(pins, attributes=(), shadowed=(), bypassed=()):
         shadowed: names that the class defines and its code reads: an attribute of the instance would hide them.
         bypassed: (child, its class) pairs: the replacement skips these children, unless something watches them.
     """
-    conditions, values = ["code_unchanged()"], {"code_unchanged": code_guard(pins)}
+    # a parametrization may change its state at each read of a parameter, and a replacement may read it twice
+    conditions = ["code_unchanged()", "'parametrizations' not in module._modules"]
+    values = {"code_unchanged": code_guard(pins)}
     values |= {"fact": fact, "is_intercepted": is_intercepted, "original_class": original_class}
     for index, (child, cls) in enumerate(bypassed):
         values[f"c{index}"], current = cls, f"module._modules[{child!r}]"

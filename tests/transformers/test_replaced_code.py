@@ -399,3 +399,27 @@ def test_a_method_that_writes_globals_is_left(tmp_path, monkeypatch):
     assert summary.left["LlamaAttention", "forward writes the global 'CALLS'"] == 2
     tiny.call(patched, **tiny.tokens())
     assert remote.CALLS == 2
+
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reads = 0
+
+    def forward(self, weight):
+        self.reads += 1
+        return weight * (1 + 0.1 * self.reads)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_parametrizations_compute_as_often(family):
+    plain, patched = tiny.pair(family, num_hidden_layers=1)
+    counts = []
+    for model in (plain, patched):
+        for module in list(model.modules()):
+            for name in [name for name, p in module.named_parameters(recurse=False)]:
+                torch.nn.utils.parametrize.register_parametrization(module, name, Counted(), unsafe=True)
+                module.parametrizations[name][0].reads = 0
+        tiny.call(model, **tiny.tokens()).loss.backward()
+        counts.append([m.reads for m in model.modules() if isinstance(m, Counted)])
+    assert counts[0] == counts[1]
