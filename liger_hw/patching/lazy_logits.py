@@ -690,7 +690,8 @@ def _cross_entropy(
     if not fits or reduction not in ("mean", "sum", "none"):
         return None
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    dtype = logits.dtype
+    dtype = logits.dtype  # autocast computes the loss in fp32
+    dtype = dtype if autocast_dtype(logits.device.type) is None else torch.promote_types(dtype, torch.float32)
 
     def fused(x, head, bias, scale, softcap, group=None):
         loss = fused_linear_cross_entropy(
@@ -704,7 +705,7 @@ def _cross_entropy(
             loss = loss.masked_fill(~counts.any(), float("nan"))
         return loss.to(dtype)
 
-    return fused, lambda real: torch.nn.functional.cross_entropy(real, target, weight, **options)
+    return fused, lambda real: torch.nn.functional.cross_entropy(real.to(dtype), target, weight, **options)
 
 
 def _logsumexp(logits, dim, keepdim=False):

@@ -434,6 +434,19 @@ def test_a_forward_without_grad(mode):
     assert found.logits.requires_grad is False and torch.equal(found.logits.clone(), expected.logits)
 
 
+def test_torch_cross_entropy_is_fp32_under_autocast():
+    plain, patched, inputs = _models()
+    losses, grads = [], []
+    for model in (plain, patched):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = tiny.call(model, **inputs).logits
+            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten()))
+        logits.register_hook(grads.append)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(grads[1].clone(), grads[0], rtol=1e-2, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     plain, patched, inputs = _models()
