@@ -96,6 +96,7 @@ def _is_observed(head):
         or has_global_module_hooks()
         or saved_tensors_may_change()
         or transforms_active()  # torch.func needs autograd functions of another form
+        or torch.jit.is_tracing()  # which records tensors with memory
     )
 
 

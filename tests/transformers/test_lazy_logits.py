@@ -447,6 +447,23 @@ def test_torch_cross_entropy_is_fp32_under_autocast():
     torch.testing.assert_close(grads[1].clone(), grads[0], rtol=1e-2, atol=1e-5)
 
 
+def test_jit_trace_computes_the_logits():
+    plain, patched, inputs = _models()
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    patched.config.use_cache = False
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = patched
+
+        def forward(self, ids, labels):
+            return self.model(input_ids=ids, labels=labels).loss
+
+    traced = torch.jit.trace(Loss(), (ids, labels), check_trace=False)
+    torch.testing.assert_close(traced(ids, labels), tiny.call(plain, **inputs).loss, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     plain, patched, inputs = _models()
