@@ -29,7 +29,7 @@ from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
 # of the loss without logits; they change no value of a loss of logits
 CHUNKS = ("accum_dtype", "chunk_memory", "counted_rows")
-LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, "use_token_scaling", "ce_weight")
+LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, "use_token_scaling", "ce_weight", "token_weights")
 WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
@@ -40,7 +40,7 @@ OWN_LOSS = (
 )
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
-    **dict.fromkeys(("token_weights", "loss_weights", "weight"), (None,)),
+    **dict.fromkeys(("loss_weights", "weight"), (None,)),
     "return_z_loss": (False, None),
     "reduction": ("mean", None),
     "logit_scale": (1.0, None),
@@ -75,19 +75,22 @@ def causal_lm_loss(
         original: the model's own loss function, which gets arguments that the ops do not support.
         fused_ce: use the op `cross_entropy` for logits that have memory.
         kwargs: `LINEAR_CE_OPTIONS`, which include `CE_OPTIONS`, with the meaning that they have in the ops, in training
-            and in evaluation. `ForCausalLMLoss` ignores them. Others have no effect, as there, except those that ask
-            for another loss (`REFUSED`).
+            and in evaluation. `ForCausalLMLoss` ignores them. `token_weights` are (B, T), shifted as `labels`; those
+            beside `shift_labels` are shifted already. Others have no effect, as there, except those that ask for
+            another loss (`REFUSED`).
 
     Returns:
         fp32 scalar; without a label that counts NaN, as the mean of transformers.
 
     Raises:
-        ValueError: weights of tokens or another option that no op supports, or labels that do not fit an option.
+        ValueError: an option that no op supports, or labels that do not fit an option.
     """
     refuse_unserved(kwargs)
-    targets = shift_labels
+    targets, token_weights = shift_labels, kwargs.get("token_weights")
+    if token_weights is not None:
+        formula.check_token_weights(token_weights, (labels if targets is None else targets).shape)
     if targets is None:
-        targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets, token_weights = shifted(labels, ignore_index), shifted(token_weights, 0)
     targets = targets.reshape(-1)
     fuses_head = _fits_fused_loss(logits)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
@@ -100,6 +103,8 @@ def causal_lm_loss(
         return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     options |= {"ignore_index": ignore_index}
     targets = targets.to(logits.device)
+    if token_weights is not None:
+        options["token_weights"] = token_weights.reshape(-1).to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
     if not _is_normal(divisor):
         total = _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head)
@@ -113,6 +118,11 @@ def causal_lm_loss(
         return loss.masked_fill(~counts, float("nan"))
     # the op divides the losses of rows, and adds them: a divisor of 0 or NaN makes 0 of no row, NaN of infinite ones
     return torch.where((divisor > 0) | (divisor < 0), loss, counts.to(loss) / divisor)
+
+
+def shifted(by_token, fill):
+    """Shift (B, T) to the left, with `fill` at the end; None stays None."""
+    return None if by_token is None else torch.nn.functional.pad(by_token, (0, 1), value=fill)[..., 1:]
 
 
 def _is_normal(divisor):
@@ -159,20 +169,21 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
 
 def _cross_entropy_of_logits(
     logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, counted_rows=None,
-    **options,
+    token_weights=None, **options,
 ):  # fmt: skip
     """Compute `fused_linear_cross_entropy`'s loss from logits in memory."""
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
     formula.check_counted_rows(counted_rows, targets, options["ignore_index"])
-    if not use_token_scaling:
+    if not use_token_scaling and token_weights is None:
         return cross_entropy(logits, targets, ce_weight, **options)
     call = cross_entropy.arguments(logits, targets, ce_weight, **options)
     formula.check_call(call, "logits", "weight", logits.shape[1])
-    targets = formula.Targets.of(call, ce_weight, call.reduction)
-    losses = formula.row_losses(logits, targets, formula.Formula.of(call, use_token_scaling))
-    return formula.output_of(call, *losses)
+    tensors = formula.Targets.of(call, ce_weight, call.reduction)
+    *losses, predicted = formula.row_losses(logits, tensors, formula.Formula.of(call, use_token_scaling))
+    token_weights = formula.prepare_token_weights(token_weights, targets, call.ignore_index, losses[0].dtype)
+    return formula.output_of(call, *formula.weighted(token_weights, *losses), predicted)
 
 
 def by_products(logits):

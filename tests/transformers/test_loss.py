@@ -195,11 +195,13 @@ def test_options_of_the_ops_pass_through_the_model(fused):
 
 
 COUNTED = int((tiny.tokens()["labels"][:, 1:] != -100).sum())
+WEIGHTS = torch.linspace(-1, 3, 34).reshape(2, 17).where(tiny.tokens()["labels"] != -100, float("nan"))
 OPTIONS = [
     {"use_token_scaling": True}, {"use_token_scaling": True, "label_smoothing": 0.1, "lse_square_scale": 0.01},
     {"use_token_scaling": False}, {"accum_dtype": torch.float32}, {"chunk_memory": 2**14}, {"counted_rows": COUNTED},
     {"label_smoothing": 0.1},
     {"ce_weight": torch.linspace(0.5, 1.5, 128)},
+    {"token_weights": WEIGHTS, "label_smoothing": 0.1}, {"token_weights": WEIGHTS, "counted_rows": COUNTED},
 ]  # fmt: skip
 
 
@@ -217,6 +219,45 @@ def test_options_mean_the_same_in_training_and_evaluation(options, num_items):
     patched.eval()
     torch.testing.assert_close(patched(**inputs).loss, expected)
     torch.testing.assert_close(patched(**inputs, skip_logits=True).loss, expected)
+
+
+@pytest.mark.parametrize(
+    "way, shifts, num_items",
+    [("training", True, None), ("training", False, torch.tensor(9)), ("training", True, torch.tensor([9, 9])),
+     ("evaluation", True, None), ("logits", True, torch.tensor(9)), ("logits", False, None), ("compiled", True, 9)],
+    ids=str,
+)  # fmt: skip
+def test_weights_of_tokens_are_those_of_their_definition(way, num_items, shifts):
+    """Cross entropy of each label in float64, times its weight; the divisor is as without weights."""
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    inputs = tiny.tokens() | ({} if num_items is None else {"num_items_in_batch": num_items})
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    if not shifts:
+        inputs["shift_labels"] = labels
+    logits, rows = plain.double()(ids).logits, slice(1, None) if shifts else slice(None)
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, : -1 if shifts else None].flatten(0, 1), labels[:, rows].flatten(), reduction="none"
+    )
+    counts = labels[:, rows].flatten() != -100
+    divisor = counts.sum() if num_items is None else num_items
+    expected = (losses * WEIGHTS[:, rows].flatten())[counts].sum() / divisor
+    expected.sum().backward()
+    run = torch.compile(patched, backend="eager") if way == "compiled" else patched
+    options = {"skip_logits": {"evaluation": True, "logits": False}.get(way)}
+    patched.train(way != "evaluation")
+    found = run(**inputs, token_weights=WEIGHTS, **options)
+    torch.testing.assert_close(found.loss, expected.float(), rtol=1e-5, atol=1e-5)
+    found.loss.sum().backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        torch.testing.assert_close(q.grad, p.grad.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_weights_of_tokens_that_do_not_fit():
+    _, patched = tiny.pair(num_hidden_layers=1)
+    for weights in (torch.ones(2, 16), 2.0, torch.ones(2, 17, requires_grad=True)):
+        for skip_logits in (None, False):
+            with pytest.raises(ValueError, match="^token_weights: got"):
+                patched(**tiny.tokens(), token_weights=weights, skip_logits=skip_logits)
 
 
 @pytest.mark.parametrize("skip_logits", [None, False])
@@ -290,7 +331,7 @@ def test_divisors_with_a_dtype_and_a_gradient(dtype):
 
 
 UNSERVED = {
-    "token_weights": torch.ones(2, 17), "loss_weights": [1.0, 2.0], "weight": torch.ones(128),
+    "loss_weights": [1.0, 2.0], "weight": torch.ones(128),
     "reduction": "sum", "logit_scale": 0.5, "return_z_loss": True,
 }  # fmt: skip
 
@@ -305,7 +346,7 @@ def test_options_of_a_loss_that_nothing_serves_are_refused(option, skip_logits):
 
 def test_keywords_that_are_none_of_the_loss_pass_as_in_the_unpatched_model():
     plain, patched = tiny.pair()
-    harmless = {"token_weights": None, "reduction": "mean", "return_z_loss": False, "logit_scale": 1.0}
+    harmless = {"reduction": "mean", "return_z_loss": False, "logit_scale": 1.0}
     harmless |= {"max_length_q": 17, "unheard_of": torch.ones(2)}
     expected, found = tiny.call(plain, **tiny.tokens(), **harmless), tiny.call(patched, **tiny.tokens(), **harmless)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)

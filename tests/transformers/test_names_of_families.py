@@ -140,7 +140,13 @@ def test_loss_of_hidden_states():
         expected = ForCausalLMLoss(hidden @ weight.T, labels, 31, **options)
         found = loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, cu_seq_lens_q=None, **options)
         torch.testing.assert_close(found, expected)
-    for name, value in {"token_weights": torch.ones(2, 7), "reduction": "sum"}.items():
+    rows = torch.nn.functional.cross_entropy(
+        hidden[:, :-1].reshape(12, 8) @ weight.T, labels[:, 1:].reshape(-1), reduction="none"
+    )
+    expected = (rows * torch.arange(14.0).reshape(2, 7)[:, 1:].reshape(-1)).sum() / (labels[:, 1:] != -100).sum()
+    found = loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, token_weights=torch.arange(14.0).reshape(2, 7))
+    torch.testing.assert_close(found, expected)
+    for name, value in {"token_weights": torch.ones(2, 6), "reduction": "sum"}.items():
         with pytest.raises(ValueError, match=f"^{name}: got"):
             loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, **{name: value})
     result = loss_utils.LigerForCausalLMLoss(hidden, weight, labels, 8, return_token_accuracy=True)

@@ -102,6 +102,8 @@ def linear_losses(new):
     yield (x, w, y), {"accum_dtype": torch.float32, "chunk_memory": 300}
     yield (x, w, y, bias), {"reduction": "none", "invariant": True}
     yield (x, w, put(y, (slice(2), -100)), bias), {"counted_rows": 3}
+    smooths = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "chunk_memory": 300}
+    yield (x, w, y, bias), smooths | {"token_weights": 4 * new.rand(5) - 1}
     yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options

@@ -21,6 +21,7 @@ import torch
 
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
+from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import (
@@ -43,8 +44,10 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import (
     check_call,
     check_counted_rows,
     output_of,
+    prepare_token_weights,
     row_losses,
     shard_rows,
+    weighted,
 )
 from liger_hw.kernels.vocabulary.sharded_head import (
     all_columns,
@@ -65,7 +68,7 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False, chunk_memory: float = 512 * MiB, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
-    invariant: bool = False, counted_rows: int | None = None,
+    invariant: bool = False, counted_rows: int | None = None, token_weights: torch.Tensor | None = None,
 ):  # fmt: skip
     """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
@@ -101,34 +104,41 @@ def fused_linear_cross_entropy(
         counted_rows: the most rows whose target is not `ignore_index`, known to the caller. The products then have so
             many rows, among them all that count; the host waits for nothing. With more such rows the call is an error
             on a CPU, and elsewhere loss and gradients are NaN. None: products of all rows.
+        token_weights: (N,) numbers that multiply each row's loss, z-loss included; constants. A mean's divisor stays
+            the number of rows. The weights of ignored rows may be any. None: 1.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
+        ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target; the
+            token weights need a gradient.
         RuntimeError: a second backward through a "sum" or "mean", as the first one releases the gradients.
     """
     call = fused_linear_cross_entropy.arguments(**locals())
     if needs_distribution(call):
         return distributed(fused_linear_cross_entropy, call)
-    (x, weight, bias), formula = _prepare(call)
+    (x, weight, bias), formula, token_weights = _prepare(call)
     logits = all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
-    return output_of(call, *row_losses(logits, Targets.of(call, ce_weight, reduction), formula))
+    loss, z_loss, predicted = row_losses(logits, Targets.of(call, ce_weight, reduction), formula)
+    return output_of(call, *weighted(token_weights, loss, z_loss), predicted)
 
 
 def _prepare(call):
+    """Check a call; return its head, its `Formula` and its weights of rows."""
     head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True, logits_dtype=call.logits_dtype)
     check_invariant(call)
     check_call(call, "x", "ce_weight", vocabulary_of(call))
     check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
     check_counted_rows(call.counted_rows, call.target, call.ignore_index)
-    return head, Formula.of(call, call.use_token_scaling)
+    token_weights = prepare_token_weights(call.token_weights, call.target, call.ignore_index, wide_dtype(head[0]))
+    return head, Formula.of(call, call.use_token_scaling), token_weights
 
 
 @fused_linear_cross_entropy.shards
 def _(call):
-    return shard_rows(call, "x", "ce_weight", weight="v H", bias="v", reduces="v")
+    call, rule = shard_rows(call, "x", "ce_weight", weight="v H", bias="v", reduces="v")
+    return call, rule | {"token_weights": rule["target"]}
 
 
 @fused_linear_cross_entropy.cost
@@ -158,7 +168,7 @@ def _fake_forward(x, weight, bias, predict, needed):
 @raw(_fake_forward, returns="loss z_loss partition predicted x_gradient weight_gradient bias_gradient")
 def _fused_linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, formula: Formula, plan: Plan,
-    predict: bool, needed: Sequence[bool],
+    predict: bool, token_weights: torch.Tensor | None, needed: Sequence[bool],
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -167,13 +177,20 @@ def _fused_linear_cross_entropy(
 
     def step(part, logits, gradients):
         part_targets = targets._replace(target=targets.target[part])
+        row_weights = None if token_weights is None else token_weights[part]
         if gradients.scales:
-            factor = gradients.factor(targets.largest_gradient(formula, plan.vocabulary or len(weight)))
+            largest = targets.largest_gradient(formula, plan.vocabulary or len(weight))
+            factor = gradients.factor(largest if row_weights is None else largest * largest_finite(row_weights))
             part_targets = part_targets.times(factor)
         _rows(plan).forward_rows(
             logits, part_targets, formula, loss[part], z_loss[part], partition[part],
-            predicted[part] if predict else None, any(needed),
+            predicted[part] if predict else None, any(needed) and row_weights is None,
         )  # fmt: skip
+        if row_weights is not None:
+            if any(needed):
+                _rows(plan).backward_rows(logits, part_targets, formula, partition[part], row_weights)
+            loss[part] *= row_weights
+            z_loss[part] *= row_weights
         if gradients.scales:
             loss[part] /= factor
             z_loss[part] /= factor
@@ -197,9 +214,9 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
     """Autograd function of the rows' summed loss, with gradients computed in the forward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, formula, plan, predict, needs_grad):
+    def forward(ctx, x, weight, bias, targets, formula, plan, predict, token_weights, needs_grad):
         loss, z_loss, _, predicted, *gradients = _fused_linear_cross_entropy(
-            x, weight, bias, targets, formula, plan, predict, needs_grad
+            x, weight, bias, targets, formula, plan, predict, token_weights, needs_grad
         )
         again = "call it again, or use reduction='none' and reduce its result (of a model: pass skip_logits=False)"
         FusedLinearCrossEntropySumFunction.keep(
@@ -215,8 +232,10 @@ def _by_counted_rows(with_kernels, call):
     _prepare(call)
     rows, ignored = len(call.target), call.target == call.ignore_index
     order = torch.argsort(ignored.to(torch.uint8), stable=True)[: call.counted_rows]
-    x = call.x.index_select(0, order)
-    output = _by_chunks(with_kernels, call._replace(x=x, target=call.target[order], counted_rows=None))
+    counted = {"x": call.x.index_select(0, order), "target": call.target[order], "counted_rows": None}
+    if call.token_weights is not None:
+        counted["token_weights"] = call.token_weights[order]
+    output = _by_chunks(with_kernels, call._replace(**counted))
 
     def placed(value, fill=0):
         by_row = value is not None and value.ndim
@@ -234,7 +253,7 @@ def _by_chunks(with_kernels, call):
         return distributed(fused_linear_cross_entropy, call)
     if call.counted_rows is not None and call.counted_rows < len(call.target):
         return _by_counted_rows(with_kernels, call)
-    (x, weight, bias), formula = _prepare(call)
+    (x, weight, bias), formula, token_weights = _prepare(call)
     targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
     accumulates, shard = call.accum_dtype is not None, call.group or ()
     dtype, invariant = call.logits_dtype, call.invariant
@@ -242,9 +261,10 @@ def _by_chunks(with_kernels, call):
     predict = call.return_predicted_tokens or call.return_token_accuracy
     arguments = x, weight, bias, targets, formula, plan, predict
     if call.reduction == "none":
-        return output_of(call, *_fused_linear_cross_entropy.apply(*arguments, (False, False, False)))
+        loss, z_loss, predicted = _fused_linear_cross_entropy.apply(*arguments, None, (False, False, False))
+        return output_of(call, *weighted(token_weights, loss, z_loss), predicted)
     needed = needed_gradients(x, weight, bias)
-    return output_of(call, *FusedLinearCrossEntropySumFunction.apply(*arguments, needed))
+    return output_of(call, *FusedLinearCrossEntropySumFunction.apply(*arguments, token_weights, needed))
 
 
 fused_linear_cross_entropy.register("triton", bound=True)(functools.partial(_by_chunks, True))

@@ -148,6 +148,28 @@ def check_counted_rows(bound, target, ignore_index):
         check(bound >= count, "counted_rows", bound, f"at least the {count} rows whose target is not {ignore_index}")
 
 
+def prepare_token_weights(token_weights, target, ignore_index, dtype):
+    """Return checked weights (N,) in `dtype`, 0 for ignored rows; None stays None."""
+    if token_weights is None:
+        return None
+    check_token_weights(token_weights, target.shape)
+    check(token_weights.device == target.device, "token_weights", token_weights, f"numbers on {target.device}")
+    return token_weights.to(dtype).masked_fill(target == ignore_index, 0).contiguous()
+
+
+def check_token_weights(weights, shape):
+    """Refuse weights of tokens that do not fit, or that need a gradient."""
+    fits = torch.is_tensor(weights) and weights.shape == shape and not weights.is_complex()
+    check(fits, "token_weights", weights, f"None, or numbers of shape {tuple(shape)}")
+    constant = not (weights.requires_grad and torch.is_grad_enabled())
+    check(constant, "token_weights", "weights that need a gradient", "constants: pass token_weights.detach()")
+
+
+def weighted(row_weights, *losses):
+    """Multiply each row's losses by its weight."""
+    return losses if row_weights is None else [loss * row_weights.to(loss.dtype) for loss in losses]
+
+
 def check_call(call, rows_name, weight_name, vocabulary):
     """Refuse arguments that neither op can compute; errors use the names of the caller's arguments."""
     rows, target = getattr(call, rows_name), call.target
