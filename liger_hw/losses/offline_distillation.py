@@ -1,12 +1,14 @@
 """Distil a teacher's stored probabilities, of all tokens or of each row's likeliest.
 
     q = softmax((x W^T + b) / T)
-    KL(p, q) = sum_j p_j (log p_j - log q_j)                                    over the stored tokens j of a row
-               + p_rest (log p_rest - log q_rest),   p_rest = 1 - sum_j p_j     all other tokens, as one class
-    dlogits = (m q_j - p_j) / T of a stored token,  (m q_rest - p_rest) / T times the share in q_rest of another;
-              m = sum_j p_j + p_rest
+    D(p, q) = sum_j d(p_j, q_j)           over the stored tokens j of a row
+              + d(p_rest, q_rest),        all other tokens, as one class: p_rest = 1 - sum_j p_j
+    KL: d = p (log p - log q)    dlogits = (m q_j - p_j) / T of a stored token,  m = sum_j p_j + p_rest
+    any d: dz by autograd of the K + 1 classes; another token's is that of q_rest times its share in q_rest
 
-q_rest is the sum over the other tokens, not 1 - sum_j q_j, which cancels where a student knows the stored tokens.
+q_rest is the sum over the other tokens, not 1 - sum_j q_j, which cancels where a student knows the stored tokens. The
+stored tokens' sum has 24 bits, so that p_rest below 1e-7 is unknown: the reverse KL, which takes its logarithm, takes
+1e-7 for it, as TRL 1.16 does.
 """
 
 import torch
@@ -19,13 +21,17 @@ from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.vocabulary.divergence import elements, kind_of
 from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
-from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, UNSCALED, LogitScaling, plan_of, sum_over_chunks, taken
+from liger_hw.spelling import check_known
 
 IGNORED = -100
+SOFT_LOSSES = ("kl", "reverse_kl", "jsd", "tvd")
+LEAST_REST = {"reverse_kl": 1e-7}
 
 
 @names_arguments
@@ -34,9 +40,9 @@ def offline_distillation_loss(
     teacher_lse: torch.Tensor | None = None, labels: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     rest: bool = True, temperature: float = 1.0, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    logits_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None, soft_loss: str = "kl", beta: float = 0.5,
 ):  # fmt: skip
-    """Compute the mean KL divergence of a student from a teacher's stored log-probabilities.
+    """Compute the mean divergence of a student from a teacher's stored log-probabilities.
 
     Args:
         x: (N, H) hidden states of the student, or (..., H); then also the other tensors with a value for each row.
@@ -50,10 +56,14 @@ def offline_distillation_loss(
             of the row divided by `temperature`: log p = teacher / temperature - teacher_lse.
         labels: (N,) int64 or int32, of the rows of `x` (already shifted); a row labelled `ignore_index` does not count,
             and its other values may be any. The labels have no other effect. None: all rows count.
-        rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out.
+        rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out, for
+            "kl" and "tvd" only: the others are then no divergences, and may fall below 0.
         temperature: divides the student's logits.
         chunk_memory, accum_dtype, logits_dtype: as in `logits_loss`.
         softcap, logit_scale: of the student's head, as in `selective_log_softmax`.
+        soft_loss, beta: as in `distillation_loss`, without "cosine": "kl", "reverse_kl", "jsd" or "tvd", of the stored
+            tokens and the class for the others. Only "kl" where the teacher stores all tokens. "reverse_kl" is infinite
+            where a stored probability is 0, and takes 1e-7 for a smaller probability of the others.
 
     Returns:
         the mean over the rows that count, 0 without any, in fp32 (fp64 for fp64 inputs).
@@ -68,6 +78,11 @@ def offline_distillation_loss(
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     labels = prepare_labels(x, labels, "labels")
     check_numbers("a positive number", above=0, temperature=temperature)
+    check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
+    divergence = kind_of(beta) if soft_loss == "jsd" else soft_loss, beta
+    check(
+        rest or divergence[0] in ("kl", "tvd"), "rest", rest, f"True: without the others {soft_loss} is no divergence"
+    )
     teacher, vocabulary = teacher.detach(), len(weight)
     if teacher_tokens is None:
         check(teacher_lse is None, "teacher_lse", teacher_lse, "None without teacher_tokens")
@@ -85,9 +100,11 @@ def offline_distillation_loss(
     options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
     options |= {"scaling": LogitScaling.of(softcap, logit_scale), "logits_dtype": logits_dtype}
     if teacher_tokens is None:
+        _check_kl(divergence)
         arguments = x, weight, bias, teacher, labels, factor, ignore_index
         return kl_to_probabilities("offline_distillation_loss", *arguments, logarithms=True, **options)
-    return _kl_to_top_k(x, weight, bias, teacher, teacher_tokens, teacher_lse, valid, factor, rest, **options)
+    rows = teacher, teacher_tokens, teacher_lse, valid
+    return _divergence_from_top_k(x, weight, bias, *rows, factor, rest, divergence=divergence, **options)
 
 
 def check_top_k(tokens, valid, vocabulary):
@@ -149,9 +166,9 @@ def kl_to_probabilities(
     return sum_over_chunks(op, step, x, weight, bias, plan, 2 + scaling.buffers)[0]
 
 
-def _kl_to_top_k(
+def _divergence_from_top_k(
     x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype, scaling,
-    logits_dtype,
+    logits_dtype, divergence,
 ):  # fmt: skip
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
@@ -164,78 +181,82 @@ def _kl_to_top_k(
     reads = valid & ~outside
     tokens = torch.where(reads[:, None], tokens, torch.arange(k, device=tokens.device, dtype=tokens.dtype)).long()
     if k == vocabulary:
+        _check_kl(divergence)
         labels, log_p = torch.where(valid, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
         return kl_to_probabilities(
             "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
             factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling, logits_dtype,
         )  # fmt: skip
-    log_p = log_p.masked_fill(~reads[:, None], float("-inf"))
-    p_rest = (1 - log_p.exp().sum(1)).clamp(min=0) if rest else torch.zeros_like(log_p[:, 0])
-    row_weights = torch.where(outside, float("nan"), valid.to(factor.dtype))
-    rows = log_p, p_rest, tokens, row_weights
+    if rest:
+        p_rest = 1 - log_p.exp().sum(1, keepdim=True)
+        log_p = torch.cat((log_p, p_rest.clamp(min=LEAST_REST.get(divergence[0], 0)).log()), 1)
+    log_p, row_weights = (
+        log_p.masked_fill(~reads[:, None], 0),
+        torch.where(outside, float("nan"), valid.to(factor.dtype)),
+    )
+    rows = log_p, tokens, row_weights
     plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
     if plan is None:
-        logits = scaling(linear(x, weight, bias, logits_dtype))
-        return (_top_k_by_torch(logits, *rows, rest, temperature)[0] * factor).sum()
+        logits = scaling(linear(x, weight, bias, logits_dtype)).masked_fill((row_weights == 0)[:, None], 0)
+        others = (widen(logits) / temperature).scatter(1, tokens, float("-inf"))
+        stored = (widen(logits) / temperature).gather(1, tokens)
+        return (
+            _top_k_rows(torch.cat((stored, others.logsumexp(1, True)), 1), log_p, row_weights, divergence) * factor
+        ).sum()
 
     def step(part, logits, differentiate, gradients):
-        soft, grad_factor = factor.new_zeros(len(logits)), factor
-        part_rows = taken(rows, part)
-        if gradients.scales:
-            largest = largest_finite(part_rows[0].exp().sum(1) + part_rows[1])
-            grad_factor = factor * gradients.factor(factor * largest / temperature * scaling.slope)
         z = scaling.chunk(logits)
-        if plan.with_kernels:
-            _top_k_by_kernels(z, soft, grad_factor if differentiate else None, *part_rows, temperature)
-        else:
-            incoming = [grad_factor.expand(len(logits))] if differentiate else None
-            rows_by_autograd(
-                lambda logits, part: _top_k_by_torch(logits, *taken(part_rows, part), rest, temperature), z, (soft,),
-                incoming,
-            )  # fmt: skip
+        soft, dz, write_gradient = _top_k_chunk(plan, z, *taken(rows, part), divergence, temperature, differentiate)
         if differentiate:
+            largest = largest_finite(dz) / temperature * scaling.slope * factor if gradients.scales else None
+            write_gradient(dz * (factor if largest is None else factor * gradients.factor(largest)))
             scaling.write_gradient(logits, z, valid[part])
         return ((soft * factor).sum(),)
 
     return sum_over_chunks("offline_distillation_loss", step, x, weight, bias, plan, 1 + scaling.buffers)[0]
 
 
-def _top_k_by_torch(logits, log_p, p_rest, tokens, row_weights, rest, temperature):
-    """Return each row's divergence times its weight, ((N,),)."""
-    logits = logits.masked_fill((row_weights == 0)[:, None], 0)
-    log_q = (widen(logits) / temperature).log_softmax(-1)
-    soft = _divergence(log_p, log_q.gather(1, tokens))
-    if rest:
-        log_q_rest = log_q.scatter(1, tokens, float("-inf")).logsumexp(1)
-        soft = soft + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
-    return (torch.where(row_weights == 0, 0, soft) * row_weights,)
+def _check_kl(divergence):
+    """Refuse other divergences than KL where the teacher stores all tokens."""
+    other = "'kl' of all tokens; for another divergence give logits_loss a function of logits that calls liger_hw.jsd"
+    check(divergence[0] == "kl", "soft_loss", divergence[0], other)
 
 
-def _top_k_by_kernels(logits, soft, grad_factor, log_p, p_rest, tokens, row_weights, temperature):
-    """Write `_top_k_by_torch` to `soft` and, unless `grad_factor` is None, the gradient over the logits."""
-    scaling = Scaling(IGNORED, None, 1.0, temperature)
-    z = logits.gather(1, tokens).float() / temperature
-    z = z.masked_fill((row_weights == 0)[:, None], 0)
+def _top_k_rows(z, log_p, row_weights, divergence):
+    """Define each row's divergence times its weight.
+
+    Args:
+        z: (N, K + 1) the student's logits of the stored tokens, and the log-sum-exp of all others, over temperature.
+        log_p: (N, K + 1), or (N, K) without the class for the others.
+        divergence: kind and beta, as `elements` takes them.
+    """
+    log_q = z.log_softmax(-1)[:, : log_p.shape[1]]
+    return torch.where(row_weights == 0, 0, elements(log_q, log_p, *divergence).sum(1)) * row_weights
+
+
+def _top_k_chunk(plan, logits, log_p, tokens, row_weights, divergence, temperature, differentiate):
+    """Compute `_top_k_rows` of a chunk's logits.
+
+    Returns:
+        (the rows, their gradient by z or None, a function that writes the logits' gradient over them, given that of z).
+    """
+    functions, scaling = row_functions(plan), Scaling(IGNORED, None, 1.0, temperature)
+    ignored = row_weights == 0
+    stored = (widen(logits.gather(1, tokens)) / temperature).masked_fill(ignored[:, None], 0)
     logits.scatter_(1, tokens, float("-inf"))  # the kernels then see the other tokens alone
-    first = torch.where(row_weights == 0, IGNORED, 0)  # any token of the vocabulary: its result is unused
-    unused, _, lse_rest, partition = empty_rows(logits, False)
-    forward_rows(logits, first, scaling, unused, None, lse_rest, partition)
-    row_max = torch.maximum(z.amax(1), lse_rest)
-    z, z_rest = z - row_max[:, None], lse_rest - row_max
-    log_sum_exp = (z.exp().sum(1) + z_rest.exp()).log()
-    log_q, log_q_rest = z - log_sum_exp[:, None], z_rest - log_sum_exp
-    divergence = _divergence(log_p, log_q) + _divergence(p_rest.log()[:, None], log_q_rest[:, None])
-    soft.copy_(torch.where(row_weights == 0, 0, divergence) * row_weights)
-    if grad_factor is not None:
-        p, grad_factor = log_p.exp(), grad_factor * row_weights
-        mass = p.sum(1) + p_rest
-        drest = (mass * log_q_rest.exp() - p_rest) * grad_factor
-        backward_rows(logits, first, scaling, None, partition, torch.zeros_like(drest), None, drest)
-        dz = (mass[:, None] * log_q.exp() - p) * (grad_factor / temperature)[:, None]
-        logits.scatter_(1, tokens, dz.to(logits.dtype))
+    first = torch.where(ignored, IGNORED, 0)  # any token of the vocabulary: its result is unused
+    unused, _, lse_rest, partition = empty_rows(logits, False, stored.dtype)
+    functions.forward_rows(logits, first, scaling, unused, None, lse_rest, partition)
+    z = torch.cat((stored, lse_rest[:, None]), 1).requires_grad_(differentiate)
+    with torch.set_grad_enabled(differentiate):
+        soft = _top_k_rows(z, log_p, row_weights, divergence)
+        dz = torch.autograd.grad(soft.sum(), z)[0] if differentiate else None
 
+    def write_gradient(dz):
+        others_grad = dz[:, -1].contiguous()
+        functions.backward_rows(
+            logits, first, scaling, None, partition, torch.zeros_like(others_grad), None, others_grad
+        )
+        logits.scatter_(1, tokens, (dz[:, :-1] / temperature).to(logits.dtype))
 
-def _divergence(log_p, log_q):
-    """Return each row's divergence, where 0 log 0 is 0."""
-    p = log_p.exp()
-    return (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(1)
+    return soft.detach(), dz, write_gradient

@@ -32,7 +32,25 @@ def mean_of(soft, labels):
     return (soft.masked_fill(~keep, 0)).sum() / keep.sum().clamp(min=1)
 
 
-def whole(labels, tokens=None, rest=True, temperature=1.0, softcap=None, logit_scale=1.0):
+def divergence(p, log_q, soft_loss, beta):
+    """Compute a row's divergence as its papers write it."""
+
+    def kl(p, log_q):
+        return (torch.special.xlogy(p, p) - p * log_q).sum(1)
+
+    if soft_loss == "tvd":
+        return (p - log_q.exp()).abs().sum(1) / 2
+    beta = {"kl": 0, "reverse_kl": 1}.get(soft_loss, beta)
+    if beta == 0:
+        return kl(p, log_q)
+    q, least = log_q.exp(), 1e-7 if beta == 1 else 0
+    m = (beta * p + (1 - beta) * q).clamp(min=least)
+    return beta * kl(p, m.log()) * (beta < 1) + (1 if beta == 1 else 1 - beta) * (q * (log_q - m.log())).sum(1)
+
+
+def whole(
+    labels, tokens=None, rest=True, temperature=1.0, softcap=None, logit_scale=1.0, soft_loss="kl", beta=0.5
+):  # fmt: skip
     """Compute the loss from all logits, merging the rest of the vocabulary into one class."""
 
     def function(x, w, b, log_p):
@@ -46,7 +64,7 @@ def whole(labels, tokens=None, rest=True, temperature=1.0, softcap=None, logit_s
             log_q = log_q.gather(1, tokens.long())
             if rest and tokens.shape[1] < len(w):
                 log_q, p = torch.cat((log_q, log_rest), 1), torch.cat((p, (1 - p.sum(1, keepdim=True)).clamp(min=0)), 1)
-        return (mean_of((torch.special.xlogy(p, p) - p * log_q).sum(1), labels),)
+        return (mean_of(divergence(p, log_q, soft_loss, beta), labels),)
 
     return function
 
@@ -74,6 +92,43 @@ def test_chunks_change_nothing(k, rest, memory, dtype, engine, device):
     log_p = log_p if k is None else log_p.gather(1, tokens)
     inputs = (*student, log_p)
     hold(whole(labels, **options), fused(labels, memory, **options), inputs, dtype, f"k={k}")
+
+
+OTHERS = [
+    {"soft_loss": "reverse_kl"}, {"soft_loss": "jsd"}, {"soft_loss": "jsd", "beta": 0.2}, {"soft_loss": "tvd"},
+    {"soft_loss": "tvd", "rest": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_divergences_of_a_top_k(options, dtype, engine, device):
+    supported(dtype, engine)
+    student, teacher, tokens, labels = case(k=5, device=device)
+    inputs, options = (*student, (teacher / 2).log_softmax(1).gather(1, tokens)), options | {"temperature": 2.0}
+    for memory, head in ((1, {}), (10**6, {"softcap": 3.0, "logit_scale": 1.5})):
+        more = options | head
+        hold(whole(labels, tokens, **more), fused(labels, memory, tokens, **more), inputs, dtype, str(options))
+
+
+@pytest.mark.parametrize("soft_loss", ["reverse_kl", "jsd", "tvd"])
+def test_other_divergences_of_fp16(soft_loss, engine, device):
+    student, teacher, tokens, labels = case(k=5, device=device)
+    inputs = (*student, 3 * teacher.log_softmax(1).gather(1, tokens))
+    options = {"soft_loss": soft_loss}
+    hold(whole(labels, tokens, **options), fused(labels, 1, tokens, **options), inputs, torch.float16, soft_loss)
+
+
+@pytest.mark.parametrize("soft_loss", ["reverse_kl", "jsd", "tvd"])
+def test_other_divergences_are_0_of_equals_and_at_most_those_of_all_tokens(soft_loss, engine, device):
+    (x, w, _), teacher, _, _ = case(device=device)
+    own, log_p = F.linear(x, w).detach().log_softmax(1), teacher.log_softmax(1)
+    of_all = divergence(log_p.exp(), own, soft_loss, 0.5).mean()
+    losses = [offline_distillation_loss(x, w, *log_p.topk(k), soft_loss=soft_loss).item() for k in (1, 4, 16, 36)]
+    assert 0 < losses[0] and losses == sorted(losses) and losses[-1] <= of_all * (1 + 1e-5)
+    loss = offline_distillation_loss(x, w, *own.topk(4), soft_loss=soft_loss)
+    loss.backward()
+    assert abs(loss.item()) < 1e-6 and (soft_loss == "tvd" or x.grad.abs().max() < 1e-5)
 
 
 @pytest.mark.parametrize("head", [{"softcap": 3.0, "logit_scale": 1.5}, {"logit_scale": 0.5}], ids=str)
@@ -245,6 +300,10 @@ def test_a_token_outside_on_an_accelerator(device, engine, monkeypatch):
         ("chunk_memory", {"chunk_memory": 0}),
         ("bias", {"bias": torch.zeros(36)}),
         ("accum_dtype", {"accum_dtype": torch.bfloat16}),
+        ("unknown soft_loss", {"soft_loss": "cosine"}),
+        ("beta", {"soft_loss": "jsd", "beta": 1.5}),
+        ("rest", {"soft_loss": "jsd", "rest": False}),
+        ("soft_loss", {"soft_loss": "jsd", "teacher_tokens": None, "teacher": torch.zeros(9, 37)}),
     ],
 )
 def test_bad_input(argument, change):
