@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import traced, without_saved_tensors_hooks
-from liger_hw.checks import check, names_arguments
+from liger_hw._torch import is_dtensor, traced, without_saved_tensors_hooks
+from liger_hw.checks import check, names_arguments, refuse
 from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import padded_rows
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
@@ -28,6 +28,11 @@ from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused
 from liger_hw.losses.arguments import check_numbers
 
 CHUNK_MEMORY = 512 * MiB
+SHARDED = (
+    "a whole head. Of a head whose vocabulary ranks share there are fused_linear_cross_entropy, "
+    "fused_linear_selective_log_softmax, token_loss, sequence_loss, policy_loss, preference_loss, "
+    "unpaired_preference_loss and multi_token_loss"
+)
 
 
 def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None, invariant=False):
@@ -39,8 +44,11 @@ def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None, inva
         invariant: as in `Plan`.
 
     None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
+    Raises a ValueError for a DTensor among `tensors` beside a plain `x`.
     """
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+    if any(map(is_dtensor, tensors)) and not is_dtensor(x):
+        refuse("head", "a DTensor beside plain hidden states", SHARDED)
     if traced(x, *tensors) or x.numel() == 0:
         return None
     # of any loss of a head: all have the same backends

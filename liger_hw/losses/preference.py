@@ -12,6 +12,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
+from liger_hw._torch import is_dtensor
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
@@ -109,6 +110,8 @@ def _logits_sums(x, weight, bias, head, *groups):
     with torch.no_grad():
         wide = torch.promote_types(x.dtype, torch.float32)
         column, constant = weight.sum(0, dtype=wide), 0.0 if bias is None else bias.sum(dtype=wide)
+        if is_dtensor(weight) and not is_dtensor(x):
+            column, constant = (t.full_tensor() if is_dtensor(t) else t for t in (column, constant))
         sequences = ((x.sum(1, dtype=wide) * column).sum(-1) + x.shape[1] * constant) * head["logit_scale"]
         return [(sequences * group).sum() for group in groups]
 

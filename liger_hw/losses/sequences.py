@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_hw._torch import is_dtensor
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import (
@@ -169,7 +170,8 @@ def _by_groups(
         gradient.
     """
     head_options, tokens = {"logits_dtype": logits_dtype, "invariant": invariant}, tokens.contiguous()
-    plan = plan_of(chunk_memory, x, weight, bias, **head_options)
+    # ranks that share the vocabulary exchange statistics of each row, and sum the gradient of x
+    plan = None if is_dtensor(weight) else plan_of(chunk_memory, x, weight, bias, **head_options)
     if plan is None:
         ignore_index, softcap, logit_scale, temperature = scaling
         log_probs, entropy, *_ = fused_linear_selective_log_softmax(
