@@ -23,7 +23,8 @@ def launch(kernel, grid, config, *args):
         *args: the kernel's other arguments in order.
 
     Raises:
-        UnreadableTensor: an argument is a tensor subclass with its own dispatch, such as a DTensor.
+        UnreadableTensor: an argument is a tensor subclass with its own dispatch, such as a DTensor, or a view with the
+            opposite sign of its memory, as the imaginary part of a conjugate: torch resolves those for registered ops.
         LaunchFailed: a configuration of a table cannot be launched here, or spills by this version of Triton.
     """
     if 0 in grid:
@@ -77,7 +78,8 @@ def _key_reader(kernel, count):
         if p.is_constexpr:
             fact = name
         elif name.isupper():  # a pointer; with its type, so that every new subclass is met once and checked
-            known = f"type({name}), {name}.dtype, ({name}_ := {name}.data_ptr()) & 15{size.format(name)}"
+            known = f"type({name}), {name}.is_neg(), {name}.dtype, ({name}_ := {name}.data_ptr()) & 15"
+            known += size.format(name)
             fact, name = f"({name}_ := None) if {name} is None else ({known})", f"{name}_"
         else:
             # one fact, n & 15, for most integers, those from 2 to 2^31: three facts cost twice as much
@@ -96,6 +98,8 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
         # a subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another
         if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise UnreadableTensor(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
+        if isinstance(arg, torch.Tensor) and arg.is_neg():
+            raise UnreadableTensor("a Triton kernel cannot read a view of negated memory; pass x.resolve_neg()")
     device, meta = args[0].device, tuple(config.meta.values())
     if device.type == "meta":  # shapes without data, as `liger-hw launches` and the tuner ask with: nothing to compute
         return

@@ -115,6 +115,25 @@ def test_a_subclass_with_its_own_dispatch_is_refused(op, position, backend):
         OPS[op](*inputs, **options)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "layer_norm", "cross_entropy"])
+def test_negated_views_have_their_sign(op, backend):
+    """The imaginary part of a conjugate is such a view, and so is its gradient."""
+    inputs, options = case(op)
+
+    def negated(x):
+        return torch._neg_view(-x.detach()).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+    with use_backend(backend):
+        expected = flat(OPS[op](*inputs, **options))
+        expected_grads = gradients(expected, inputs)
+        views = [negated(x) if torch.is_tensor(x) else x for x in inputs]
+        found = flat(OPS[op](*views, **options))
+        leaves = [x for x in views if torch.is_tensor(x) and x.requires_grad]
+        grads = torch.autograd.grad(found, leaves, torch._neg_view(-torch.ones_like(found)))
+    for a, b in zip((found, *grads), (expected, *expected_grads)):
+        assert torch.equal(a, b)
+
+
 class Called(torch.utils._python_dispatch.TorchDispatchMode):
     """Record the names of ops that run."""
 
