@@ -201,8 +201,8 @@ def served(lora, x):
         return None
     name = names[0]
     base, a, b = parts["base_layer"], adapters[name], parts["lora_B"]._modules[name]
-    rate = _rate(parts["lora_dropout"]._modules[name])
-    if rate is None or not (is_plain_linear(a) and is_plain_linear(b)):
+    rate, scaling = _rate(parts["lora_dropout"]._modules[name]), lora.scaling[name]
+    if rate is None or not isinstance(scaling, (int, float)) or not (is_plain_linear(a) and is_plain_linear(b)):
         return None
     (a, no_bias), (b, no_bias_either) = (layer._parameters.values() for layer in (a, b))
     if type(base) is torch.nn.Linear:
@@ -216,7 +216,7 @@ def served(lora, x):
         return None
     if tuple(weight.shape) != (b.shape[0], x.shape[-1]) or not x.device == device == a.device:
         return None
-    return Adapted(weight, bias, a, b, lora.scaling[name], rate)
+    return Adapted(weight, bias, a, b, scaling, rate)
 
 
 def _of_4_bits(base, x, lora_a, rate):

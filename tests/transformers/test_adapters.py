@@ -420,6 +420,18 @@ def test_lora_layers_in_any_state(change):
     assert torch.equal(found, expected)
 
 
+def test_scaling_that_is_a_tensor():
+    """The op takes a number, and would lose a tensor's gradient."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
+    liger_hw.patch(model)
+    x = torch.randn(3, 8)
+    assert model[0].liger_adapted(x) is not None
+    for scaling in (torch.tensor(1.5, requires_grad=True), torch.linspace(0.5, 2, 6)):
+        model[0].scaling["default"] = scaling
+        assert model[0].liger_adapted(x) is None
+
+
 @pytest.mark.parametrize(
     "options, reason", [({"use_dora": True}, "DoraLinearVariant"), ({"lora_bias": True}, "an adapter with a bias")]
 )
