@@ -209,6 +209,8 @@ def served(lora, x):
         weight, bias = base._parameters.values()
         fits = is_plain_linear(base) and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type))
         device = weight.device
+    elif not type(lora).liger_match.bypassed:
+        return None  # a plain layer when it was matched, changed since
     else:
         weight, bias = _of_4_bits(base, x, a, rate)
         fits, device = weight is not None, weight and weight.packed.device

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+import torch.nn.utils.parametrize
 
 import liger_hw
 from liger_hw import dequantize_4bit
@@ -430,6 +431,18 @@ def test_scaling_that_is_a_tensor():
     for scaling in (torch.tensor(1.5, requires_grad=True), torch.linspace(0.5, 2, 6)):
         model[0].scaling["default"] = scaling
         assert model[0].liger_adapted(x) is None
+
+
+def test_plain_layer_that_changed_its_class():
+    """A parametrization does so."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
+    liger_hw.patch(model)
+    torch.nn.utils.parametrize.register_parametrization(model[0].base_layer, "weight", torch.nn.Tanh())
+    x = torch.randn(3, 8)
+    found = model(x)
+    liger_hw.unpatch(model)
+    assert torch.equal(found, model(x))
 
 
 @pytest.mark.parametrize(
