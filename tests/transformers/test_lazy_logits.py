@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 import liger_hw
 from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, scale_and_softcap
 
+pytestmark = pytest.mark.usefixtures("recognised_once")
 warnings.filterwarnings("ignore", ".*non-leaf Tensor")
 
 

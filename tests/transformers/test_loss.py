@@ -11,6 +11,8 @@ import torch
 
 import liger_hw
 
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
 transformers = tiny.transformers
 
 

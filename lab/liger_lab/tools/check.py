@@ -16,9 +16,12 @@ OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
 CALLERS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
 PROGRAMS = [
     "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
-    "tests/lab/test_emulation.py", "tests/transformers/test_activations.py", "tests/transformers/test_engines.py",
-    "tests/transformers/test_training.py", "tests/integrations/test_trainer_matrix.py",
+    "tests/lab/test_emulation.py", "tests/transformers/test_activations.py",
+    "tests/transformers/test_compiled_models.py", "tests/transformers/test_engines.py",
+    "tests/transformers/test_lazy_logits_everywhere.py", "tests/transformers/test_training.py",
+    "tests/integrations/test_trainer_matrix.py",
 ]  # fmt: skip
+MODELS = ["tests/transformers/test_models.py", "tests/transformers/test_parts.py"]
 COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
 MUTANTS = ["rms_norm", "glu", "logits_divergence", "sequences"]
 EMULATED = (  # an op of each folder of kernels: all take five minutes, which the nightly job has
@@ -58,7 +61,7 @@ def install(*requirements: str, keep_torch: bool = True, **variables: str) -> in
 
 def test(*args):
     """Run the tests for this machine, a few of each matrix."""
-    whole = [f"--ignore={path}" for path in PROGRAMS]
+    whole = [f"--ignore={path}" for path in (*PROGRAMS, *MODELS)]
     # A test of kernels takes one vendor or architecture, in turn. Two runs, because the import of Triton chooses its
     # interpreter; the second has the tests that need it.
     return each(
@@ -68,14 +71,14 @@ def test(*args):
 
 
 def programs(*args):
-    """Run the tests of whole programs: examples, training, engines, the benchmark, the emulation."""
+    """Run the tests of whole programs: examples, training, engines, compiled models, the benchmark, the emulation."""
     return pytest("--archs", "turns", *PROGRAMS, *args)
 
 
 def models(*args):
     """Compare every class of language models with its patched copy; run kernels in models."""
     return each(
-        pytest("--models", "all", "tests/transformers/test_models.py", "tests/transformers/test_parts.py", *args),
+        pytest("--models", "all", *MODELS, *args),
         pytest(*CALLERS, "--archs", "turns", *args, **INTERPRETED),
     )
 
