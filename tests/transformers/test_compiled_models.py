@@ -72,6 +72,14 @@ def test_logits_of_a_compiled_model():
     torch.testing.assert_close(found.loss, expected.loss)
 
 
+def test_a_compiled_function_may_be_the_first_to_read_logits():
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    function = torch.compile(lambda x: x.softmax(-1).square().sum(), backend="aot_eager")
+    for model in (plain, patched):
+        function(tiny.call(model, **tiny.tokens()).logits).backward()
+    assert_same_gradients(plain, patched)
+
+
 def compile_layers(model):
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
