@@ -45,6 +45,8 @@ REFUSED = {  # other keyword arguments that would change the loss -> the values 
     "reduction": ("mean", None),
     "logit_scale": (1.0, None),
     "chunk_mem_const": (None,),
+    "invariant": (False, None),
+    "logits_dtype": (None,),
 }
 
 

@@ -175,13 +175,22 @@ class UnreadableLogits:
             raise AttributeError(name)
         raise UnreadableError(_WHY)
 
-    def __getitem__(self, index):
-        raise UnreadableError(_WHY)
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise UnreadableError(_WHY)
 
+    __hash__ = object.__hash__  # lost with __eq__, which Python would define by identity
+
+
+def _refuse_to_read(logits, *args):
+    raise UnreadableError(_WHY)
+
+
+for _operation in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg",
+    "abs", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int", "array",
+):  # fmt: skip
+    setattr(UnreadableLogits, f"__{_operation}__", _refuse_to_read)
 
 _WHY = (
     "a training forward that is compiled, or whose head is sharded, computes its loss without logits, so there are "

@@ -334,7 +334,7 @@ def test_divisors_with_a_dtype_and_a_gradient(dtype):
 
 UNSERVED = {
     "loss_weights": [1.0, 2.0], "weight": torch.ones(128),
-    "reduction": "sum", "logit_scale": 0.5, "return_z_loss": True,
+    "reduction": "sum", "logit_scale": 0.5, "return_z_loss": True, "invariant": True, "logits_dtype": torch.float32,
 }  # fmt: skip
 
 
