@@ -78,6 +78,7 @@ def offline_distillation_loss(
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     labels = prepare_labels(x, labels, "labels")
     check_numbers("a positive number", above=0, temperature=temperature)
+    check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
     divergence = kind_of(beta) if soft_loss == "jsd" else soft_loss, beta
     check(
