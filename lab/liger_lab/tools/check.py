@@ -136,21 +136,21 @@ def distributed(*args):
 
 
 def prerelease(*args):
-    """Run test and programs with the newest pre-release of torch; installs it from TORCH_INDEX_NIGHTLY."""
+    """Run test, programs and models with torch's newest pre-release, installed from TORCH_INDEX_NIGHTLY."""
     index = os.environ.get("TORCH_INDEX_NIGHTLY") or NIGHTLY
     if status := install("--pre", "--upgrade", "--index-url", index, "torch", keep_torch=False):
         return status
-    return test(*args) or programs(*args)
+    return test(*args) or programs(*args) or pytest(*MODELS, *args)
 
 
 def oldest(*args):
-    """Run test with pyproject.toml's oldest torch and Triton; installs them, also from TORCH_INDEX."""
+    """Run test and models with pyproject.toml's oldest torch and Triton, installed also from TORCH_INDEX."""
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = [line.partition(";")[0].replace(">=", "==") for line in dependencies if ">=" in line]
     index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
     if status := install(*index, *bounds, OLDEST_NUMPY, keep_torch=False):
         return status
-    return test(*args)
+    return test(*args) or pytest(*MODELS, "tests/transformers/test_compiled_models.py", *args)
 
 
 def trl(*args):
