@@ -179,18 +179,19 @@ class UnreadableLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise UnreadableError(_WHY)
 
-    __hash__ = object.__hash__  # lost with __eq__, which Python would define by identity
-
 
 def _refuse_to_read(logits, *args):
     raise UnreadableError(_WHY)
 
 
-for _operation in (
+for _name in (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg",
-    "abs", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int", "array",
+    "abs", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "len", "iter", "bool", "float", "int", "array",
 ):  # fmt: skip
-    setattr(UnreadableLogits, f"__{_operation}__", _refuse_to_read)
+    _operation = f"__{_name}__"
+    setattr(UnreadableLogits, _operation, _refuse_to_read)
+    if _operation not in vars(TracedLogits):
+        setattr(TracedLogits, _operation, lambda self, *args, name=_operation: getattr(self.compute(), name)(*args))
 
 _WHY = (
     "a training forward that is compiled, or whose head is sharded, computes its loss without logits, so there are "

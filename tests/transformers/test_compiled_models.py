@@ -8,6 +8,8 @@ import tiny
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import liger_hw
+
 FAMILIES = "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 granite mixtral glm4 gpt_oss nemotron".split()
 
 
@@ -80,6 +82,25 @@ def test_a_compiled_function_may_be_the_first_to_read_logits():
     for model in (plain, patched):
         function(tiny.call(model, **tiny.tokens()).logits).backward()
     assert_same_gradients(plain, patched)
+
+
+class WithOperators(tiny.transformers.LlamaForCausalLM):
+    """A model whose forward, as remote code's, has operators of logits that no loss understands."""
+
+    def forward(self, input_ids, labels):
+        logits = 1 - self.lm_head(self.model(input_ids).last_hidden_state)
+        logits = torch.where(logits == 0, logits, logits**2).masked_fill(logits > 3, 3.0)
+        return tiny.transformers.modeling_outputs.CausalLMOutput(
+            loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits
+        )
+
+
+def test_operators_that_no_loss_understands_compute_the_logits():
+    plain = WithOperators(tiny.model(num_hidden_layers=1).config)
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    losses = [torch.compile(model, backend="aot_eager")(**tiny.tokens()).loss for model in (plain, patched)]
+    torch.testing.assert_close(*losses)
 
 
 def compile_layers(model):
