@@ -14,6 +14,7 @@ from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
 from liger_hw.hooks import hooks
 from liger_hw.testing import parity
+from liger_lab import cases
 from liger_lab.levels import evidence, page
 from liger_lab.levels.evidence import COMPILED, EXECUTED, INTERPRETED, MEASURED, EvidenceCell, Recorder
 from liger_lab.tools import hardware
@@ -22,6 +23,7 @@ HERE = Path(__file__).parents[1]
 RUN = {"r": {"level": INTERPRETED, "date": "2026-01-02 03:04", "commit": "abc", "versions": {"torch": "2.11.0"}}}
 GOOD = EvidenceCell("rms_norm", "amd:gfx942", "bf16", INTERPRETED, 3, 0, [], "r")
 BAD = EvidenceCell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 1, ["AssertionError: <worst> error"], "r")
+OPS = len(cases.CASES)  # of the package
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
 
 
@@ -76,14 +78,14 @@ def test_a_benchmark_is_evidence_of_its_times():
 def test_the_evidence_is_shown_and_red_where_a_case_failed(tmp_path, capsys):
     evidence.write(tmp_path / "good.json", RUN, [GOOD])
     status, shown = shown_evidence(capsys, tmp_path, tmp_path / "good.json")
-    assert status == 0 and "1 of 1 ops, 3 cases, bf16" in shown.out and "FAILED" not in shown.out
+    assert status == 0 and f"1 of {OPS} ops, 3 cases, bf16" in shown.out and "FAILED" not in shown.out
     text = (tmp_path / "report" / "evidence.html").read_text()
     assert 'class="ok" title="interpreted: 3 passed, 0 failed"' in text and 'class="bad"' not in text
     assert evidence.read([tmp_path / "report" / "evidence.json"]) == (RUN, [GOOD])
 
     evidence.write(tmp_path / "bad.json", RUN, [GOOD, BAD])
     status, shown = shown_evidence(capsys, tmp_path, tmp_path / "bad.json")
-    assert status == 1 and "0 of 2 ops (not rms_norm, rope), 2 cases, fp32, 1 FAILED" in shown.out
+    assert status == 1 and f"0 of {OPS} ops (rope failed), 2 cases, fp32, 1 FAILED" in shown.out
     assert "rope on intel:bmg in fp32, interpreted: 1 of 3 cases failed: AssertionError: <worst> error" in shown.out
     text = (tmp_path / "report" / "evidence.html").read_text()
     assert 'class="bad"' in text and "<worst>" not in text and "&lt;worst&gt;" in text
@@ -129,14 +131,17 @@ def test_the_summary_joins_gpus_with_equal_evidence():
     every = [*cells("amd:gfx942", COMPILED), *cells("amd:gfx950", COMPILED), *cells("amd:gfx1100", COMPILED, 1),
              *cells("nvidia:sm90", COMPILED), *cells("nvidia:sm90", INTERPRETED, 1)]  # fmt: skip
     assert page.summary(every) == [
-        ["NVIDIA", "H200", "-", "-", "-", "1 of 2 ops (not rope)", "2 of 2 ops"],
-        ["AMD", "MI300X, MI350X", "-", "-", "-", "-", "2 of 2 ops"],
-        ["AMD", "RX 7900 XTX", "-", "-", "-", "-", "1 of 2 ops (not rope)"],
+        ["NVIDIA", "H200", "-", "-", "-", f"1 of {OPS} ops (rope failed)", f"2 of {OPS} ops"],
+        ["AMD", "MI300X, MI350X", "-", "-", "-", "-", f"2 of {OPS} ops"],
+        ["AMD", "RX 7900 XTX", "-", "-", "-", "-", f"1 of {OPS} ops (rope failed)"],
     ]
 
 
 def test_the_documents_match_the_evidence():
     assert hardware.main(["--check"]) == 0, "python -m liger_lab.tools.hardware"
+    _, found = evidence.read([HERE.parent / "lab/results"])
+    executed = {cell.op for cell in found if cell.level == EXECUTED}
+    assert f"executed and timed {len(executed)} of {OPS} ops" in (HERE.parent / "README.md").read_text()
 
 
 def test_the_table_of_a_vendor_whose_name_has_two_words(monkeypatch):
@@ -164,14 +169,16 @@ def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
     row = "| rope | rope_rotate, 2 waves | 43.3 | 16: 75%, 2: 25% | - | - | 113 | 81 | 62% |"
     assert "### gfx942\n\n| op | kernel |" in compiled_file.read_text() and row in compiled_file.read_text()
     assert hardware.main([str(file), "--check"]) == 0
-    amd = "| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of 2 ops (not rope), 3 cases, bf16 | - |"
-    intel = "| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of 2 ops (not rms_norm), 2 cases, fp32 | - |"
+    amd = f"| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of {OPS} ops, 3 cases, bf16 | - |"
+    intel = f"| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of {OPS} ops, 2 cases, fp32 | - |"
     text = page_file.read_text()
     before, _, after = text.partition("## Intel")
     assert amd in before and intel in after
     assert "| interpreted | 2 | 2026-01-05 00:00 |  | torch 2.11.0 |" in text
     for level, says in evidence.SAYS.items():
         assert f"| {level} | {says} |" in text
+    (newer,) = re.findall("no run has seen (.*) yet", text)
+    assert newer.count("`") == 2 * (OPS - 2) and "`rope`" not in newer
 
 
 # recording -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
+from liger_hw import dispatch
 from liger_hw.backends import ARCHITECTURES, VENDORS
+from liger_hw.kernels import load_all
 from liger_lab.bench import pages
 from liger_lab.levels.evidence import DTYPES, LEVELS, SAYS, EvidenceCell, total
 
@@ -16,18 +18,22 @@ def backends_of(cells: Iterable[EvidenceCell]) -> list[str]:
 
 
 HEADER = ["GPU", "cards", *LEVELS]
-NAMED = 3  # ops that a level lacks
+NAMED = 3  # ops that failed
+
+
+def newer(cells: Iterable[EvidenceCell]) -> list[str]:
+    """Return the ops of this package that no run has seen."""
+    load_all()
+    return sorted(set(dispatch.OPS) - {cell.op for cell in cells})
 
 
 def rows(cells: list[EvidenceCell]) -> list[list[str]]:
     """Return one row for each GPU: the ops, cases and dtypes proven at each level."""
-    every = {cell.op for cell in cells}
     totals = total(cells)
     lines = []
     for backend in backends_of(cells):
         vendor, _, arch = backend.partition(":")
-        levels = (_cell([c for key, c in totals.items() if key[1] == backend and key[3] == level], every)
-                  for level in LEVELS)  # fmt: skip
+        levels = (_cell([c for key, c in totals.items() if key[1] == backend and key[3] == level]) for level in LEVELS)
         lines.append([f"{_vendor(vendor)} {arch}", _cards(backend), *levels])
     return lines
 
@@ -40,13 +46,11 @@ def summary(cells: list[EvidenceCell]) -> list[list[str]]:
 
     The row names the first card of each architecture.
     """
-    every = {cell.op for cell in cells}
     totals = total(cells)
     gpus = {}
     for backend in backends_of(cells):
         vendor, _, arch = backend.partition(":")
-        levels = (_ops([c for key, c in totals.items() if key[1] == backend and key[3] == level], every)
-                  for level in LEVELS)  # fmt: skip
+        levels = (_ops([c for key, c in totals.items() if key[1] == backend and key[3] == level]) for level in LEVELS)
         gpus.setdefault((_vendor(vendor), *levels), []).append(_cards(backend).partition(", ")[0] or arch)
     return [[vendor, ", ".join(cards), *levels] for (vendor, *levels), cards in gpus.items()]
 
@@ -59,22 +63,23 @@ def _cards(backend: str) -> str:
     return ARCHITECTURES[backend].cards if backend in ARCHITECTURES else ""
 
 
-def _ops(cells: list[EvidenceCell], every: set) -> str:
-    """Count the ops with all tests passing; name the others if few."""
+def _ops(cells: list[EvidenceCell]) -> str:
+    """Count the ops with all tests passing; name a few that failed."""
     if not cells:
         return "-"
-    passed = {cell.op for cell in cells if cell.passed} - {cell.op for cell in cells if cell.failed}
-    others = sorted(every - passed)
-    without = f" (not {', '.join(others)})" if 0 < len(others) <= NAMED else ""
-    return f"{len(passed)} of {len(every)} ops{without}"
+    load_all()
+    failed = sorted({cell.op for cell in cells if cell.failed})
+    passed = {cell.op for cell in cells if cell.passed}.difference(failed)
+    which = f" ({', '.join(failed)} failed)" if 0 < len(failed) <= NAMED else ""
+    return f"{len(passed)} of {len(dispatch.OPS)} ops{which}"
 
 
-def _cell(cells: list[EvidenceCell], every: set) -> str:
+def _cell(cells: list[EvidenceCell]) -> str:
     if not cells:
         return "-"
     dtypes = [name for name in DTYPES.values() if any(cell.dtype == name for cell in cells)]
     failed = sum(cell.failed for cell in cells)
-    text = f"{_ops(cells, every)}, {sum(cell.passed for cell in cells):,} cases, {' '.join(dtypes)}"
+    text = f"{_ops(cells)}, {sum(cell.passed for cell in cells):,} cases, {' '.join(dtypes)}"
     return f"{text}, {failed:,} FAILED" if failed else text
 
 

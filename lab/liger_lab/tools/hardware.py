@@ -36,6 +36,8 @@ def tables(runs: dict, cells: list) -> dict[str, str]:
     texts = {vendor: markdown(page.HEADER, [row for row in rows if names[row[0].rpartition(" ")[0]] == vendor])
              for vendor in VENDORS}  # fmt: skip
     texts["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
+    if newer := page.newer(cells):
+        texts["levels"] += f"\n\nOf this package's ops no run has seen {', '.join(f'`{name}`' for name in newer)} yet."
     texts["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
     return texts
 
