@@ -224,6 +224,13 @@ def test_figures_of_prose_are_those_of_their_files(page):
         assert figure == f"{value / divisor[0] if divisor else value:,.{decimals}f}", (page, name, path)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_table_has_one_unit_of_memory(page):
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+        cells = [cell for line in table.splitlines()[2:] for cell in line.strip("|").split(" | ")[2:]]
+        assert len({unit for cell in cells for unit in re.findall(r"\d (MiB|GiB)$", cell.strip())}) < 2, table
+
+
 def test_every_op_is_at_a_glance_and_has_a_formula():
     load_all()
     glance, formulas = ((ROOT / "docs" / name).read_text() for name in ("ops.md", "formulas.md"))

@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 from liger_lab.bench import formatting, pages
-from liger_lab.bench.formatting import size
+from liger_lab.bench.formatting import model_size, size
 from liger_lab.bench.peers import FLOOR, LOSS_ALONE, LOSS_COMPILED, OURS
 
 GIB = 2**30
@@ -231,7 +231,7 @@ def training_figures(benchmark: dict):
     if with_memory:
         yield "training memory", _bars(
             "Peak memory of a step, of each setting's largest (shorter is better)", with_memory, pyplot,
-            lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
+            lambda record: record["peak_bytes"], lambda record: model_size(record["peak_bytes"]), scaled=True,
         )  # fmt: skip
     if longest:
         yield "longest context", _bars(

@@ -17,7 +17,7 @@ import torch
 from liger_hw.checkpointing.budget import bytes_of
 from liger_hw.spelling import check_known
 from liger_lab.bench import formatting, sharded, training
-from liger_lab.bench.formatting import size
+from liger_lab.bench.formatting import model_size
 from liger_lab.bench.measure import spread
 from liger_lab.bench.peers import OURS
 from liger_lab.bench.run_file import environment, saved_at_end, write
@@ -189,7 +189,7 @@ def rows(benchmark: dict) -> list[list[str]]:
                     gain.append(f"with {ours['peak_bytes'] / record['peak_bytes']:.2f}x the memory")
             lines.append([
                 label, name, f"{record['tokens_per_second']:,.0f}", f"{record['median']:,.1f}",
-                *(size(record[key]) if record[key] else "" for key in ("peak_bytes", "reserved_bytes")),
+                *(model_size(record[key]) if record[key] else "" for key in ("peak_bytes", "reserved_bytes")),
                 f"{max(r['seq'] for r in same_run):,}", scaling,
                 f"{record['losses'][0]:.5f}", " ".join(gain),
             ])  # fmt: skip

@@ -8,8 +8,13 @@ NOISE = 0.03  # smaller changes are not listed, nor changes within both runs' sp
 
 
 def size(bytes_: float) -> str:
-    """Format a number of bytes: "184 MiB", "16.9 GiB"."""
-    return f"{bytes_ / MiB:,.0f} MiB" if bytes_ < 10 * 1024 * MiB else f"{bytes_ / MiB / 1024:,.1f} GiB"
+    """Format the bytes of an op, as in each cell of a table: "184 MiB"."""
+    return f"{bytes_ / MiB:,.0f} MiB"
+
+
+def model_size(bytes_: float) -> str:
+    """Format the bytes of a training step, as in each cell of a table: "16.9 GiB"."""
+    return f"{bytes_ / 2**30:,.1f} GiB"
 
 
 def by_shape(benchmark: dict) -> dict:
@@ -169,7 +174,8 @@ def training_rows(benchmark: dict) -> list[list[str]]:
             lines.append([
                 label, name, f"{record['tokens_per_second']:,.0f}" if timed else "",
                 f"{record['p20']:.1f}-{record['p80']:.1f}" if timed else "",
-                size(record["peak_bytes"]) if timed else "", "" if timed else f"{record['longest']:,}", " ".join(gain),
+                model_size(record["peak_bytes"]) if timed else "", "" if timed else f"{record['longest']:,}",
+                " ".join(gain),
             ])  # fmt: skip
     return lines
 

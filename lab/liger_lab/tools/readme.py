@@ -3,11 +3,12 @@
     python -m liger_lab.tools.readme README.md lab/results/{llama-1b,longest,train}-h200.json
                                                                                  of `liger-hw bench train`
     python -m liger_lab.tools.readme docs/speed.md lab/results/h200.json  ops, of `liger-hw bench`
-    python -m liger_lab.tools.readme docs/models_speed.md lab/results/{models,llama,train,longest,sweep}-*h200*.json
+    python -m liger_lab.tools.readme docs/models_speed.md \
+        lab/results/{models-,llama-?b-,train-,longest-,sweep-*}h200*.json
                                                                                  models, of `liger-hw bench train`
     python -m liger_lab.tools.readme docs/losses.md lab/results/h200-losses.json  losses, of `liger-hw bench losses`
     python -m liger_lab.tools.readme docs/distributed.md \
-        lab/results/distributed-{4xh200,2xh200,2xh200-{zero3,dpo,grpo,vocabulary}}.json
+        lab/results/distributed-{4xh200,2xh200,2xh200-{activations{-72,,-130},zero3,dpo,grpo,vocabulary}}.json
                                                                                  of `liger-hw bench distributed`
 
 The text between the page's two markers is replaced. Pictures go beside the results.
@@ -62,7 +63,7 @@ def headline(page: Path, benchmarks: dict) -> str:
     timed, longest, compiled = (next(iter(formatting.by_setting(run).values())) for run in benchmarks.values())
     panels = {
         "Tokens per second": (timed, "tokens_per_second", lambda speed: f"{speed:,.0f}"),
-        "Peak memory of a step": (timed, "peak_bytes", formatting.size),
+        "Peak memory of a step": (timed, "peak_bytes", formatting.model_size),
         "Longest context": (longest, "longest", lambda tokens: f"{tokens:,}"),
     }
     figure = charts.columns(
@@ -125,6 +126,10 @@ def sweep(page: Path, benchmark: dict, stem: Path) -> str:
     return "\n\n".join([f"`{benchmark['command']}`, {benchmark['date']}:", *pictures])
 
 
+def _speed_and_memory(record: dict) -> str:
+    return f"{record['tokens_per_second']:,.0f}, {formatting.model_size(record['peak_bytes'])}"
+
+
 def sharded(page: Path, benchmark: dict, stem: Path) -> str:
     """Return the table of `liger-hw bench distributed`, and a picture if there are several lengths."""
     first, *_ = benchmark["results"]
@@ -137,7 +142,7 @@ def sharded(page: Path, benchmark: dict, stem: Path) -> str:
                 cells.append("" if record["error"].startswith("not tried") else record["error"])
                 gains.append("")
                 continue
-            cells.append(f"{record['tokens_per_second']:,.0f}, {formatting.memory(record)}")
+            cells.append(_speed_and_memory(record))
             speed = ours["tokens_per_second"] / record["tokens_per_second"]
             gains.append(f"{speed:.3f}x, {(record['peak_bytes'] - ours['peak_bytes']) / 2**30:+.1f} GiB")
         rows.append([f"{ours['seq']:,}", *cells, *gains[:-1]])  # without ours over ours
@@ -174,10 +179,7 @@ def models(benchmarks: list[dict]) -> str:
         timed = {name: record for name, record in kept.items() if "error" not in record}
         if OURS not in timed or "peak_bytes" not in timed[OURS]:
             continue
-        cells = [
-            f"{record['tokens_per_second']:,.0f}, {formatting.memory(record)}" if name in timed else _failure(record)
-            for name, record in kept.items()
-        ]
+        cells = [_speed_and_memory(record) if name in timed else _failure(record) for name, record in kept.items()]
         ours = timed[OURS]
         ratios = [
             f"{ours['tokens_per_second'] / timed[name]['tokens_per_second']:.2f}x, "
