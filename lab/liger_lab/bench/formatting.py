@@ -8,12 +8,12 @@ NOISE = 0.03  # smaller changes are not listed, nor changes within both runs' sp
 
 
 def size(bytes_: float) -> str:
-    """Format the bytes of an op, as in each cell of a table: "184 MiB"."""
+    """Format the bytes of an op in MiB."""
     return f"{bytes_ / MiB:,.0f} MiB"
 
 
 def model_size(bytes_: float) -> str:
-    """Format the bytes of a training step, as in each cell of a table: "16.9 GiB"."""
+    """Format the bytes of a training step in GiB."""
     return f"{bytes_ / 2**30:,.1f} GiB"
 
 

@@ -1,9 +1,9 @@
-"""Check that the built site fits a phone, and that no link is broken.
+"""Check the built site: that pages fit the screen, links lead somewhere, the search works.
 
     python -m liger_lab.tools.phone [--site site] [--chromium /usr/bin/chromium] [--report report]
 
-It writes a screenshot of each of `PAGES`, in the dark, and fails with a list of faults. It needs the package playwright
-and a Chromium.
+It writes screenshots of each of `PAGES`, light and dark, and fails with a list of faults. It needs the package
+playwright and a Chromium.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import re
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -18,7 +19,12 @@ PAGES = (
     "", "start", "guides/patch", "guides/small_gpu", "trainers", "from_liger_kernel", "hardware", "models_speed", "faq",
     "ops",
 )  # fmt: skip
-WIDTH, HEIGHT = 390, 844
+SIZES = (390, 844), (1280, 900)  # of a phone, of a desktop
+SEARCHES = {  # words of a search -> the page that its first results have
+    "RTX 4090": "hardware/", "MI300X": "hardware/", "out of memory": "faq/", "QLoRA": "guides/small_gpu/",
+    "uninstall": "faq/",
+}  # fmt: skip
+FIRST = """() => [...document.querySelectorAll(".md-search-result__item > a")].slice(0, 3).map(a => a.href)"""
 # elements that leave the screen and have no scroll of their own, and pictures that did not load
 FAULTS = """() => [...document.querySelectorAll("table, pre, img, p, h1, h2, h3")].filter(element => {
     if (element.tagName == "IMG" && element.complete && !element.naturalWidth) return true
@@ -52,22 +58,47 @@ def broken_links(site: Path) -> list[str]:
     return lines
 
 
-def looks(site: Path, chromium: str, report: Path) -> list[str]:
+def looks(browser, address: str, report: Path) -> list[str]:
     """Take the screenshots; return the faults of the pages."""
+    lines = []
+    for (width, height), scheme in product(SIZES, ("light", "dark")):
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        for name in PAGES:
+            label = f"{name or 'index'} at {width} pixels"
+            if not page.goto(f"{address}/{name}").ok:
+                lines.append(f"{label}: no such page")
+            lines += [f"{label}: {fault} does not fit or load" for fault in page.evaluate(FAULTS)]
+            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                lines.append(f"{label}: wider than the screen")
+            page.screenshot(path=report / f"{(name or 'index').replace('/', '-')}-{width}-{scheme}.png", full_page=True)
+        page.close()
+    return lines
+
+
+def searches(browser, address: str) -> list[str]:
+    """Return the words of `SEARCHES` whose first three results lack the page."""
+    page = browser.new_page()
+    lines = []
+    for words, place in SEARCHES.items():
+        page.goto(address)
+        page.fill(".md-search__input", words)
+        page.wait_for_selector(".md-search-result__item", timeout=60_000)
+        links = page.evaluate(FIRST)
+        if not any(f"{address}/{place}" in link for link in links):
+            lines.append(f"search for {words!r}: {place} is not among the first three: {links}")
+    return lines
+
+
+def browsed(site: Path, chromium: str, report: Path) -> list[str]:
+    """Serve the site to a browser; return what it finds."""
     from playwright.sync_api import sync_playwright
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    lines = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark")
-        for name in PAGES:
-            page.goto(f"http://127.0.0.1:{server.server_port}/{name}")
-            lines += [f"{name or 'index'}: {fault} does not fit or load" for fault in page.evaluate(FAULTS)]
-            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                lines.append(f"{name or 'index'}: wider than {WIDTH} pixels")
-            page.screenshot(path=report / f"{(name or 'index').replace('/', '-')}.png", full_page=True)
+        address = f"http://127.0.0.1:{server.server_port}"
+        lines = looks(browser, address, report) + searches(browser, address)
         browser.close()
     server.shutdown()
     return lines
@@ -80,8 +111,11 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=Path("report"), help="folder of the screenshots (report)")
     args = parser.parse_args()
     args.report.mkdir(parents=True, exist_ok=True)
-    faults = broken_links(args.site.resolve()) + looks(args.site, args.chromium, args.report)
-    print("\n".join(faults) or f"{len(PAGES)} pages fit a phone; no link is broken")
+    faults = broken_links(args.site.resolve()) + browsed(args.site, args.chromium, args.report)
+    print(
+        "\n".join(faults)
+        or f"{len(PAGES)} pages fit a phone and a desktop; no link is broken; the search finds {', '.join(SEARCHES)}"
+    )
     return bool(faults)
 
 
