@@ -400,6 +400,47 @@ def test_hub_kernels_compile_whole(hub, monkeypatch):
     torch.testing.assert_close(tiny.call(compiled, **tiny.tokens()).loss, expected)
 
 
+FOLDER = """
+import importlib.metadata, json, sys
+from pathlib import Path
+
+from packaging.version import Version
+from transformers.utils import import_utils
+
+least, read = getattr(import_utils, "KERNELS_MIN_VERSION", "0"), importlib.metadata.version
+if Version(read("kernels")) < Version(least):  # the newest on an index may be older than transformers asks for
+    importlib.metadata.version = lambda name: least if name == "kernels" else read(name)
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import hub_kernels
+from transformers.utils import kernel_config
+
+build = Path(sys.argv[1], "build", "torch-cpu")
+build.mkdir(parents=True)
+(build / "__init__.py").write_text("from liger_hw.integrations import hub_kernels as layers")
+facts = {"id": "_liger_hw_cpu_1", "name": "liger-hw", "version": 1, "license": "Apache-2.0", "python-depends": [],
+         "backend": {"type": "cpu"}}
+(build / "metadata.json").write_text(json.dumps(facts))
+hub_kernels.get_device_type = kernel_config.infer_device = lambda model: "xpu"  # transformers refuses a CPU
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+model, tokens = LlamaForCausalLM(LlamaConfig(**sizes)), torch.arange(16).view(2, 8)
+mapping = {"RMSNorm": f"{sys.argv[1]}:Norm", "rotary_pos_emb": f"{sys.argv[1]}:Rotary"}
+plain = model(input_ids=tokens, labels=tokens).loss
+model.train().set_use_kernels(True, kernel_config.KernelConfig(mapping, use_local_kernel=True))
+losses = [model.train(training)(input_ids=tokens, labels=tokens).loss for training in (True, False)]
+assert all(torch.equal(plain, loss) for loss in losses), (plain, losses)
+from liger_hw.integrations.hub_kernels import _forwards
+assert len([cls for (cls, _), forward in _forwards.items() if forward is not cls.forward]) == 2, _forwards
+"""
+
+
+def test_hub_kernels_of_a_local_folder(tmp_path):
+    """As docs/trainers.md describes it, in a process of its own: transformers looks for kernels at its import."""
+    pytest.importorskip("kernels")
+    pytest.importorskip("transformers.utils.kernel_config")
+    subprocess.run([sys.executable, "-c", FOLDER, str(tmp_path)], check=True, timeout=300)
+
+
 def test_hub_kernels_without_the_package(monkeypatch):
     ours = fresh(monkeypatch, "hub_kernels")
     module = importlib.import_module("transformers.integrations.hub_kernels")

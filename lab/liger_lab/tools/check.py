@@ -167,11 +167,18 @@ def trl(*args):
     return run("-m", "pytest", "-n", "2", "-k", "trl or example", *files, *args, **QUIET_TRL)
 
 
+def hub(*args):
+    """Test layers for the Hub's kernels in a local folder; installs kernels."""
+    if status := install("kernels"):
+        return status
+    return run("-m", "pytest", "-rs", "tests/integrations/test_plugins.py", "-k", "hub", *args)
+
+
 CHECKS: dict[str, Callable[..., int]] = {
     function.__name__: function
     for function in (
         test, programs, models, compile, interpret, mutants, emulate, fuzz, converge, versions, notebook, distributed,
-        prerelease, oldest, trl,
+        prerelease, oldest, trl, hub,
     )
 }  # fmt: skip
 ALL = ("programs", "models", "compile", "mutants", "emulate")  # of `make all`, after lint and test
