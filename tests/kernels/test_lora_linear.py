@@ -43,6 +43,30 @@ def test_parity(op, cases, dtype, backend, device):
             check(op, inputs, options, backend)
 
 
+WITHOUT_KERNELS = [
+    (torch.float16, torch.float32, 4), (torch.float16, torch.float32, 70), (torch.float32, torch.float16, 4),
+    (torch.float16, torch.float16, 70), (torch.bfloat16, torch.bfloat16, 70), (torch.bfloat16, torch.float32, 70),
+]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("dtype, adapters, rank", WITHOUT_KERNELS, ids=str)
+def test_adapters_that_torch_multiplies(op, dtype, adapters, rank, backend, device):
+    inputs = tensors(op, 6, 40, dtype=dtype, adapters=adapters, rank=rank, device=device)
+    if not truncates(op, inputs):
+        check(op, inputs, {"scaling": 0.7}, backend)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_in_fp32(op, dtype, backend, device):
+    """Its gradient is a sum in fp32, as those of the adapter."""
+    inputs = tensors(op, 6, 40, dtype=dtype, adapters=torch.float32, device=device)
+    inputs[-3] = torch.randn(24, device=device).requires_grad_()
+    if not truncates(op, inputs):
+        check(op, inputs, {"scaling": 0.7}, backend)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_draws_the_mask_of_torch(dtype, backend, device):
     inputs = tensors(lora_linear, 6, 40, dtype=dtype, device=device)
@@ -82,13 +106,16 @@ def test_only_the_gradients_asked_for(op, wanted, backend, device):
 
 
 @both
-def test_keeps_nothing_in_fp32(op, backend, device):
-    """Beside x, or gate and up, and the weights it keeps u alone: three terms of 16 bits."""
-    inputs = tensors(op, 8, 64, dtype=torch.bfloat16, adapters=torch.float32, device=device)
+@pytest.mark.parametrize(
+    "dtype, rank, u_bytes", [(torch.bfloat16, 4, 6), (torch.bfloat16, 70, 6), (torch.float16, 4, 4)], ids=str
+)
+def test_keeps_no_input_in_fp32(op, dtype, rank, u_bytes, backend, device):
+    """Beside x, or gate and up, and the weights it keeps u alone: three terms of 16 bits, or fp32."""
+    inputs = tensors(op, 8, 64, dtype=dtype, adapters=torch.float32, rank=rank, device=device)
     weight, _, lora_a, lora_b = inputs[-4:]
     with use_backend(backend):
         kept = saved_bytes(lambda: op(*inputs))
-    assert kept == sum(x.nbytes for x in (*inputs[:-4], weight, lora_a, lora_b)) + 8 * 4 * 3 * 2
+    assert kept == sum(x.nbytes for x in (*inputs[:-4], weight, lora_a, lora_b)) + 8 * rank * u_bytes
 
 
 @both

@@ -173,9 +173,11 @@ MUTANTS = {
         ("the result of 4 bits in autocast's dtype", "return y if state is None else y.to(x.dtype)", "return y"),
         (
             "the whole weight kept",
-            "y = _frozen_linear.apply(x, stored, state, bias)",
-            "y = torch.nn.functional.linear(x, dequantize_4bit(*weight).to(x.dtype), bias)",
+            "y = _frozen_linear.apply(x, stored, state, first_bias)",
+            "y = torch.nn.functional.linear(x, dequantize_4bit(*weight).to(x.dtype), first_bias)",
         ),
+        ("the gradient of a bias in fp32 rounded", "dy.sum(0, dtype=sum_dtype)", "dy.sum(0)"),
+        ("the middle bits of u left out", "torch.cat([hi, hi, mid], 1)", "torch.cat([hi, hi, 0 * mid], 1)"),
         ("the dropped values' gradients kept", "dx.addcmul_(seen, mask)", "dx.add_(seen)"),
     ],
     "dequantize_4bit": [

@@ -15,7 +15,8 @@ product), backward reads x once, dy twice, and reads and writes dx once.
 Two kernels: `lora_project` computes u, in the backward du; `lora_add` adds u B^T to y, in the backward du A to dx. So
 each sum is rounded once. Adapters in fp32 on a bf16 model (PEFT's default) keep fp32, without copies of x or dy in
 fp32: the kernels split numbers of fp32 into three of bf16 whose sum they are, and multiply those on matrix cores into
-fp32. torch multiplies dA and dB from the same terms, which `lora_project` writes for u and du.
+fp32. torch multiplies dA and dB from the same terms, which `lora_project` writes for u and du. Without kernels, for
+ranks above 64 and adapters in fp32 on fp16, torch adds the same products to y in place.
 
 W may be stored in 4 bits (QLoRA, arXiv:2305.14314). Forward and backward each write it whole, for one product; no graph
 keeps it.
@@ -58,9 +59,9 @@ def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
     if weight.shape != (features, cols) or stored.device != device or weight.dtype not in dtypes:
         refuse("weight", stored, f"{allowed} (or torch.autocast), or `dequantize_4bit.arguments` of such a weight")
     if bias is not None:
-        bias_dtype = dtype if state is None else weight.dtype
-        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype == bias_dtype):
-            refuse("bias", bias, f"{bias_dtype} of shape ({features},) on {device} (or torch.autocast)")
+        bias_dtypes = dtype if state is None else weight.dtype, torch.float32
+        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype in bias_dtypes):
+            refuse("bias", bias, f"{bias_dtypes[0]} or fp32 of shape ({features},) on {device} (or torch.autocast)")
     if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not lora_a.is_floating_point():
         refuse("lora_a", lora_a, f"floating point of shape ({rank or 'r'}, {cols}) on {device}")
     if lora_b.device != device or lora_b.dtype != lora_a.dtype:
@@ -85,8 +86,8 @@ def lora_linear(
         weight: (H, C), in `x.dtype`; under torch.autocast any, cast as F.linear casts. It may be frozen. Or
             `dequantize_4bit.arguments` of a frozen weight, whose product is computed in their `dtype` (autocast's under
             autocast), and rounded to `x.dtype`.
-        bias: (H,), in a dtype as for `weight`, or None.
-        lora_a: (r, C), in `x.dtype`, or in fp32 for an x in bf16. Plain torch computes others, and ranks above 64.
+        bias: (H,), in a dtype as for `weight` or in fp32, which its gradient keeps, or None.
+        lora_a: (r, C), in `x.dtype`, or in fp32 for an x in bf16. Plain torch multiplies others, and ranks above 64.
         lora_b: (H, r), in the dtype of `lora_a`.
         scaling: of the adapter's part; PEFT's lora_alpha / r, or lora_alpha / sqrt(r) (arXiv:2312.03732).
         dropout: the share of the values of x that the adapter does not see; 0 where the module is not training.
@@ -99,13 +100,15 @@ def lora_linear(
     """
     _validate(x, weight, bias, lora_a, lora_b, dropout)
     stored, state = _stored(weight)
+    is_late = bias is not None and bias.dtype != weight.dtype and not _is_autocast(x)
+    first_bias = None if is_late else bias
     if state is None:
-        y = torch.nn.functional.linear(x, weight, bias)
+        y = torch.nn.functional.linear(x, weight, first_bias)
     else:
-        y = _frozen_linear.apply(x, stored, state, bias)
+        y = _frozen_linear.apply(x, stored, state, first_bias)
     dropped = torch.nn.functional.dropout(x.to(lora_a.dtype), dropout)
-    update = torch.nn.functional.linear(torch.nn.functional.linear(dropped, lora_a), lora_b)
-    return (y + update * scaling).to(y.dtype)
+    update = torch.nn.functional.linear(torch.nn.functional.linear(dropped, lora_a), lora_b) * scaling
+    return (y + (update + bias if is_late else update)).to(y.dtype)
 
 
 lora_linear.shards(x="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h")
@@ -223,18 +226,49 @@ def lora_add(
     tl.store(at, y.to(tl.float32) + product, mask)
 
 
-@raw(lambda x, first: x.new_empty(x.shape[0], first.shape[1] * (1 if first.dtype == x.dtype else 3)))
+def _is_split(x, factor):
+    """Tell whether fp32 numbers of an adapter become three of 16 bits."""
+    return (x.dtype, factor.dtype) == (torch.bfloat16, torch.float32)
+
+
+def _runs_kernels(x, factor, rank):
+    """Tell whether the kernels multiply by a factor of an adapter.
+
+    torch adds up long sums of fp32 with less error.
+    """
+    return rank <= LARGEST_RANK and x.dtype != torch.float32 and (x.dtype == factor.dtype or _is_split(x, factor))
+
+
+def _split(value, dtype):
+    """Return the terms of `split` side by side: of (R, r) numbers (R, 3r)."""
+    hi = value.to(dtype)
+    rest = torch.where(hi.isinf(), 0.0, value - hi)
+    mid = rest.to(dtype)
+    return torch.cat([hi, mid, (rest - mid).to(dtype)], 1)
+
+
+def _allocate_u(x, first):
+    if _is_split(x, first):
+        return x.new_empty(x.shape[0], 3 * first.shape[1])
+    return x.new_empty(x.shape[0], first.shape[1], dtype=first.dtype)
+
+
+@raw(_allocate_u)
 def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     """Compute u = scale x first.
 
     Args:
-        x: (R, K). first: (K, r) in x's dtype or in fp32.
+        x: (R, K). first: (K, r).
 
     Returns:
-        u (R, r) in x's dtype; or the terms of 16 bits whose sum it is in fp32, (R, 3r).
+        u (R, r) in the dtype of `first`; of fp32 on bf16 the terms of 16 bits whose sum it is, (R, 3r).
     """
-    if x.dtype == torch.float32:  # torch adds up long sums with less error
-        torch.mm(x, first, out=u).mul_(scale)
+    if not _runs_kernels(x, first, first.shape[1]):
+        if _is_split(x, first):
+            parts = _wide_product(x, _split(first, x.dtype)).view(x.shape[0], 3, -1)
+            u.copy_(_split(parts.sum(1) * scale, x.dtype))
+        else:
+            torch.addmm(u, x.to(first.dtype), first, beta=0, alpha=scale, out=u)
         return
     (inner, rank), (x, x_stride) = first.shape, rows_of(x)
     device, size = device_of(x), max(power_of_2(rank), 16)
@@ -250,10 +284,16 @@ def adapter_add(y: torch.Tensor, u: torch.Tensor, second: torch.Tensor) -> None:
     """Add u second to y in place.
 
     Args:
-        y: (R, N). u: what `adapter_project` returns. second: (r, N) in y's dtype or in fp32.
+        y: (R, N). u: what `adapter_project` returns. second: (r, N).
     """
-    if y.dtype == torch.float32:
-        y.addmm_(u, second)
+    if not _runs_kernels(y, second, second.shape[0]):
+        if _is_split(y, second):  # as in the kernel
+            (hi, mid, _), (second_hi, second_mid, _) = u.chunk(3, 1), _split(second.t(), y.dtype).t().chunk(3)
+            u, second = torch.cat([hi, hi, mid], 1), torch.cat([second_hi, second_mid, second_hi])
+        if second.dtype == y.dtype:
+            y.addmm_(u, second)
+        else:
+            y.add_(torch.mm(u, second))
         return
     (rows, outer), rank, y_stride = y.shape, second.shape[0], y.stride(0)
     size = max(power_of_2(rank), 16)
@@ -270,10 +310,10 @@ def update(x, first, second, y, scale):
     return u
 
 
-def gradient(u, rows, wide):
-    """Compute u^T rows, (r, N) in the adapter's dtype."""
-    if not wide:
-        return torch.mm(u.t(), rows)
+def gradient(u, rows, factor):
+    """Compute u^T rows, (r, N) in the dtype of the adapter's `factor`."""
+    if not _is_split(rows, factor):
+        return torch.mm(u.t(), rows.to(u.dtype))
     parts = _wide_product(u.t(), rows)
     return parts.view(3, -1, rows.shape[1]).sum(0)
 
@@ -299,9 +339,11 @@ def _stored(weight):
 def _product(x, weight, state, bias):
     """Compute F.linear(x, weight, bias), of 4 bits in their dtype."""
     if state is None:
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(weight.dtype))
     weight = dequantize_4bit(weight, *state)
-    return torch.nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+    is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
+    y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
+    return y.add_(bias) if is_late else y
 
 
 def _product_backward(dy, weight, state):
@@ -328,7 +370,7 @@ def _(weight, state, dy, *, x_grad, bias_grad):
 @differentiable("y u")
 def _lora_linear(
     x: torch.Tensor, weight: torch.Tensor, state: tuple | None, bias: torch.Tensor | None, lora_a: torch.Tensor,
-    lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float,
+    lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float, sum_dtype: torch.dtype | None,
 ):  # fmt: skip
     y = _product(x, weight, state, bias)
     u = update(_seen(x, mask), lora_a.t(), lora_b.t(), y.view(-1, lora_b.shape[0]), scaling)
@@ -337,11 +379,11 @@ def _lora_linear(
 
 @_lora_linear.backward()
 def _(
-    x, weight, state, lora_a, lora_b, mask, scaling, u, dy,
+    x, weight, state, lora_a, lora_b, mask, scaling, sum_dtype, u, dy,
     *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dy):  # a program may call backward within autocast
-        dy, wide, du = dy.reshape(-1, lora_b.shape[0]), lora_a.dtype != x.dtype, None
+        dy, du = dy.reshape(-1, lora_b.shape[0]), None
         dx = _product_backward(dy, weight, state) if x_grad else None
         if x_grad or lora_a_grad:
             seen = dx if mask is None or dx is None else torch.zeros_like(dx)
@@ -351,9 +393,9 @@ def _(
         return (
             dx if dx is None else dx.view(x.shape),
             torch.mm(dy.t(), x.reshape(-1, x.shape[-1])) if weight_grad else None,
-            dy.sum(0) if bias_grad else None,
-            gradient(du, _seen(x, mask), wide) if lora_a_grad else None,
-            gradient(u, dy, wide).t() if lora_b_grad else None,
+            dy.sum(0, dtype=sum_dtype) if bias_grad else None,
+            gradient(du, _seen(x, mask), lora_a) if lora_a_grad else None,
+            gradient(u, dy, lora_b).t() if lora_b_grad else None,
         )
 
 
@@ -363,10 +405,9 @@ def _seen(x, mask):
     return rows if mask is None else rows * mask
 
 
-def _fits(x, lora_a):
-    """Tell whether the kernels compute in these dtypes: one, or adapters in fp32 on bf16."""
-    one = lora_a.dtype == x.dtype or (lora_a.dtype, x.dtype) == (torch.float32, torch.bfloat16)
-    return one and lora_a.shape[0] <= LARGEST_RANK
+def _sum_dtype(bias):
+    """Return the dtype of the sum for a bias gradient, None for the rows' dtype."""
+    return torch.float32 if bias is not None and bias.dtype == torch.float32 else None
 
 
 def _cast(x, dtype, tensors):
@@ -382,13 +423,13 @@ def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
     stored, state = _stored(weight)
     rows, *tensors = _cast(x, dtype, [x, stored, bias, lora_a, lora_b])
     stored, bias_cast, a, b = tensors
-    if dropout == 1 or not _fits(rows, a):
+    if dropout == 1:
         return lora_linear.reference(x, weight, bias, lora_a, lora_b, scaling, dropout)
     mask = None
     if dropout:  # the mask that torch draws depends on the dtype
         mask = torch.native_dropout(x.detach().to(lora_a.dtype).view(-1, x.shape[-1]), dropout, True)[1]
         scaling = scaling / (1 - dropout)
-    y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling)
+    y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling, _sum_dtype(bias_cast))
     return y if state is None else y.to(x.dtype)
 
 
@@ -447,7 +488,8 @@ def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in
 @differentiable("out y u")
 def _lora_glu_linear(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, state: tuple | None, bias: torch.Tensor | None,
-    lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float, activation: str, defers: bool,
+    lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float, sum_dtype: torch.dtype | None, activation: str,
+    defers: bool,
 ):  # fmt: skip
     """Compute the op for one dtype.
 
@@ -465,11 +507,11 @@ def _lora_glu_linear(
 
 @_lora_glu_linear.backward(without_gradient="y")
 def _(
-    gate, up, weight, state, lora_a, lora_b, scaling, activation, in_place: bool, u, dout,
+    gate, up, weight, state, lora_a, lora_b, scaling, sum_dtype, activation, in_place: bool, u, dout,
     *, gate_grad, up_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dout):
-        dout, wide = dout.reshape(-1, lora_b.shape[0]), lora_a.dtype != gate.dtype
+        dout = dout.reshape(-1, lora_b.shape[0])
         dy = _product_backward(dout, weight, state)
         du = update(dout, lora_b, lora_a, dy, scaling)
         dy = dy.view(gate.shape)
@@ -478,9 +520,9 @@ def _(
         return (
             dgate, dup,
             torch.mm(dout.t(), y) if weight_grad else None,
-            dout.sum(0) if bias_grad else None,
-            gradient(du, y, wide) if lora_a_grad else None,
-            gradient(u, dout, wide).t() if lora_b_grad else None,
+            dout.sum(0, dtype=sum_dtype) if bias_grad else None,
+            gradient(du, y, lora_a) if lora_a_grad else None,
+            gradient(u, dout, lora_b).t() if lora_b_grad else None,
         )  # fmt: skip
 
 
@@ -505,9 +547,10 @@ def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in
     stored, state = _stored(weight)
     keeps_y = torch.is_grad_enabled() and learns and (stored.requires_grad or lora_a.requires_grad)
     stored, *others = _cast(gate, dtype, [stored, bias, lora_a, lora_b])
-    one_dtype = gate.dtype == dtype == (gate if up is None else up).dtype and _fits(gate, others[1])
+    one_dtype = gate.dtype == dtype == (gate if up is None else up).dtype
     if not keeps_y or not one_dtype:
         return lora_linear(gated(gate, up, activation, in_place), weight, bias, lora_a, lora_b, scaling)
     defers, in_place = is_checkpointed(), goes_in_place(gate, up, in_place)
-    out, y = _lora_glu_linear.apply(gate, up, stored, state, *others, scaling, activation, defers, in_place)
+    sum_dtype = _sum_dtype(others[0])
+    out, y = _lora_glu_linear.apply(gate, up, stored, state, *others, scaling, sum_dtype, activation, defers, in_place)
     return _deferred_projection.apply(out, (y, stored, state, *others), scaling) if defers else out
