@@ -9,12 +9,12 @@ import programs  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-EXAMPLES = int(os.environ.get("LIGER_HW_FUZZ", "60"))
+EXAMPLES = int(os.environ.get("LIGER_HW_FUZZ", "25"))
 ACTION = st.tuples(st.integers(0, len(programs.ACTIONS) - 1), st.integers(0, 63))
 
 
 @settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 60, suppress_health_check=list(HealthCheck),
+    max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 25, suppress_health_check=list(HealthCheck),
     print_blob=True,
 )  # fmt: skip
 @given(family=st.sampled_from(sorted(programs.FAMILIES)), program=st.lists(ACTION, min_size=3, max_size=14))

@@ -8,14 +8,13 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate
 from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("activate", dtype, device):
         check(activate, inputs, options, backend)

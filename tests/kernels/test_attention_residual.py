@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from liger_hw import attention_residual, use_backend
+from liger_hw._triton import interpreting
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("attention_residual", dtype, device):
         check(attention_residual, inputs, options, backend)
@@ -77,10 +77,12 @@ def test_strided_gradient_and_weights(backend, device):
     compare_calls(through, [x, table], backend)
 
 
-@pytest.mark.parametrize("cols", [24, 33001])
+@pytest.mark.parametrize("cols", [24, 17001])
 def test_values_that_are_not_finite(cols, backend, device):
     """A row with one is NaN, as are its gradients; others are not touched by it."""
     torch.manual_seed(0)
+    if cols > 24 and backend.startswith("amd:gfx1"):
+        cols = 33001  # their registers hold a shorter row
     blocks = torch.randn(3, 5, cols, device=device)
     blocks[0, 1, 2], blocks[1, 2, 0], blocks[2, 3, 4] = nan, inf, -inf
     inputs = [blocks.requires_grad_(), *(x.requires_grad_() for x in torch.randn(2, cols, device=device))]
@@ -145,7 +147,7 @@ def test_bad_inputs(which, backend, device):
 
 
 def test_deterministic(backend, device):
-    inputs = randn(5, 300, 40, device=device), *weights(40, device, torch.float32)
+    inputs = randn(5, 60 if interpreting() else 300, 40, device=device), *weights(40, device, torch.float32)
     with use_backend(backend):
         first, second = (run(attention_residual, inputs, {}) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))

@@ -6,14 +6,13 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.clamped_glu import clamped_swiglu
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 from liger_lab.cases.clamped_glu import CLAMPS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("clamped_swiglu", dtype, device):
         check(clamped_swiglu, inputs, options, backend)

@@ -6,11 +6,10 @@ import torch.nn.functional as F
 
 from liger_hw import cross_entropy, cross_entropy_tvd, use_backend
 from liger_hw.testing.parity import check
-from liger_lab.cases import small_cases
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("cross_entropy_tvd", dtype, device):
         check(cross_entropy_tvd, inputs, options, backend)

@@ -6,7 +6,6 @@ from liger_hw import use_backend
 from liger_hw.kernels.vocabulary.divergence import jsd, kl_div, tvd
 from liger_hw.testing.inputs import log_probs, targets
 from liger_hw.testing.parity import check
-from liger_lab.cases import small_cases
 
 OPS = [jsd, kl_div, tvd]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,7 +25,7 @@ def pair(rows=6, classes=130, dtype=torch.float32, device="cpu"):
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(op, dtype, backend, device):
+def test_parity(op, dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)

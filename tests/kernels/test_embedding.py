@@ -6,14 +6,13 @@ from liger_hw import embedding, use_backend
 from liger_hw.kernels.vocabulary.embedding import _chunk_of
 from liger_hw.testing.inputs import randn, tokens
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHUNK = _chunk_of(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("embedding", dtype, device):
         check(embedding, inputs, options, backend)

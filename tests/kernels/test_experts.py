@@ -8,7 +8,6 @@ from liger_hw.kernels.moe.experts import sort_by_expert
 from liger_hw.kernels.moe.routing import sort_pairs
 from liger_hw.testing.inputs import chosen_experts, randn
 from liger_hw.testing.parity import check, run
-from liger_lab.cases import small_cases
 
 # the interpreter truncates to bf16, which adds up
 DTYPES = [torch.float32, torch.float16] if interpreting() else [torch.float32, torch.float16, torch.bfloat16]
@@ -23,7 +22,7 @@ def tensors(tokens=12, number=4, k=2, hidden=32, intermediate=24, device="cpu", 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("experts", dtype, device):
         check(experts, inputs, options, backend)
@@ -114,7 +113,7 @@ def test_bad_arguments(place, change, backend, device):
 
 
 @pytest.mark.parametrize("forced", ["reference", None])
-def test_autocast_changes_nothing(forced):
+def test_autocast_changes_nothing(forced, small_cases):
     inputs, options = next(case for case in small_cases("experts", torch.float32) if case[0][0].numel())
     with use_backend(forced):
         expected = experts(*inputs, **options)

@@ -12,7 +12,6 @@ from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 H200 = nvidia.ARCHS["sm90"]
@@ -32,14 +31,15 @@ def case(rows=12, features=16, classes=61, dtype=torch.float32, device="cpu"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("fused_linear_cross_entropy", dtype, device):
         check(fused_linear_cross_entropy, inputs, options, backend)
 
 
+@pytest.mark.skipif(interpreting(), reason="the same there")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity_of_plain_torch(dtype):
+def test_parity_of_plain_torch(dtype, small_cases):
     torch.manual_seed(0)
     with use_backend(None):
         assert fused_linear_cross_entropy.choose(torch.device("cpu")) == "cpu"
@@ -79,7 +79,7 @@ def test_chunks_change_only_roundings(dtype, accum_dtype, engine, device, monkey
         {},
     )
     plain = run(fused_linear_cross_entropy.reference, (x, w, y), {})
-    for size in (24, 12, 7, 3, 1):
+    for size in (24, 7, 1):
         options = {"chunk_memory": size, "accum_dtype": accum_dtype}
         compare(exact, plain, run(fused_linear_cross_entropy, (x, w, y), options), f"chunks of {size} rows")
 

@@ -9,7 +9,6 @@ from liger_hw.kernels.norms.gated_rms_norm import GATED_CASTING_MODES, gated_rms
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [gated_rms_norm, modulated_rms_norm]
@@ -23,7 +22,7 @@ FORMS = [  # both activations and both widths of a group among them
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(op, dtype, backend, device):
+def test_parity(op, dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)

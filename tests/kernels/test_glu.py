@@ -5,7 +5,6 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.glu import geglu, swiglu
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [(swiglu, {}), (geglu, {"approximate": "tanh"}), (geglu, {"approximate": "none"})]
@@ -29,7 +28,7 @@ def transposed(x):
 
 @pytest.mark.parametrize("op", [swiglu, geglu], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(op, dtype, backend, device):
+def test_parity(op, dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)

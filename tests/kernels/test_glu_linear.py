@@ -9,7 +9,6 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.glu import geglu, swiglu
 from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.testing.parity import check, run
-from liger_lab.cases import small_cases
 
 F = torch.nn.functional
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,7 +41,7 @@ def assert_same_bits(found, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("glu_linear", dtype, device):
         # the interpreter truncates to bf16, always towards zero, which a sum in fp32 of many such products shows

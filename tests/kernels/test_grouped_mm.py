@@ -4,13 +4,12 @@ import torch
 from liger_hw import grouped_mm, use_backend
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("grouped_mm", dtype, device):
         check(grouped_mm, inputs, options, backend)

@@ -6,13 +6,12 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.l2_norm import L2_CASTING_MODES, l2_norm
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("l2_norm", dtype, device):
         check(l2_norm, inputs, options, backend)

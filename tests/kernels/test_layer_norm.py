@@ -7,13 +7,12 @@ from liger_hw.kernels.norms.layer_norm import layer_norm, layer_norm_backward_co
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.tuning import Config, override
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("layer_norm", dtype, device):
         check(layer_norm, inputs, options, backend)

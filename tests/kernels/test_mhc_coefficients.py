@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from liger_hw import mhc_coefficients, use_backend
+from liger_hw._triton import interpreting
 from liger_hw.testing.inputs import Inputs
 from liger_hw.testing.parity import check, compare, expected, run
 from liger_lab.cases import CASES, small_cases
@@ -126,7 +127,7 @@ def test_an_unused_output_gives_zeros(used, backend, device):
 
 
 def test_deterministic(backend, device):
-    inputs = inputs_of((90, 4, 40), device, torch.bfloat16, alpha_grad=True)
+    inputs = inputs_of((20 if interpreting() else 90, 4, 40), device, torch.bfloat16, alpha_grad=True)
     with use_backend(backend):
         first, second = (run(mhc_coefficients, inputs, {}) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))

@@ -10,14 +10,13 @@ from liger_hw.kernels.attention import softmax
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.tuning import Config
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = pytest.mark.parametrize("sparse", [False, True], ids=["softmax", "sparsemax"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("multi_token_attention", dtype, device):
         check(multi_token_attention, inputs, options, backend)

@@ -6,13 +6,12 @@ import torch
 from liger_hw import neighborhood_attention, use_backend
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("neighborhood_attention", dtype, device):
         check(neighborhood_attention, inputs, options, backend)

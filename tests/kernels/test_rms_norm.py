@@ -5,14 +5,13 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from liger_hw.testing.parity import check
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("op", [rms_norm, fused_add_rms_norm], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(op, dtype, backend, device):
+def test_parity(op, dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases(op.__name__, dtype, device):
         check(op, inputs, options, backend)

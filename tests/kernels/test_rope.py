@@ -7,13 +7,12 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.attention.rope import rope
 from liger_hw.testing.inputs import angles, randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.cases import small_cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parity(dtype, backend, device):
+def test_parity(dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases("rope", dtype, device):
         check(rope, inputs, options, backend)

@@ -7,7 +7,6 @@ from liger_hw import use_backend
 from liger_hw.kernels.attention.softmax import softmax, sparsemax
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.transformers.functional import liger_sparsemax
-from liger_lab.cases import small_cases
 
 OPS = {"softmax": softmax, "sparsemax": sparsemax}
 ops = pytest.mark.parametrize("op", OPS)
@@ -15,7 +14,7 @@ ops = pytest.mark.parametrize("op", OPS)
 
 @ops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parity(op, dtype, backend, device):
+def test_parity(op, dtype, backend, device, small_cases):
     torch.manual_seed(0)
     for inputs, options in small_cases(op, dtype, device):
         check(OPS[op], inputs, options, backend)
