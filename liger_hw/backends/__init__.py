@@ -160,6 +160,10 @@ def use_backend(name: str | None):
 
     Raises:
         ValueError: the name is unknown.
+
+    Examples:
+        >>> with liger_hw.use_backend("reference"):
+        ...     normed = liger_hw.rms_norm(torch.rand(2, 8), torch.ones(8))
     """
     global _forced
     name = name if name is None else check_name(name)

@@ -38,6 +38,9 @@ def activations(model, budget="auto", host_budget=None):
             yet); nothing fits the budget (at the latest from the first backward, before the optimizer's first step,
             unless the optimizer's state makes it too small); `model` has no layers that transformers can checkpoint, is
             compiled, or needs no gradient.
+
+    Examples:
+        >>> plan = liger_hw.activations(model, "64MiB")
     """
     check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a torch.nn.Module")
     for former in plans_of(model):

@@ -74,6 +74,11 @@ def distillation_loss(
         ValueError: shapes, dtypes or devices do not fit, or an option is out of its range; on a CPU, a label of the
             hard loss is outside the student's vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
+
+    Examples:
+        >>> student, head = torch.rand(3, 8), torch.rand(10, 8)
+        >>> teacher, teacher_head = torch.rand(3, 16), torch.rand(10, 16)
+        >>> output = liger_hw.distillation_loss(student, head, teacher, teacher_head, torch.tensor([1, 2, 3]))
     """
     x, teacher_x, labels = flatten_rows(x, teacher_x=teacher_x, labels=labels)
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)

@@ -42,34 +42,38 @@ class _Loss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
+def _text(data, call):
+    return f"{data}\n\n    {_Loss.__doc__}\n    Examples:\n        >>> loss = liger_hw.{call}\n    "
+
+
 class PreferenceLoss(_Loss):
-    __doc__ = f"Of pairs of answers.\n\n    {_Loss.__doc__}"
+    __doc__ = _text("Of pairs of answers.", 'PreferenceLoss(loss_type="ipo", beta=0.2)')
     function = staticmethod(preference_loss)
     further = staticmethod(lambda: _options(PAIR_LOSSES))
 
 
 class UnpairedPreferenceLoss(_Loss):
-    __doc__ = f"Of single answers, wanted or not.\n\n    {_Loss.__doc__}"
+    __doc__ = _text("Of single answers, wanted or not.", 'UnpairedPreferenceLoss(loss_type="kto", beta=0.2)')
     function = staticmethod(unpaired_preference_loss)
     further = staticmethod(lambda: _options(UNPAIRED_LOSSES))
 
 
 class PolicyLoss(_Loss):
-    __doc__ = f"Of sampled completions with advantages.\n\n    {_Loss.__doc__}"
+    __doc__ = _text("Of sampled completions with advantages.", "PolicyLoss(softcap=30.0)")
     function = staticmethod(policy_loss)
     further = staticmethod(lambda: OPTION_NAMES)
 
 
 class DistillationLoss(_Loss):
-    __doc__ = f"Of a student and its teacher.\n\n    {_Loss.__doc__}"
+    __doc__ = _text("Of a student and its teacher.", 'DistillationLoss(soft_loss="kl", temperature=2.0)')
     function = staticmethod(distillation_loss)
 
 
 class OfflineDistillationLoss(_Loss):
-    __doc__ = f"Of a student and a teacher's stored log-probabilities.\n\n    {_Loss.__doc__}"
+    __doc__ = _text("Of a student and a teacher's stored values.", "OfflineDistillationLoss(temperature=2.0)")
     function = staticmethod(offline_distillation_loss)
 
 
 class MultiTokenLoss(_Loss):
-    __doc__ = f"Of several heads that look further ahead.\n\n    {_Loss.__doc__}"
+    __doc__ = _text("Of several heads that look further ahead.", "MultiTokenLoss(ignore_index=-100)")
     function = staticmethod(multi_token_loss)

@@ -58,6 +58,10 @@ def multi_token_loss(
         ValueError: numbers or shapes do not fit; on a CPU, a label is outside the vocabulary (elsewhere the loss is
             then NaN).
         RuntimeError: a second backward.
+
+    Examples:
+        >>> heads, head = [torch.rand(2, 5, 8) for _ in range(2)], torch.rand(10, 8)
+        >>> output = liger_hw.multi_token_loss(heads, head, torch.randint(10, (2, 5)))
     """
     count = len(heads)
     check(count > 0, "heads", count, "at least one")

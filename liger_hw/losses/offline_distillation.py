@@ -72,6 +72,11 @@ def offline_distillation_loss(
         ValueError: shapes, dtypes or devices do not fit, or an option is out of its range; on a CPU, a token is outside
             the vocabulary or twice in a row (elsewhere a token outside makes the loss NaN).
         RuntimeError: a second backward.
+
+    Examples:
+        >>> hidden, head, tokens = torch.rand(3, 8), torch.rand(10, 8), torch.arange(4).expand(3, 4)
+        >>> teacher = torch.rand(3, 4).log_softmax(-1) - 0.1  # log-probabilities of 4 tokens
+        >>> loss = liger_hw.offline_distillation_loss(hidden, head, teacher, tokens)
     """
     rows = {"teacher": teacher, "teacher_tokens": teacher_tokens, "teacher_lse": teacher_lse, "labels": labels}
     x, teacher, teacher_tokens, teacher_lse, labels = flatten_rows(x, **rows)

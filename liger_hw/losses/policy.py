@@ -325,6 +325,11 @@ def policy_loss(
         ValueError: shapes do not fit, a loss type is unknown or an option is out of range; on a CPU, an unmasked token
             is outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
+
+    Examples:
+        >>> hidden, head, tokens = torch.rand(2, 5, 8), torch.rand(10, 8), torch.randint(10, (2, 5))
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> output = liger_hw.policy_loss(hidden, head, tokens, advantages, beta=0.0)
     """
     check_option_names(options, policy_loss)
     options = PolicyOptions(**options)
@@ -410,6 +415,11 @@ def policy_loss_of_logits(
 
     Raises:
         ValueError: as `policy_loss`.
+
+    Examples:
+        >>> logits, tokens = torch.rand(2, 5, 10), torch.randint(10, (2, 5))
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> output = liger_hw.policy_loss_of_logits(logits, tokens, advantages, beta=0.0)
     """
     check_option_names(options, policy_loss_of_logits)
     options = PolicyOptions(**options)

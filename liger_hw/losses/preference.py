@@ -192,6 +192,11 @@ def preference_loss(
             CPU, a label outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward, except for a loss of the whole batch: "aot", "aot_pair", and "bco_pair" without
             `delta`.
+
+    Examples:
+        >>> hidden, head = torch.rand(4, 5, 8), torch.rand(10, 8)  # two chosen answers, then two rejected
+        >>> liger_hw.preference_loss(hidden, head, torch.randint(10, (4, 5)), loss_type="simpo").loss.shape
+        torch.Size([])
     """
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] % 2 == 0 and x.shape[0] > 0, "x", x, "an even number of answers: chosen, then rejected")
@@ -268,6 +273,11 @@ def unpaired_preference_loss(
 
     Raises:
         ValueError, RuntimeError: as `preference_loss`; "bco" without `delta` allows a second backward.
+
+    Examples:
+        >>> hidden, head, good = torch.rand(2, 5, 8), torch.rand(10, 8), torch.tensor([True, False])
+        >>> labels, before = torch.randint(10, (2, 5)), torch.rand(2)
+        >>> output = liger_hw.unpaired_preference_loss(hidden, head, labels, good, ref_log_probs=before)
     """
     _check_answers(x, weight, labels, ignore_index)
     check(x.shape[0] > 0, "x", x, "at least one answer")

@@ -58,6 +58,10 @@ def token_loss(
         ValueError: shapes, dtypes or devices do not fit; on a CPU, a token is outside the vocabulary (elsewhere the
             loss is then NaN).
         RuntimeError: a second backward.
+
+    Examples:
+        >>> hidden, head, tokens = torch.rand(3, 8), torch.rand(10, 8), torch.tensor([1, 2, 3])
+        >>> loss, *_ = liger_hw.token_loss(lambda log_probs, entropy: (-log_probs,), hidden, head, tokens)
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
@@ -107,6 +111,12 @@ def sequence_loss(
         ValueError: shapes, dtypes or devices do not fit; on a CPU, a token is outside the vocabulary (elsewhere the
             loss is then NaN).
         RuntimeError: a second backward.
+
+    Examples:
+        >>> hidden, head, tokens = torch.rand(2, 5, 8), torch.rand(10, 8), torch.randint(10, (2, 5))
+        >>> def formula(log_probs, entropy, groups):
+        ...     return -log_probs.sum((0, 2)).tanh().sum()
+        >>> loss, *_ = liger_hw.sequence_loss(formula, hidden, head, tokens)
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, logits_dtype=logits_dtype)
     check(x.ndim == 3, "x", x, "floats (sequences, T, H)")

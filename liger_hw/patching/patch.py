@@ -58,6 +58,9 @@ def patch(model, activations=None, **flags):
     Raises:
         ValueError: `model` is not a model; a flag is unknown, or not True, False or None; cross_entropy together with
             fused_linear_cross_entropy; as `liger_hw.activations`. The model stays unchanged.
+
+    Examples:
+        >>> summary = liger_hw.patch(model, rope=False)
     """
     flags = check_flags(flags)
     if isinstance(model, type):
@@ -109,6 +112,9 @@ def unpatch(model):
 
     Args:
         model: as in `patch`. With a class of models, `patch` no longer changes models built from now on.
+
+    Examples:
+        >>> liger_hw.unpatch(model)
     """
     if isinstance(model, type):
         return built_later.stop_calling(model)

@@ -17,6 +17,9 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` that patches models of any type by structure.
 
     `from_pretrained` and `from_config` take the flags of `liger_hw.patch` beside their own arguments.
+
+    Examples:
+        >>> model = liger_hw.AutoLigerKernelForCausalLM.from_config(model.config, rope=False, rms_norm=False)
     """
 
     @classmethod

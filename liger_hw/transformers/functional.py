@@ -125,6 +125,10 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
 
     Raises:
         ValueError: `rotary_dim` is not the width of the tables or twice it.
+
+    Examples:
+        >>> q, k, angles = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 5, 8)
+        >>> q, k = liger_hw.liger_rotary_pos_emb(q, k, angles.cos(), angles.sin())
     """
     if cos.ndim == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)

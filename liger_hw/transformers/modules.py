@@ -57,6 +57,10 @@ class LigerRMSNorm(nn.Module):
         init_fn: "ones" or "zeros".
         in_place, row_mode: without effect.
         elementwise_affine: whether to have a weight.
+
+    Examples:
+        >>> liger_hw.LigerRMSNorm(8)(torch.rand(2, 8)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -77,7 +81,11 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
-    """`fused_add_rms_norm`, which returns (normalised sum, sum); arguments as `LigerRMSNorm`."""
+    """`fused_add_rms_norm`, which returns (normalised sum, sum); arguments as `LigerRMSNorm`.
+
+    Examples:
+        >>> normed, residual = liger_hw.LigerFusedAddRMSNorm(8)(torch.rand(2, 8), torch.rand(2, 8))
+    """
 
     def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
@@ -112,6 +120,10 @@ class LigerLayerNorm(nn.Module):
         bias: no effect: the module always has a bias, which starts at zero.
         init_fn: "ones" or "zeros", of the weight.
         impl, mode, backend: None, or a name of Triton: one implementation serves each device.
+
+    Examples:
+        >>> liger_hw.LigerLayerNorm(8)(torch.rand(2, 8)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
@@ -233,6 +245,9 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     Raises:
         ValueError: another hidden_act.
+
+    Examples:
+        >>> mlp = liger_hw.LigerSwiGLUMLP(model.config)
     """
 
     def __init__(self, config, intermediate_size=None):
@@ -254,6 +269,10 @@ class LigerGEGLUMLP(_GatedMLP):
 
     Args:
         config: has hidden_size and intermediate_size.
+
+    Examples:
+        >>> from transformers import GemmaConfig
+        >>> mlp = liger_hw.LigerGEGLUMLP(GemmaConfig(hidden_size=32, intermediate_size=48))
     """
 
     def __init__(self, config):
@@ -278,6 +297,10 @@ class LigerCrossEntropyLoss(OptionsModule):
 
     Raises:
         OptionError: an option out of its range; a ValueError and an AssertionError.
+
+    Examples:
+        >>> liger_hw.LigerCrossEntropyLoss(label_smoothing=0.1)(torch.zeros(2, 10), torch.tensor([1, 2]))
+        tensor(2.3026)
     """
 
     def __init__(
@@ -302,6 +325,11 @@ class LigerFusedLinearCrossEntropyLoss(OptionsModule):
 
     Raises:
         OptionError: an option out of its range; a ValueError and an AssertionError.
+
+    Examples:
+        >>> loss = liger_hw.LigerFusedLinearCrossEntropyLoss()
+        >>> loss(torch.rand(10, 8), torch.zeros(2, 8), torch.tensor([1, 2]))  # head, hidden states, labels
+        tensor(2.3026)
     """
 
     def __init__(

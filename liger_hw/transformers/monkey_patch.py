@@ -49,6 +49,10 @@ def _function_of(family, defaults, is_open=False):
     Raises:
         ValueError: an unknown flag, cross_entropy together with fused_linear_cross_entropy, or a family that the
             installed transformers does not have.
+
+    Examples:
+        >>> from liger_hw.transformers import apply_liger_kernel_to_{family}
+        >>> summary = apply_liger_kernel_to_{family}(model=model)
     """
     apply.__signature__ = inspect.Signature(parameters)
     return apply

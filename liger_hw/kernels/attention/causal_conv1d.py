@@ -113,6 +113,10 @@ def causal_conv1d(
     Raises:
         ValueError: an argument does not fit `x`, `weight` has another number of taps, `activation` is unknown, or
             states are given or asked for beside `seq_idx`.
+
+    Examples:
+        >>> liger_hw.causal_conv1d(torch.rand(2, 5, 8), torch.rand(8, 4), activation="silu").shape
+        torch.Size([2, 5, 8])
     """
     tokens, before = x.shape[1], weight.shape[1] - 1
     u = widen(x) if input_gate is None else widen(x) * widen(input_gate)

@@ -71,6 +71,11 @@ def multi_token_attention(
     Raises:
         ValueError: `weight` or `bias` does not fit, or `groups` does not divide C.
         RuntimeError: F.conv2d refuses the sizes: a kernel larger than the padded scores, or a stride of 0.
+
+    Examples:
+        >>> scores, taps = torch.rand(1, 4, 6, 6), torch.rand(4, 4, 3, 3)
+        >>> liger_hw.multi_token_attention(scores, taps, padding=1).shape
+        torch.Size([1, 4, 6, 6])
     """
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     weights = (sparsemax if sparse else softmax).reference(scores.masked_fill(future, float("-inf")))

@@ -60,6 +60,11 @@ def neighborhood_attention(
 
     Raises:
         ValueError: `key` or `value` is not like `query`, `kernel_size` is even, or `dilation` is not positive.
+
+    Examples:
+        >>> q = k = v = torch.rand(1, 2, 9, 16)  # (batch, heads, tokens, size)
+        >>> liger_hw.neighborhood_attention(q, k, v, kernel_size=3).shape
+        torch.Size([1, 2, 9, 16])
     """
     positions, reach, starts = query.shape[2], kernel_size // 2 * dilation, range(0, kernel_size * dilation, dilation)
     q = widen(query) * _scale(query, scale)

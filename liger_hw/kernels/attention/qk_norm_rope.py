@@ -98,6 +98,10 @@ def qk_norm_rope(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, `layout` or `casting_mode` is unknown, or `cos` or `sin`
             requires grad.
+
+    Examples:
+        >>> q, k, angles = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 5, 8)
+        >>> q, k = liger_hw.qk_norm_rope(q, k, torch.ones(8), torch.ones(8), angles.cos(), angles.sin())
     """
     options = eps, offset, casting_mode, unsqueeze_dim
     q, k = _normed(rms_norm.reference, q, q_weight, *options), _normed(rms_norm.reference, k, k_weight, *options)

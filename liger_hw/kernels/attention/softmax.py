@@ -52,6 +52,10 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: `x` has no dimension or is not floating point.
+
+    Examples:
+        >>> liger_hw.softmax(torch.zeros(1, 2))
+        tensor([[0.5000, 0.5000]])
     """
     with uncast(x):  # of a GPU's 16-bit values it makes fp32
         return torch.softmax(x, -1)
@@ -70,6 +74,10 @@ def sparsemax(x: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: `x` has no dimension or is not floating point.
+
+    Examples:
+        >>> liger_hw.sparsemax(torch.tensor([[2.0, 0.0]]))
+        tensor([[1., 0.]])
     """
     if x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)

@@ -112,6 +112,11 @@ def dequantize_4bit(
 
     Raises:
         ValueError: sizes, dtypes or devices do not fit.
+
+    Examples:
+        >>> packed, scale, code = torch.tensor([0x0F], dtype=torch.uint8), torch.tensor([2.0]), torch.arange(16.0)
+        >>> liger_hw.dequantize_4bit(packed, scale, code, dtype=torch.float32)
+        tensor([ 0., 30.])
     """
     with torch.no_grad():
         if nested_absmax is not None:

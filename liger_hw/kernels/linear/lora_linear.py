@@ -97,6 +97,11 @@ def lora_linear(
 
     Raises:
         ValueError: a weight does not fit `x`, or `dropout` is not within 0 to 1.
+
+    Examples:
+        >>> x, weight, a, b = torch.rand(2, 8), torch.rand(6, 8), torch.rand(4, 8), torch.rand(6, 4)
+        >>> liger_hw.lora_linear(x, weight, None, a, b, scaling=2.0).shape
+        torch.Size([2, 6])
     """
     _validate(x, weight, bias, lora_a, lora_b, dropout)
     stored, state = _stored(weight)
@@ -463,6 +468,11 @@ def lora_glu_linear(
 
     Raises:
         ValueError: as in `glu_linear` and `lora_linear`.
+
+    Examples:
+        >>> gate, up, weight = torch.rand(2, 8), torch.rand(2, 8), torch.rand(6, 8)
+        >>> liger_hw.lora_glu_linear(gate, up, weight, None, torch.rand(4, 8), torch.rand(6, 4)).shape
+        torch.Size([2, 6])
     """
     _validate_glu(gate, up, weight, bias, lora_a, lora_b, activation)
     y = activate.reference(gate, activation)

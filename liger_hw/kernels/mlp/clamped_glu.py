@@ -57,6 +57,10 @@ def clamped_swiglu(
 
     Raises:
         ValueError: `up` is not like `gate`, a fused row is odd, or `limit` is not positive.
+
+    Examples:
+        >>> liger_hw.clamped_swiglu(torch.zeros(1, 2), torch.ones(1, 2), limit=7.0)
+        tensor([[0., 0.]])
     """
     gate, up = _split(gate, up, interleaved)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -72,6 +72,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False) -> torc
     Raises:
         ValueError: `up` does not fit `gate`, or with `in_place` one of them is a leaf that wants a gradient, overlaps
             the other or itself, or has no unit stride.
+
+    Examples:
+        >>> liger_hw.swiglu(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[0., 0.]])
     """
     return ACTIVATIONS["silu"](gate) * up
 
@@ -89,6 +93,10 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_pl
 
     Raises:
         ValueError: as in `swiglu`, or `approximate` is unknown.
+
+    Examples:
+        >>> liger_hw.geglu(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[0., 0.]])
     """
     return ACTIVATIONS[GELU[approximate]](gate) * up
 
@@ -109,6 +117,10 @@ def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool =
     Raises:
         ValueError: `activation` is unknown, or with `in_place` `x` is a leaf that wants a gradient, overlaps itself or
             has no unit stride.
+
+    Examples:
+        >>> liger_hw.activate(torch.tensor([-1.0, 3.0]), "relu_squared")
+        tensor([0., 9.])
     """
     return ACTIVATIONS[activation](x)
 

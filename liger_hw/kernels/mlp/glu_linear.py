@@ -66,6 +66,10 @@ def glu_linear(
 
     Raises:
         ValueError: as in `swiglu`; `weight` or `bias` does not fit; `activation` is unknown.
+
+    Examples:
+        >>> liger_hw.glu_linear(torch.rand(2, 8), torch.rand(2, 8), torch.rand(6, 8)).shape
+        torch.Size([2, 6])
     """
     _validate(gate, up, weight, bias, activation)
     y = activate.reference(gate, activation)

@@ -37,6 +37,10 @@ def pack_int2(weight: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: `weight` is a number or not of integers.
+
+    Examples:
+        >>> liger_hw.pack_int2(torch.ones(4, 8, dtype=torch.int8)).shape
+        torch.Size([1, 8])
     """
     whole = not (weight.is_floating_point() or weight.is_complex() or weight.dtype == torch.bool)
     check(whole and weight.ndim > 0, "weight", weight, "integers of shape (K, ...)")
@@ -58,6 +62,11 @@ def unpack_int2(packed: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: `packed` is a number or not uint8.
+
+    Examples:
+        >>> packed = liger_hw.pack_int2(torch.ones(4, 1, dtype=torch.int8))
+        >>> liger_hw.unpack_int2(packed).flatten().tolist()
+        [1, 1, 1, 1]
     """
     check(packed.dtype == torch.uint8 and packed.ndim > 0, "packed", packed, "uint8 of shape (R, ...)")
     return torch.cat([(packed >> shift & 3).to(torch.int32) - 1 for shift in (0, 2, 4, 6)])
@@ -83,6 +92,11 @@ def int2_matmul(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
+
+    Examples:
+        >>> packed = liger_hw.pack_int2(torch.ones(4, 4, dtype=torch.int8))
+        >>> liger_hw.int2_matmul(torch.ones(1, 4, dtype=torch.int8), packed)
+        tensor([[4, 4, 4, 4]], dtype=torch.int32)
     """
     weight = unpack_int2(packed)[: x.shape[-1]]
     return (x.double() @ weight.double()).to(torch.int32)  # below 2^53 float64 is exact; torch has no int8 everywhere

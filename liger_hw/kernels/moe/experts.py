@@ -95,6 +95,12 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or devices do not fit; `activation` is unknown.
         RuntimeError: a second backward through one call on a GPU, whose first one reused the saved memory.
+
+    Examples:
+        >>> gate_up, down = torch.rand(4, 6, 8), torch.rand(4, 8, 3)  # 4 experts
+        >>> chosen, weights = torch.tensor([[0, 2], [1, 3]]), torch.rand(2, 2)
+        >>> liger_hw.experts(torch.rand(2, 8), gate_up, down, chosen, weights).shape
+        torch.Size([2, 8])
     """
     return _by_operations(
         grouped_mm.reference, _unit, x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation, up_first,

@@ -56,6 +56,11 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) ->
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
+
+    Examples:
+        >>> ends = torch.tensor([2, 5], dtype=torch.int32)
+        >>> liger_hw.grouped_mm(torch.rand(5, 8), torch.rand(2, 8, 3), ends).shape
+        torch.Size([5, 3])
     """
     ends = [rows.shape[0]] * len(offs) if offs.is_meta else offs.tolist()
     with uncast(rows):  # as torch's grouped product

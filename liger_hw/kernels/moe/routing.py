@@ -48,6 +48,9 @@ def router(
 
     Raises:
         ValueError: `scores` is unknown, or k, groups or kept_groups do not fit.
+
+    Examples:
+        >>> weights, chosen, *_ = liger_hw.router(torch.rand(6, 4), k=2)
     """
     check(logits.ndim == 2 and logits.is_floating_point(), "logits", logits, "floating point of shape (T, E)")
     check_known("scores", scores, SCORES)
@@ -84,6 +87,10 @@ def load_balancing_loss(router_logits, k, attention_mask=None):
 
     Returns:
         A scalar in fp32.
+
+    Examples:
+        >>> liger_hw.load_balancing_loss(torch.rand(6, 4), k=2).shape
+        torch.Size([])
     """
     layers = [router_logits] if torch.is_tensor(router_logits) else list(router_logits)
     mask = None if attention_mask is None else attention_mask.reshape(-1, 1).float()
@@ -104,6 +111,10 @@ def router_z_loss(logits):
     """Compute the mean square of the log of the sum of exponentials, in fp32 (arXiv:2202.08906).
 
     logits: (..., E).
+
+    Examples:
+        >>> liger_hw.router_z_loss(torch.rand(6, 4)).shape
+        torch.Size([])
     """
     return widen(logits).logsumexp(-1).square().mean()
 

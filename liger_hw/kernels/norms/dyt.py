@@ -58,6 +58,10 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
 
     Raises:
         ValueError: `alpha` has several values, or `gamma` or `beta` does not fit `x`.
+
+    Examples:
+        >>> liger_hw.dyt(torch.zeros(1, 3), torch.ones(1), torch.ones(3), torch.ones(3))
+        tensor([[1., 1., 1.]])
     """
     y = widen(gamma) * torch.tanh(widen(alpha.reshape(())) * widen(x))
     return (y if beta is None else y + widen(beta)).to(x.dtype)

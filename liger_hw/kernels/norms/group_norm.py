@@ -58,6 +58,10 @@ def group_norm(
 
     Raises:
         ValueError: `num_groups` does not divide C, or `weight` or `bias` does not fit.
+
+    Examples:
+        >>> liger_hw.group_norm(torch.rand(2, 8, 5), torch.ones(8), torch.zeros(8), num_groups=4).shape
+        torch.Size([2, 8, 5])
     """
     groups = widen(x).unflatten(1, (num_groups, x.shape[1] // num_groups)).flatten(2)
     groups = groups - groups.mean(-1, keepdim=True)

@@ -43,6 +43,10 @@ def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma") -> 
 
     Raises:
         ValueError: `x` has no floating point rows, or `casting_mode` is unknown.
+
+    Examples:
+        >>> liger_hw.l2_norm(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
     """
     wide = x if casting_mode == "none" else widen(x)
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)

@@ -68,6 +68,10 @@ def layer_norm(
 
     Raises:
         ValueError: `weight` or `bias` does not fit `x`.
+
+    Examples:
+        >>> liger_hw.layer_norm(torch.rand(2, 8), torch.ones(8), torch.zeros(8)).shape
+        torch.Size([2, 8])
     """
     weight, bias = (None if parameter is None else widen(parameter) for parameter in (weight, bias))
     return torch.nn.functional.layer_norm(widen(x), x.shape[-1:], weight, bias, eps).to(x.dtype)

@@ -53,6 +53,10 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
 
     Raises:
         ValueError: `weight` or `bias` has another number of values.
+
+    Examples:
+        >>> liger_hw.poly_norm(torch.rand(2, 8), torch.ones(3) / 3, torch.zeros(1)).shape
+        torch.Size([2, 8])
     """
     wide = widen(x)
     powers = (p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in (wide**3, wide**2, wide))

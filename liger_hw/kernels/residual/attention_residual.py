@@ -79,6 +79,11 @@ def attention_residual(
 
     Raises:
         ValueError: there is no block, blocks of a sequence differ in shape, dtype or device, or a weight does not fit.
+
+    Examples:
+        >>> blocks = [torch.rand(2, 8) for _ in range(3)]
+        >>> liger_hw.attention_residual(blocks, torch.rand(8), torch.ones(8)).shape
+        torch.Size([2, 8])
     """
     blocks = _stacked(blocks)
     _validate(blocks, w_query, w_norm)

@@ -72,6 +72,10 @@ def mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: `x` has no streams or more than 16, or `h_pre` does not fit it.
+
+    Examples:
+        >>> liger_hw.mhc_pre(torch.rand(2, 4, 8), torch.rand(2, 4)).shape
+        torch.Size([2, 8])
     """
     return (widen(h_pre).unsqueeze(-1) * widen(x)).sum(-2).to(x.dtype)
 
@@ -91,6 +95,11 @@ def mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_r
 
     Raises:
         ValueError: `x` has no streams or more than 16, or another argument does not fit it.
+
+    Examples:
+        >>> x, h_res = torch.rand(2, 4, 8), torch.rand(2, 4, 4)
+        >>> liger_hw.mhc_post_res(x, torch.rand(2, 8), torch.rand(2, 4), h_res).shape
+        torch.Size([2, 4, 8])
     """
     return (wide_product(h_res, x) + widen(h_post).unsqueeze(-1) * widen(f_out).unsqueeze(-2)).to(x.dtype)
 

@@ -63,6 +63,10 @@ def cross_entropy_tvd(
     Raises:
         ValueError: shapes, dtypes or devices do not fit or, on a CPU, a target is outside the vocabulary. Elsewhere the
             cross entropy is then NaN.
+
+    Examples:
+        >>> student, teacher = torch.rand(3, 10), torch.rand(3, 10)
+        >>> losses = liger_hw.cross_entropy_tvd(student, teacher, torch.tensor([1, 2, 3]))
     """
     log_probs, _, _ = selected_rows(student_logits, target, Scaling(ignore_index, None, 1.0, 1.0))
     ignored = (target == ignore_index)[:, None]

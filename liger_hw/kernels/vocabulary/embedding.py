@@ -51,6 +51,10 @@ def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | No
 
     Raises:
         ValueError: `weight` is no table, `indices` has another dtype or device, or `padding_idx` is outside the table.
+
+    Examples:
+        >>> liger_hw.embedding(torch.eye(3), torch.tensor([2]))
+        tensor([[0., 0., 1.]])
     """
     return F.embedding(indices, weight, padding_idx)
 

@@ -114,6 +114,11 @@ def fused_linear_cross_entropy(
         ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target; the
             token weights need a gradient.
         RuntimeError: a second backward through a "sum" or "mean", as the first one releases the gradients.
+
+    Examples:
+        >>> hidden, head = torch.zeros(3, 8), torch.rand(10, 8)
+        >>> liger_hw.fused_linear_cross_entropy(hidden, head, torch.tensor([1, 2, -100]))
+        tensor(2.3026)
     """
     call = fused_linear_cross_entropy.arguments(**locals())
     if needs_distribution(call):

@@ -77,6 +77,10 @@ def fused_linear_selective_log_softmax(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
+
+    Examples:
+        >>> hidden, head, tokens = torch.rand(3, 8), torch.rand(10, 8), torch.tensor([1, 2, 3])
+        >>> log_probs = liger_hw.fused_linear_selective_log_softmax(hidden, head, tokens)
     """
     call = fused_linear_selective_log_softmax.arguments(**locals())
     if needs_distribution(call):

@@ -86,6 +86,10 @@ def rope(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, `layout` is unknown, or `cos` or `sin` requires grad.
+
+    Examples:
+        >>> q, k, angles = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 5, 8)
+        >>> q, k = liger_hw.rope(q, k, angles.cos(), angles.sin())
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))

@@ -88,6 +88,10 @@ def gated_rms_norm(
 
     Raises:
         ValueError: `gate` or `weight` does not fit `x`, `group_size` does not divide C, or an option is unknown.
+
+    Examples:
+        >>> liger_hw.gated_rms_norm(torch.rand(2, 8), torch.rand(2, 8), torch.ones(8)).shape
+        torch.Size([2, 8])
     """
     factor = GATE_ACTIVATIONS[activation](widen(gate))
     y = widen(x) * factor if gate_first else widen(x)
@@ -125,6 +129,11 @@ def modulated_rms_norm(
 
     Raises:
         ValueError: `weight`, `scale` or `shift` does not fit `x`, or `casting_mode` is unknown.
+
+    Examples:
+        >>> x, scale = torch.rand(2, 5, 8), torch.rand(2, 1, 8)
+        >>> liger_hw.modulated_rms_norm(x, torch.ones(8), scale).shape
+        torch.Size([2, 5, 8])
     """
     y = widen(rms_norm.reference(x, weight, eps, offset, casting_mode))
     y = y * (1 + widen(_for_each_row(scale, x)).view_as(x))

@@ -61,6 +61,10 @@ def rms_norm(
 
     Raises:
         ValueError: `weight` does not fit `x`, or `casting_mode` is unknown.
+
+    Examples:
+        >>> liger_hw.rms_norm(torch.rand(2, 8), torch.ones(8)).shape
+        torch.Size([2, 8])
     """
     if casting_mode == "none":
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -90,6 +94,9 @@ def fused_add_rms_norm(
 
     Raises:
         ValueError: `residual` is not like `x`, `weight` does not fit, or `casting_mode` is unknown.
+
+    Examples:
+        >>> normed, summed = liger_hw.fused_add_rms_norm(torch.rand(2, 8), torch.rand(2, 8), torch.ones(8))
     """
     s = x + residual
     return rms_norm.reference(s, weight, eps, offset, casting_mode), s

@@ -86,6 +86,10 @@ def mhc_coefficients(
 
     Raises:
         ValueError: `x` has no streams or more than 16, another tensor does not fit it, or `tmax` is less than 1.
+
+    Examples:
+        >>> x, phi, b, one = torch.rand(2, 4, 8), torch.rand(32, 24), torch.zeros(24), torch.ones(1)
+        >>> h_pre, h_post, h_res = liger_hw.mhc_coefficients(x, phi, b, one, one, one)
     """
     streams = x.shape[-2]
     flat = widen(x.flatten(-2))

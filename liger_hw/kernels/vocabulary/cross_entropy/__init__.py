@@ -74,6 +74,10 @@ def cross_entropy(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a target.
         RuntimeError: a second backward through an `in_place` loss.
+
+    Examples:
+        >>> liger_hw.cross_entropy(torch.zeros(3, 10), torch.tensor([1, 2, -100]))
+        tensor(2.3026)
     """
     call = cross_entropy.arguments(**locals())
     formula = _formula_of(call)

@@ -32,6 +32,11 @@ class CrossEntropyOutput(NamedTuple):
         token_accuracy: share of the rows not ignored whose largest logit is the target's; by row under "none".
         predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored. Of a row
             with NaN, whose loss is NaN, any column.
+
+    Examples:
+        >>> logits, labels = torch.rand(3, 10), torch.tensor([1, 2, 3])
+        >>> liger_hw.cross_entropy(logits, labels, return_token_accuracy=True).token_accuracy.shape
+        torch.Size([])
     """
 
     loss: torch.Tensor

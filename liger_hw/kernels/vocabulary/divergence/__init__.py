@@ -107,6 +107,11 @@ def jsd(
     Raises:
         ValueError: shapes do not fit or beta is out of range.
         RuntimeError: a second backward, with the kernels.
+
+    Examples:
+        >>> p, q = torch.rand(3, 10).log_softmax(-1), torch.rand(3, 10).log_softmax(-1)
+        >>> liger_hw.jsd(q, p, beta=0.5).shape
+        torch.Size([])
     """
     kind = kind_of(beta)
     log_q, log_p = _kept(widen(log_q), labels, ignore_index), _kept(widen(log_p), labels, ignore_index).detach()
@@ -132,6 +137,11 @@ def kl_div(
     Raises:
         ValueError: shapes do not fit or the reduction is unknown.
         RuntimeError: a second backward, with the kernels.
+
+    Examples:
+        >>> log_q, p = torch.rand(3, 10).log_softmax(-1), torch.rand(3, 10).softmax(-1)
+        >>> liger_hw.kl_div(log_q, p, reduction="batchmean").shape
+        torch.Size([])
     """
     p = widen(target).detach()
     values = elements(widen(log_q), p, "kl", 0) if log_target else p * (p.clamp(min=eps).log() - widen(log_q))
@@ -157,6 +167,10 @@ def tvd(
     Raises:
         ValueError: shapes do not fit or the reduction is unknown.
         RuntimeError: a second backward, with the kernels.
+
+    Examples:
+        >>> liger_hw.tvd(torch.rand(3, 10).softmax(-1), torch.rand(3, 10).softmax(-1)).shape
+        torch.Size([])
     """
     values = _kept((widen(q) - widen(p).detach()).abs() / 2, labels, ignore_index)
     return values if reduction == "none" else values.sum() / _denominator(q, reduction, labels, ignore_index)

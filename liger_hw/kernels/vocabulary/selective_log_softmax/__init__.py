@@ -61,6 +61,9 @@ def selective_log_softmax(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, an option is out of its range or, on a CPU, a token.
         RuntimeError: a second backward through an `in_place` call.
+
+    Examples:
+        >>> log_probs = liger_hw.selective_log_softmax(torch.rand(3, 10), torch.tensor([1, 2, 3]))
     """
     call = selective_log_softmax.arguments(**locals())
     return output_of(call, *selected_rows(*_prepare(call)))

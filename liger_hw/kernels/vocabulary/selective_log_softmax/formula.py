@@ -20,6 +20,11 @@ class SelectedLogProbs(NamedTuple):
         is_top1: bool, whether the row's token has the first of its largest logits, before a softcap; no gradient.
         mean_logits: mean of the row's scaled logits over the vocabulary; no gradient.
         log_sum_sq_probs: log of the sum of the squared probabilities; no gradient.
+
+    Examples:
+        >>> logits, tokens = torch.rand(3, 10), torch.tensor([1, 2, 3])
+        >>> liger_hw.selective_log_softmax(logits, tokens, return_entropy=True).entropy.shape
+        torch.Size([3])
     """
 
     log_probs: torch.Tensor
