@@ -16,6 +16,7 @@ from liger_hw.spelling import nearest
 
 F = TypeVar("F", bound=Callable)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
+NUMBERS = frozenset((float, int, bool, type(None)))  # types that need no gradient
 
 
 class UnreadableTensor(TypeError):
@@ -37,6 +38,13 @@ def refuse(argument: str, got, allowed) -> NoReturn:
     The text costs 0.5 us a call (an x86 CPU).
     """
     raise ValueError(f"{argument}: got {_described(got)}, allowed: {_described(allowed)}") from None
+
+
+def check_constants(**arguments) -> None:
+    """Refuse tensors that need a gradient, where kernels take constants."""
+    for name, value in arguments.items():
+        if torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled():
+            refuse(name, "a tensor that needs a gradient", f"constants: pass {name}.detach(), or use plain torch")
 
 
 def check_kernel_dtype(argument: str, x: torch.Tensor) -> None:
@@ -93,6 +101,9 @@ def explain(error, function, args, kwargs) -> None:
         if not fits:
             got = value if torch.is_tensor(value) else f"{reprlib.repr(value)}, a {type(value).__name__}"
             refuse(name, got, " or ".join(word for _, word in kinds))
+    for name, value in bound.arguments.items():
+        if torch.is_tensor(value) and value.is_complex() and not isinstance(error, ValueError):
+            refuse(name, value, "real numbers")
     first, *others = (name for name, value in bound.arguments.items() if torch.is_tensor(value))
     for name in others:
         mixed = is_dtensor(bound.arguments[name]) and is_plain(bound.arguments[first])

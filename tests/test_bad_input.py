@@ -68,6 +68,26 @@ def test_the_wrong_kind_is_named(function, arguments):
                     function(**arguments | {name: wrong})
 
 
+def test_no_gradient_is_lost():
+    """Kernels take numbers and class weights as constants, so one that needs a gradient is an error everywhere."""
+    for function, arguments in (call.values for call in calls() if call.id in OPS):
+        names = [
+            name for name, parameter in inspect.signature(function).parameters.items()
+            if float in (parameter.annotation, *get_args(parameter.annotation)) or name == "ce_weight"
+        ]  # fmt: skip
+        for name in names:
+            learned = torch.ones(arguments["weight"].shape[0] if name == "ce_weight" else (), requires_grad=True)
+            with use_backend(None), pytest.raises(ValueError, match=f"^{name}: got .*, allowed: "):
+                function(**arguments | {name: learned})
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+def test_complex_arguments_are_named():
+    x, weight = torch.randn(2, 8), torch.ones(8, dtype=torch.complex64)
+    with use_backend("triton"), pytest.raises(ValueError, match="^weight: got torch.complex64 .*, allowed: real"):
+        liger_hw.rms_norm(x, weight)
+
+
 LABELLED = [(call.values, name) for call in calls() for name in ("target", "tokens", "labels")
             if name in (arguments := call.values[1]) and not arguments[name].is_floating_point()]  # fmt: skip
 

@@ -16,7 +16,7 @@ import inspect
 import logging
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from liger_hw import backends
 from liger_hw._torch import constant_result, is_dtensor
 from liger_hw._triton import AVAILABLE
-from liger_hw.checks import KERNEL_DTYPES, explain, refuse_dtype
+from liger_hw.checks import KERNEL_DTYPES, NUMBERS, check_constants, explain, refuse_dtype
 from liger_hw.dispatch.generated import arguments_by_name, define
 from liger_hw.sharding import by_shards
 from liger_hw.spelling import check_known
@@ -173,17 +173,23 @@ class Op:
 
     def _checked(self, implementation, bound=False):
         """Return `implementation` as a function of the op's signature that checks its arguments."""
-        if self._validate is None and not bound:
+        numbers = [name for name, p in self._parameters.items() if float in (p.annotation, *get_args(p.annotation))]
+        if self._validate is None and not bound and not numbers:
             return implementation
         names = ", ".join(self._parameters)
         checks = self._validate and f"validate({arguments_by_name(self._validate, self._parameters)})"
+        known = " and ".join(f"type({name}) in NUMBERS" for name in numbers) or None
         source = f"""
             def {self.name}({names}):
                 {checks}
+                {known} or check_constants({", ".join(f"{name}={name}" for name in numbers)})
                 return implementation({f"arguments({names})" if bound else names})
         """
-        names = {"validate": self._validate, "implementation": implementation, "arguments": self.arguments}
-        checked = functools.update_wrapper(define(self.name, source, **names)[self.name], implementation)
+        functions = define(
+            self.name, source, validate=self._validate, implementation=implementation, arguments=self.arguments,
+            NUMBERS=NUMBERS, check_constants=check_constants,
+        )  # fmt: skip
+        checked = functools.update_wrapper(functions[self.name], implementation)
         checked.__defaults__ = self.reference.__defaults__
         return checked
 

@@ -12,7 +12,7 @@ import torch
 from liger_hw._torch import is_dtensor, traced
 from liger_hw._triton import interpreting
 from liger_hw.backends import forced
-from liger_hw.checks import check, refuse
+from liger_hw.checks import check, check_constants, refuse
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
@@ -166,8 +166,7 @@ def check_token_weights(weights, shape):
     """Refuse weights of tokens that do not fit, or that need a gradient."""
     fits = torch.is_tensor(weights) and weights.shape == shape and not weights.is_complex()
     check(fits, "token_weights", weights, f"None, or numbers of shape {tuple(shape)}")
-    constant = not (weights.requires_grad and torch.is_grad_enabled())
-    check(constant, "token_weights", "weights that need a gradient", "constants: pass token_weights.detach()")
+    check_constants(token_weights=weights)
 
 
 def weighted(row_weights, *losses):
@@ -187,6 +186,7 @@ def check_call(call, rows_name, weight_name, vocabulary):
         fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
         fits = fits and class_weight.device == device
         check(fits, weight_name, class_weight, f"floating point of shape ({vocabulary},) on {device}")
+        check_constants(**{weight_name: class_weight})
     check_known("reduction", call.reduction, REDUCTIONS)
     if num_items is not None:
         check(call.reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
