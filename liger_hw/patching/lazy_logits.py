@@ -17,13 +17,11 @@ loss reads it, writes to it or adds to it, it computes its values, and the head'
 import copy
 import threading
 import weakref
-from functools import partial
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
 from liger_hw._torch import (
-    PLAIN,
     backward_keeps_graph,
     share_memory,
     tensor_version,
@@ -33,8 +31,17 @@ from liger_hw._torch import (
     written_arguments,
 )
 from liger_hw.dispatch import Function
-from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
+from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
+from liger_hw.patching.record import (
+    OPERATIONS,
+    VIEWS,
+    Record,
+    apply_steps,
+    autocast_dtype,
+    next_record,
+    operands,
+    scale_and_softcap,
+)
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
 
@@ -128,10 +135,6 @@ class Access:
         return source
 
 
-def autocast_dtype(device_type):
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
 BUCKETS = 65537  # a prime: rows or columns that change places change the sums, too
 
 
@@ -152,188 +155,29 @@ def _fingerprint(tensor):
     return None if tensor.is_inference() else tensor_version(tensor), sums
 
 
-# The record -----------------------------------------------------------------------------------------------------------
-
-
-class Record:
-    """Steps from a head's output to some logits, as (name, argument) pairs.
-
-    Each method returns the record after one more step, or None where a loss would not understand it.
-
-    Attributes:
-        hidden: (..., H), the rows of the head's input that give these logits.
-        vocabulary: number of columns.
-        dtype: of the logits.
-    """
-
-    def __init__(self, hidden, vocabulary, dtype, steps=()):
-        self.hidden, self.vocabulary, self.dtype, self.steps = hidden, vocabulary, dtype, steps
-
-    @property
-    def shape(self):
-        return self.hidden.shape[:-1] + (self.vocabulary,)
-
-    def _then(self, name, argument=None, hidden=None, vocabulary=None, dtype=None):
-        steps = (*self.steps, (name, argument))
-        hidden = self.hidden if hidden is None else hidden
-        return Record(hidden, vocabulary or self.vocabulary, dtype or self.dtype, steps)
-
-    def multiply(self, number):
-        return self._then("mul", number) if type(number) in (int, float) else None
-
-    def divide(self, number):
-        return self._then("div", number) if type(number) in (int, float) else None
-
-    def tanh(self):
-        return self._then("tanh")
-
-    def add(self, row):
-        """Add a constant to each column."""
-        fits = type(row) in PLAIN and not row.requires_grad and row.numel() == self.vocabulary
-        fits = fits and row.shape[-1:] == (self.vocabulary,) and row.ndim <= self.hidden.ndim
-        fits = fits and torch.promote_types(row.dtype, self.dtype) == self.dtype
-        return self._then("add", row.detach().flatten()) if fits else None
-
-    def cast(self, dtype):
-        return self._then("to", dtype, dtype=dtype) if dtype.is_floating_point else None
-
-    def index(self, index):
-        """Take slices or a mask of rows, or the first columns."""
-        if _selects_rows(index, self.hidden.ndim):
-            return self._then("rows", index, hidden=self.hidden[index])
-        columns = _first_columns(index, self.hidden.ndim)
-        if columns is not None and 0 < columns <= self.vocabulary:
-            return self._then("columns", columns, vocabulary=columns)
-        return None
-
-    def view(self, *shape):
-        """Arrange the rows in another shape."""
-        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        whole = len(shape) > 1 and all(type(size) is int for size in shape) and shape[-1] == self.vocabulary
-        if not whole or not self.hidden.numel():
-            return None
-        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
-        return self._then("view", hidden.shape[:-1] + (self.vocabulary,), hidden=hidden)
-
-
-VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with their input
-APPLY = {
-    "add": torch.add,
-    "columns": lambda value, count: value[..., :count],
-    "div": torch.div,
-    "mul": torch.mul,
-    "rows": lambda value, index: value[index],
-    "tanh": lambda value, _: torch.tanh(value),
-    "to": lambda value, dtype: value.to(dtype),
-    "view": lambda value, shape: value.reshape(shape),
-}
-
-
-def apply_steps(logits, steps):
-    for name, argument in steps:
-        logits = APPLY[name](logits, argument)
-    return logits
-
-
-def scale_and_softcap(steps):
-    """Return (logit_scale, softcap or None) for these steps; None if they do not fit."""
-    numerator, denominator, capped, cap = 1.0, 1.0, False, None
-    for name, argument in steps:
-        if name in ("to", *VIEWS) or name == "add" and numerator == denominator == 1.0 and not capped:
-            continue
-        if name == "tanh" and not capped:
-            capped = True
-        elif capped and cap is None and name == "mul" and argument > 0:
-            cap = argument
-        elif not capped and name == "mul":
-            numerator *= argument
-        elif not capped and name == "div" and argument != 0:
-            denominator *= argument
-        else:
-            return None
-    if capped and cap is None:
-        cap = 1.0
-    return numerator * (cap or 1.0) / denominator, cap
-
-
-def operands(hidden, weight, bias, steps, dtype):
-    """Return the op's x (N, H), weight and bias for `steps`, in the head's dtype."""
-    for name, argument in steps:
-        if name == "add":
-            row = argument.to(weight.dtype)
-            bias = row if bias is None else bias + row
-        elif name == "columns":
-            weight, bias = weight[:argument], None if bias is None else bias[:argument]
-        elif name == "rows":
-            hidden = hidden[argument]
-        elif name == "view":
-            hidden = hidden.reshape(*argument[:-1], hidden.shape[-1])
-    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias
-    return tensors if dtype is None else tuple(None if t is None else t.to(dtype) for t in tensors)
-
-
-def _selects_rows(index, ndim):
-    """Tell whether `index` (slices or a mask) keeps the whole last dimension, the vocabulary."""
-    if torch.is_tensor(index):
-        return index.dtype == torch.bool and index.ndim < ndim
-    index = index if isinstance(index, tuple) else (index,)
-    if not all(i is Ellipsis or isinstance(i, slice) for i in index) or index.count(Ellipsis) > 1:
-        return False
-    reaches_last = index[-1] is not Ellipsis and (Ellipsis in index or len(index) == ndim)
-    return len(index) <= ndim and (not reaches_last or index[-1] == slice(None))
-
-
-def _first_columns(index, ndim):
-    """Return n if `index` keeps all rows and the first n columns, else None."""
-    if not isinstance(index, tuple) or len(index) < 2 or not isinstance(index[-1], slice):
-        return None
-    rows = index[0] is Ellipsis if len(index) == 2 else len(index) == ndim
-    rows = rows and all(i is Ellipsis or isinstance(i, slice) and i == slice(None) for i in index[:-1])
-    start, stop, step = index[-1].start, index[-1].stop, index[-1].step
-    return stop if rows and start in (None, 0) and step in (None, 1) and type(stop) is int else None
-
-
-# function that torch calls -> the method of `Record` with the same arguments
-T = torch.Tensor
-STEPS = {
-    **dict.fromkeys((torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__, T.__rmul__), Record.multiply),
-    **dict.fromkeys((torch.div, torch.true_divide, T.div, T.true_divide, T.__truediv__), Record.divide),
-    **dict.fromkeys((torch.tanh, T.tanh), Record.tanh),
-    **dict.fromkeys((torch.add, T.add, T.__add__, T.__radd__), Record.add),
-    **dict.fromkeys((T.to, T.type), Record.cast),
-    T.float: partial(Record.cast, dtype=torch.float32),
-    T.half: partial(Record.cast, dtype=torch.float16),
-    T.bfloat16: partial(Record.cast, dtype=torch.bfloat16),
-    T.double: partial(Record.cast, dtype=torch.float64),
-    T.__getitem__: Record.index,
-    **dict.fromkeys((T.view, T.reshape), Record.view),
-}
-COMMUTE = {torch.add, T.add, T.__add__, torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__}
-CASTS = {T.to, T.float, T.half, T.bfloat16, T.double, T.type}
-
-
-def next_record(record, function, args, kwargs):
-    """Return the record after `function(logits, *args, **kwargs)`, or None if no loss understands it."""
-    step = STEPS.get(function)
-    if function in (T.to, T.type) and set(kwargs) <= {"dtype"}:
-        args, kwargs = (*args, *kwargs.values()), {}
-        step = step if isinstance(args[0] if len(args) == 1 else None, torch.dtype) else None
-    if step is None or kwargs:
-        return None
-    try:
-        return step(record, *args)
-    except (TypeError, RuntimeError, IndexError):  # torch itself reports the wrong arguments
-        return None
-
-
 # Tensors without memory -----------------------------------------------------------------------------------------------
 
+T = torch.Tensor
 NEED_MEMORY = {  # functions that read a tensor's memory without a call of `__torch_dispatch__`
     T.tolist, T.numpy, T.__array__, T.data_ptr, T.untyped_storage, T.storage, T.is_shared, T.share_memory_,
     T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
     getattr(T, "const_data_ptr", T.data_ptr),  # torch 2.11 lacks it
 }  # fmt: skip
 SET_DATA = T.data.__set__
+
+
+def _functions(*names):
+    """Return the functions and methods of torch with these names."""
+    functions = {getattr(place, name, None) for place in (torch, T) for name in names}
+    return {function for function in functions if callable(function)}
+
+
+STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
+SUMS = _functions("add", "__add__")
+FUSED = {
+    torch.nn.functional.cross_entropy: cross_entropy,
+    **dict.fromkeys((torch.special.logsumexp, *_functions("logsumexp")), logsumexp),
+}
 
 
 class Deferred(torch.Tensor):
@@ -451,10 +295,27 @@ class Cell:
 class LazyLogits(Deferred):
     """Logits without memory; see the module's docstring."""
 
+    by_products = property(lambda self: self.cell.source.by_products)
+
+    @property
+    def fits(self):
+        """Tell whether the logits are not computed and the ops support their steps."""
+        return self.cell.values is None and scale_and_softcap(self.cell.record.steps) is not None
+
+    def fuse(self, fused, ordinary):
+        """Apply `FusedFunction` to logits that fit."""
+        source = self.cell.source
+        if not source.recording:
+            source.check_unchanged()
+        if source.has_a_loss:
+            source.access.keep()
+        source.has_a_loss = True
+        return FusedFunction.apply(self, fused, ordinary)
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in COMMUTE and len(args) == 2 and not isinstance(args[0], LazyLogits):
+        if func in SUMS and len(args) == 2 and not isinstance(args[0], LazyLogits):
             args = args[::-1]
         if args and isinstance(args[0], LazyLogits) and args[0].cell.values is None:
             derived = _derived(func, args[0], args[1:], kwargs)
@@ -472,18 +333,15 @@ WATCHES = {T.register_hook, T.grad_fn.__get__, *KEEPS}  # may read it
 def _derived(func, logits, args, kwargs):
     """Return `func(logits, ...)` without computing the logits, or None."""
     if func in FUSED:
-        try:
-            functions = FUSED[func](logits, *args, **kwargs)
-        except TypeError:  # torch itself reports the wrong arguments
-            return None
-        return None if functions is None else fuse(logits, *functions)
+        return call_fused(FUSED[func], logits, args, kwargs)
     cell = logits.cell
-    if not (cell.source.recording or func in (T.to, T.float)):  # accelerate casts a model's outputs
+    # accelerate casts a model's outputs
+    if func not in STEPS or not cell.source.recording and func not in (T.to, T.float):
         return None
-    record = next_record(cell.record, func, args, kwargs)
+    record = next_record(cell.record, STEPS[func], args, kwargs)
     if record is None:
         return None
-    return logits if func in CASTS and record.dtype == cell.dtype else StepFunction.apply(logits, record)
+    return logits if record is cell.record else StepFunction.apply(logits, record)
 
 
 # The graph ------------------------------------------------------------------------------------------------------------
@@ -516,7 +374,7 @@ class HeadFunction(FunctionOfLazyLogits):
             ctx.access.kept = None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
-                return grad.cell.gradients_of_operands()
+                return grad.cell.operand_gradients()
             grad = grad.cell.values
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
         source = source or ctx.access.source()
@@ -550,22 +408,12 @@ class StepFunction(FunctionOfLazyLogits):
             if grad.cell.values is None:
                 return LossGradient(grad.cell.before(shape, dtype)), None
             grad = grad.cell.values
-        name, argument = ctx.steps[-1]
-        if name in ("mul", "div"):
-            grad = APPLY[name](grad, argument)
-        elif name == "tanh":
-            with torch.no_grad():
-                y = ctx.access.source().logits(ctx.steps)
-            grad = grad * (1 - y * y)
-        elif name == "to":
-            grad = grad.to(dtype)
-        elif name == "view":
-            grad = grad.reshape(shape)
-        elif name in ("rows", "columns"):
-            whole = grad.new_zeros(shape)
-            APPLY[name](whole, argument).copy_(grad) if name == "columns" else whole.__setitem__(argument, grad)
-            grad = whole
-        return grad, None
+        *before, step = ctx.steps
+        with torch.no_grad():  # the derivative of other steps depends on no value
+            logits = ctx.access.source().logits(before) if step[0] == "tanh" else grad.new_empty((), dtype=dtype)
+        with torch.enable_grad():
+            logits = logits.expand(shape).requires_grad_()
+            return *torch.autograd.grad(apply_steps(logits, [step]), logits, grad), None
 
 
 class StandIn(FunctionOfLazyLogits):
@@ -585,8 +433,8 @@ class FusedFunction(FunctionOfLazyLogits):
 
     Args:
         logits: LazyLogits.
-        fused: (x (N, H), weight, bias, logit_scale, softcap) -> value, or (value, *others without a gradient).
-        ordinary: logits -> value, used where an operation reads the gradient of the logits.
+        fused: as in `fused_functions`, but may return (value, *others without a gradient).
+        ordinary: as there; used where an operation reads the gradient of the logits.
     """
 
     @staticmethod
@@ -598,7 +446,7 @@ class FusedFunction(FunctionOfLazyLogits):
                 leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_() if learns else None
                 leaves.append(leaf)
                 tensors.append(StandIn.apply(leaf, tensor) if learns else tensor)
-            outputs = fused(*operands(*tensors, steps, source.autocast_dtype), *scale_and_softcap(steps))
+            outputs = fused(*operands(*tensors, steps, source.autocast_dtype), *scale_and_softcap(steps), None)
         value, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.fused = value, leaves, source.access, steps, ordinary
         ctx.level = logits.shape, logits.dtype, logits.device
@@ -634,7 +482,7 @@ class GradientCell:
         """Return the gradient one step earlier, where the logits had this shape and dtype."""
         return GradientCell(self.fused, self.incoming, shape, dtype, self.device, self.level - 1)
 
-    def gradients_of_operands(self):
+    def operand_gradients(self):
         value, leaves, *_ = self.fused
         present = [leaf for leaf in leaves if leaf is not None]
         grads = iter(torch.autograd.grad(value, present, self.incoming, allow_unused=True))
@@ -647,7 +495,8 @@ class GradientCell:
                 leaf = (self.source or access.source()).logits(steps[: self.level])
             with torch.enable_grad():
                 leaf.requires_grad_()
-                value = ordinary(apply_steps(leaf, steps[self.level :]))
+                output = ordinary(apply_steps(leaf, steps[self.level :]))
+                value = output[0] if isinstance(output, tuple) else output
                 (self.values,) = torch.autograd.grad(value, leaf, self.incoming)
         return self.values
 
@@ -662,70 +511,3 @@ class GradientCell:
 
 class LossGradient(Deferred):
     """Gradient of logits that were never computed."""
-
-
-def fuse(logits, fused, ordinary):
-    """Apply `FusedFunction` to lazy logits with steps that the ops support, else return None."""
-    cell = logits.cell
-    if cell.values is not None or scale_and_softcap(cell.record.steps) is None:
-        return None
-    if not cell.source.recording:
-        cell.source.check_unchanged()
-    if cell.source.has_a_loss:
-        cell.source.access.keep()
-    cell.source.has_a_loss = True
-    return FusedFunction.apply(logits, fused, ordinary)
-
-
-# Functions of torch that run without the logits: (logits, ...) -> the arguments `fused` and `ordinary` of
-# `FusedFunction`, or None.
-
-
-def _cross_entropy(
-    logits, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-    label_smoothing=0.0,
-):  # fmt: skip
-    fits = size_average is None and reduce is None and type(target) in PLAIN
-    fits = fits and (weight is None or type(weight) in PLAIN)
-    fits = fits and logits.ndim == 2 and target.dtype == torch.int64 and target.shape == logits.shape[:1]
-    if not fits or reduction not in ("mean", "sum", "none"):
-        return None
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    dtype = logits.dtype  # autocast computes the loss in fp32
-    dtype = dtype if autocast_dtype(logits.device.type) is None else torch.promote_types(dtype, torch.float32)
-
-    def fused(x, head, bias, scale, softcap, group=None):
-        loss = fused_linear_cross_entropy(
-            x, head, target, bias, weight, logit_scale=scale, softcap=softcap, group=group, **options
-        )
-        if reduction == "mean":  # the op's mean of no row is 0, torch's is NaN
-            counts = target != ignore_index
-            if weight is not None:  # and so are loss and gradients of rows whose weights add up to 0
-                total = (counts * weight[target.clamp(0, len(weight) - 1)]).sum()
-                loss = loss * torch.where(counts.any(), total / total, 1)
-            loss = loss.masked_fill(~counts.any(), float("nan"))
-        return loss.to(dtype)
-
-    return fused, lambda real: torch.nn.functional.cross_entropy(real.to(dtype), target, weight, **options)
-
-
-def _logsumexp(logits, dim, keepdim=False):
-    if dim not in (-1, logits.ndim - 1) or keepdim or not logits.numel():
-        return None
-    token = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)  # unused
-    dtype, shape = logits.dtype, logits.shape[:-1]
-
-    def fused(x, head, bias, scale, softcap, group=None):
-        row = fused_linear_selective_log_softmax(
-            x, head, token, bias, logit_scale=scale, softcap=softcap, return_lse=True, group=group
-        )
-        return row.lse.to(dtype).reshape(shape)
-
-    return fused, lambda real: real.logsumexp(-1)
-
-
-COMPUTE = {"cross_entropy": _cross_entropy, "logsumexp": _logsumexp}
-FUSED = {
-    torch.nn.functional.cross_entropy: _cross_entropy,
-    **dict.fromkeys((torch.logsumexp, torch.special.logsumexp, T.logsumexp), _logsumexp),
-}

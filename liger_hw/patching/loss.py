@@ -19,12 +19,13 @@ from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.head import armed, match_heads, patched_heads
-from liger_hw.patching.lazy_logits import LazyLogits, fuse, scale_and_softcap
+from liger_hw.patching.lazy_logits import LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, foreign, read, read_function
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
+UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
 # of the loss without logits; they change no value of a loss of logits
@@ -94,15 +95,13 @@ def causal_lm_loss(
     if targets is None:
         targets, token_weights = shifted(labels, ignore_index), shifted(token_weights, 0)
     targets = targets.reshape(-1)
-    fuses_head = _fits_fused_loss(logits)
+    fuses_head = isinstance(logits, UNCOMPUTED) and logits.fits
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
     options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if _is_given(kwargs.get(name))}
     fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # for other dtypes `original` takes fp32 logits
     if not fits or targets.dtype != torch.int64 or not (fuses_head or fused_ce or options):
-        if isinstance(logits, TracedLogits):
-            logits = logits.compute()
         check(not options, ", ".join(options), "this loss", "labels (B, T) of int64, one for each row of the logits")
-        return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        return original(_computed(logits), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     options |= {"ignore_index": ignore_index}
     targets = targets.to(logits.device)
     if token_weights is not None:
@@ -142,34 +141,28 @@ def _is_given(option):
 
 
 def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
-    """Compute the loss of rows, and store its by-products with lazy logits."""
+    """Compute the loss of rows, and store its by-products with uncomputed logits."""
 
-    def fused(x, weight, bias, scale, softcap, group=None):
-        output = fused_linear_cross_entropy(
+    def fused(x, weight, bias, scale, softcap, group):
+        return fused_linear_cross_entropy(
             x, weight, targets, bias, softcap=softcap, logit_scale=scale, group=group, **options
         )
-        return output if torch.is_tensor(output) else tuple(output)
 
     def ordinary(real):
-        output = _cross_entropy_of_logits(real.reshape(-1, vocab_size), targets, **options)
-        return output if torch.is_tensor(output) else tuple(output)
+        return _unfused_cross_entropy(real.reshape(-1, vocab_size), targets, **options)
 
-    if not fuses_head:
-        output = ordinary(logits.compute() if isinstance(logits, TracedLogits) else logits)
-    elif isinstance(logits, TracedLogits):
-        output = logits.fuse(fused)
-    else:
-        output = fuse(logits, fused, lambda real: _first(ordinary(real)))
-    if isinstance(output, tuple):
-        kept = by_products(logits)
+    output = logits.fuse(fused, ordinary) if fuses_head else ordinary(_computed(logits))
+    if torch.is_tensor(output):
+        return output
+    if isinstance(logits, UNCOMPUTED):
         for name in BY_PRODUCTS:
             value = getattr(CrossEntropyOutput(*output), name)
-            if kept is not None and value is not None:
-                kept[name] = value
-    return _first(output)
+            if value is not None:
+                logits.by_products[name] = value
+    return output[0]
 
 
-def _cross_entropy_of_logits(
+def _unfused_cross_entropy(
     logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, counted_rows=None,
     token_weights=None, **options,
 ):  # fmt: skip
@@ -188,23 +181,8 @@ def _cross_entropy_of_logits(
     return formula.output_of(call, *formula.weighted(token_weights, *losses), predicted)
 
 
-def by_products(logits):
-    """Return the dictionary for a loss's by-products on lazy logits; None for other logits."""
-    if isinstance(logits, TracedLogits):
-        return logits.by_products
-    return logits.cell.source.by_products if isinstance(logits, LazyLogits) else None
-
-
-def _fits_fused_loss(logits):
-    """Tell whether `logits` have no memory and only steps that the ops support."""
-    if isinstance(logits, TracedLogits):
-        return logits.fits
-    uncomputed = isinstance(logits, LazyLogits) and logits.cell.values is None
-    return uncomputed and scale_and_softcap(logits.cell.record.steps) is not None
-
-
-def _first(output):
-    return output[0] if isinstance(output, tuple) else output
+def _computed(logits):
+    return logits.computed() if isinstance(logits, UNCOMPUTED) else logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,29 +287,22 @@ def _finish(outputs, in_replica):
     """
     is_tuple = isinstance(outputs, tuple)
     values = outputs if is_tuple else (outputs.get("logits"),)
-    lazy = next((value for value in values if isinstance(value, (LazyLogits, TracedLogits))), None)
-    extras = {} if lazy is None else by_products(lazy)
+    lazy = next((value for value in values if isinstance(value, UNCOMPUTED)), None)
+    extras = {} if lazy is None else lazy.by_products
+    if in_replica:
+        outgoing = None
+    elif not is_tuple and lazy is not None and outputs.get("loss") is None:
+        outgoing = lazy.computed()  # the caller's own loss will read them
+    else:
+        outgoing = UnreadableLogits() if isinstance(lazy, TracedLogits) else lazy
     if is_tuple:
-        outputs = tuple(_outgoing(value, in_replica) if value is lazy else value for value in outputs)
+        outputs = tuple(outgoing if value is lazy else value for value in outputs)
         return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
     if in_replica:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy is not None:
-        if outputs.get("loss") is None:  # the caller's own loss will read them
-            lazy = lazy.compute() if isinstance(lazy, TracedLogits) else _computed(lazy)
-        outputs.logits = _outgoing(lazy, False)
+        outputs.logits = outgoing
     return _with_by_products(outputs, extras) if extras else outputs
-
-
-def _computed(logits):
-    logits.cell.read()
-    return logits
-
-
-def _outgoing(logits, in_replica):
-    if in_replica:
-        return None
-    return UnreadableLogits() if isinstance(logits, TracedLogits) else logits
 
 
 def _with_by_products(outputs, extras):

@@ -6,15 +6,18 @@ The object stays within the forward: outputs hold an `UnreadableLogits` in its p
 """
 
 import torch
+import torch.nn.functional as F
 
 from liger_hw._torch import tree_map_only
 from liger_hw.kernels.vocabulary.sharded_head import all_columns
-from liger_hw.patching.lazy_logits import (
-    ADVICE,
-    COMPUTE,
+from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
+from liger_hw.patching.lazy_logits import ADVICE
+from liger_hw.patching.record import (
+    OPERATIONS,
     Record,
     apply_steps,
     autocast_dtype,
+    next_record,
     operands,
     scale_and_softcap,
 )
@@ -53,18 +56,13 @@ class TracedLogits:
     def _tensors(self):
         return self.record.hidden, self.head.weight, self.head.bias
 
-    def compute(self):
-        return apply_steps(all_columns(torch.nn.functional.linear(*self._tensors()), self.group), self._steps())
+    def computed(self):
+        return apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps())
 
-    def fuse(self, fused):
-        """Call `fused(x (N, H), weight, bias, logit_scale, softcap, group)` for steps that the ops support."""
+    def fuse(self, fused, ordinary):
+        """Call `fused` of `fused_functions` for steps that the ops support."""
         steps, dtype = self._steps(), autocast_dtype(self.device.type)
         return fused(*operands(*self._tensors(), steps, dtype), *scale_and_softcap(steps), self.group)
-
-    def _fused(self, name, *args, **kwargs):
-        """Apply a function of `lazy_logits.COMPUTE`; return None where it does not fit."""
-        functions = COMPUTE[name](self, *args, **kwargs) if self.fits else None
-        return None if functions is None else self.fuse(functions[0])
 
     shape = property(lambda self: self.record.shape)
     ndim = property(lambda self: self.record.hidden.ndim)
@@ -80,78 +78,48 @@ class TracedLogits:
     def numel(self):
         return self.shape.numel()
 
-    def _after(self, record):
-        if record is None:
-            return None
-        later = type(self)(self.head, record)
-        later.by_products = self.by_products
-        return later
-
-    def to(self, *args, **kwargs):
-        dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args else None
-        if isinstance(dtype, torch.dtype) and not set(kwargs) - {"dtype"}:
-            if dtype == self.dtype:
-                return self
-            later = self._after(self.record.cast(dtype))
-            if later is not None:
-                return later
-        return self.compute().to(*args, **kwargs)
-
-    def float(self):
-        return self.to(torch.float32)
-
     def contiguous(self):
         return self
 
-    def view(self, *shape):
-        later = self._after(self.record.view(*shape))
-        return self.compute().view(*shape) if later is None else later
-
-    reshape = view
-
-    def tanh(self):
-        return self._after(self.record.tanh())
-
-    def logsumexp(self, dim, keepdim=False):
-        fused = self._fused("logsumexp", dim, keepdim)
-        return self.compute().logsumexp(dim, keepdim) if fused is None else fused
-
-    def __add__(self, other):
-        later = self._after(self.record.add(other))
-        return self.compute() + other if later is None else later
-
-    def __mul__(self, other):
-        later = self._after(self.record.multiply(other))
-        return self.compute() * other if later is None else later
-
-    def __truediv__(self, other):
-        later = self._after(self.record.divide(other))
-        return self.compute() / other if later is None else later
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __getitem__(self, index):
-        later = self._after(self.record.index(index))
-        return self.compute()[index] if later is None else later
+    def logsumexp(self, *args, **kwargs):
+        sums = call_fused(logsumexp, self, args, kwargs)
+        return self.computed().logsumexp(*args, **kwargs) if sums is None else sums
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.compute(), name)
+        return getattr(self.computed(), name)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.tanh and isinstance(args[0], TracedLogits):
-            return args[0].tanh()
-        if func is torch.logsumexp and isinstance(args[0], TracedLogits):
-            return args[0].logsumexp(*args[1:], **kwargs)
-        if func is torch.nn.functional.cross_entropy and isinstance(args[0], TracedLogits):
-            loss = args[0]._fused("cross_entropy", *args[1:], **kwargs)
+        if args and isinstance(args[0], TracedLogits):
+            logits, *others = args
+            if func in (torch.tanh, torch.logsumexp):
+                return getattr(logits, func.__name__)(*others, **kwargs)
+            loss = call_fused(cross_entropy, logits, others, kwargs) if func is F.cross_entropy else None
             if loss is not None:
                 return loss
-        args, kwargs = tree_map_only(TracedLogits, lambda logits: logits.compute(), (args, kwargs))
+        args, kwargs = tree_map_only(TracedLogits, lambda logits: logits.computed(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _method(name, operation):
+    """Return the method of `TracedLogits` for an operation of `OPERATIONS`."""
+
+    def method(self, *args, **kwargs):
+        record = next_record(self.record, operation, args, kwargs)
+        if record is None:
+            return getattr(self.computed(), name)(*args, **kwargs)
+        logits = type(self)(self.head, record)
+        logits.by_products = self.by_products
+        return logits
+
+    return method
+
+
+for _name, _operation in OPERATIONS.items():
+    setattr(TracedLogits, _name, _method(_name, _operation))
 
 
 class UnreadableError(AttributeError, RuntimeError):
@@ -191,7 +159,7 @@ for _name in (
     _operation = f"__{_name}__"
     setattr(UnreadableLogits, _operation, _refuse_to_read)
     if _operation not in vars(TracedLogits):
-        setattr(TracedLogits, _operation, lambda self, *args, name=_operation: getattr(self.compute(), name)(*args))
+        setattr(TracedLogits, _operation, lambda self, *args, name=_operation: getattr(self.computed(), name)(*args))
 
 _WHY = (
     "a training forward that is compiled, or whose head is sharded, computes its loss without logits, so there are "

@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.dlpack import from_dlpack
 
 import liger_hw
-from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, scale_and_softcap
+from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits
+from liger_hw.patching.record import scale_and_softcap
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
 warnings.filterwarnings("ignore", ".*non-leaf Tensor")
