@@ -37,16 +37,16 @@ def column_parallel_logits(head, hidden):
     """Return `ColumnParallelLogits`; None for another style or a rank without a part."""
     from torch.distributed.tensor import Partial, Shard
 
-    whole_input = column_parallel_input(head) or _input_of_transformers(head)
+    whole_input = column_parallel_input(head) or _transformers_input(head)
     sharded = is_dtensor(head.weight) and head.weight.placements == (Shard(0),)
     if not sharded or whole_input is None or part_of(head.weight.device_mesh, 0, head.weight.shape[0]) is None:
         return None
     hidden = whole_input(hidden)
     finish_collective(hidden)
-    return ColumnParallelLogits.of(head, hidden.to_local(grad_placements=[Partial()]))
+    return ColumnParallelLogits.after(head, hidden.to_local(grad_placements=[Partial()]))
 
 
-def _input_of_transformers(head):
+def _transformers_input(head):
     """Return the function that a `tp_plan` applies to a head's input, or None."""
     try:
         from torch.distributed.tensor import Replicate

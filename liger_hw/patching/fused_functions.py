@@ -15,7 +15,7 @@ from liger_hw.patching.record import autocast_dtype
 
 
 def call_fused(function, logits, args, kwargs):
-    """Call a function of this file on uncomputed logits; return None where no op computes it."""
+    """Call a function of this file on uncomputed logits; None where no op computes it."""
     try:
         functions = function(logits, *args, **kwargs) if logits.fits else None
     except TypeError:  # torch itself reports the wrong arguments

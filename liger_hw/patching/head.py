@@ -42,38 +42,37 @@ NOT_LINEAR_ANY_MORE = (
 
 
 @contextlib.contextmanager
-def armed(model, heads, sources):
-    """Let the heads return lazy logits and append their source to `sources`; None disarms.
+def armed(model, heads, forward):
+    """Let the heads leave their logits uncomputed during `forward`; None disarms.
 
     A nested call of the same model, such as a teacher's pass in a hook, arms the heads for itself. With None it does
     not disarm heads that another model armed: an image model computes the loss of the text model that it calls.
     """
-    name = _name_of_entry()
+    name = _entry_name()
     before = [head.__dict__.get(name) for head in heads]
-    for head, armed_before in zip(heads, before):
-        if sources is not None or armed_before is not None and armed_before[0] is model:
-            head.__dict__[name] = model, sources, id(head)
+    for head, entry in zip(heads, before):
+        if forward is not None or entry is not None and entry[0] is model:
+            head.__dict__[name] = model, forward, id(head)
     try:
         yield
     finally:
-        for source in sources or ():
-            source.recording = False  # also after an error: a program may hold logits of the forward that failed
-        for head, armed_before in zip(heads, before):
-            if sources is not None:
-                reshard_again(head.__dict__.pop("liger_kept", ()))
-            if armed_before is None:
+        if forward is not None:
+            forward.recording = False  # also after an error: a program may hold logits of the forward that failed
+            reshard_again(forward.unsharded)
+        for head, entry in zip(heads, before):
+            if entry is None:
                 head.__dict__.pop(name, None)
             else:
-                head.__dict__[name] = armed_before
+                head.__dict__[name] = entry
 
 
-def _armed_sources(head):
-    """Return the list for sources of lazy logits; None if `head` is not armed."""
-    entry = head.__dict__.get(_name_of_entry())  # with an id, which that of a replica differs from
+def _armed_forward(head):
+    """Return the `Forward` for which `head` is armed, or None."""
+    entry = head.__dict__.get(_entry_name())  # with an id, which that of a replica differs from
     return entry[1] if entry is not None and entry[2] == id(head) else None
 
 
-def _name_of_entry():
+def _entry_name():
     """Return the attribute by which this thread arms heads; copies leave it out."""
     return f"liger_armed_{0 if torch.compiler.is_compiling() else threading.get_ident()}"
 
@@ -110,45 +109,37 @@ class HeadMatch(Match):
             """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
             # the attribute may be a parametrization, such as a spectral norm, which every read changes
             weight = self._parameters.get("weight")
-            sharded = weight is not None and not is_plain(weight)
-            if sharded and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-                sources = _armed_sources(self)
-                if (
-                    sources is not None
-                    and unchanged(self)
-                    and not _is_observed(self)
-                    and _computes_alike(self, args[0])
-                ):
-                    logits = column_parallel_logits(self, args[0])
-                    if logits is not None:
-                        return logits
+            sharded = weight is not None and not is_plain(weight) and not torch.compiler.is_compiling()
+            fits = sharded and _armed_forward(self) is not None and len(args) == 1 and not kwargs and unchanged(self)
+            if fits and not _is_observed(self) and _ops_compute(self, args[0]):
+                logits = column_parallel_logits(self, args[0])
+                if logits is not None:
+                    return logits
             return original.__call__(self, *args, **kwargs)
 
         def forward(self, *args, **kwargs):
-            sources = _armed_sources(self)
-            if sources is None or len(args) != 1 or kwargs or not _only_multiplies(self) or not unchanged(self):
+            armed_forward = _armed_forward(self)
+            if armed_forward is None or len(args) != 1 or kwargs or not _only_multiplies(self) or not unchanged(self):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
-            if not _computes_alike(self, hidden) or not is_plain(hidden, weight, self.bias):
+            if not _ops_compute(self, hidden) or not is_plain(hidden, weight, self.bias):
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
-                self.__dict__.setdefault("liger_kept", []).extend(keep_unsharded(self))
+                armed_forward.unsharded.extend(keep_unsharded(self))
             if torch.compiler.is_compiling():
-                return TracedLogits.of(self, hidden)
-            logits = HeadFunction.apply(hidden, weight, self.bias)
-            sources.append(logits.cell.source)
-            return logits
+                return TracedLogits.after(self, hidden)
+            return HeadFunction.apply(hidden, weight, self.bias, armed_forward)
 
         return {"__call__": call, "forward": forward, "liger_is_head": True}
 
 
-def _computes_alike(head, hidden):
+def _ops_compute(head, hidden):
     """Tell whether the ops compute the head in the dtypes and shapes of F.linear."""
     if hidden.device.type == "meta":
         return False  # it has no values to compute later
-    alike = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
-    alike = alike and hidden.shape[-1:] == head.weight.shape[-1:]  # DeepSpeed's ZenFlow gathers weights transposed
-    return alike and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits
+    fits = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    fits = fits and hidden.shape[-1:] == head.weight.shape[-1:]  # DeepSpeed's ZenFlow gathers weights transposed
+    return fits and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits
 
 
 class LoraHeadMatch(Match):
@@ -166,8 +157,8 @@ class LoraHeadMatch(Match):
 
     def members(self, original, unchanged):
         def forward(self, x, *args, **kwargs):
-            sources = _armed_sources(self)
-            if sources is None or args or kwargs or not _is_one_product(self, x) or not unchanged(self):
+            armed_forward = _armed_forward(self)
+            if armed_forward is None or args or kwargs or not _is_one_product(self, x) or not unchanged(self):
                 return original.forward(self, x, *args, **kwargs)
             hidden, weight = [x], [self.base_layer.weight]
             for name in _adapters(self):
@@ -175,9 +166,7 @@ class LoraHeadMatch(Match):
                 states = lora_a(self.lora_dropout[name](x.to(lora_a.weight.dtype)))
                 hidden.append(states * self.scaling[name])
                 weight.append(self.lora_B[name].weight)
-            logits = HeadFunction.apply(torch.cat(hidden, -1), torch.cat(weight, 1), self.base_layer.bias)
-            sources.append(logits.cell.source)
-            return logits
+            return HeadFunction.apply(torch.cat(hidden, -1), torch.cat(weight, 1), self.base_layer.bias, armed_forward)
 
         return {"forward": forward, "liger_is_head": True}
 
@@ -205,7 +194,7 @@ def _is_one_product(lora, x):
         and all(lora.lora_B[name].bias is None for name in names)
         and all(map(_only_multiplies, (lora, base, *(lora.lora_B[name] for name in names))))
         and is_plain(x)
-        and _computes_alike(base, x)
+        and _ops_compute(base, x)
     )
 
 
@@ -218,8 +207,12 @@ def match_head(head):
 
     The list is empty where the head is patched already.
     """
-    of_peft = sys.modules.get("peft.tuners.lora.layer")
-    if of_peft is not None and type(head) is of_peft.Linear and (base := match_head(head.base_layer)) is not None:
+    peft_layers = sys.modules.get("peft.tuners.lora.layer")
+    if (
+        peft_layers is not None
+        and type(head) is peft_layers.Linear
+        and (base := match_head(head.base_layer)) is not None
+    ):
         return [*base, (head, LoraHeadMatch())]
     # another model around or inside this one may have patched the head already
     if type(head) is torch.nn.Linear:

@@ -46,41 +46,31 @@ from liger_hw.patching.record import (
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
 
 
+class Forward:
+    """A call of a patched model, whose heads may leave their logits uncomputed.
+
+    Attributes:
+        recording: whether it still runs. Later steps compute at once: a program that divides the logits and reads the
+            quotient after the optimizer's step gets the logits of this forward.
+        unsharded: what FSDP2 has to shard again at its end.
+    """
+
+    def __init__(self):
+        self.recording, self.unsharded = True, []
+
+
 class Source:
     """Hidden states, weight and bias of one call of a head.
 
     Attributes:
         tensors: (hidden (..., H), weight (V, H), bias (V,) or None), without their graph.
-        learns: whether each of them needs a gradient.
         autocast_dtype: the dtype in which the head computes, or None outside autocast.
-        recording: whether the model's forward still runs. Later steps compute at once: a program that divides the
-            logits and reads the quotient after the optimizer's step gets the logits of this forward.
-        by_products: the other results of the loss, by name.
-        has_a_loss: whether a fused loss computed from these logits. The backward adds the gradient of a second one to
-            its gradient, which needs the values of both.
     """
 
-    def __init__(self, hidden, weight, bias, learns):
-        self.tensors = tuple(None if t is None else t.detach() for t in (hidden, weight, bias))
-        self.learns = learns
-        self.autocast_dtype = autocast_dtype(hidden.device.type)
-        self.recording = True
-        self.by_products = {}
-        self.has_a_loss = False
-        self.lock = threading.RLock()
-        self._access = lambda: None
+    def __init__(self, *tensors):
+        self.tensors = tuple(None if t is None else t.detach() for t in tensors)
+        self.autocast_dtype = autocast_dtype(tensors[0].device.type)
         self._seen = [_fingerprint(t) for t in self.tensors]
-
-    @property
-    def access(self):
-        """Return the `Access` by which nodes of the graph reach this Source.
-
-        They alone own it: an `Access` that keeps its Source would make a circle. Its hidden states and gathered weight
-        would stay until Python's collector runs: under FSDP2, whose hooks ask for the logits' gradient, for steps.
-        """
-        access = self._access() or Access(self)
-        self._access = weakref.ref(access)
-        return access
 
     def check_unchanged(self):
         """Raise a RuntimeError if the head's tensors have changed since the forward.
@@ -112,17 +102,26 @@ class Source:
             return apply_steps(torch.nn.functional.linear(*self.tensors), steps)
 
 
-class Access:
-    """Weak reference to a `Source`, so that a loss does not keep hidden states.
+class HeadCall:
+    """State of one call of a head, shared by its logits and their nodes.
+
+    It refers weakly to the `Source`, which the logits own, so that a loss does not keep hidden states.
 
     Attributes:
+        forward: the `Forward` of the model.
+        learns: whether each tensor of the Source needs a gradient.
+        by_products: the other results of the loss, by name.
+        has_a_loss: whether a fused loss computed from the logits. The backward adds the gradient of a second one to
+            its gradient, which needs the values of both.
         kept: the Source, once a backward may need it: an operation read the logits or may read their gradient. The
             head's backward lets go of it, unless the graph is retained.
         gradient_stays: whether the gradient of the logits outlives the backward, so that it must have values.
     """
 
-    def __init__(self, source):
-        self.kept, self.gradient_stays, self._source = None, False, weakref.ref(source)
+    def __init__(self, forward, source, learns):
+        self.forward, self.learns, self._source = forward, learns, weakref.ref(source)
+        self.by_products, self.has_a_loss, self.kept, self.gradient_stays = {}, False, None, False
+        self.lock = threading.RLock()
 
     def keep(self, gradient_stays=False):
         self.kept = self.kept or self._source()
@@ -246,13 +245,14 @@ class Cell:
     """Values behind a `LazyLogits` and its aliases.
 
     Attributes:
+        call: the `HeadCall`.
         source, record: the head's tensors and the steps, which give the values.
         parent: the Cell that the last step was applied to, or None.
         values: the logits as an ordinary tensor without a graph, or None until an operation reads them.
     """
 
-    def __init__(self, source, record, parent=None):
-        self.source, self.record, self.parent, self.values = source, record, parent, None
+    def __init__(self, call, source, record, parent=None):
+        self.call, self.source, self.record, self.parent, self.values = call, source, record, parent, None
         self.children = weakref.WeakSet()
         if parent is not None:
             parent.children.add(self)
@@ -263,9 +263,9 @@ class Cell:
 
     def read(self):
         """Return the values; the first call computes them, also if several threads call at once."""
-        with self.source.lock:
+        with self.call.lock:
             if self.values is None:
-                self.source.access.keep()
+                self.call.keep()
                 with torch.inference_mode() if self.source.tensors[0].is_inference() else torch.no_grad():
                     if self.parent is not None and self.parent.values is not None:
                         self.values = apply_steps(self.parent.values, self.record.steps[-1:])
@@ -275,7 +275,7 @@ class Cell:
 
     def with_values(self, values):
         """Return a Cell of the same source with these values."""
-        cell = Cell(self.source, self.record)
+        cell = Cell(self.call, self.source, self.record)
         cell.values = values
         return cell
 
@@ -295,7 +295,7 @@ class Cell:
 class LazyLogits(Deferred):
     """Logits without memory; see the module's docstring."""
 
-    by_products = property(lambda self: self.cell.source.by_products)
+    by_products = property(lambda self: self.cell.call.by_products)
 
     @property
     def fits(self):
@@ -304,12 +304,12 @@ class LazyLogits(Deferred):
 
     def fuse(self, fused, ordinary):
         """Apply `FusedFunction` to logits that fit."""
-        source = self.cell.source
-        if not source.recording:
-            source.check_unchanged()
-        if source.has_a_loss:
-            source.access.keep()
-        source.has_a_loss = True
+        call = self.cell.call
+        if not call.forward.recording:
+            self.cell.source.check_unchanged()
+        if call.has_a_loss:
+            call.keep()
+        call.has_a_loss = True
         return FusedFunction.apply(self, fused, ordinary)
 
     @classmethod
@@ -322,7 +322,7 @@ class LazyLogits(Deferred):
             if derived is not None:
                 return derived
         if func in WATCHES:
-            tree_map_only(LazyLogits, lambda tensor: tensor.cell.source.access.keep(func in KEEPS), (args, kwargs))
+            tree_map_only(LazyLogits, lambda tensor: tensor.cell.call.keep(func in KEEPS), (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -336,7 +336,7 @@ def _derived(func, logits, args, kwargs):
         return call_fused(FUSED[func], logits, args, kwargs)
     cell = logits.cell
     # accelerate casts a model's outputs
-    if func not in STEPS or not cell.source.recording and func not in (T.to, T.float):
+    if func not in STEPS or not cell.call.forward.recording and func not in (T.to, T.float):
         return None
     record = next_record(cell.record, STEPS[func], args, kwargs)
     if record is None:
@@ -357,27 +357,27 @@ class HeadFunction(FunctionOfLazyLogits):
     """Autograd function of F.linear(hidden, weight, bias) that returns `LazyLogits`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias):
-        source = Source(hidden, weight, bias, ctx.needs_input_grad[:3])
-        ctx.access = source.access
+    def forward(ctx, hidden, weight, bias, forward):
+        source = Source(hidden, weight, bias)
+        ctx.call = HeadCall(forward, source, ctx.needs_input_grad[:3])
         ctx.set_materialize_grads(False)  # None stays None, as after F.linear
         ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
-        return LazyLogits(Cell(source, record))
+        return LazyLogits(Cell(ctx.call, source, record))
 
     @staticmethod
     def backward(ctx, grad):
         if grad is None:
-            return None, None, None
-        source = ctx.access.kept
+            return None, None, None, None
+        source = ctx.call.kept
         if not backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
-            ctx.access.kept = None
+            ctx.call.kept = None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
-                return grad.cell.operand_gradients()
+                return *grad.cell.operand_gradients(), None
             grad = grad.cell.values
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
-        source = source or ctx.access.source()
+        source = source or ctx.call.source()
         source.check_unchanged()
         (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
         x, w = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
@@ -386,6 +386,7 @@ class HeadFunction(FunctionOfLazyLogits):
             (grad @ w).to(hidden.dtype) if learns[0] else None,
             (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if learns[1] else None,
             rows.sum(0).to(bias.dtype) if learns[2] else None,
+            None,
         )
 
 
@@ -396,8 +397,8 @@ class StepFunction(FunctionOfLazyLogits):
     def forward(ctx, logits, record):
         cell = logits.cell
         ctx.set_materialize_grads(False)
-        ctx.access, ctx.steps, ctx.parent = cell.source.access, record.steps, (cell.shape, cell.dtype)
-        return LazyLogits(Cell(cell.source, record, cell))
+        ctx.call, ctx.steps, ctx.parent = cell.call, record.steps, (cell.shape, cell.dtype)
+        return LazyLogits(Cell(cell.call, cell.source, record, cell))
 
     @staticmethod
     def backward(ctx, grad):
@@ -410,7 +411,7 @@ class StepFunction(FunctionOfLazyLogits):
             grad = grad.cell.values
         *before, step = ctx.steps
         with torch.no_grad():  # the derivative of other steps depends on no value
-            logits = ctx.access.source().logits(before) if step[0] == "tanh" else grad.new_empty((), dtype=dtype)
+            logits = ctx.call.source().logits(before) if step[0] == "tanh" else grad.new_empty((), dtype=dtype)
         with torch.enable_grad():
             logits = logits.expand(shape).requires_grad_()
             return *torch.autograd.grad(apply_steps(logits, [step]), logits, grad), None
@@ -439,17 +440,17 @@ class FusedFunction(FunctionOfLazyLogits):
 
     @staticmethod
     def forward(ctx, logits, fused, ordinary):
-        source, steps = logits.cell.source, logits.cell.record.steps
+        call, source, steps = logits.cell.call, logits.cell.source, logits.cell.record.steps
         leaves, tensors = [], []
         with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-            for tensor, learns in zip(source.tensors, source.learns):
+            for tensor, learns in zip(source.tensors, call.learns):
                 leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_() if learns else None
                 leaves.append(leaf)
                 tensors.append(StandIn.apply(leaf, tensor) if learns else tensor)
             outputs = fused(*operands(*tensors, steps, source.autocast_dtype), *scale_and_softcap(steps), None)
         value, *others = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.fused = value, leaves, source.access, steps, ordinary
-        ctx.level = logits.shape, logits.dtype, logits.device
+        ctx.value, ctx.leaves, ctx.call, ctx.steps, ctx.ordinary = value, leaves, call, steps, ordinary
+        ctx.logits = logits.shape, logits.dtype, logits.device
         ctx.save_for_backward(source.tensors[0].new_empty(0))  # as in HeadFunction
         ctx.mark_non_differentiable(*(other for other in others if other is not None))
         return value.detach() if not others else (value.detach(), *others)
@@ -457,45 +458,44 @@ class FusedFunction(FunctionOfLazyLogits):
     @staticmethod
     def backward(ctx, grad, *_):
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
-        cell = GradientCell(ctx.fused, grad, *ctx.level)
-        return cell.read() if ctx.fused[2].gradient_stays else LossGradient(cell), None, None
+        cell = GradientCell(ctx, grad, *ctx.logits, len(ctx.steps))
+        return cell.read() if ctx.call.gradient_stays else LossGradient(cell), None, None
 
 
 class GradientCell:
     """Gradient of logits, as gradients of the operands or, once read, as values.
 
     Attributes:
-        fused: the loss with its graph, its leaves, and the arguments of `FusedFunction`.
+        loss: the context of `FusedFunction`, with the loss, its graph and the leaves of this graph.
         incoming: the gradient of the loss.
         shape, dtype, device: of the logits.
         level: number of the record's steps before these logits.
     """
 
-    def __init__(self, fused, incoming, shape, dtype, device, level=None):
-        self.fused, self.incoming = fused, incoming
+    def __init__(self, loss, incoming, shape, dtype, device, level):
+        self.loss, self.incoming, self.level = loss, incoming, level
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.level = len(fused[3]) if level is None else level
-        self.source = fused[2].kept  # the head's backward lets go of it; a hook may hold this gradient longer
         self.values = None
+        self.kept = loss.call.kept  # the head's backward lets go of it; a hook may hold this gradient longer
 
     def before(self, shape, dtype):
         """Return the gradient one step earlier, where the logits had this shape and dtype."""
-        return GradientCell(self.fused, self.incoming, shape, dtype, self.device, self.level - 1)
+        return GradientCell(self.loss, self.incoming, shape, dtype, self.device, self.level - 1)
 
     def operand_gradients(self):
-        value, leaves, *_ = self.fused
+        leaves = self.loss.leaves
         present = [leaf for leaf in leaves if leaf is not None]
-        grads = iter(torch.autograd.grad(value, present, self.incoming, allow_unused=True))
+        grads = iter(torch.autograd.grad(self.loss.value, present, self.incoming, allow_unused=True))
         return tuple(None if leaf is None else next(grads) for leaf in leaves)
 
     def read(self):
         if self.values is None:
-            _, _, access, steps, ordinary = self.fused
+            steps = self.loss.steps
             with torch.no_grad():
-                leaf = (self.source or access.source()).logits(steps[: self.level])
+                leaf = (self.kept or self.loss.call.source()).logits(steps[: self.level])
             with torch.enable_grad():
                 leaf.requires_grad_()
-                output = ordinary(apply_steps(leaf, steps[self.level :]))
+                output = self.loss.ordinary(apply_steps(leaf, steps[self.level :]))
                 value = output[0] if isinstance(output, tuple) else output
                 (self.values,) = torch.autograd.grad(value, leaf, self.incoming)
         return self.values

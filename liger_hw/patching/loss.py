@@ -19,7 +19,7 @@ from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.head import armed, match_heads, patched_heads
-from liger_hw.patching.lazy_logits import LazyLogits
+from liger_hw.patching.lazy_logits import Forward, LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, foreign, read, read_function
@@ -35,7 +35,7 @@ WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
-OWN_LOSS = (
+NO_HUGGING_FACE_MODEL = (
     "no Hugging Face model, so its loss stays: call liger_hw.fused_linear_cross_entropy(hidden, weight of the head, "
     "targets) in place of the head and the loss"
 )
@@ -205,7 +205,7 @@ class CausalLMMatch(ModelMatch):
     kind = "causal_lm"
 
     def pins(self, original):
-        return [Pin(original, "forward", original.forward), *_pins_of_the_loss()], set()
+        return [Pin(original, "forward", original.forward), *_loss_pins()], set()
 
     def members(self, original, unchanged):
         options = dict(self.options)
@@ -226,8 +226,7 @@ class CausalLMMatch(ModelMatch):
             if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
-            sources = [] if lazily else None
-            with armed(self, heads, sources):
+            with armed(self, heads, Forward() if lazily else None):
                 outputs = original.forward(self, *args, **kwargs)
             if not lazily:
                 return outputs
@@ -267,7 +266,7 @@ class SkipLogitsMatch(ModelMatch):
         return self.members_for_adapters() | members
 
 
-def _pins_of_the_loss():
+def _loss_pins():
     """Return the `Pin`s of the functions that the loss without logits replaces."""
     from transformers.loss import loss_utils
 
@@ -343,7 +342,7 @@ def without_skip_logits(model):
     except ModuleNotFoundError:
         return []
     if not isinstance(model, PreTrainedModel):
-        return [found for child in model.children() for found in without_skip_logits(child)]
+        return [refusing for child in model.children() for refusing in without_skip_logits(child)]
     is_fixed = "forward" in vars(model) or hasattr(type(model), "liger_original")
     return [] if is_fixed or "skip_logits" in inspect.signature(model.forward).parameters else [model]
 
@@ -359,7 +358,7 @@ def match_loss(model, lora, **losses):
         return [], None
     if not computes_a_loss(model):
         return [], "its forward computes no cross entropy"
-    if replaced := foreign(_pins_of_the_loss(), ("torch", "transformers")):
+    if replaced := foreign(_loss_pins(), ("torch", "transformers")):
         return [], f"a program replaced {replaced}, which the loss calls: logits are computed as before"
     owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
     if losses["cross_entropy"]:
@@ -373,11 +372,11 @@ def match_loss(model, lora, **losses):
 
 def head_of(model):
     """Return the head of `model`, or of its only child with a head, or None."""
-    own = model.get_output_embeddings()
-    if own is not None:
-        return own
-    of_children = [m.get_output_embeddings() for m in model.children() if hasattr(m, "get_output_embeddings")]
-    heads = [head for head in of_children if head is not None]
+    head = model.get_output_embeddings()
+    if head is not None:
+        return head
+    heads = [m.get_output_embeddings() for m in model.children() if hasattr(m, "get_output_embeddings")]
+    heads = [head for head in heads if head is not None]
     return heads[0] if len(heads) == 1 and computes_a_loss(model) else None
 
 

@@ -84,7 +84,7 @@ def patch(model, activations=None, **flags):
     for part in loss.without_skip_logits(model):
         swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch(lora=bool(flags["lora"]))))
     if loss.is_left_in(model):
-        summary.left[original_class(model).__name__, loss.OWN_LOSS] += 1
+        summary.left[original_class(model).__name__, loss.NO_HUGGING_FACE_MODEL] += 1
     _log(original_class(model).__name__, summary)
     return summary
 

@@ -41,7 +41,7 @@ class TracedLogits:
         self.by_products = {}
 
     @classmethod
-    def of(cls, head, hidden):
+    def after(cls, head, hidden):
         dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         return cls(head, Record(hidden, head.weight.shape[0], dtype))
 

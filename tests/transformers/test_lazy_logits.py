@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.dlpack import from_dlpack
 
 import liger_hw
-from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits
+from liger_hw.patching.lazy_logits import Forward, HeadFunction, LazyLogits
 from liger_hw.patching.record import scale_and_softcap
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
@@ -36,8 +36,9 @@ class Pair:
             return [values.clone().requires_grad_(grad) for _ in range(2)]
 
         self.leaves = [leaf(2, 5, 8), leaf(12, 8), leaf(12)]
-        self.lazy = HeadFunction.apply(*(ours for ours, _ in self.leaves))
-        self.lazy.cell.source.recording = recording
+        forward = Forward()
+        forward.recording = recording
+        self.lazy = HeadFunction.apply(*(ours for ours, _ in self.leaves), forward)
         self.real = torch.nn.functional.linear(*(plain for _, plain in self.leaves))
 
     def both(self):
@@ -631,7 +632,7 @@ def test_a_loss_alone_keeps_no_hidden_states():
     head = torch.nn.Linear(8, 12)
     hidden = torch.randn(10, 8, requires_grad=True)
     rows = hidden * 2
-    logits = HeadFunction.apply(rows, head.weight, head.bias)
+    logits = HeadFunction.apply(rows, head.weight, head.bias, Forward())
     source = weakref.ref(logits.cell.source)
     loss = torch.nn.functional.cross_entropy(logits, torch.arange(10))
     del logits, rows
@@ -645,7 +646,7 @@ def test_a_loss_alone_keeps_no_hidden_states():
 def test_nothing_waits_for_the_collector(hook):
     """Hidden states and the head's weight go with the graph, also after something asked for the logits' gradient."""
     head = torch.nn.Linear(8, 12)
-    logits = HeadFunction.apply(torch.randn(10, 8, requires_grad=True) * 2, head.weight, head.bias)
+    logits = HeadFunction.apply(torch.randn(10, 8, requires_grad=True) * 2, head.weight, head.bias, Forward())
     source = weakref.ref(logits.cell.source)
     if hook:  # as FSDP2 does
         logits.register_hook(lambda grad: None)
@@ -665,7 +666,7 @@ def test_hidden_states_and_weight_go_before_the_layers_backward(retain_graph):
     head, seen = torch.nn.Linear(8, 12), []
     hidden = torch.randn(10, 8, requires_grad=True)
     rows = hidden * 2
-    logits = HeadFunction.apply(rows, head.weight, head.bias)
+    logits = HeadFunction.apply(rows, head.weight, head.bias, Forward())
     source = weakref.ref(logits.cell.source)
     logits.register_hook(lambda grad: None)
     hidden.register_hook(lambda grad: seen.append(source() is None))
@@ -678,7 +679,7 @@ def test_hidden_states_and_weight_go_before_the_layers_backward(retain_graph):
 def test_a_gradient_that_a_hook_keeps_has_values_after_the_backward():
     head, kept = torch.nn.Linear(8, 12), []
     hidden, target = torch.randn(10, 8, requires_grad=True), torch.arange(10)
-    logits = HeadFunction.apply(hidden, head.weight, head.bias)
+    logits = HeadFunction.apply(hidden, head.weight, head.bias, Forward())
     logits.register_hook(kept.append)
     loss = torch.nn.functional.cross_entropy(logits, target)
     del logits

@@ -17,7 +17,7 @@ import torch
 import liger_hw
 from liger_hw.patching import swapping
 from liger_hw.patching.flags import FLAGS
-from liger_hw.patching.loss import OWN_LOSS
+from liger_hw.patching.loss import NO_HUGGING_FACE_MODEL
 from liger_hw.patching.patch import _log_once
 from liger_hw.transformers import monkey_patch
 
@@ -415,7 +415,7 @@ def test_the_reason_names_what_the_op_lacks():
 
     left = [reason for m in (MLPOfTwoInputs(), MLPWithSoftplus()) for _, reason in liger_hw.patch(m).left]
     assert left == ["its forward takes 2 inputs, and an MLP's op takes one", "computes softplus, which no op does"]
-    assert liger_hw.patch(LanguageModel()).left["LanguageModel", OWN_LOSS] == 1
+    assert liger_hw.patch(LanguageModel()).left["LanguageModel", NO_HUGGING_FACE_MODEL] == 1
     assert "LanguageModel" not in dict(liger_hw.patch(tiny.model()).left)
 
 
