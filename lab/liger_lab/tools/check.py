@@ -16,10 +16,11 @@ OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
 CALLERS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
 PROGRAMS = [
     "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
-    "tests/lab/test_emulation.py", "tests/transformers/test_activations.py",
-    "tests/transformers/test_compiled_models.py", "tests/transformers/test_engines.py",
-    "tests/transformers/test_lazy_logits_everywhere.py", "tests/transformers/test_training.py",
-    "tests/integrations/test_trainer_matrix.py",
+    "tests/lab/test_emulation.py", "tests/lab/test_loss_bench.py", "tests/transformers/test_activations.py",
+    "tests/transformers/test_compiled_models.py", "tests/transformers/test_converge.py",
+    "tests/transformers/test_engines.py", "tests/transformers/test_lazy_logits_everywhere.py",
+    "tests/transformers/test_training.py", "tests/integrations/test_trainer_matrix.py",
+    "tests/integrations/test_trainers.py",
 ]  # fmt: skip
 MODELS = ["tests/transformers/test_models.py", "tests/transformers/test_parts.py"]
 COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
