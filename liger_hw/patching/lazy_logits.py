@@ -302,7 +302,7 @@ class LazyLogits(Deferred):
         """Tell whether the logits are not computed and the ops support their steps."""
         return self.cell.values is None and scale_and_softcap(self.cell.record.steps) is not None
 
-    def fuse(self, fused, ordinary):
+    def fuse(self, fused, ordinary, casts=True):
         """Apply `FusedFunction` to logits that fit."""
         call = self.cell.call
         if not call.forward.recording:
@@ -310,7 +310,7 @@ class LazyLogits(Deferred):
         if call.has_a_loss:
             call.keep()
         call.has_a_loss = True
-        return FusedFunction.apply(self, fused, ordinary)
+        return FusedFunction.apply(self, fused, ordinary, casts)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -436,10 +436,11 @@ class FusedFunction(FunctionOfLazyLogits):
         logits: LazyLogits.
         fused: as in `fused_functions`, but may return (value, *others without a gradient).
         ordinary: as there; used where an operation reads the gradient of the logits.
+        casts: give `fused` the operands as autocast casts them for the head.
     """
 
     @staticmethod
-    def forward(ctx, logits, fused, ordinary):
+    def forward(ctx, logits, fused, ordinary, casts):
         call, source, steps = logits.cell.call, logits.cell.source, logits.cell.record.steps
         leaves, tensors = [], []
         with torch.set_grad_enabled(ctx.needs_input_grad[0]):
@@ -447,7 +448,8 @@ class FusedFunction(FunctionOfLazyLogits):
                 leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_() if learns else None
                 leaves.append(leaf)
                 tensors.append(StandIn.apply(leaf, tensor) if learns else tensor)
-            outputs = fused(*operands(*tensors, steps, source.autocast_dtype), *scale_and_softcap(steps), None)
+            dtype = source.autocast_dtype if casts else None
+            outputs = fused(*operands(*tensors, steps, dtype), *scale_and_softcap(steps), None)
         value, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.value, ctx.leaves, ctx.call, ctx.steps, ctx.ordinary = value, leaves, call, steps, ordinary
         ctx.logits = logits.shape, logits.dtype, logits.device
@@ -459,7 +461,7 @@ class FusedFunction(FunctionOfLazyLogits):
     def backward(ctx, grad, *_):
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
         cell = GradientCell(ctx, grad, *ctx.logits, len(ctx.steps))
-        return cell.read() if ctx.call.gradient_stays else LossGradient(cell), None, None
+        return cell.read() if ctx.call.gradient_stays else LossGradient(cell), None, None, None
 
 
 class GradientCell:

@@ -30,14 +30,20 @@ UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, c
 CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "return_predicted_tokens")
 # of the loss without logits; they change no value of a loss of logits
 CHUNKS = ("accum_dtype", "chunk_memory", "counted_rows")
-LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, "use_token_scaling", "ce_weight", "token_weights")
+PRODUCTS = ("invariant", "logits_dtype")  # of the head's products: their loss needs hidden states
+LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, *PRODUCTS, "use_token_scaling", "ce_weight", "token_weights")
 WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
+REPLACED = "none where a program replaced the model's forward or its loss"
 NO_HUGGING_FACE_MODEL = (
     "no Hugging Face model, so its loss stays: call liger_hw.fused_linear_cross_entropy(hidden, weight of the head, "
     "targets) in place of the head and the loss"
+)
+WITHOUT_LOGITS = (
+    "False or None where logits are in memory: the loss needs the head's hidden states, which a hook on the head, a "
+    "second loss of the logits, FSDP1 around the head or fused_linear_cross_entropy=False of the patch keep from it"
 )
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
@@ -46,8 +52,6 @@ REFUSED = {  # other keyword arguments that would change the loss -> the values 
     "reduction": ("mean", None),
     "logit_scale": (1.0, None),
     "chunk_mem_const": (None,),
-    "invariant": (False, None),
-    "logits_dtype": (None,),
 }
 
 
@@ -78,9 +82,9 @@ def causal_lm_loss(
         original: the model's own loss function, which gets arguments that the ops do not support.
         fused_ce: use the op `cross_entropy` for logits that have memory.
         kwargs: `LINEAR_CE_OPTIONS`, which include `CE_OPTIONS`, with the meaning that they have in the ops, in training
-            and in evaluation. `ForCausalLMLoss` ignores them. `token_weights` are (B, T), shifted as `labels`; those
-            beside `shift_labels` are shifted already. Others have no effect, as there, except those that ask for
-            another loss (`REFUSED`).
+            and in evaluation; `PRODUCTS` for logits without memory alone. `ForCausalLMLoss` ignores them.
+            `token_weights` are (B, T), shifted as `labels`; those beside `shift_labels` are shifted already. Others
+            have no effect, as there, except those that ask for another loss (`REFUSED`).
 
     Returns:
         fp32 scalar; without a label that counts NaN, as the mean of transformers.
@@ -151,7 +155,8 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
     def ordinary(real):
         return _unfused_cross_entropy(real.reshape(-1, vocab_size), targets, **options)
 
-    output = logits.fuse(fused, ordinary) if fuses_head else ordinary(_computed(logits))
+    casts = options.get("logits_dtype") is None  # autocast casts nothing beside it
+    output = logits.fuse(fused, ordinary, casts) if fuses_head else ordinary(_computed(logits))
     if torch.is_tensor(output):
         return output
     if isinstance(logits, UNCOMPUTED):
@@ -164,9 +169,11 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
 
 def _unfused_cross_entropy(
     logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, counted_rows=None,
-    token_weights=None, **options,
+    token_weights=None, invariant=False, logits_dtype=None, **options,
 ):  # fmt: skip
     """Compute `fused_linear_cross_entropy`'s loss from logits in memory."""
+    for name, value in (("invariant", invariant), ("logits_dtype", logits_dtype)):
+        check(not value, name, value, WITHOUT_LOGITS)
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
@@ -220,8 +227,10 @@ class CausalLMMatch(ModelMatch):
         @functools.wraps(original.forward)
         def forward(self, *args, skip_logits=None, **kwargs):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
-            lazily = linear and labelled and (self.training if skip_logits is None else skip_logits)
-            lazily = lazily and unchanged(self)
+            skips = self.training if skip_logits is None else skip_logits
+            products = [name for name in PRODUCTS if labelled and _is_given(kwargs.get(name))]
+            lazily = linear and labelled and (skips or products) and unchanged(self)
+            check(not products or unchanged(self), ", ".join(products), "a value", REPLACED)
             heads = patched_heads(head_of(self), take_new=lazily)
             if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
@@ -230,7 +239,7 @@ class CausalLMMatch(ModelMatch):
                 outputs = original.forward(self, *args, **kwargs)
             if not lazily:
                 return outputs
-            return _finish(outputs, in_replica=is_replica(self))
+            return _finish(outputs, skips, is_replica(self))
 
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
@@ -279,25 +288,26 @@ def _is_causal_lm_loss(loss_function):
     return loss_function is ForCausalLMLoss
 
 
-def _finish(outputs, in_replica):
+def _finish(outputs, skips, in_replica):
     """Add the by-products of the loss to the outputs, whose logits may stay lazy.
 
-    nn.DataParallel gathers all outputs of its replicas, so theirs contain no logits.
+    Args:
+        skips: the caller reads no logits. nn.DataParallel gathers its replicas' outputs, so these then have none.
     """
     is_tuple = isinstance(outputs, tuple)
     values = outputs if is_tuple else (outputs.get("logits"),)
     lazy = next((value for value in values if isinstance(value, UNCOMPUTED)), None)
     extras = {} if lazy is None else lazy.by_products
-    if in_replica:
+    if in_replica and skips:
         outgoing = None
-    elif not is_tuple and lazy is not None and outputs.get("loss") is None:
-        outgoing = lazy.computed()  # the caller's own loss will read them
+    elif lazy is not None and not (skips and (is_tuple or outputs.get("loss") is not None)):
+        outgoing = lazy.computed()  # without a loss, the caller's own will read them
     else:
         outgoing = UnreadableLogits() if isinstance(lazy, TracedLogits) else lazy
     if is_tuple:
         outputs = tuple(outgoing if value is lazy else value for value in outputs)
         return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
-    if in_replica:
+    if in_replica and skips:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy is not None:
         outputs.logits = outgoing

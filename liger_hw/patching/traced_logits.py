@@ -59,9 +59,9 @@ class TracedLogits:
     def computed(self):
         return apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps())
 
-    def fuse(self, fused, ordinary):
+    def fuse(self, fused, ordinary, casts=True):
         """Call `fused` of `fused_functions` for steps that the ops support."""
-        steps, dtype = self._steps(), autocast_dtype(self.device.type)
+        steps, dtype = self._steps(), autocast_dtype(self.device.type) if casts else None
         return fused(*operands(*self._tensors(), steps, dtype), *scale_and_softcap(steps), self.group)
 
     shape = property(lambda self: self.record.shape)

@@ -10,7 +10,7 @@ from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_
 from liger_hw.patching.loss import refuse_unserved, shifted
 
 OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}
-OPTIONS |= {"token_weights"}
+OPTIONS |= {"token_weights", "invariant", "logits_dtype"}
 
 
 def unpack_cross_entropy_result(result):
@@ -30,9 +30,9 @@ def fixed_fused_linear_cross_entropy(
         target: (N,).
         num_items_in_batch: divisor of the sum, instead of the number of targets that count.
         final_logit_softcapping: the softcap.
-        kwargs: ce_weight, label_smoothing, lse_square_scale, use_token_scaling, token_weights, bias and logit_scale, as
-            in `liger_hw.fused_linear_cross_entropy`. Other arguments of a trainer have no effect, except those that ask
-            for another loss.
+        kwargs: ce_weight, label_smoothing, lse_square_scale, use_token_scaling, token_weights, bias, logit_scale,
+            invariant and logits_dtype, as in `liger_hw.fused_linear_cross_entropy`. Other arguments of a trainer have
+            no effect, except those that ask for another loss.
 
     Returns:
         the loss, or a `CrossEntropyOutput` where a `return_*` is True.

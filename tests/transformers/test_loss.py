@@ -262,6 +262,79 @@ def test_weights_of_tokens_that_do_not_fit():
                 patched(**tiny.tokens(), token_weights=weights, skip_logits=skip_logits)
 
 
+WAYS = {
+    "training": {}, "evaluation": {}, "lazy evaluation": {"skip_logits": True}, "logits": {"skip_logits": False},
+    "compiled": {}, "compiled logits": {"skip_logits": False}, "tuple": {"return_dict": False, "skip_logits": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(9), "token_weights": WEIGHTS}], ids=len)
+@pytest.mark.parametrize("option", [{"logits_dtype": torch.float32}, {"invariant": True}], ids=list)
+@pytest.mark.parametrize("way", WAYS)
+def test_options_of_the_products_are_those_of_the_op(way, option, more):
+    """Same bits as the op on the model's hidden states, whether or not the logits are also computed."""
+    plain, patched = tiny.pair(dtype=torch.bfloat16, num_hidden_layers=1)
+    inputs = tiny.tokens() | more
+    if "compiled" in way:  # labels that are shifted already, too
+        inputs["shift_labels"] = inputs["labels"]
+    patched.train("evaluation" not in way)
+    run = torch.compile(patched, backend="eager") if "compiled" in way else patched
+    output = run(**inputs, **option, **WAYS[way])
+    loss, logits = output[:2] if way == "tuple" else (output.loss, output.logits)
+    hidden, shift = patched.model(inputs["input_ids"]).last_hidden_state, int("compiled" not in way)
+    targets, weights = (
+        torch.nn.functional.pad(t, (0, shift), value=-100)[:, shift:] for t in (inputs["labels"], WEIGHTS)
+    )
+    weights = {"token_weights": weights.flatten(), "num_items": inputs["num_items_in_batch"]} if more else {}
+    expected = liger_hw.fused_linear_cross_entropy(
+        hidden.flatten(0, 1), patched.lm_head.weight, targets.flatten(), **weights, **option
+    )
+    assert torch.equal(loss, expected)
+    if way not in ("training", "lazy evaluation", "compiled"):
+        assert torch.equal(logits.detach(), patched(inputs["input_ids"]).logits)
+    else:
+        assert way == "compiled" or tiny.is_lazy(output)
+    found, expected = (torch.autograd.grad(value, list(patched.parameters())) for value in (loss, expected))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_logits_in_fp32_under_autocast():
+    """Autocast casts neither hidden states nor head."""
+    _, patched = tiny.pair(num_hidden_layers=1)
+    run = torch.compile(patched, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [model(**tiny.tokens(), logits_dtype=torch.float32).loss for model in (patched, run)]
+        hidden = patched.model(tiny.tokens()["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)
+    head, targets = patched.lm_head.weight, tiny.tokens()["labels"][:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(hidden.float() @ head.T, targets)
+    for loss in found:
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("option", [{"logits_dtype": torch.float32}, {"invariant": True}], ids=list)
+@pytest.mark.parametrize("reason", ["flag", "hook", "second loss", "forward"])
+def test_options_of_the_products_without_hidden_states(reason, option, monkeypatch):
+    flags = {"cross_entropy": True, "fused_linear_cross_entropy": False} if reason == "flag" else {}
+    _, patched = tiny.pair(num_hidden_layers=1, flags=flags)
+    if reason == "hook":
+        patched.lm_head.register_forward_hook(lambda *_: None)
+    if reason == "forward":
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: 2 * torch.nn.functional.linear(x, self.weight))
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}: got"):
+        output = patched(**tiny.tokens(), **option)
+        (output.loss + output.logits.float().square().mean()).backward()
+
+
+def test_wrong_options_of_the_products():
+    _, patched = tiny.pair(dtype=torch.float16, num_hidden_layers=1)
+    for option, value in {"logits_dtype": torch.float64, "invariant": True}.items():  # in fp16 gradients have a factor
+        with pytest.raises(ValueError, match=f"^{option}: got"):
+            patched(**tiny.tokens(), **{option: value})
+    inputs = tiny.tokens()
+    with pytest.raises(ValueError, match="^invariant: .*int64"):
+        patched(inputs["input_ids"], labels=inputs["labels"].int(), invariant=True)
+
+
 @pytest.mark.parametrize("skip_logits", [None, False])
 @pytest.mark.parametrize(
     "option, value", [("chunk_memory", "bogus"), ("chunk_memory", 0), ("chunk_mem_const", 4), ("accum_dtype", "bogus")]
@@ -334,7 +407,7 @@ def test_divisors_with_a_dtype_and_a_gradient(dtype):
 
 UNSERVED = {
     "loss_weights": [1.0, 2.0], "weight": torch.ones(128),
-    "reduction": "sum", "logit_scale": 0.5, "return_z_loss": True, "invariant": True, "logits_dtype": torch.float32,
+    "reduction": "sum", "logit_scale": 0.5, "return_z_loss": True,
 }  # fmt: skip
 
 
