@@ -19,7 +19,7 @@ import liger_hw
 from liger_hw import backends, cli
 from liger_hw.backends import amd, intel, nvidia
 from liger_lab.cases import CASES
-from liger_lab.tools import check, mutants, transformers_versions
+from liger_lab.tools import check, mutants, trainers, transformers_versions
 
 ROOT = Path(__file__).parents[2]
 VENDORS = tuple(backends.VENDORS)
@@ -30,9 +30,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_every_version_of_transformers_is_tested():
-    (matrix,) = re.findall(r"version: (\[.*])", (ROOT / ".github/workflows/cpu.yml").read_text())
-    assert json.loads(matrix) == list(transformers_versions.VERSIONS)
+@pytest.mark.parametrize(
+    "key, values", [("version", transformers_versions.VERSIONS), ("framework", trainers.FRAMEWORKS)]
+)
+def test_every_version_is_tested(key, values):
+    (matrix,) = re.findall(rf"{key}: (\[.*])", (ROOT / ".github/workflows/cpu.yml").read_text())
+    assert json.loads(matrix) == list(values)
 
 
 def test_mutants_are_of_the_present_source():

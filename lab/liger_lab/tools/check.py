@@ -20,7 +20,7 @@ PROGRAMS = [
     "tests/transformers/test_compiled_models.py", "tests/transformers/test_converge.py",
     "tests/transformers/test_engines.py", "tests/transformers/test_lazy_logits_everywhere.py",
     "tests/transformers/test_training.py", "tests/integrations/test_trainer_matrix.py",
-    "tests/integrations/test_trainers.py",
+    "tests/integrations/test_trainers.py", "tests/integrations/test_trainers_as_documented.py",
 ]  # fmt: skip
 MODELS = ["tests/transformers/test_models.py", "tests/transformers/test_parts.py"]
 COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
@@ -175,11 +175,16 @@ def hub(*args):
     return run("-m", "pytest", "-rs", "tests/integrations/test_plugins.py", "-k", "hub", *args)
 
 
+def trainers(*args):
+    """Test trainers as documented, each in an environment of its own; NAME ...: these alone."""
+    return run("-m", "liger_lab.tools.trainers", *args)
+
+
 CHECKS: dict[str, Callable[..., int]] = {
     function.__name__: function
     for function in (
         test, programs, models, compile, interpret, mutants, emulate, fuzz, converge, versions, notebook, distributed,
-        prerelease, oldest, trl, hub,
+        prerelease, oldest, trl, trainers, hub,
     )
 }  # fmt: skip
 ALL = ("programs", "models", "compile", "mutants", "emulate")  # of `make all`, after lint and test

@@ -1,0 +1,225 @@
+"""Run the code and commands of docs/trainers.md: losses as unpatched, and a line that says what was patched.
+
+`python -m liger_lab.tools.check trainers` runs each framework in an environment of its own.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_hw.patching.patch import _log_once
+
+for package in ("transformers", "accelerate"):
+    if find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed", allow_module_level=True)
+
+import trainer_files  # noqa: E402
+import transformers  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+LINE = re.compile(r"liger_hw: [1-9]\d* modules patched, \d+ left alone \(\w+\)")
+STEPS = 4
+ARGUMENTS = {  # of transformers' TrainingArguments, which each framework's configuration has
+    "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-2,
+    "report_to": "none", "save_strategy": "steps", "save_steps": STEPS,
+}  # fmt: skip
+
+
+def documented(heading):
+    """Return the blocks of code in a section of the page."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)^## ", page, re.M | re.S)
+    blocks = re.findall(r"^```\w+\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", section, re.M | re.S)
+    return [fenced or textwrap.dedent(indented) for fenced, indented in blocks]
+
+
+def needs(package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; the check `trainers` installs it and runs this test")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model and texts, in which the trainers run."""
+    folder = tmp_path_factory.mktemp("trainers")
+    trainer_files.save(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def every_line(monkeypatch, folder):
+    """Log again what an earlier test has logged, and stay in the folder."""
+    _log_once.cache_clear()
+    monkeypatch.chdir(folder)
+
+
+def run(command, folder):
+    """Run a command line in `folder`; return its output."""
+    variables = {
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "HF_HUB_OFFLINE": "1",
+    }
+    shell = ["bash", "-ec", command]
+    done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, env=os.environ | variables)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output
+
+
+def logged(folder, *names):
+    """Return what a trainer logged in its last checkpoint."""
+    (file,) = folder.rglob(f"checkpoint-{STEPS}/trainer_state.json")
+    logs = json.loads(file.read_text())["log_history"]
+    values = {name: [log[name] for log in logs if name in log] for name in ("loss", "grad_norm", *names)}
+    assert len(values["loss"]) == STEPS and all(values.values())
+    return values
+
+
+def assert_alike(patched, plain):
+    assert plain["loss"][0] != plain["loss"][-1]
+    print({name: [round(value, 6) for value in values] for name, values in plain.items()})
+    for name, values in plain.items():
+        torch.testing.assert_close(
+            torch.tensor(patched[name]), torch.tensor(values), rtol=1e-5, atol=1e-6,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )  # fmt: skip
+
+
+def assert_trains_alike(commands, configs, folder, *names):
+    """Run the plain and the patched command; compare their logs."""
+    found = []
+    for way, command, config in zip(("plain", "patched"), commands, configs):
+        output_dir = f"{len(list(folder.iterdir()))}-{way}"
+        # a JSON text is YAML
+        (folder / "config.yaml").write_text(json.dumps(config | {"output_dir": output_dir}))
+        output = run(command.replace("OUTPUT", output_dir), folder)
+        assert bool(LINE.search(output)) == (way == "patched"), output[-6000:]
+        found.append(logged(folder / output_dir, *names))
+    assert_alike(found[1], found[0])
+
+
+@pytest.mark.parametrize("more", [{"finetuning_type": "full"}, {"finetuning_type": "lora"}], ids=str)
+def test_llama_factory(more, folder):
+    needs("llamafactory")
+    (command,) = documented("LLaMA-Factory")
+    config = ARGUMENTS | more | {
+        "model_name_or_path": "model", "stage": "sft", "do_train": True, "dataset": "alpaca", "dataset_dir": ".",
+        "template": "qwen", "cutoff_len": 64, "val_size": 0.2, "eval_strategy": "steps", "eval_steps": 2,
+    }  # fmt: skip
+    configs = [config | {"enable_liger_kernel": flag} for flag in (False, True)]
+    assert_trains_alike([command] * 2, configs, folder, "eval_loss")
+
+
+def test_ms_swift(folder):
+    needs("swift")
+    (block,) = documented("ms-swift")
+    options = ARGUMENTS | {
+        "model": "model", "model_type": "qwen3", "template": "qwen3", "dataset": "chats.jsonl", "max_length": 128,
+        "tuner_type": "full", "torch_dtype": "float32", "split_dataset_ratio": 0.2, "eval_steps": 2, "use_hf": True,
+        "output_dir": "OUTPUT",
+    }  # fmt: skip
+    patched = block.replace("...", " ".join(f"--{name} {value}" for name, value in options.items()))
+    plain = patched.replace("--use_liger_kernel true", "--use_liger_kernel false")
+    assert plain != patched
+    assert_trains_alike([plain, patched], [{}, {}], folder, "eval_loss")
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_axolotl(theirs, folder, monkeypatch):
+    needs("axolotl")
+    import yaml
+
+    monkeypatch.setenv("AXOLOTL_DO_NOT_TRACK", "1")
+    keys, start, other_start = documented("Axolotl")
+    config = ARGUMENTS | {
+        "base_model": "model", "datasets": [{"path": "alpaca.json", "ds_type": "json", "type": "alpaca"}],
+        "sequence_len": 512, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "optimizer": "adamw_torch",
+        "lr_scheduler": "linear", "bf16": False, "tf32": False, "special_tokens": {"pad_token": "<|endoftext|>"},
+        "dataset_prepared_path": "prepared",
+    }  # fmt: skip
+    del config["per_device_train_batch_size"], config["report_to"]
+    patched = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
+    patched = config | (patched if theirs else yaml.safe_load(keys))
+    assert_trains_alike([start, other_start if theirs else start], [config, patched], folder)
+
+
+# Programs that call a trainer -------------------------------------------------------------------------------------
+
+
+def rows():
+    ids = torch.randint(3, 250, (16, 24), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids]
+
+
+def without(block, *parts):
+    """Return the block of the unpatched run."""
+    for part in parts:
+        assert part in block
+        block = block.replace(part, "")
+    return block
+
+
+def arguments(output_dir):
+    return ARGUMENTS | {"output_dir": str(output_dir), "use_cpu": True, "disable_tqdm": True}
+
+
+@pytest.mark.parametrize("way", ["callback", "flag"])
+def test_trainer(way, tmp_path, stand_in, caplog):
+    callback, flag = documented("Hugging Face Trainer and its subclasses")
+    block = {"callback": callback, "flag": without(flag, "liger_hw.integrations.install()")}[way]
+    block = block.replace("TrainingArguments(...", "TrainingArguments(**arguments").replace("...", "train_dataset=rows")
+    part = {"callback": "callbacks=[LigerHwCallback()], ", "flag": "use_liger_kernel=True, "}[way]
+    for name, text in (("patched", block), ("plain", without(block, part))):
+        names = {
+            "Trainer": transformers.Trainer, "TrainingArguments": transformers.TrainingArguments,
+            "arguments": arguments(tmp_path / name), "model": trainer_files.model(), "rows": rows(),
+        }  # fmt: skip
+        names["args"] = transformers.TrainingArguments(**names["arguments"])
+        exec(text, names)
+        assert bool(LINE.search(caplog.text)) == (name == "patched")
+        caplog.clear()
+    assert_alike(*(logged(tmp_path / name) for name in ("patched", "plain")))
+
+
+LOOP = """
+import json, os, torch, liger_hw, trainer_files
+from accelerate import Accelerator
+from test_trainers_as_documented import rows
+from transformers import AutoModelForCausalLM
+accelerator = Accelerator(cpu=True)
+name, device, losses = "model", "cpu", []
+loader = torch.utils.data.DataLoader(rows(), batch_size=2)
+{block}
+with open(f"{output}-{{os.environ.get('RANK', 0)}}", "w") as file:
+    json.dump(losses, file)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_loop(ranks, folder):
+    """A loop of one's own, and with accelerate on two processes."""
+    (block,) = documented("A loop of your own, and accelerate")
+    if ranks == 2:
+        block = re.sub(r"^(\s*)# with accelerate: ", r"\1", block, flags=re.M)
+        block = re.sub(r"\S+  # with accelerate: ", "", block)
+        assert block.count("accelerator.") == 2
+    block = block.replace("optimizer.step()", "optimizer.step(); losses.append(loss.item())")
+    found = {}
+    for way, text in (("patched", block), ("plain", without(block, "liger_hw.patch(model)"))):
+        (folder / "loop.py").write_text(LOOP.format(block=text, output=way))
+        start = "python" if ranks == 1 else "python -m torch.distributed.run --standalone --nproc-per-node 2"
+        output = run(f"export PYTHONPATH=$PYTHONPATH:{ROOT / 'tests/integrations'}\n{start} loop.py", folder)
+        assert len(LINE.findall(output)) == (way == "patched"), output[-6000:]
+        found[way] = [json.loads((folder / f"{way}-{rank}").read_text()) for rank in range(ranks)]
+    assert len({tuple(losses) for losses in found["plain"]}) == ranks, "both ranks had the same rows"
+    for losses, expected in zip(found["patched"], found["plain"]):
+        assert_alike({"loss": losses}, {"loss": expected})
