@@ -30,6 +30,7 @@ from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.hooks import only_gathers
 from liger_hw.patching.lazy_logits import HeadFunction
+from liger_hw.patching.lora import variant
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, read
 from liger_hw.patching.swapping import patched_class, swap
@@ -187,8 +188,7 @@ def _is_one_product(lora, x):
     linears = [base, *(part[name] for name in names for part in (lora.lora_A, lora.lora_B))]
     return (
         bool(names)
-        and not any(name in getattr(lora, "lora_variant", {}) for name in names)  # such as DoRA
-        and not any(getattr(lora, "use_dora", {}).get(name) for name in names)  # of older versions of PEFT
+        and not any(variant(lora, name) for name in names)  # such as DoRA
         and getattr(lora, "cast_input_dtype_enabled", True)
         and all(_is_linear(m) and m.weight.dtype == base.weight.dtype and is_plain(m.weight) for m in linears)
         and all(lora.lora_B[name].bias is None for name in names)

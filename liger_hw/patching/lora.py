@@ -1,8 +1,9 @@
 """Match PEFT's LoRA around a linear layer, which `lora_linear` computes in place of six operations.
 
-What the op computes, one adapter on a plain linear layer or on one in 4 bits, depends on the state of the layer, which
-programs change: they merge, disable, add and choose adapters, and quantise weights. So `served` looks at each call, and
-PEFT's own forward runs in every other state.
+The op computes one adapter on a linear layer, plain or in 4 bits. Active adapters without dropout are one whose A has
+the rows of all, and B the columns. An adapter's bias adds to the layer's. Programs change a layer's state: they merge,
+disable, add and choose adapters, and quantise weights. So `served` looks at each call, and PEFT's own forward runs in
+every other state.
 """
 
 import functools
@@ -87,16 +88,16 @@ def _patch_layers(model):
                 key = type(module), match
                 summary.replaced[type(module).__name__, str(match)] += 1
                 swap(module, remember(results, key, lambda key=key: patched_class(*key)))
-            elif reason is not None:
+            if reason is not None:
                 summary.left[type(module).__name__, reason] += 1
     if summary.replaced or summary.left:
         logger.info("patched layers that PEFT added\n%s", summary)
 
 
 def match_lora(module, remember):
-    """Return a match and a reason for leaving a LoRA layer, one of them None.
+    """Return a match and a reason for leaving a LoRA layer, or None for either.
 
-    The result is None where `module` is no such layer.
+    The result is None where `module` is no such layer. Both are given if PEFT's forward runs with some adapters.
 
     Args:
         remember: a function (key, find) that calls `find` once for each key.
@@ -109,13 +110,12 @@ def match_lora(module, remember):
     has_4_bits = isinstance(base, torch.nn.Linear) and hasattr(base, "compute_dtype")
     if (cls.__module__, cls.__name__) not in CLASSES or not (is_plain_base or has_4_bits):
         return None, NOT_A_LINEAR.format(type(module.get_base_layer()).__name__)
-    name = next(iter(module.lora_A), None)
-    if name is None:
+    variants = [variant(module, name) for name in module.lora_A]
+    if not variants:
         return None, "LoRA without an adapter"
-    if variant := _variant(module, name):
-        return None, f"computes {variant}, which no op does"
-    if module.lora_B[name].bias is not None:
-        return None, "an adapter with a bias"
+    reason = next((f"an adapter computes {name}, which no op does" for name in variants if name), None)
+    if all(variants):
+        return None, reason
     if not is_plain_base:
         arguments = dequantize_arguments(base.weight)
         if arguments is None or arguments.packed.is_meta:
@@ -123,12 +123,12 @@ def match_lora(module, remember):
         key = LAYER, type(base), base.weight.quant_state.quant_type
         if not remember(key, lambda: _computes_4_bits(base, arguments)):
             return None, f"this version of {type(base).__name__} computes its 4 bits otherwise"
-    if not remember((LAYER, cls), lambda: _computes_the_op(module, name)):
+    if not remember((LAYER, cls), lambda: _computes_the_op(module)):
         return None, "this version of PEFT computes its LoRA otherwise"
-    return LoraMatch("lora_linear", bypassed=() if is_plain_base else (("base_layer", type(base)),)), None
+    return LoraMatch("lora_linear", bypassed=() if is_plain_base else (("base_layer", type(base)),)), reason
 
 
-def _variant(lora, name):
+def variant(lora, name):
     """Return the name of what an adapter computes instead of plain LoRA, or None."""
     variants = getattr(lora, "lora_variant", {})  # older versions of PEFT have `use_dora`
     if name in variants:
@@ -136,27 +136,38 @@ def _variant(lora, name):
     return "DoRA" if getattr(lora, "use_dora", {}).get(name) else None
 
 
-def _computes_the_op(module, name):
-    """Tell whether PEFT's forward gives the bits of the op's reference on random rows."""
-    random = probing.generator()
-    for dtype, adapter_dtype in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2):
-        x = probing.random_rows(random, 2, 5, PROBE_HIDDEN, dtype=dtype)
-        weight = probing.random_rows(random, PROBE_FEATURES, PROBE_HIDDEN, dtype=dtype) / 4
-        a = probing.random_rows(random, PROBE_RANK, PROBE_HIDDEN, dtype=adapter_dtype) / 4
-        b = probing.random_rows(random, PROBE_FEATURES, PROBE_RANK, dtype=adapter_dtype) / 4
+def _computes_the_op(module):
+    """Tell whether PEFT's forward gives the op's results on random rows.
+
+    Results of one adapter are bitwise equal. Two, with biases, are added in another order.
+    """
+    random, fp32, bf16 = probing.generator(), torch.float32, torch.bfloat16
+    for dtype, adapter_dtype, count in ((fp32, fp32, 1), (bf16, fp32, 1), (bf16, bf16, 1), (fp32, fp32, 2)):
+
+        def rows(*shape, dtype=adapter_dtype):
+            return probing.random_rows(random, *shape, dtype=dtype) / 4
+
+        x, weight = rows(2, 5, PROBE_HIDDEN, dtype=dtype), rows(PROBE_FEATURES, PROBE_HIDDEN, dtype=dtype)
+        adapters = [
+            Adapted(None, bias, rows(PROBE_RANK, PROBE_HIDDEN), rows(PROBE_FEATURES, PROBE_RANK), scaling, 0.0)
+            for bias, scaling in ([(None, 2.5)] if count == 1 else [(rows(PROBE_FEATURES), s) for s in (2.5, -0.5)])
+        ]
+        named = {f"adapter {i}": adapter for i, adapter in enumerate(adapters)}
         parts = {
-            "base_layer": _linear(weight),
-            "lora_A": torch.nn.ModuleDict({name: _linear(a)}),
-            "lora_B": torch.nn.ModuleDict({name: _linear(b)}),
-            "lora_dropout": torch.nn.ModuleDict({name: torch.nn.Identity()}),
+            "lora_A": {name: _linear(adapter.lora_a) for name, adapter in named.items()},
+            "lora_B": {name: _linear(adapter.lora_b, adapter.bias) for name, adapter in named.items()},
+            "lora_dropout": {name: torch.nn.Identity() for name in named},
         }
-        state = {"scaling": {name: 2.5}, "_active_adapter": [name], "_disable_adapters": False, "merged_adapters": []}
+        parts = {"base_layer": _linear(weight)} | {name: torch.nn.ModuleDict(part) for name, part in parts.items()}
+        state = {"scaling": {name: adapter.scaling for name, adapter in named.items()}, "_active_adapter": [*named]}
+        state |= {"_disable_adapters": False, "merged_adapters": [], "lora_variant": {}, "use_dora": {}}
         probe = probing.copy_of(module, {}, module._modules | parts, **state)
+        _, *others = joined = _joined(weight, None, adapters)
         # around 4 bits PEFT rounds the adapter's part once more
-        parts = lora_linear.reference(x, torch.zeros_like(weight), None, a, b, 2.5)
-        allowed = lora_linear.reference(x, weight, None, a, b, 2.5), torch.nn.functional.linear(x, weight) + parts
+        update = lora_linear.reference(x, torch.zeros_like(weight), *others)
+        allowed = lora_linear.reference(x, *joined), torch.nn.functional.linear(x, weight) + update
         y = probing.run(lambda probe=probe, x=x: type(module).forward(probe, x))
-        if not any(torch.equal(y, other) for other in allowed):
+        if not any(probing.equal(y, other, exact=count == 1) for other in allowed):
             return False
     return True
 
@@ -175,8 +186,8 @@ def _computes_4_bits(base, arguments):
         x, bias = (probing.random_rows(random, *sizes, dtype=torch.float32) for sizes in ((5, shape[1]), shape[:1]))
         state.absmax, state.dtype, weight.quant_state = probing.random_rows(random, shape[0]).abs(), dtype, state
         parameters = {"weight": weight, "bias": torch.nn.Parameter(bias.to(dtype))}
-        state_of_layer = {"compute_dtype": dtype, "compute_type_is_set": True, "training": True}
-        probe = probing.copy_of(base, parameters, {}, **state_of_layer)
+        layer_state = {"compute_dtype": dtype, "compute_type_is_set": True, "training": True}
+        probe = probing.copy_of(base, parameters, {}, **layer_state)
         y = probing.outputs(probe.forward, [(x.to(input_dtype),)])
         expected = torch.nn.functional.linear(x, dequantize_4bit.reference(*dequantize_arguments(weight)).float(), bias)
         if y is None or y[0].dtype != input_dtype or (y[0] - expected).abs().max() > 0.02 * expected.abs().max():
@@ -184,9 +195,10 @@ def _computes_4_bits(base, arguments):
     return True
 
 
-def _linear(weight):
-    linear = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear._parameters["weight"] = torch.nn.Parameter(weight)
+def _linear(weight, bias=None):
+    linear = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+    for name, value in (("weight", weight), ("bias", bias)):
+        linear._parameters[name] = None if value is None else torch.nn.Parameter(value)
     return linear
 
 
@@ -195,16 +207,10 @@ def served(lora, x):
     if lora.disable_adapters or lora.merged or type(x) not in PLAIN or x.device.type == "meta" or transforms_active():
         return None
     parts = lora._modules  # an attribute of a module costs 0.5 us
-    adapters = parts["lora_A"]._modules
-    names = [name for name in lora.active_adapters if name in adapters]
-    if len(names) != 1 or not getattr(lora, "cast_input_dtype_enabled", True) or _variant(lora, names[0]):
+    adapters = [_adapter(lora, name) for name in lora.active_adapters if name in parts["lora_A"]._modules]
+    if not adapters or None in adapters or not getattr(lora, "cast_input_dtype_enabled", True):
         return None
-    name = names[0]
-    base, a, b = parts["base_layer"], adapters[name], parts["lora_B"]._modules[name]
-    rate, scaling = _rate(parts["lora_dropout"]._modules[name]), lora.scaling[name]
-    if rate is None or not isinstance(scaling, (int, float)) or not (is_plain_linear(a) and is_plain_linear(b)):
-        return None
-    (a, no_bias), (b, no_bias_either) = (layer._parameters.values() for layer in (a, b))
+    base, first = parts["base_layer"], adapters[0]
     if type(base) is torch.nn.Linear:
         weight, bias = base._parameters.values()
         fits = is_plain_linear(base) and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type))
@@ -212,16 +218,44 @@ def served(lora, x):
     elif not type(lora).liger_match.bypassed:
         return None  # a plain layer when it was matched, changed since
     else:
-        weight, bias = _of_4_bits(base, x, a, rate)
+        weight, bias = _weight_in_4_bits(base, x, first.lora_a, first.dropout)
         fits, device = weight is not None, weight and weight.packed.device
-    if not fits or a.dtype != b.dtype or no_bias is not None or no_bias_either is not None:
+    if not fits or not x.device == device == first.lora_a.device or weight.shape[1] != x.shape[-1]:
         return None
-    if tuple(weight.shape) != (b.shape[0], x.shape[-1]) or not x.device == device == a.device:
-        return None
-    return Adapted(weight, bias, a, b, scaling, rate)
+    return _joined(weight, bias, adapters)
 
 
-def _of_4_bits(base, x, lora_a, rate):
+def _adapter(lora, name):
+    """Return the `Adapted` of one adapter without its layer, None where PEFT must compute."""
+    layer_a, layer_b, dropout = (lora._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+    rate, scaling = _rate(dropout), lora.scaling[name]
+    if rate is None or not isinstance(scaling, (int, float)) or not all(map(is_plain_linear, (layer_a, layer_b))):
+        return None
+    (lora_a, bias_a), (lora_b, bias) = (layer._parameters.values() for layer in (layer_a, layer_b))
+    return None if bias_a is not None or variant(lora, name) else Adapted(None, bias, lora_a, lora_b, scaling, rate)
+
+
+def _joined(weight, bias, adapters):
+    """Return the `Adapted` of a layer with several adapters.
+
+    None where they differ in dtype, or one draws a mask of its own.
+    """
+    first = adapters[0]
+    for _, shift, lora_a, lora_b, scaling, dropout in adapters:
+        if lora_a.shape[1] != weight.shape[1] or lora_b.shape != (weight.shape[0], lora_a.shape[0]):
+            return None
+        if not lora_a.dtype == lora_b.dtype == first.lora_a.dtype or dropout and len(adapters) > 1:
+            return None
+        if shift is not None:
+            shift = shift * scaling
+            bias = shift.to(torch.promote_types(shift.dtype, weight.dtype)) if bias is None else bias + shift
+    if len(adapters) == 1:
+        return first._replace(weight=weight, bias=bias)
+    lora_b = torch.cat([adapter.lora_b * adapter.scaling for adapter in adapters], 1)
+    return Adapted(weight, bias, torch.cat([adapter.lora_a for adapter in adapters]), lora_b, 1.0, 0.0)
+
+
+def _weight_in_4_bits(base, x, lora_a, rate):
     """Return (arguments of `dequantize_4bit`, bias) of a layer in 4 bits.
 
     (None, None) where its own forward must run.

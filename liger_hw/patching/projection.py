@@ -23,7 +23,7 @@ PRODUCERS = {
 class Adapted(NamedTuple):
     """The arguments of `lora_linear` after x: a linear layer with one adapter."""
 
-    weight: torch.Tensor | tuple
+    weight: torch.Tensor | tuple | None
     bias: torch.Tensor | None
     lora_a: torch.Tensor
     lora_b: torch.Tensor

@@ -13,7 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
-CALLERS = ["tests/losses", "tests/transformers/test_kernels_in_models.py"]
+CALLERS = [
+    "tests/losses", "tests/transformers/test_kernels_in_models.py", "tests/transformers/test_lora_layers.py",
+]  # fmt: skip
 PROGRAMS = [
     "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
     "tests/lab/test_emulation.py", "tests/lab/test_loss_bench.py", "tests/transformers/test_activations.py",

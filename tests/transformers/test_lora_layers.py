@@ -1,0 +1,192 @@
+"""PEFT's LoRA layers in every state: patched ones beside plain ones, by the parity rule against float64."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import liger_hw
+from liger_hw.patching import swapping
+from liger_hw.testing.parity import compare
+
+peft = pytest.importorskip("peft", reason="the package peft is not installed")
+
+COLS, FEATURES = 40, 24
+BOTH = ["default", "second"]
+
+
+def config(**options):
+    return peft.LoraConfig(**{"target_modules": ["0"], "r": 4, "lora_alpha": 3, "init_lora_weights": False} | options)
+
+
+def model(second=None, bias=True, **options):
+    """A PEFT model of one layer with its adapters, equal in each call."""
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(COLS, FEATURES, bias)), config(**options))
+    if second is not None:
+        add_second(wrapped, **second)
+    return wrapped
+
+
+def add_second(wrapped, **options):
+    torch.manual_seed(4)
+    wrapped.add_adapter("second", config(r=3, **options))
+    wrapped.base_model.set_adapter(BOTH)
+
+
+def layer_of(wrapped):
+    return wrapped.base_model.model[0]
+
+
+def cast(wrapped, dtype, adapters):
+    for name, parameter in wrapped.named_parameters():
+        parameter.data = parameter.data.to(adapters if "lora" in name else dtype)
+    return wrapped
+
+
+def pair(dtype=torch.float32, adapters=torch.float32, **options):
+    plain, patched = (cast(model(**options), dtype, adapters) for _ in range(2))
+    liger_hw.patch(patched)
+    assert swapping.is_swapped(layer_of(patched))
+    return plain, patched
+
+
+def step(wrapped, dtype, call=lambda module, x: module(x), autocast=None):
+    """Return a result and the gradients of the input and of what the model trains."""
+    torch.manual_seed(1)
+    device = layer_of(wrapped).base_layer.weight.device
+    x = torch.randn(2, 7, COLS, dtype=torch.float64).to(device, dtype).requires_grad_()
+    with autocasting(device, autocast):
+        y = call(layer_of(wrapped), x)
+    if y.requires_grad:
+        y.backward(torch.randn(y.shape, dtype=torch.float64).to(y))
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    gradients = [x.grad, *(p.grad for p in trained)]
+    wrapped.zero_grad()
+    return [y.detach(), *gradients]
+
+
+def autocasting(device, dtype):
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def assert_same(plain, patched, dtype=torch.float32, is_served=True, **options):
+    x = torch.zeros(2, 7, COLS, dtype=dtype, device=layer_of(plain).base_layer.weight.device)
+    with autocasting(x.device, options.get("autocast")):
+        assert (layer_of(patched).liger_adapted(x) is not None) == is_served
+    exact = step(copy.deepcopy(plain).double(), torch.float64)
+    compare(exact, step(plain, dtype, **options), step(patched, dtype, **options), "LoRA", [x])
+
+
+STATES = {
+    "bias": {"lora_bias": True},
+    "bias alone": {"lora_bias": True, "bias": False},
+    "rank of 70": {"r": 70},
+    "two": {"second": {}},
+    "two with biases": {"second": {"lora_bias": True}, "lora_bias": True},
+    "two with a rank of 70": {"second": {}, "r": 70, "use_rslora": True},
+}
+DTYPES = {
+    "fp32": (torch.float32, torch.float32), "fp16": (torch.float16, torch.float16),
+    "fp16 and fp32": (torch.float16, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16 and fp32": (torch.bfloat16, torch.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("state", STATES)
+def test_states(state, dtypes):
+    dtype, adapters = DTYPES[dtypes]
+    assert_same(*pair(dtype, adapters, **STATES[state]), dtype)
+
+
+@pytest.mark.parametrize("dtypes", ["fp16", "fp16 and fp32", "bf16 and fp32"])
+@pytest.mark.parametrize("state", STATES)
+def test_states_on_kernels(state, dtypes, backend, device):
+    dtype, adapters = DTYPES[dtypes]
+    models = (wrapped.to(device) for wrapped in pair(dtype, adapters, **STATES[state]))
+    with liger_hw.use_backend(backend):
+        assert_same(*models, dtype)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_states_under_autocast(state):
+    assert_same(*pair(**STATES[state]), autocast=torch.float16)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_states_recomputed(state):
+    assert_same(*pair(**STATES[state]), call=lambda *args: checkpoint(*args, use_reentrant=False))
+
+
+def test_changes_of_state(tmp_path):
+    models = pair(lora_bias=True)
+
+    def change(function, is_served=True):
+        for wrapped in models:
+            function(wrapped)
+        assert_same(*models, is_served=is_served)
+
+    change(lambda m: m.base_model.disable_adapter_layers(), False)
+    change(lambda m: m.base_model.enable_adapter_layers())
+    change(lambda m: m.merge_adapter(), False)
+    change(lambda m: m.unmerge_adapter())
+    change(lambda m: layer_of(m).set_scale("default", 0.3))
+    change(lambda m: add_second(m, lora_bias=True))
+    change(lambda m: layer_of(m).scale_layer(2))
+    change(lambda m: m.merge_adapter(["second"]), False)
+    change(lambda m: m.unmerge_adapter())
+    plain, patched = models
+    assert_same(plain, copy.deepcopy(patched))
+    patched.save_pretrained(tmp_path)
+    loaded = model()
+    liger_hw.patch(loaded)
+    loaded.load_adapter(tmp_path / "second", "second", is_trainable=True)
+    loaded.set_adapter("second")
+    for wrapped in models:
+        wrapped.base_model.set_adapter("second")
+    layer_of(loaded).set_scale("second", 2)  # as `scale_layer` left it, which PEFT does not save
+    torch.testing.assert_close(*(layer_of(wrapped)(torch.ones(2, COLS)) for wrapped in (loaded, patched)))
+    change(lambda m: m.delete_adapter("default"))
+    assert "default" not in layer_of(patched).lora_A
+
+
+@pytest.mark.parametrize(
+    "options, change",
+    [
+        ({"second": {"lora_dropout": 0.1}, "lora_dropout": 0.1}, lambda layer: None),
+        ({"second": {}}, lambda layer: [part["second"].bfloat16() for part in (layer.lora_A, layer.lora_B)]),
+        ({"second": {}}, lambda layer: layer.scaling.update(second=torch.tensor(0.5))),
+        ({"second": {}}, lambda layer: layer.lora_B["second"].register_forward_hook(lambda _, args, y: 2 * y)),
+    ],
+    ids=["dropout of two", "another dtype", "a tensor as scaling", "a hook"],
+)
+def test_states_that_peft_computes(options, change):
+    plain, patched = pair(**options)
+    for wrapped in (plain, patched):
+        change(layer_of(wrapped))
+    x, results = torch.ones(2, COLS), []
+    for wrapped in (plain, patched):
+        torch.manual_seed(2)
+        results.append(layer_of(wrapped)(x))
+    assert layer_of(patched).liger_adapted(x) is None and torch.equal(*results)
+
+
+def test_dropout_of_two_in_evaluation():
+    models = pair(second={"lora_dropout": 0.1}, lora_dropout=0.1)
+    assert_same(*(wrapped.eval() for wrapped in models))
+
+
+def test_every_adapter_of_a_layer_counts():
+    """The first decides nothing: the summary names the one that is left, and a call serves the other."""
+    for first, second in (({"use_dora": True}, {}), ({}, {"use_dora": True})):
+        wrapped = model(second=second, **first)
+        summary = liger_hw.patch(wrapped)
+        (reason,) = (reason for name, reason in summary.left if name == "Linear")
+        assert reason == "an adapter computes DoraLinearVariant, which no op does"
+        assert summary.replaced["Linear", "lora_linear"] == 1
+        for name in ("default", "second"):
+            wrapped.base_model.set_adapter(name)
+            is_served = layer_of(wrapped).liger_adapted(torch.ones(2, COLS)) is not None
+            assert is_served == (name not in layer_of(wrapped).lora_variant)
