@@ -130,3 +130,20 @@ def with_lora(model):
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_lora_of_the_head(engine, check):
     check(ENGINES[engine], change=with_lora, hidden_size=32)
+
+
+def with_two_adapters(model):
+    """Adapters of every projection, with biases and of a rank above 64; both are active."""
+    from peft import LoraConfig, get_peft_model
+
+    options = dict(target_modules="all-linear", lora_bias=True, init_lora_weights=False)
+    model = get_peft_model(model, LoraConfig(r=70, **options))
+    model.add_adapter("second", LoraConfig(r=3, **options))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+@pytest.mark.parametrize("checkpointed", [None, False])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_lora_layers(engine, checkpointed, check):
+    check(ENGINES[engine], change=with_two_adapters, checkpointed=checkpointed)
