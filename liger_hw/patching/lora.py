@@ -1,12 +1,13 @@
 """Match PEFT's LoRA around a linear layer, which `lora_linear` computes in place of six operations.
 
 The op computes one adapter on a linear layer, plain or in 4 bits. Active adapters without dropout are one whose A has
-the rows of all, and B the columns. An adapter's bias adds to the layer's. Programs change a layer's state: they merge,
-disable, add and choose adapters, and quantise weights. So `served` looks at each call, and PEFT's own forward runs in
-every other state.
+the rows of all, and B the columns. An adapter's bias adds to the layer's. DoRA scales the op's result. Programs change
+a layer's state: they merge, disable, add and choose adapters, and quantise weights. So `served` looks at each call,
+and PEFT's own forward runs in every other state.
 """
 
 import functools
+import importlib
 import logging
 import math
 import sys
@@ -30,6 +31,7 @@ logger = logging.getLogger("liger_hw")
 
 LAYER = "peft.tuners.lora.layer"
 CLASSES = (LAYER, "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
+DORA = ("peft.tuners.lora.variants", "DoraLinearVariant"), ("peft.tuners.lora.dora", "DoraLinearLayer")
 READ = ("forward", "_check_forward_args", "_cast_input_dtype", "merged", "disable_adapters", "active_adapters")
 NOT_A_LINEAR = "LoRA around {}, not a plain linear layer"
 NOT_QUANTISED = "LoRA around {} before its weight is quantised: patch again after that"
@@ -44,7 +46,7 @@ class LoraMatch(Match):
 
     def pins(self, original):
         pins = [Pin(original, name, getattr(original, name)) for name in READ]
-        pins += [Pin(base, "forward", base.forward) for _, base in self.bypassed]
+        pins += [Pin(cls, "forward", cls.forward) for cls in (*_dora_classes(), *dict(self.bypassed).values())]
         return [*pins, *read(torch.nn.Linear).pins, *read(torch.nn.Dropout).pins], set()
 
     def members(self, original, unchanged):
@@ -56,7 +58,7 @@ class LoraMatch(Match):
             adapted = None if args or kwargs or not unchanged(self) else served(self, x)
             if adapted is None:
                 return original.forward(self, x, *args, **kwargs)
-            return lora_linear(x, *adapted)
+            return lora_linear(x, *adapted[:-1]) if adapted.magnitudes is None else _dora(x, *adapted)
 
         return {"forward": forward, "liger_adapted": adapted}
 
@@ -113,6 +115,9 @@ def match_lora(module, remember):
     variants = [variant(module, name) for name in module.lora_A]
     if not variants:
         return None, "LoRA without an adapter"
+    has_dora = is_plain_base and remember((LAYER, cls, DORA), lambda: _computes_dora(module))
+    if has_dora:
+        variants = [None if name == DORA[0][1] else name for name in variants]
     reason = next((f"an adapter computes {name}, which no op does" for name in variants if name), None)
     if all(variants):
         return None, reason
@@ -125,7 +130,9 @@ def match_lora(module, remember):
             return None, f"this version of {type(base).__name__} computes its 4 bits otherwise"
     if not remember((LAYER, cls), lambda: _computes_the_op(module)):
         return None, "this version of PEFT computes its LoRA otherwise"
-    return LoraMatch("lora_linear", bypassed=() if is_plain_base else (("base_layer", type(base)),)), reason
+    names = (("magnitudes", "lora_magnitude_vector"),) if has_dora else ()
+    bypassed = () if is_plain_base else (("base_layer", type(base)),)
+    return LoraMatch("lora_linear", names=names, bypassed=bypassed), reason
 
 
 def variant(lora, name):
@@ -152,24 +159,58 @@ def _computes_the_op(module):
             Adapted(None, bias, rows(PROBE_RANK, PROBE_HIDDEN), rows(PROBE_FEATURES, PROBE_RANK), scaling, 0.0)
             for bias, scaling in ([(None, 2.5)] if count == 1 else [(rows(PROBE_FEATURES), s) for s in (2.5, -0.5)])
         ]
-        named = {f"adapter {i}": adapter for i, adapter in enumerate(adapters)}
-        parts = {
-            "lora_A": {name: _linear(adapter.lora_a) for name, adapter in named.items()},
-            "lora_B": {name: _linear(adapter.lora_b, adapter.bias) for name, adapter in named.items()},
-            "lora_dropout": {name: torch.nn.Identity() for name in named},
-        }
-        parts = {"base_layer": _linear(weight)} | {name: torch.nn.ModuleDict(part) for name, part in parts.items()}
-        state = {"scaling": {name: adapter.scaling for name, adapter in named.items()}, "_active_adapter": [*named]}
-        state |= {"_disable_adapters": False, "merged_adapters": [], "lora_variant": {}, "use_dora": {}}
-        probe = probing.copy_of(module, {}, module._modules | parts, **state)
-        _, *others = joined = _joined(weight, None, adapters)
+        y = _run_layer(module, x, weight, None, adapters)
+        *joined, _ = _joined(weight, None, adapters)
         # around 4 bits PEFT rounds the adapter's part once more
-        update = lora_linear.reference(x, torch.zeros_like(weight), *others)
+        update = lora_linear.reference(x, torch.zeros_like(weight), *joined[1:])
         allowed = lora_linear.reference(x, *joined), torch.nn.functional.linear(x, weight) + update
-        y = probing.run(lambda probe=probe, x=x: type(module).forward(probe, x))
         if not any(probing.equal(y, other, exact=count == 1) for other in allowed):
             return False
     return True
+
+
+def _dora_classes():
+    """Return PEFT's classes of a DoRA adapter; none in a version that has others."""
+    try:
+        return [getattr(importlib.import_module(module), name) for module, name in DORA]
+    except (ImportError, AttributeError):
+        return []
+
+
+def _computes_dora(module):
+    """Tell whether PEFT's forward gives the results of `_dora` on random rows."""
+    if not (classes := _dora_classes()):
+        return False
+    variant_class, layer_class = classes
+    random, shapes = probing.generator(), ((PROBE_FEATURES,), (PROBE_FEATURES,), (PROBE_FEATURES, PROBE_HIDDEN))
+    shapes = (5, PROBE_HIDDEN), (PROBE_RANK, PROBE_HIDDEN), (PROBE_FEATURES, PROBE_RANK), *shapes
+    x, lora_a, lora_b, bias, magnitudes, weight = (probing.random_rows(random, *shape) / 4 for shape in shapes)
+    layer = layer_class(fan_in_fan_out=False)
+    layer.weight = torch.nn.Parameter(magnitudes)
+    adapter = Adapted(None, None, lora_a, lora_b, 2.5, 0.0, magnitudes)
+    y = _run_layer(module, x, weight, bias, [adapter], layer, variant_class())
+    adapted = adapter._replace(weight=weight, bias=bias)
+    return probing.equal(y, probing.run(lambda: _dora(x, *adapted)), exact=False)
+
+
+def _run_layer(module, x, weight, bias, adapters, *dora):
+    """Return the result of PEFT's forward with other weights.
+
+    `dora`: PEFT's layer and variant of the adapter.
+    """
+    named = {f"adapter {i}": adapter for i, adapter in enumerate(adapters)}
+    parts = {
+        "lora_A": {name: _linear(adapter.lora_a) for name, adapter in named.items()},
+        "lora_B": {name: _linear(adapter.lora_b, adapter.bias) for name, adapter in named.items()},
+        "lora_dropout": {name: torch.nn.Identity() for name in named},
+        "lora_magnitude_vector": dict(zip(named, dora[:1])),
+    }
+    parts = {"base_layer": _linear(weight, bias)} | {name: torch.nn.ModuleDict(part) for name, part in parts.items()}
+    state = {"scaling": {name: adapter.scaling for name, adapter in named.items()}, "_active_adapter": [*named]}
+    state |= {"_disable_adapters": False, "merged_adapters": [], "use_dora": {}}
+    state |= {"lora_variant": dict(zip(named, dora[1:]))}
+    probe = probing.copy_of(module, {}, module._modules | parts, **state)
+    return probing.run(lambda: type(module).forward(probe, x))
 
 
 def _computes_4_bits(base, arguments):
@@ -202,6 +243,15 @@ def _linear(weight, bias=None):
     return linear
 
 
+def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):
+    """Scale each feature by its magnitude over the norm of its weights, a constant (arXiv:2402.09353)."""
+    with torch.no_grad():
+        norms = weight.to(lora_a.dtype, copy=True).addmm_(lora_b, lora_a, alpha=scaling).norm(dim=1)
+    y = lora_linear(x, weight, None, lora_a, lora_b, scaling)
+    scaled = y * (magnitudes / norms)
+    return (scaled if bias is None else scaled + bias).to(y.dtype)
+
+
 def served(lora, x):
     """Return the arguments with which `lora_linear` computes the layer for `x`, or None."""
     if lora.disable_adapters or lora.merged or type(x) not in PLAIN or x.device.type == "meta" or transforms_active():
@@ -232,7 +282,22 @@ def _adapter(lora, name):
     if rate is None or not isinstance(scaling, (int, float)) or not all(map(is_plain_linear, (layer_a, layer_b))):
         return None
     (lora_a, bias_a), (lora_b, bias) = (layer._parameters.values() for layer in (layer_a, layer_b))
-    return None if bias_a is not None or variant(lora, name) else Adapted(None, bias, lora_a, lora_b, scaling, rate)
+    adapter = None if bias_a is not None else Adapted(None, bias, lora_a, lora_b, scaling, rate)
+    return _with_magnitudes(lora, name, adapter) if variant(lora, name) else adapter
+
+
+def _with_magnitudes(lora, name, adapter):
+    """Return the `Adapted` of DoRA; None with dropout, which the layer's weight also sees."""
+    attribute = dict(type(lora).liger_match.names).get("magnitudes")
+    if attribute is None or variant(lora, name) != DORA[0][1] or adapter is None or adapter.bias is not None:
+        return None
+    layer = lora._modules[attribute]._modules.get(name)
+    if adapter.dropout or type(layer).__name__ != DORA[1][1]:
+        return None
+    magnitudes = layer.weight
+    if is_intercepted(layer) or not is_plain(magnitudes) or layer.fan_in_fan_out:
+        return None
+    return adapter._replace(magnitudes=magnitudes) if magnitudes.device == adapter.lora_a.device else None
 
 
 def _joined(weight, bias, adapters):
@@ -241,10 +306,12 @@ def _joined(weight, bias, adapters):
     None where they differ in dtype, or one draws a mask of its own.
     """
     first = adapters[0]
-    for _, shift, lora_a, lora_b, scaling, dropout in adapters:
+    for _, shift, lora_a, lora_b, scaling, dropout, magnitudes in adapters:
         if lora_a.shape[1] != weight.shape[1] or lora_b.shape != (weight.shape[0], lora_a.shape[0]):
             return None
-        if not lora_a.dtype == lora_b.dtype == first.lora_a.dtype or dropout and len(adapters) > 1:
+        if not lora_a.dtype == lora_b.dtype == first.lora_a.dtype:
+            return None
+        if len(adapters) > 1 and (dropout or magnitudes is not None):
             return None
         if shift is not None:
             shift = shift * scaling

@@ -21,7 +21,7 @@ PRODUCERS = {
 
 
 class Adapted(NamedTuple):
-    """The arguments of `lora_linear` after x: a linear layer with one adapter."""
+    """The arguments of `lora_linear` after x, and the magnitudes of DoRA or None."""
 
     weight: torch.Tensor | tuple | None
     bias: torch.Tensor | None
@@ -29,6 +29,7 @@ class Adapted(NamedTuple):
     lora_b: torch.Tensor
     scaling: float
     dropout: float
+    magnitudes: torch.Tensor | None = None
 
 
 def project_down(down, gate, up, activation, producers):
@@ -46,7 +47,7 @@ def project_down(down, gate, up, activation, producers):
         return glu_linear(gate, up, down.weight, down.bias, activation, in_place=in_place)
     adapted = getattr(type(down), "liger_adapted", None)  # of a patched layer of PEFT
     adapted = None if adapted is None or not is_plain(up) or is_intercepted(down) else adapted(down, gate)
-    if adapted is not None and not adapted.dropout:
+    if adapted is not None and not adapted.dropout and adapted.magnitudes is None:
         return lora_glu_linear(gate, up, *adapted[:5], activation, in_place)
     return down(unit(gate, up, activation, in_place=in_place))
 

@@ -85,6 +85,8 @@ STATES = {
     "rank of 70": {"r": 70},
     "two": {"second": {}},
     "two with biases": {"second": {"lora_bias": True}, "lora_bias": True},
+    "DoRA": {"use_dora": True},
+    "DoRA without a bias": {"use_dora": True, "bias": False, "r": 70},
     "two with a rank of 70": {"second": {}, "r": 70, "use_rslora": True},
 }
 DTYPES = {
@@ -157,10 +159,12 @@ def test_changes_of_state(tmp_path):
     [
         ({"second": {"lora_dropout": 0.1}, "lora_dropout": 0.1}, lambda layer: None),
         ({"second": {}}, lambda layer: [part["second"].bfloat16() for part in (layer.lora_A, layer.lora_B)]),
+        ({"use_dora": True, "lora_dropout": 0.1}, lambda layer: None),
+        ({"second": {"use_dora": True}}, lambda layer: None),
         ({"second": {}}, lambda layer: layer.scaling.update(second=torch.tensor(0.5))),
         ({"second": {}}, lambda layer: layer.lora_B["second"].register_forward_hook(lambda _, args, y: 2 * y)),
     ],
-    ids=["dropout of two", "another dtype", "a tensor as scaling", "a hook"],
+    ids=["dropout of two", "another dtype", "DoRA with dropout", "DoRA of two", "a tensor as scaling", "a hook"],
 )
 def test_states_that_peft_computes(options, change):
     plain, patched = pair(**options)
@@ -180,13 +184,18 @@ def test_dropout_of_two_in_evaluation():
 
 def test_every_adapter_of_a_layer_counts():
     """The first decides nothing: the summary names the one that is left, and a call serves the other."""
-    for first, second in (({"use_dora": True}, {}), ({}, {"use_dora": True})):
-        wrapped = model(second=second, **first)
+
+    class Unknown:
+        pass
+
+    for unknown in BOTH:
+        wrapped = model(second={})
+        layer_of(wrapped).lora_variant[unknown] = Unknown()
         summary = liger_hw.patch(wrapped)
         (reason,) = (reason for name, reason in summary.left if name == "Linear")
-        assert reason == "an adapter computes DoraLinearVariant, which no op does"
+        assert reason == "an adapter computes Unknown, which no op does"
         assert summary.replaced["Linear", "lora_linear"] == 1
-        for name in ("default", "second"):
+        for name in BOTH:
             wrapped.base_model.set_adapter(name)
             is_served = layer_of(wrapped).liger_adapted(torch.ones(2, COLS)) is not None
-            assert is_served == (name not in layer_of(wrapped).lora_variant)
+            assert is_served == (name != unknown)
