@@ -13,6 +13,8 @@ from liger_hw import dequantize_4bit
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_arguments
 from liger_hw.patching import swapping
 
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
