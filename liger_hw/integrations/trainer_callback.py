@@ -3,6 +3,7 @@
 from transformers import TrainerCallback
 
 from liger_hw.checkpointing.activations import activations
+from liger_hw.checks import check
 from liger_hw.patching.flags import check_flags
 from liger_hw.patching.patch import patch
 from liger_hw.patching.swapping import is_swapped
@@ -19,10 +20,12 @@ class LigerHwCallback(TrainerCallback):
         flags: of `liger_hw.patch`.
 
     Raises:
-        ValueError: as `liger_hw.patch`.
+        ValueError: as `liger_hw.patch`; activations, which `LigerHwActivationsCallback` plans beside this callback.
     """
 
     def __init__(self, **flags):
+        budget = flags.get("activations")
+        check(budget is None, "activations", repr(budget), "LigerHwActivationsCallback(budget) beside this callback")
         check_flags(flags)
         self.flags = flags
 
