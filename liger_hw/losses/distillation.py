@@ -14,15 +14,16 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
-from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels, counted
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, largest_soft_gradient, soft_rows
-from liger_hw.losses.arguments import check_numbers, flatten_rows
+from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, LogitScaling, plan_of, sum_over_chunks
 from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
 IGNORED = -100
+TEACHER = "teacher_x", "teacher_weight", "teacher_bias"
 
 
 class DistillationOutput(NamedTuple):
@@ -46,6 +47,7 @@ def distillation_loss(
     soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
     teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
+    invariant: bool = False, counted_rows: int | None = None,
 ):  # fmt: skip
     """Compute the mean soft loss to the teacher plus the labels' mean cross entropy.
 
@@ -65,7 +67,8 @@ def distillation_loss(
         chunk_memory: bytes that a chunk of both models' logits may take.
         accum_dtype: as in `logits_loss`.
         softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each head, as in `selective_log_softmax`.
-        logits_dtype: of both models' logits, as in `fused_linear_cross_entropy`.
+        logits_dtype, invariant: of both models' logits, as in `fused_linear_cross_entropy`.
+        counted_rows: the most rows whose label is not `ignore_index`, as there, for both models' products.
 
     Returns:
         A `DistillationOutput` in fp32 (fp64 for fp64 inputs).
@@ -82,24 +85,25 @@ def distillation_loss(
     """
     x, teacher_x, labels = flatten_rows(x, teacher_x=teacher_x, labels=labels)
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
-    names = "teacher_x", "teacher_weight", "teacher_bias"
     teacher_x, teacher_weight, teacher_bias = (
         t if t is None else t.detach()
-        for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, names, logits_dtype)
+        for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, TEACHER, logits_dtype)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
     kind = _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
     teacher_scaling = LogitScaling.of(teacher_softcap, teacher_logit_scale, "teacher_")
-    scaling, wide = LogitScaling.of(softcap, logit_scale), wide_dtype(x)
+    scaling = LogitScaling.of(softcap, logit_scale)
     labels, hard_weight, ignore_index = _labels(x, labels, hard_weight, ignore_index, len(weight))
-    count = (labels != ignore_index).sum().clamp(min=1).to(wide)
+    excess, labels, x, teacher_x = counted(counted_rows, labels, ignore_index, x, teacher_x)
+    count = (labels != ignore_index).sum().clamp(min=1).to(wide_dtype(x)) * excess
     factors = torch.stack([soft_weight / count, hard_weight / count])
     options = kind, beta, temperature, bool(hard_weight), ignore_index
-    dtypes = {"accum_dtype": accum_dtype, "logits_dtype": logits_dtype}
-    plan = plan_of(chunk_memory, x, weight, bias, teacher_x, teacher_weight, teacher_bias, **dtypes)
+    products = {"logits_dtype": logits_dtype, "invariant": invariant}
+    tensors = x, weight, bias, teacher_x, teacher_weight, teacher_bias
+    plan = plan_of(chunk_memory, *tensors, accum_dtype=accum_dtype, **products)
     if plan is None:
-        teacher_logits = teacher_scaling(linear(teacher_x, teacher_weight, teacher_bias, logits_dtype))
-        soft, hard = _rows_by_torch(scaling(linear(x, weight, bias, logits_dtype)), teacher_logits, labels, *options)
+        z, teacher_z = scaling(linear(*tensors[:3], **products)), teacher_scaling(linear(*tensors[3:], **products))
+        soft, hard = _rows_by_torch(z, teacher_z, labels, *options)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
 
@@ -107,7 +111,7 @@ def distillation_loss(
         teacher = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
         teacher_logits = teacher_scaling.chunk(teacher.logits(slice(0, len(logits))))
         z = scaling.chunk(logits)
-        soft, hard = logits.new_zeros(2, len(logits), dtype=wide)
+        soft, hard = logits.new_zeros(2, len(logits), dtype=factors.dtype)
         grad_factors = factors
         if gradients.scales:
             largest = largest_soft_gradient(z, teacher_logits, labels[part] != ignore_index, kind, temperature)
@@ -118,8 +122,7 @@ def distillation_loss(
                 float(beta), float(temperature), ignore_index, differentiate,
             )  # fmt: skip
         else:
-            incoming = [row.expand(len(z)) for row in grad_factors]
-            incoming = incoming if hard_weight else [incoming[0], None]
+            incoming = [row.expand(len(z)) for row in grad_factors[: 1 + bool(hard_weight)]]
             rows_by_autograd(
                 lambda logits, rows: _rows_by_torch(logits, teacher_logits[rows], labels[part][rows], *options),
                 z, (soft, hard), incoming if differentiate else None,
@@ -128,8 +131,7 @@ def distillation_loss(
             scaling.write_gradient(logits, z, labels[part] != ignore_index)
         return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
 
-    # memory holds the teacher's logits beside the student's
-    widths = 1 + scaling.buffers + (1 + teacher_scaling.buffers) * teacher_weight.shape[0] / weight.shape[0]
+    widths = 1 + scaling.buffers + (1 + teacher_scaling.buffers) * len(teacher_weight) / len(weight)  # of both models
     loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)
 
@@ -137,12 +139,11 @@ def distillation_loss(
 def _labels(x, labels, hard_weight, ignore_index, vocabulary):
     """Return checked labels, the hard loss's weight and `ignore_index`; without labels all rows count."""
     if labels is None:
-        return torch.zeros(len(x), dtype=torch.int64, device=x.device), 0.0, IGNORED
-    fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1]
-    check(fits, "labels", labels, f"int64 or int32 of shape ({len(x)},), one for each row of x")
+        hard_weight, ignore_index = 0.0, IGNORED
+    labels = prepare_labels(x, labels, "labels")
     if hard_weight:
         check_labels("labels", labels, vocabulary, ignore_index)
-    return labels.contiguous(), hard_weight, ignore_index
+    return labels, hard_weight, ignore_index
 
 
 def _check_options(soft_loss, beta, temperature, hard_weight, soft_weight):

@@ -183,7 +183,7 @@ def _scaled_gradient(value, logits, gradients):
 def logits_loss(
     loss: Callable, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rows: Sequence = (),
     chunk_memory: float = CHUNK_MEMORY, buffers: float = 4, accum_dtype: torch.dtype | None = None,
-    logits_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False,
 ):  # fmt: skip
     """Sum `loss(logits, *rows)` over all rows of `x`, in one chunk's memory.
 
@@ -198,7 +198,7 @@ def logits_loss(
             gradient.
         accum_dtype: torch.float32 accumulates the weight's gradient in fp32, for 2VH bytes. None: in the weight's
             dtype, or in fp32 over more than 32 chunks.
-        logits_dtype: of the logits, as in `fused_linear_cross_entropy`.
+        logits_dtype, invariant: of the logits, as in `fused_linear_cross_entropy`.
 
     Returns:
         the sum, a scalar in the dtype that `loss` returns.
@@ -212,9 +212,10 @@ def logits_loss(
     rows = detached(rows)
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
-    plan = plan_of(chunk_memory, x, weight, bias, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
+    products = {"logits_dtype": logits_dtype, "invariant": invariant}
+    plan = plan_of(chunk_memory, x, weight, bias, accum_dtype=accum_dtype, **products)
     if plan is None:
-        return loss(linear(x, weight, bias, logits_dtype), *rows)
+        return loss(linear(x, weight, bias, **products), *rows)
 
     def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)

@@ -20,7 +20,7 @@ from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
-from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, counted
 from liger_hw.kernels.vocabulary.divergence import elements, kind_of
 from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
@@ -40,7 +40,8 @@ def offline_distillation_loss(
     teacher_lse: torch.Tensor | None = None, labels: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     rest: bool = True, temperature: float = 1.0, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    logits_dtype: torch.dtype | None = None, soft_loss: str = "kl", beta: float = 0.5,
+    logits_dtype: torch.dtype | None = None, soft_loss: str = "kl", beta: float = 0.5, invariant: bool = False,
+    counted_rows: int | None = None,
 ):  # fmt: skip
     """Compute the mean divergence of a student from a teacher's stored log-probabilities.
 
@@ -59,11 +60,12 @@ def offline_distillation_loss(
         rest: with `teacher_tokens`, compare the probability of all other tokens, as one class; False leaves it out, for
             "kl" and "tvd" only: the others are then no divergences, and may fall below 0.
         temperature: divides the student's logits.
-        chunk_memory, accum_dtype, logits_dtype: as in `logits_loss`.
+        chunk_memory, accum_dtype, logits_dtype, invariant: as in `logits_loss`.
         softcap, logit_scale: of the student's head, as in `selective_log_softmax`.
         soft_loss, beta: as in `distillation_loss`, without "cosine": "kl", "reverse_kl", "jsd" or "tvd", of the stored
             tokens and the class for the others. Only "kl" where the teacher stores all tokens. "reverse_kl" is infinite
             where a stored probability is 0, and takes 1e-7 for a smaller probability of the others.
+        counted_rows: the most rows whose label is not `ignore_index`, as in `fused_linear_cross_entropy`.
 
     Returns:
         the mean over the rows that count, 0 without any, in fp32 (fp64 for fp64 inputs).
@@ -101,10 +103,13 @@ def offline_distillation_loss(
         shape = tuple(teacher_tokens.shape)
     fits = teacher.is_floating_point() and teacher.shape == shape and teacher.device == x.device
     check(fits, "teacher", teacher, f"floats {shape} on {x.device}")
+    excess, labels, x, *rows = counted(counted_rows, labels, ignore_index, x, teacher, teacher_tokens, teacher_lse)
+    teacher, teacher_tokens, teacher_lse = rows
     valid = labels != ignore_index
-    factor = 1 / valid.sum().clamp(min=1).to(wide_dtype(x))
+    factor = 1 / (valid.sum().clamp(min=1).to(wide_dtype(x)) * excess)
     options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
-    options |= {"scaling": LogitScaling.of(softcap, logit_scale), "logits_dtype": logits_dtype}
+    options |= {"scaling": LogitScaling.of(softcap, logit_scale)}
+    options |= {"products": {"logits_dtype": logits_dtype, "invariant": invariant}}
     if teacher_tokens is None:
         _check_kl(divergence)
         arguments = x, weight, bias, teacher, labels, factor, ignore_index
@@ -129,7 +134,7 @@ def check_top_k(tokens, valid, vocabulary):
 
 def kl_to_probabilities(
     op, x, weight, bias, teacher, labels, factor, ignore_index, logarithms, temperature, eps=0.0,
-    chunk_memory=CHUNK_MEMORY, accum_dtype=None, scaling=UNSCALED, logits_dtype=None,
+    chunk_memory=CHUNK_MEMORY, accum_dtype=None, scaling=UNSCALED, products=None,
 ):  # fmt: skip
     """Return `factor` times the sum of KL(teacher, student) over the rows that count.
 
@@ -137,17 +142,18 @@ def kl_to_probabilities(
         op: name of the caller's op, for errors.
         x, weight, bias: as `prepare_head` returns them. teacher: (N, V) of `Form`. labels: (N,).
         factor: () in a wide dtype.
+        products: `logits_dtype` and `invariant`, as `linear` takes them.
     """
-    form = Form(logarithms, temperature, eps)
+    form, products = Form(logarithms, temperature, eps), products or {}
 
     def by_row(logits, teacher, labels):
         valid = labels != ignore_index
         logits, teacher = (t.masked_fill(~valid[:, None], 0) for t in (logits, teacher))
         return (torch.where(valid, kl_by_row(logits, teacher, form), 0),)
 
-    plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
+    plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype, **products)
     if plan is None:
-        return (by_row(scaling(linear(x, weight, bias, logits_dtype)), teacher, labels)[0] * factor).sum()
+        return (by_row(scaling(linear(x, weight, bias, **products)), teacher, labels)[0] * factor).sum()
     if teacher.dtype == torch.float64 != x.dtype:
         teacher = teacher.float()
 
@@ -174,7 +180,7 @@ def kl_to_probabilities(
 
 def _divergence_from_top_k(
     x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype, scaling,
-    logits_dtype, divergence,
+    products, divergence,
 ):  # fmt: skip
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
@@ -191,24 +197,19 @@ def _divergence_from_top_k(
         labels, log_p = torch.where(valid, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
         return kl_to_probabilities(
             "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
-            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling, logits_dtype,
+            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling, products,
         )  # fmt: skip
     if rest:
         p_rest = 1 - log_p.exp().sum(1, keepdim=True)
         log_p = torch.cat((log_p, p_rest.clamp(min=LEAST_REST.get(divergence[0], 0)).log()), 1)
-    log_p, row_weights = (
-        log_p.masked_fill(~reads[:, None], 0),
-        torch.where(outside, float("nan"), valid.to(factor.dtype)),
-    )
-    rows = log_p, tokens, row_weights
-    plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype, logits_dtype=logits_dtype)
+    row_weights = torch.where(outside, float("nan"), valid.to(factor.dtype))
+    rows = log_p, tokens, row_weights = log_p.masked_fill(~reads[:, None], 0), tokens, row_weights
+    plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype, **products)
     if plan is None:
-        logits = scaling(linear(x, weight, bias, logits_dtype)).masked_fill((row_weights == 0)[:, None], 0)
-        others = (widen(logits) / temperature).scatter(1, tokens, float("-inf"))
-        stored = (widen(logits) / temperature).gather(1, tokens)
-        return (
-            _top_k_rows(torch.cat((stored, others.logsumexp(1, True)), 1), log_p, row_weights, divergence) * factor
-        ).sum()
+        logits = scaling(linear(x, weight, bias, **products)).masked_fill((row_weights == 0)[:, None], 0)
+        z = widen(logits) / temperature
+        z = torch.cat((z.gather(1, tokens), z.scatter(1, tokens, float("-inf")).logsumexp(1, True)), 1)
+        return (_top_k_rows(z, log_p, row_weights, divergence) * factor).sum()
 
     def step(part, logits, differentiate, gradients):
         z = scaling.chunk(logits)

@@ -43,6 +43,7 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import (
     Targets,
     check_call,
     check_counted_rows,
+    counted,
     output_of,
     prepare_token_weights,
     row_losses,
@@ -235,19 +236,20 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
 def _by_counted_rows(with_kernels, call):
     """Compute a call on as many rows as may count, those that do first."""
     _prepare(call)
-    rows, ignored = len(call.target), call.target == call.ignore_index
-    order = torch.argsort(ignored.to(torch.uint8), stable=True)[: call.counted_rows]
-    counted = {"x": call.x.index_select(0, order), "target": call.target[order], "counted_rows": None}
-    if call.token_weights is not None:
-        counted["token_weights"] = call.token_weights[order]
-    output = _by_chunks(with_kernels, call._replace(**counted))
+    rows = len(call.target)
+    factor, target, x, token_weights, order = counted(
+        call.counted_rows, call.target, call.ignore_index, call.x, call.token_weights,
+        torch.arange(rows, device=call.target.device),
+    )  # fmt: skip
+    taken = {"x": x, "target": target, "token_weights": token_weights}
+    output = _by_chunks(with_kernels, call._replace(**taken, counted_rows=None))
 
     def placed(value, fill=0):
         by_row = value is not None and value.ndim
         return value.new_full((rows,), fill).index_copy(0, order, value) if by_row else value
 
     loss, z_loss, accuracy, predicted = (output, None, None, None) if torch.is_tensor(output) else output
-    loss = placed(loss) * torch.where((~ignored).sum() > call.counted_rows, float("nan"), 1.0).to(loss.dtype)
+    loss = placed(loss) * factor.to(loss.dtype)
     if torch.is_tensor(output):
         return loss
     return CrossEntropyOutput(loss, placed(z_loss), placed(accuracy), placed(predicted, -1))

@@ -153,6 +153,22 @@ def check_counted_rows(bound, target, ignore_index):
         check(bound >= count, "counted_rows", bound, f"at least the {count} rows whose target is not {ignore_index}")
 
 
+def counted(bound, target, ignore_index, *rows):
+    """Take at most `bound` rows, those that count first; return a factor, target and rows.
+
+    Args:
+        bound: `counted_rows` of the caller, or None. The factor of the loss is NaN where more rows count.
+        rows: tensors with a row for each target (N,), or None.
+    """
+    check_counted_rows(bound, target, ignore_index)
+    if bound is None or bound >= len(target):
+        return 1.0, target, *rows
+    counts = target != ignore_index
+    order = torch.argsort((~counts).to(torch.uint8), stable=True)[:bound]
+    factor = torch.where(counts.sum() > bound, float("nan"), 1.0)
+    return factor, *(row if row is None else row.index_select(0, order) for row in (target, *rows))
+
+
 def prepare_token_weights(token_weights, target, ignore_index, dtype):
     """Return checked weights (N,) in `dtype`, 0 for ignored rows; None stays None."""
     if token_weights is None:
