@@ -23,11 +23,13 @@ class NormMatch(Match):
 
     Attributes:
         narrow_input, wide_input: the op also agrees where x has a narrower or a wider dtype than the weight.
+        default_eps: the module takes None as eps.
     """
 
     kind = "norm"
     narrow_input: bool = False
     wide_input: bool = False
+    default_eps: bool = False
 
     def members(self, original, unchanged):
         op, options, names = OPS[self.op], dict(self.options), dict(self.names)
@@ -35,7 +37,7 @@ class NormMatch(Match):
         written_eps = options.pop("eps", None)
         # under autocast torch's own layers run in fp32; models' norms use operations that autocast does not change
         widens_under_autocast = original.__module__.startswith("torch.nn")
-        narrow_input, wide_input = self.narrow_input, self.wide_input
+        narrow_input, wide_input, takes_none = self.narrow_input, self.wide_input, self.default_eps
         offset = options.pop("offset", None) if op is layer_norm else None
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
 
@@ -56,9 +58,9 @@ class NormMatch(Match):
             if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
                 return original.forward(self, x)
             eps = getattr(self, eps_name) if eps_name else written_eps
-            if eps is None:
+            if eps is None and takes_none:
                 eps = default_eps(x.dtype)
-            elif type(eps) is not float:  # a tensor, or a number that kernels do not take
+            elif type(eps) is not float:  # a tensor, a number that kernels do not take, or the module's error for None
                 return original.forward(self, x)
             if bias_name:
                 weight = weight if offset is None else weight + offset
@@ -148,7 +150,8 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         names["eps"] = eps_name
     else:
         options = options | {"eps": eps}
-    return NormMatch.of(op, options, names, narrow_input=narrow, wide_input=wide)
+    takes_none = eps is None or type(module) is torch.nn.RMSNorm
+    return NormMatch.of(op, options, names, narrow_input=narrow, wide_input=wide, default_eps=takes_none)
 
 
 def _normalized_width(module):

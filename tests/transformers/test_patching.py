@@ -338,6 +338,18 @@ def test_torchs_rms_norm_with_its_default_eps(affine, dtype):
     torch.testing.assert_close(patched(x), plain(x))
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm"])
+def test_an_eps_of_none_is_the_modules_own_error(name):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    build, eps = (LlamaRMSNorm, "variance_epsilon") if name == "LlamaRMSNorm" else (torch.nn.LayerNorm, "eps")
+    norm = build(8)
+    assert not liger_hw.patch(norm).left and swapping.is_swapped(norm)
+    setattr(norm, eps, None)
+    with pytest.raises(TypeError):
+        norm(torch.ones(2, 8))
+
+
 def test_unpatch_says_what_it_could_not_restore(caplog):
     from torch.nn.utils import parametrize
 
