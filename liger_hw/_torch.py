@@ -240,12 +240,12 @@ def written_arguments(operation, args, kwargs):
             yield args[position] if position < len(args) else kwargs.get(argument.name)
 
 
-def tensor_without_memory(cls, shape, dtype, device):
+def tensor_without_memory(cls, shape, strides, dtype, device):
     """Return a tensor of a subclass of torch.Tensor that has no memory.
 
-    C code that asks for memory to write to gets an error.
+    C code that asks for memory to write to gets an error. `strides` of None are those of a contiguous tensor.
     """
-    tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    tensor = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 

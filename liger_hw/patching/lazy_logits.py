@@ -33,6 +33,7 @@ from liger_hw._torch import (
 from liger_hw.dispatch import Function
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
 from liger_hw.patching.record import (
+    APPLY,
     OPERATIONS,
     VIEWS,
     Record,
@@ -187,7 +188,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def __new__(cls, cell):
-        tensor = tensor_without_memory(cls, cell.shape, cell.dtype, cell.device)
+        tensor = tensor_without_memory(cls, cell.shape, cell.strides, cell.dtype, cell.device)
         tensor.cell = cell
         return tensor if cell.values is None else tensor.computed()
 
@@ -260,6 +261,19 @@ class Cell:
     shape = property(lambda self: self.record.shape)
     dtype = property(lambda self: self.record.dtype)
     device = property(lambda self: self.record.hidden.device)
+
+    @property
+    def strides(self):
+        """Return the strides of a slice; None for contiguous logits.
+
+        torch chooses by them between a view and a copy, as in `flatten`.
+        """
+        name, argument = self.record.steps[-1] if self.parent is not None else (None, None)
+        if name not in ("rows", "columns") or torch.is_tensor(argument):
+            return None
+        whole = self.parent.shape
+        strides = self.parent.strides or torch.empty(whole, device="meta").stride()
+        return APPLY[name](torch.empty_strided(whole, strides, device="meta"), argument).stride()
 
     def read(self):
         """Return the values; the first call computes them, also if several threads call at once."""
@@ -473,6 +487,8 @@ class GradientCell:
         shape, dtype, device: of the logits.
         level: number of the record's steps before these logits.
     """
+
+    strides = None
 
     def __init__(self, loss, incoming, shape, dtype, device, level):
         self.loss, self.incoming, self.level = loss, incoming, level

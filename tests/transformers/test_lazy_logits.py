@@ -102,6 +102,9 @@ def test_steps_that_a_loss_understands(steps, scale, softcap):
         lambda x: torch.nn.functional.pad(x, (1, 2)), lambda x: x.data, lambda x: x.index_select(0, torch.tensor([1])),
         lambda x: pickle.loads(pickle.dumps(x.detach())), lambda x: copy.deepcopy(x.detach()), lambda x: x.round(),
         lambda x: torch.tensor(x.detach()), lambda x: torch.asarray(x), lambda x: x.sum(),
+        lambda x: x[:, :-1].flatten(0, 1), lambda x: x[:, 1:].flatten(), lambda x: x[..., :5].flatten(0, 1),
+        lambda x: (x[:, 1:][..., :5] / 2).flatten(), lambda x: x[:, ::2].unflatten(0, (1, 2)),
+        lambda x: x[:1].flatten(),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("recording", [False, True])
@@ -135,6 +138,13 @@ def test_what_torch_says_of_them():
     assert len(lazy) == len(real) and not computed(lazy)
     assert "LazyLogits" in repr(lazy) and f"{lazy.sum():.3f}" == f"{real.sum():.3f}"
     assert lazy.data_ptr() == lazy.untyped_storage().data_ptr() != 0
+
+
+def test_a_slice_has_the_strides_of_a_slice():
+    for take in (lambda x: x[:, 1:], lambda x: x[..., :5], lambda x: x[:, ::2][..., :7], lambda x: x[:, 1:] * 2):
+        lazy, real = (take(x) for x in Pair(True).both())
+        assert isinstance(lazy, LazyLogits) and lazy.stride() == real.stride()
+        assert lazy.is_contiguous() == real.is_contiguous() and lazy.cell.values is None
 
 
 NO_LABEL = torch.full((10,), -100)
