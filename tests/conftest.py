@@ -3,6 +3,7 @@ import random
 import zlib
 from pathlib import Path
 
+import fast_interpreter  # noqa: F401
 import pytest
 import torch
 from poisoned import poisoned
@@ -23,22 +24,6 @@ WORKERS_A_GPU = 8  # they share its memory, and compile on the host
 if not torch.accelerator.is_available():
     # torch's own writes down the stack for three kinds of GPU that never start: 3 ms a call under pytest
     torch.manual_seed = torch.random.manual_seed = torch.default_generator.manual_seed
-
-if interpreting():
-    from types import SimpleNamespace
-
-    import numpy
-    from triton import language
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    # The interpreter patches Triton's language at each launch and at each call of a function inside: half of its time.
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
-    interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
-
-    # of a NaN and a number GPUs return the number; so do later interpreters than that of Triton 3.6
-    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
-    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
 
 
 def pytest_addoption(parser):

@@ -10,6 +10,7 @@ import os
 import tempfile
 import traceback
 
+import fast_interpreter  # noqa: F401
 import torch
 
 from liger_hw._triton import interpreting
