@@ -62,10 +62,15 @@ class NormMatch(Match):
                 eps = default_eps(x.dtype)
             elif type(eps) is not float:  # a tensor, a number that kernels do not take, or the module's error for None
                 return original.forward(self, x)
-            if bias_name:
-                weight = weight if offset is None else weight + offset
-                return op(x, weight, getattr(self, bias_name), eps, **options)
-            return op(x, weight, eps=eps, **options)
+            try:
+                if bias_name:
+                    weight = weight if offset is None else weight + offset
+                    return op(x, weight, getattr(self, bias_name), eps, **options)
+                return op(x, weight, eps=eps, **options)
+            except ValueError:
+                if weight is None or weight.shape == x.shape[-1:]:
+                    raise
+                return original.forward(self, x)  # a program set a weight of another shape, which torch may expand
 
         return {"forward": forward}
 

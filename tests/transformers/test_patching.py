@@ -338,6 +338,21 @@ def test_torchs_rms_norm_with_its_default_eps(affine, dtype):
     torch.testing.assert_close(patched(x), plain(x))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 16), (5, 16), (5, 1), (3,)], ids=str)
+def test_a_norm_expands_a_weight_as_unpatched(shape):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    plain, x = LlamaRMSNorm(16), torch.rand(2, 5, 16)
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    plain.weight = patched.weight = torch.nn.Parameter(torch.rand(shape))
+    if shape == (3,):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            patched(x)
+    else:
+        torch.testing.assert_close(patched(x), plain(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm"])
 def test_an_eps_of_none_is_the_modules_own_error(name):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
