@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,7 +205,7 @@ def test_outputs(backend, device):
     torch.testing.assert_close(found.z_loss, 0.1 * x.logsumexp(-1)[counted].square().mean().detach())
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor])
+@pytest.mark.parametrize("kind", [Fraction, torch.tensor])
 def test_num_items(kind, backend, device):
     x, y = case(device=device)
     with use_backend(backend):
@@ -223,6 +225,7 @@ def test_num_items(kind, backend, device):
         ("label_smoothing", {"label_smoothing": 1.5}),
         ("softcap", {"softcap": -30.0}),
         ("num_items", {"num_items": 3, "reduction": "sum"}),
+        ("num_items", {"num_items": "3"}),
     ],
 )
 def test_bad_input(argument, change):

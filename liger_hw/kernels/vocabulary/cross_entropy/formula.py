@@ -92,7 +92,7 @@ class Targets(NamedTuple):
             if torch.is_tensor(num_items):
                 denominator = num_items.to(target.device, torch.float32).reshape(())
             else:
-                denominator = torch.full((), num_items, dtype=torch.float32, device=target.device)
+                denominator = torch.full((), float(num_items), dtype=torch.float32, device=target.device)
         elif reduction == "mean" and with_kernels:
             denominator, count = divisors(target, class_weight, call.ignore_index)
         elif reduction == "mean":
@@ -206,7 +206,7 @@ def check_call(call, rows_name, weight_name, vocabulary):
     check_known("reduction", call.reduction, REDUCTIONS)
     if num_items is not None:
         check(call.reduction == "mean", "num_items", num_items, "None, unless reduction is 'mean'")
-        fits = not torch.is_tensor(num_items) or num_items.numel() == 1
+        fits = num_items.numel() == 1 if torch.is_tensor(num_items) else isinstance(num_items, numbers.Real)
         check(fits, "num_items", num_items, "a number, or a tensor of one")
 
 
