@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 
 from liger_hw.checkpointing.budget import VARIABLE
 from liger_hw.checks import check
@@ -10,8 +11,22 @@ from liger_hw.spelling import check_known
 from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
 
 
+def _check_assigned():
+    """Refuse a loss that a program put into the stand-in, as Axolotl's key liger_use_token_scaling does.
+
+    Raises:
+        ValueError: liger_kernel's models would call it, and those that `patch` makes do not.
+    """
+    module = sys.modules.get("liger_kernel.transformers.functional")
+    if module is not None and module.__spec__.origin == "liger_hw.stand_in.finder":
+        name = "liger_fused_linear_cross_entropy"
+        instead = "model(..., use_token_scaling=True), or another option of the loss: patched models do not call it"
+        check(name not in vars(module), f"{module.__name__}.{name}", "another function", instead)
+
+
 def _patch(model, **flags):
     """Call `patch` with the budget of the environment, unless the caller gives one."""
+    _check_assigned()
     return patch(model, **{"activations": os.environ.get(VARIABLE)} | flags)
 
 

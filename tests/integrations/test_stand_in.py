@@ -130,6 +130,16 @@ def test_assignments_to_its_modules_hold(stand_in, monkeypatch):
     assert LigerForCausalLMLoss is len
 
 
+def test_a_loss_that_patched_models_do_not_call(stand_in, monkeypatch):
+    """Axolotl assigns one for liger_use_token_scaling."""
+    from liger_kernel.transformers import functional
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as functions
+
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", len)
+    with pytest.raises(ValueError, match="use_token_scaling=True"):
+        functions["llama"]()
+
+
 def _see(queue):
     import liger_kernel
 
