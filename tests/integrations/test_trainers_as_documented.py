@@ -3,18 +3,25 @@
 `python -m liger_lab.tools.check trainers` runs each framework in an environment of its own.
 """
 
+import functools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
+import liger_hw
+from liger_hw.patching import loss
 from liger_hw.patching.patch import _log_once
 
 for package in ("transformers", "accelerate"):
@@ -29,7 +36,7 @@ LINE = re.compile(r"liger_hw: [1-9]\d* modules patched, \d+ left alone \(\w+\)")
 STEPS = 4
 ARGUMENTS = {  # of transformers' TrainingArguments, which each framework's configuration has
     "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-2,
-    "report_to": "none", "save_strategy": "steps", "save_steps": STEPS,
+    "report_to": "none", "save_strategy": "steps", "save_steps": STEPS // 2,
 }  # fmt: skip
 
 
@@ -174,20 +181,42 @@ def arguments(output_dir):
 
 @pytest.mark.parametrize("way", ["callback", "flag"])
 def test_trainer(way, tmp_path, stand_in, caplog):
-    callback, flag = documented("Hugging Face Trainer and its subclasses")
+    callback, flag, _ = documented("Hugging Face Trainer and its subclasses")
     block = {"callback": callback, "flag": without(flag, "liger_hw.integrations.install()")}[way]
     block = block.replace("TrainingArguments(...", "TrainingArguments(**arguments").replace("...", "train_dataset=rows")
     part = {"callback": "callbacks=[LigerHwCallback()], ", "flag": "use_liger_kernel=True, "}[way]
-    for name, text in (("patched", block), ("plain", without(block, part))):
+    half = tmp_path / "patched" / f"checkpoint-{STEPS // 2}"
+    resumed = block.replace(".train()", f".train(resume_from_checkpoint={str(half)!r})")
+    for name, text in (("patched", block), ("resumed", resumed), ("plain", without(block, part))):
         names = {
             "Trainer": transformers.Trainer, "TrainingArguments": transformers.TrainingArguments,
             "arguments": arguments(tmp_path / name), "model": trainer_files.model(), "rows": rows(),
         }  # fmt: skip
         names["args"] = transformers.TrainingArguments(**names["arguments"])
         exec(text, names)
-        assert bool(LINE.search(caplog.text)) == (name == "patched")
-        caplog.clear()
-    assert_alike(*(logged(tmp_path / name) for name in ("patched", "plain")))
+        assert bool(LINE.search(caplog.text)) == (name != "plain")
+        caplog.clear(), _log_once.cache_clear()
+    for name in ("patched", "resumed"):
+        assert_alike(*(logged(tmp_path / name) for name in (name, "plain")))
+
+
+def test_options_of_the_loss(tmp_path):
+    """They reach the loss, which computes no logits in evaluation, and change no loss."""
+    *_, block = documented("Hugging Face Trainer and its subclasses")
+    names = {"Trainer": transformers.Trainer}
+    exec(block, names)
+    found = {}
+    for name, trainer_class in (("plain", transformers.Trainer), ("patched", names["SmallLoss"])):
+        model = trainer_files.model()
+        if name == "patched":
+            liger_hw.patch(model)
+        settings = transformers.TrainingArguments(**arguments(tmp_path / name))
+        trainer = trainer_class(model, settings, train_dataset=rows(), eval_dataset=rows())
+        trainer.train()
+        with mock.patch.object(loss, "fused_linear_cross_entropy", wraps=loss.fused_linear_cross_entropy) as fused:
+            found[name] = logged(tmp_path / name) | {"eval_loss": [trainer.evaluate()["eval_loss"]]}
+    assert fused.call_count == 2 and all(call.kwargs["chunk_memory"] == 2**28 for call in fused.mock_calls)
+    assert_alike(found["patched"], found["plain"])
 
 
 LOOP = """
@@ -223,3 +252,91 @@ def test_loop(ranks, folder):
     assert len({tuple(losses) for losses in found["plain"]}) == ranks, "both ranks had the same rows"
     for losses, expected in zip(found["patched"], found["plain"]):
         assert_alike({"loss": losses}, {"loss": expected})
+
+
+def test_lightning(tmp_path, caplog):
+    needs("lightning")
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.losses = trainer_files.model(), []
+
+        def training_step(self, batch):
+            loss = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(rows(), batch_size=2)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    (block,) = documented("Lightning")
+    more = f"max_steps={STEPS}, accelerator='cpu', logger=False, default_root_dir={str(tmp_path)!r}"
+    block = block.replace("...", more)
+    found = {}
+    for name, text in (("patched", block), ("plain", without(block, "LigerHwLightningCallback()"))):
+        module = Module()
+        exec(text, {"lightning": lightning, "module": module})
+        assert bool(LINE.search(caplog.text)) == (name == "patched")
+        caplog.clear()
+        found[name] = {"loss": module.losses}
+    assert len(module.losses) == STEPS
+    assert_alike(found["patched"], found["plain"])
+
+
+# TRL ----------------------------------------------------------------------------------------------------------------
+
+LOSSES = ("sft", "dpo", "grpo", "kto")
+TRAININGS = ("sft packed", "sft padding-free", "sft lora", "reward", "reward lora",
+             *(f"{loss}{more}" for loss in LOSSES[1:] for more in ("", " lora")))  # fmt: skip
+CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
+LOGITS = {"logits/chosen", "logits/rejected"}
+CHANGED = {  # metrics that TRL 1.12 drops or defines otherwise with its flag
+    "sft": {"entropy"}, "dpo": {"entropy", "mean_token_accuracy"} | LOGITS, "grpo": {"entropy"} | CLIPS,
+    "kto": {"entropy"} | LOGITS, "reward": set(),
+}  # fmt: skip
+
+
+@functools.cache
+def trl_runs(mode):
+    """Return training -> results. Each mode has a process, because TRL looks for liger_kernel at import."""
+    start = ["-m", "liger_hw.run"] if mode == "stand-in" else []
+    path = os.pathsep.join([str(ROOT), str(ROOT / "lab"), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, *start, Path(__file__).with_name("trl_training.py"), mode],
+        capture_output=True, text=True, env=os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("mode", ["callback", "accelerated", "stand-in"])
+def test_trl(mode, training):
+    needs("trl")
+    old = Version(version("trl")) < Version("1.15")
+    if mode == "accelerated" and old:
+        pytest.skip("TRL computes log-probabilities in a function of its own from 1.15")
+    if old and (mode, training) == ("stand-in", "kto lora"):
+        pytest.skip("with an adapter TRL 1.12 tells the loss use_ref_model=False, and it has no reference model")
+    plain, found = trl_runs("plain")[training], trl_runs(mode)[training]
+    assert found["line"] and not plain["line"]
+    changed = CHANGED[training.split()[0]] if old and mode == "stand-in" else set()
+    assert plain["values"].keys() - found["values"].keys() == changed - LOGITS
+    assert len({*plain["values"]["loss"]}) > 1, "the loss proves nothing"
+    for name in plain["values"].keys() - changed:
+        values, expected = (
+            torch.tensor([math.nan if value is None else value for value in run["values"][name]], dtype=torch.float64)
+            for run in (found, plain)
+        )
+        torch.testing.assert_close(  # rewards are differences of log-probabilities of 100, whose eps is 1e-5
+            values, expected, rtol=1e-5, atol=1e-5, equal_nan=True,
+            msg=lambda m, name=name: f"{training} of trl {version('trl')}, {mode}, {name}: {m}",
+        )  # fmt: skip
+    if training.startswith(LOSSES):  # the row of the page's table
+        ours = mode == ("stand-in" if old else "accelerated")
+        assert found["peak"] < 0.9 * plain["peak"] if ours else found["peak"] < 1.1 * plain["peak"]

@@ -1,84 +1,96 @@
-"""Train tiny models with TRL's trainers; print losses and the memory of a step.
+"""Train tiny models with TRL's trainers; print their logs and the memory of a step.
 
-    trl_training.py MODE FOLDER
+    trl_training.py MODE
 
-MODE is plain, patched (with TRL's own log-probabilities by this library, where TRL has them) or stand-in.
+MODE is plain, callback (docs/trainers.md has its code), accelerated (with TRL's own log-probabilities by this library,
+where TRL has them, too) or stand-in.
 """
 
 import json
+import logging
 import sys
+import tempfile
 
+import peft
 import torch
+import trainer_files
 import transformers
-import trl
 from datasets import Dataset
-from packaging.version import Version
-from tokenizers import Tokenizer, models, pre_tokenizers
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from test_trainers_as_documented import LINE, documented, without
+from trainer_files import WORDS
 
-import liger_hw
-from liger_hw import integrations
-from liger_hw.patching import swapping
+import liger_hw.integrations
+from liger_hw.patching.patch import _log_once
 from liger_lab.bench import memory
 
-mode, folder = sys.argv[1:]
-VOCABULARY = 8192  # whose logits are the largest tensor of a step
-LETTERS = "abcdefghijklmnopqrstuvwxyz "
-WORDS = [f"{a}{b}{c} {c}{a}" for a in "abcd" for b in "efgh" for c in "ijkl"]
+MODE = sys.argv[1]
+CALLBACK = ", callbacks=[LigerHwCallback()]"
 
 
-def tokenizer():
-    vocabulary = {letter: i for i, letter in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )
+def odd(completion_ids, **_):
+    """Reward odd tokens: a text of a random model's tokens is nearly always empty."""
+    return [sum(token % 2 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
-def model():
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        head_dim=8, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    made = transformers.Qwen3ForCausalLM(config)
-    if mode == "patched":
-        liger_hw.patch(made)
-    return made
+TEXTS = [{"text": f"{word} {word[::-1]}"[: 6 + i % 12]} for i, word in enumerate(WORDS)]
+PAIRS = [{"prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
+ANSWERS = [{"prompt": word[:4], "completion": word[4:], "label": i % 3 > 0} for i, word in enumerate(WORDS)]
+PROMPTS = [{"prompt": word[:4]} for word in WORDS]
+LORA = {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear")}
+CLASSIFIER = {"model": transformers.Qwen3ForSequenceClassification}
+GROUPS = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
+TRAININGS = {  # trainer, rows, arguments of its configuration and of the trainer itself
+    "sft packed": ("SFT", TEXTS, {"packing": True, "max_length": 32}, {}),
+    "sft padding-free": ("SFT", TEXTS, {"padding_free": True, "max_length": None}, {}),
+    "sft lora": ("SFT", TEXTS, {}, LORA),
+    "dpo": ("DPO", PAIRS, {}, {}),
+    "dpo lora": ("DPO", PAIRS, {}, LORA),
+    "grpo": ("GRPO", PROMPTS, GROUPS, {"reward_funcs": odd}),
+    "grpo lora": ("GRPO", PROMPTS, GROUPS, {"reward_funcs": odd} | LORA),
+    "kto": ("KTO", ANSWERS, {}, {}),
+    "kto lora": ("KTO", ANSWERS, {}, LORA),
+    "reward": ("Reward", PAIRS, {}, CLASSIFIER),
+    "reward lora": ("Reward", PAIRS, {}, CLASSIFIER | LORA),
+}
 
 
-def train(trainer, config, rows, *others, **more):
-    made = model()
-    arguments = config(
-        folder, max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True, bf16=False,
-        save_strategy="no", disable_tqdm=True, learning_rate=1e-2, seed=0, use_liger_kernel=mode == "stand-in", **more,
-    )  # fmt: skip
-    trained = trainer(
-        made, *others, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
-    )
-    trained.train()
-    batch = next(iter(trained.get_train_dataloader()))
-    peak = memory.peak(lambda: trained.training_step(trained.model, batch, None), torch.device("cpu"))
-    logs = [log for log in trained.state.log_history if "loss" in log]
-    return {
-        "losses": [log["loss"] for log in logs], "gradient_norms": [log["grad_norm"] for log in logs],
-        "peak": peak, "swapped": sum(map(swapping.is_swapped, made.modules())),
+def train(name, rows, arguments, more):
+    """Run the page's code with another trainer; return what it logs, and the memory of a step."""
+    import_callback, *_ = documented("TRL")
+    block = import_callback.replace("SFT", name).replace('output_dir="run"', "**arguments")
+    block = block.replace(f"{name}Trainer(model,", f"trainer = {name}Trainer(model, **more,")
+    block = block.replace(").train()", ")\ntrainer.train()")
+    if MODE in ("plain", "stand-in"):
+        block = without(block, CALLBACK)
+    more = more | {"processing_class": trainer_files.tokenizer()}
+    if name in ("DPO", "KTO") and "peft_config" not in more:
+        more["ref_model"] = trainer_files.model()
+    arguments = arguments | {
+        "output_dir": tempfile.mkdtemp(), "max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True, "seed": 0,
+        "learning_rate": 1e-2, "use_liger_kernel": MODE == "stand-in",
     }  # fmt: skip
+    if name == "GRPO":
+        arguments["temperature"] = 1.0
+    model_class = more.pop("model", transformers.Qwen3ForCausalLM)
+    names = {
+        "model": trainer_files.model(model_class, **({"num_labels": 1} if name == "Reward" else {})),
+        "arguments": arguments, "more": more, "dataset": Dataset.from_list(rows),
+    }  # fmt: skip
+    lines.clear(), _log_once.cache_clear()
+    exec(block, names)
+    trainer = names["trainer"]
+    batch = next(iter(trainer.get_train_dataloader()))
+    peak = memory.peak(lambda: trainer.training_step(trainer.model, batch, None), torch.device("cpu"))
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    values = {key: [log.get(key) for log in logs] for key in logs[0] if "time" not in key and "per_second" not in key}
+    return {"values": values, "peak": peak, "line": any(map(LINE.fullmatch, lines))}
 
 
-def vowels(completions, **_):
-    return [sum(letter in "aeiou" for letter in text) / 8 for text in completions]
-
-
-if mode == "patched" and Version(trl.__version__) >= Version("1.15"):
-    integrations.accelerate_trl()
-prompts = [{"prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
-print(json.dumps({
-    "sft": train(SFTTrainer, SFTConfig, [{"text": word} for word in WORDS]),
-    "dpo": train(DPOTrainer, DPOConfig, prompts, model()),
-    "grpo": train(
-        GRPOTrainer, GRPOConfig, [{"prompt": row["prompt"]} for row in prompts], vowels, num_generations=4,
-        max_completion_length=8,
-    ),
-}))  # fmt: skip
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("liger_hw").addHandler(handler)
+if MODE == "accelerated":
+    liger_hw.integrations.accelerate_trl()
+print(json.dumps({name: train(*parts) for name, parts in TRAININGS.items()}))

@@ -157,16 +157,10 @@ def oldest(*args):
 
 
 def trl(*args):
-    """Test losses and examples with TRL of two versions; installs TRL and Lightning."""
-    # Frameworks pin 1.9, which calls liger_kernel's losses; 1.16 has its own.
-    trainers = "tests/integrations/test_trainers.py"
-    if status := install("trl==1.9.0", "requests", "lightning"):
+    """Test losses and examples with the newest TRL; installs TRL, Lightning and bitsandbytes."""
+    if status := install("trl>=1.16", "requests", "lightning", "bitsandbytes"):
         return status
-    if status := run("-m", "pytest", "-k", "trl", trainers, *args, **QUIET_TRL):
-        return status
-    if status := install("trl>=1.16"):
-        return status
-    files = "tests/losses/test_trl.py", trainers, "tests/test_examples.py"
+    files = "tests/losses/test_trl.py", "tests/test_examples.py"
     return run("-m", "pytest", "-n", "2", "-k", "trl or example", *files, *args, **QUIET_TRL)
 
 
