@@ -63,6 +63,11 @@ def test_a_nightly_build_is_older_than_its_release(package):
     assert name == "0.2.0.dev20261122" and Version("0.1.9") < Version(name) < Version("0.2.0")
 
 
+def test_project_urls(package):
+    text = package.with_urls((ROOT / "pyproject.toml").read_text(), "https://example.org/r")
+    assert tomllib.loads(text)["project"]["urls"]["Repository"] == "https://example.org/r"
+
+
 def test_links_of_the_page_on_the_package_index(package):
     text = "[a](docs/a.md#b) ![p](lab/results/p.png) [t](#top) [o](https://example.org/x)"
     assert package.absolute_links(text, "https://example.org/r", "v1") == (

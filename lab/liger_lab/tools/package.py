@@ -3,7 +3,7 @@
     python -m liger_lab.tools.package  build the tracked files into dist/, check them
     python -m liger_lab.tools.package --tag v0.1.0  fail unless the tag names the package's version, too
     python -m liger_lab.tools.package --nightly  build X.Y.Z.devDATE, which pip installs with --pre alone
-    python -m liger_lab.tools.package --repository URL  make the README's relative links absolute
+    python -m liger_lab.tools.package --repository URL  add project URLs, make the README's links absolute
 
 `make package` runs it. It takes two to four minutes, most of them to install torch, and needs `build`, `twine`
 and the package index. The fresh environment gets the torch of this one; TORCH_INDEX names a further index for it.
@@ -47,6 +47,12 @@ def absolute_links(text: str, repository: str, revision: str) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)", absolute, text)
 
 
+def with_urls(pyproject: str, repository: str) -> str:
+    """Add the project URLs of a repository to the text of pyproject.toml."""
+    urls = {"Repository": "", "Issues": "/issues", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+    return f"{pyproject}\n[project.urls]\n" + "".join(f'{name} = "{repository}{at}"\n' for name, at in urls.items())
+
+
 def unexpected(name: str, files: set[str], expected: set[str]) -> list[str]:
     """List the files that an archive lacks or should not have, as sentences."""
     lines = [f"{name}: lacks {file}" for file in sorted(expected - files)]
@@ -86,6 +92,8 @@ def build(args, copy: Path, output: Path) -> str:
     if args.repository:
         page = copy / "README.md"
         page.write_text(absolute_links(page.read_text(), args.repository, args.tag or "HEAD"))
+        project = copy / "pyproject.toml"
+        project.write_text(with_urls(project.read_text(), args.repository))
     run(sys.executable, "-m", "build", "--outdir", output, copy)
     run(sys.executable, "-m", "build", "--wheel", "--outdir", output, copy / "lab")
     return release
@@ -118,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tag", default="", help="the tag of a release")
     parser.add_argument("--nightly", action="store_true", help="build a development version of today")
-    parser.add_argument("--repository", default="", metavar="URL", help="of the README's links")
+    parser.add_argument("--repository", default="", metavar="URL", help="of the project URLs and the README's links")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", metavar="DIR", help="folder (dist)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
