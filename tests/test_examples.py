@@ -18,7 +18,8 @@ from liger_hw import integrations
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
     "cuda_graph": "transformers",
-    "trainer_sft": "accelerate", "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "lightning_sft": "lightning",
+    "trainer_sft": "accelerate", "qlora_sft": "bitsandbytes", "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl",
+    "lightning_sft": "lightning",
 }  # fmt: skip
 ON_RANKS = {  # command line -> the package that it needs
     "trainer_sft --checkpointing": "accelerate", "orpo": "accelerate", "vision_sft": "accelerate",
