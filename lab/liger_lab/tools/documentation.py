@@ -1,5 +1,7 @@
 """Add what follows from code and results to the documentation site (mkdocs.yml).
 
+`python -m liger_lab.tools.documentation` writes the tables of docs/reference/liger_kernel.md.
+
 The site gets the pages of the repository's root, and a page for each op with its evidence and figures. In pages of
 docs/ `<!-- site: NAME -->` becomes a text of `TEXTS`. The build fails if a page would load anything from another host.
 """
@@ -24,6 +26,7 @@ from liger_hw.spelling import check_known
 from liger_lab.bench import formatting
 from liger_lab.bench.peers import OURS
 from liger_lab.levels import evidence, page
+from liger_lab.tools.readme import insert
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "lab/results"
@@ -184,7 +187,7 @@ def gpu_table(vendor: str):
     return table
 
 
-def liger_kernel_names(cells: list) -> str:
+def liger_kernel_names() -> str:
     """List the names of liger_kernel that this package serves, by module."""
     parts = []
     for module in ("liger_hw.transformers", "liger_hw.chunked_loss", "liger_hw.transformers.functional"):
@@ -210,7 +213,6 @@ def helps(cells: list) -> str:
 
 TEXTS = {  # name in `<!-- site: NAME -->` -> function of the cells of evidence that returns the text
     "ops": op_table,
-    "liger_kernel": liger_kernel_names,
     "commands": helps,
     "evidence summary": lambda cells: markdown(page.SUMMARY, page.summary(cells)),
     **{f"evidence {vendor}": gpu_table(vendor) for vendor in backends.VENDORS},
@@ -281,3 +283,7 @@ def on_post_build(config):
     for file in Path(config.site_dir).rglob("*"):
         if file.suffix in (".html", ".css") and (match := LOADS.search(file.read_text(errors="replace"))):
             raise PluginError(f"{file.relative_to(config.site_dir)} loads from another host: {match[0]}")
+
+
+if __name__ == "__main__":
+    insert(ROOT / "docs/reference/liger_kernel.md", liger_kernel_names(), "liger_lab.tools.documentation")
