@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from old_torch import traces_whole_losses
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -145,6 +146,7 @@ COMPILED = [
 ]  # fmt: skip
 
 
+@traces_whole_losses
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles(name):
     (case,) = (case for case in CASES.values() if case.op == name)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from naive import hold, leaves, token_log_probs
+from old_torch import traces_whole_losses
 
 from liger_hw import PreferenceLoss, use_backend
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
@@ -461,6 +462,7 @@ def test_labels_of_the_nll(device):
     )
 
 
+@traces_whole_losses
 def test_compiles(device):
     (x, w, b), ref, labels = case(device=device)
 

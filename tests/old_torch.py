@@ -1,0 +1,9 @@
+"""Skip what an old PyTorch cannot do; docs/versions.md has the list."""
+
+import pytest
+import torch
+from packaging.version import Version
+
+traces_whole_losses = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.11"), reason="torch.compile of 2.10 needs breaks in the graph of this loss"
+)
