@@ -4,6 +4,7 @@ Memory holds both models' logits for one chunk of rows at a time. The student's 
 logits. The teacher gets no gradient.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
+from liger_hw.kernels._logits import empty_gradient, padded_rows
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
@@ -43,7 +45,7 @@ class DistillationOutput(NamedTuple):
 def distillation_loss(
     x: torch.Tensor, weight: torch.Tensor, teacher_x: torch.Tensor, teacher_weight: torch.Tensor,
     labels: torch.Tensor | None = None, bias: torch.Tensor | None = None, teacher_bias: torch.Tensor | None = None,
-    soft_loss: str = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
+    soft_loss: str | Mapping = "jsd", beta: float = 0.5, temperature: float = 1.0, hard_weight: float = 0.5,
     soft_weight: float = 0.5, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     accum_dtype: torch.dtype | None = None, softcap: float | None = None, logit_scale: float = 1.0,
     teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
@@ -60,7 +62,8 @@ def distillation_loss(
             `ignore_index`. None: all rows count, and there is no hard loss.
         soft_loss: "jsd" (arXiv:2306.13649 eq. 1, by `beta`), "kl" (of the student from the teacher, Hinton's
             arXiv:1503.02531 without its factor T^2), "reverse_kl" (arXiv:2306.08543), "tvd" (arXiv:2307.15190), or
-            "cosine" (1 - the cosine of the logits).
+            "cosine" (1 - the cosine of the logits). Or a dict of several and their weights, which are added:
+            {"kl": 1.0, "tvd": 0.5}.
         beta: parameter of "jsd", 0 to 1: 0 is "kl" and 1 is "reverse_kl".
         temperature: divides both models' logits in the soft loss, not in the hard loss.
         hard_weight, soft_weight: weights of the two losses.
@@ -90,14 +93,14 @@ def distillation_loss(
         for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, TEACHER, logits_dtype)
     )
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
-    kind = _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
+    kinds = _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
     teacher_scaling = LogitScaling.of(teacher_softcap, teacher_logit_scale, "teacher_")
     scaling = LogitScaling.of(softcap, logit_scale)
     labels, hard_weight, ignore_index = _labels(x, labels, hard_weight, ignore_index, len(weight))
     excess, labels, x, teacher_x = counted(counted_rows, labels, ignore_index, x, teacher_x)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide_dtype(x)) * excess
     factors = torch.stack([soft_weight / count, hard_weight / count])
-    options = kind, beta, temperature, bool(hard_weight), ignore_index
+    options = kinds, float(beta), float(temperature), bool(hard_weight), ignore_index
     products = {"logits_dtype": logits_dtype, "invariant": invariant}
     tensors = x, weight, bias, teacher_x, teacher_weight, teacher_bias
     plan = plan_of(chunk_memory, *tensors, accum_dtype=accum_dtype, **products)
@@ -114,13 +117,11 @@ def distillation_loss(
         soft, hard = logits.new_zeros(2, len(logits), dtype=factors.dtype)
         grad_factors = factors
         if gradients.scales:
-            largest = largest_soft_gradient(z, teacher_logits, labels[part] != ignore_index, kind, temperature)
+            bounded = z, teacher_logits, labels[part] != ignore_index
+            largest = sum(share * largest_soft_gradient(*bounded, kind, temperature) for kind, share in kinds)
             grad_factors = factors * gradients.factor(factors[0] * largest * scaling.slope, factors[1] * scaling.slope)
         if plan.with_kernels:
-            divergence_rows(
-                z, teacher_logits, labels[part], grad_factors, soft, hard if hard_weight else None, kind,
-                float(beta), float(temperature), ignore_index, differentiate,
-            )  # fmt: skip
+            z = _rows_by_kernels(z, teacher_logits, labels[part], *options, grad_factors, soft, hard, differentiate)
         else:
             incoming = [row.expand(len(z)) for row in grad_factors[: 1 + bool(hard_weight)]]
             rows_by_autograd(
@@ -132,6 +133,7 @@ def distillation_loss(
         return (soft * factors[0] + hard * factors[1]).sum(), soft, hard
 
     widths = 1 + scaling.buffers + (1 + teacher_scaling.buffers) * len(teacher_weight) / len(weight)  # of both models
+    widths += 2 * len(kinds) * (len(kinds) > 1)  # copies in fp32
     loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)
 
@@ -147,19 +149,46 @@ def _labels(x, labels, hard_weight, ignore_index, vocabulary):
 
 
 def _check_options(soft_loss, beta, temperature, hard_weight, soft_weight):
-    """Check the options; return the kind of divergence."""
-    check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
+    """Check the options; return (kind of divergence, its weight) of each soft loss."""
+    shares = soft_loss if isinstance(soft_loss, Mapping) else {soft_loss: 1.0}
+    check(len(shares) > 0, "soft_loss", soft_loss, "one or more soft losses")
+    for name, share in shares.items():
+        check_known("soft_loss", name, SOFT_LOSSES, "Soft losses")
+        check_numbers("0 or more", least=0, **{f"soft_loss[{name!r}]": share})
     check_numbers("a positive number", above=0, temperature=temperature)
     check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)
-    return kind_of(beta) if soft_loss == "jsd" else soft_loss
+    return [(kind_of(beta) if name == "jsd" else name, float(share)) for name, share in shares.items()]
 
 
-def _rows_by_torch(logits, teacher_logits, labels, kind, beta, temperature, with_hard_loss, ignore_index):
+def _rows_by_kernels(
+    z, teacher_logits, labels, kinds, beta, temperature, with_hard_loss, ignore_index, factors, soft, hard,
+    differentiate,
+):  # fmt: skip
+    """Write the losses of rows; return the gradient.
+
+    It overwrites z or, of several soft losses, is their sum in fp32.
+    """
+    z = padded_rows(widen(z)) if len(kinds) > 1 else z
+    total = None
+    for kind, share in kinds:
+        is_last = (kind, share) == kinds[-1]
+        dz, value = z if is_last else empty_gradient(z).copy_(z), torch.empty_like(soft)
+        divergence_rows(
+            dz, teacher_logits, labels, torch.stack((factors[0] * share, factors[1])), value,
+            hard if is_last and with_hard_loss else None, kind, beta, temperature, ignore_index, differentiate,
+        )  # fmt: skip
+        soft += share * value
+        total = dz if total is None else total.add_(dz)
+    return total
+
+
+def _rows_by_torch(logits, teacher_logits, labels, kinds, beta, temperature, with_hard_loss, ignore_index):
     """Return the soft and the hard loss of each row, (N,) each, 0 where ignored."""
     valid = labels != ignore_index
     logits = logits.masked_fill(~valid[:, None], 0)
-    soft = soft_rows(logits, teacher_logits.masked_fill(~valid[:, None], 0), kind, beta, temperature)
+    teacher_logits = teacher_logits.masked_fill(~valid[:, None], 0)
+    soft = sum(share * soft_rows(logits, teacher_logits, kind, beta, temperature) for kind, share in kinds)
     soft, hard = torch.where(valid, soft, 0), torch.zeros_like(soft)
     if with_hard_loss:
         hard = cross_entropy(widen(logits), labels.long(), reduction="none", ignore_index=ignore_index)

@@ -103,6 +103,8 @@ class LogitScaling(NamedTuple):
             if self.softcap is not None:
                 slope = slope * (1 - torch.tanh(widen(logits) * (self.logit_scale / self.softcap)) ** 2)
             logits.copy_((dz * slope).masked_fill_(~valid[:, None], 0))
+        elif dz is not logits:
+            logits.copy_(dz)
 
 
 UNSCALED = LogitScaling(None, 1.0)

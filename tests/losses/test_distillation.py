@@ -44,14 +44,15 @@ def whole(labels, soft_loss, beta=0.3, temperature=1.0, weights=(0.5, 0.5), head
         log_q, log_p = s.log_softmax(-1), t.log_softmax(-1)
         q, p = log_q.exp(), log_p.exp()
         m = beta * p + (1 - beta) * q
-        soft = {
+        rows = {
             "kl": lambda: p * (log_p - log_q),
             "reverse_kl": lambda: q * (log_q - log_p),
             "jsd": lambda: beta * p * (log_p - m.log()) + (1 - beta) * q * (log_q - m.log()),
             "tvd": lambda: (p - q).abs() / 2,
             "cosine": lambda: (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1))[:, None],
-        }[soft_loss]()
-        soft = (soft.sum(-1) * keep).sum() / count
+        }
+        shares = soft_loss if isinstance(soft_loss, dict) else {soft_loss: 1.0}
+        soft = sum((rows[name]().sum(-1) * keep).sum() / count * share for name, share in shares.items())
         return weights[0] * hard + weights[1] * soft, soft, hard
 
     return function
@@ -78,6 +79,45 @@ def test_chunks_change_nothing(soft_loss, memory, dtype, engine, device):
     inputs = (*student[:2], student[2] if biases else None, *teacher[:2], teacher[2] if biases else None)
     options = {"temperature": 1.0 if biases else 2.0, "weights": (0.3, 0.9)}
     hold(whole(labels, soft_loss, **options), fused(labels, soft_loss, memory, **options), inputs, dtype, soft_loss)
+
+
+SEVERAL = [{"kl": 1.0, "tvd": 0.5}, {"cosine": 0.25, "reverse_kl": 0.0, "jsd": 2.0}]
+
+
+@pytest.mark.parametrize("heads", [((None, 1.0), (None, 1.0)), ((3.0, 0.5), (None, 1.0))], ids=str)
+@pytest.mark.parametrize("soft_loss", SEVERAL, ids=lambda shares: " ".join(shares))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_soft_losses_are_added(soft_loss, heads, dtype, engine, device):
+    supported(dtype, engine)
+    student, teacher, labels = case(device=device, teacher_classes=40)
+    labels[3] = -100
+    options = {"temperature": 1.5, "weights": (0.3, 0.9), "heads": heads}
+    for memory in (1, 10**6):
+        expected, found = whole(labels, soft_loss, **options), fused(labels, soft_loss, memory, **options)
+        hold(expected, found, (*student, *teacher), dtype)
+
+
+@pytest.mark.parametrize("memory", [3000, 10**6])
+def test_losses_of_draft_models(memory, engine, device):
+    """EAGLE-3's soft cross entropy with TVD over two steps, in float64, by gradients; and the log of the acceptance."""
+    student, teacher, labels = case(teacher_classes=50, device=device)
+    kept, labels = torch.arange(49, 12, -1, device=device), torch.where(labels % 3 == 0, -100, 0)
+    exact = [t.detach().double().requires_grad_() for t in student]
+    p = F.linear(teacher[0].double(), teacher[1].double()[kept]).softmax(-1)
+    tvds, expected, found = [], 0, 0
+    for step in (0, 1):
+        log_q, keep = F.linear(exact[0][: 9 - step], *exact[1:]).log_softmax(-1), (labels != -100)[step:]
+        tvds.append((log_q.exp() - p[step:]).abs().sum(-1)[keep].mean() / 2)
+        expected += 0.8**step * (0.5 * tvds[-1] - (p[step:] * log_q).sum(-1)[keep].mean())
+        rows = student[0][: 9 - step], student[1], teacher[0][step:], teacher[1][kept], labels[step:], student[2]
+        options = {"hard_weight": 0.0, "soft_weight": 1.0, "chunk_memory": memory}
+        found += 0.8**step * distillation_loss(*rows, soft_loss={"kl": 1.0, "tvd": 0.5}, **options).loss
+    acceptance = -torch.log(1 - distillation_loss(*rows, soft_loss="tvd", **options).loss)
+    torch.testing.assert_close(acceptance, -torch.log(1 - tvds[1]).float())
+    for value, right in ((found, expected), (acceptance, -torch.log(1 - tvds[1]))):
+        grads = torch.autograd.grad(right, exact, retain_graph=True)
+        for grad, wanted in zip(torch.autograd.grad(value, student), grads):
+            torch.testing.assert_close(grad, wanted.float(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", [((3.0, 0.5), (2.0, 1.0)), ((None, 1.5), (None, 1.0)), ((4.0, 1.0), (None, 1.0))])
@@ -158,6 +198,9 @@ def test_only_the_student_gets_gradients_and_once(engine, device):
         ("bias", {"bias": torch.zeros(36)}),
         ("labels", {"labels": torch.zeros(8, dtype=torch.int64)}),
         ("unknown soft_loss", {"soft_loss": "mse"}),
+        ("unknown soft_loss", {"soft_loss": {"kl": 1.0, "mse": 1.0}}),
+        ("soft_loss: got {}", {"soft_loss": {}}),
+        (r"soft_loss\['kl'\]", {"soft_loss": {"kl": -1.0}}),
         ("beta", {"beta": 1.5}),
         ("temperature", {"temperature": 0.0}),
         ("chunk_memory", {"chunk_memory": 0}),
