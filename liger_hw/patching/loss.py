@@ -36,7 +36,11 @@ WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
-REPLACED = "none where a program replaced the model's forward or its loss"
+SERVED = "liger_hw_served"  # keyword argument beside such options: a list, to which the loss adds
+UNSERVED = (
+    "none here: the model's forward does not pass it to transformers' ForCausalLMLoss, a program replaced one of them, "
+    "or the patch left the loss"
+)
 NO_HUGGING_FACE_MODEL = (
     "no Hugging Face model, so its loss stays: call liger_hw.fused_linear_cross_entropy(hidden, weight of the head, "
     "targets) in place of the head and the loss"
@@ -93,6 +97,7 @@ def causal_lm_loss(
         ValueError: an option that no op supports, or labels that do not fit an option.
     """
     refuse_unserved(kwargs)
+    kwargs.pop(SERVED, []).append(True)
     targets, token_weights = shift_labels, kwargs.get("token_weights")
     if token_weights is not None:
         formula.check_token_weights(token_weights, (labels if targets is None else targets).shape)
@@ -228,15 +233,16 @@ class CausalLMMatch(ModelMatch):
         def forward(self, *args, skip_logits=None, **kwargs):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
             skips = self.training if skip_logits is None else skip_logits
-            products = [name for name in PRODUCTS if labelled and _is_given(kwargs.get(name))]
-            lazily = linear and labelled and (skips or products) and unchanged(self)
-            check(not products or unchanged(self), ", ".join(products), "a value", REPLACED)
+            asked = [name for name in LINEAR_CE_OPTIONS if labelled and _is_given(kwargs.get(name))]
+            served = kwargs.setdefault(SERVED, []) if asked else [True]
+            lazily = linear and labelled and (skips or not {*PRODUCTS}.isdisjoint(asked)) and unchanged(self)
             heads = patched_heads(head_of(self), take_new=lazily)
             if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             with armed(self, heads, Forward() if lazily else None):
                 outputs = original.forward(self, *args, **kwargs)
+            check(served, ", ".join(asked), "a value", UNSERVED)
             if not lazily:
                 return outputs
             return _finish(outputs, skips, is_replica(self))
@@ -267,8 +273,12 @@ class SkipLogitsMatch(ModelMatch):
         return [Pin(original, "forward", original.forward)], set()
 
     def members(self, original, unchanged):
+        unknown = set(LINEAR_CE_OPTIONS) - inspect.signature(original.forward).parameters.keys()
+
         @functools.wraps(original.forward)
         def forward(self, *args, skip_logits=None, **kwargs):
+            asked = [name for name in LINEAR_CE_OPTIONS if name in unknown and _is_given(kwargs.get(name))]
+            check(not asked, ", ".join(asked), "a value", UNSERVED)
             return original.forward(self, *args, **kwargs)  # looked up now, as a program may have replaced it
 
         members = {"_get_name": lambda self: type(self).__name__, "forward": forward}

@@ -311,6 +311,42 @@ def test_logits_in_fp32_under_autocast():
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
+class OwnLoss(transformers.LlamaForCausalLM):
+    """A model whose forward, as remote code's, calls torch's cross entropy and ignores other keyword arguments."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+class OwnCall(transformers.LlamaForCausalLM):
+    """A model whose forward passes no keyword argument to its loss."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("options", [{"invariant": True}, *OPTIONS[3:]], ids=lambda options: " ".join(options))
+@pytest.mark.parametrize("flags", [{}, {"fused_linear_cross_entropy": False}], ids=str)
+@pytest.mark.parametrize("kind", [OwnLoss, OwnCall, transformers.LlamaForCausalLM])
+def test_options_that_the_models_loss_never_sees(kind, flags, options):
+    """They are errors, as a silent loss without them would be another one; without them the model runs as before."""
+    plain = tiny.model(num_hidden_layers=1)
+    plain.__class__ = kind
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched, **flags)
+    torch.testing.assert_close(patched(**tiny.tokens()).loss, plain(**tiny.tokens()).loss)
+    if kind is transformers.LlamaForCausalLM and not flags:
+        assert patched(**tiny.tokens(), **options).loss.isfinite()
+        return
+    for skip_logits in (None, False):
+        with pytest.raises(ValueError, match=f"^.*{next(iter(options))}.*: got .*, allowed: none here"):
+            patched(**tiny.tokens(), **options, skip_logits=skip_logits)
+
+
 @pytest.mark.parametrize("option", [{"logits_dtype": torch.float32}, {"invariant": True}], ids=list)
 @pytest.mark.parametrize("reason", ["flag", "hook", "second loss", "forward"])
 def test_options_of_the_products_without_hidden_states(reason, option, monkeypatch):
