@@ -210,3 +210,37 @@ def test_offloading_by_accelerate(how, first, runs_on, tmp_path):
     if first == "patch":
         kept = [vars(m)["_old_forward"] for m in patched.modules() if "_old_forward" in vars(m)]
         assert kept and all(f.__qualname__.split(".")[0] in {type(m).__name__ for m in plain.modules()} for f in kept)
+
+
+def test_transformers_heads_for_later_tokens():
+    """Patched layers of `MtpModel` and the model's head give `multi_token_loss` plain torch's cross entropies."""
+    kind = getattr(transformers.modeling_layers, "MtpModel", None)
+    if not hasattr(kind, "forward_layer"):
+        pytest.skip("this transformers has no layers of MtpModel to call")
+    main = tiny.model("glm4_moe", num_mtp_layers=2, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    plain = main, kind(main, 2)
+    for p in plain[1].layers.parameters():  # MtpModel leaves the experts' as they are in memory
+        torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(0))
+    patched = copy.deepcopy(plain)
+    for model in patched:
+        liger_hw.patch(model)
+    ids = tiny.tokens()["input_ids"]
+
+    def states(model, mtp):
+        found, positions = [model.model(ids).last_hidden_state], torch.arange(ids.shape[1])[None]
+        for ahead in (1, 2):
+            tokens = torch.nn.functional.pad(ids[:, ahead:], (0, ahead))
+            found.append(mtp.forward_layer(ahead - 1, found[-1], positions, None, input_ids=tokens))
+        return found
+
+    expected = sum(
+        torch.nn.functional.cross_entropy(main.lm_head(x[:, :-ahead]).flatten(0, 1), ids[:, ahead:].flatten())
+        for ahead, x in enumerate(states(*plain), 1)
+    )
+    found = liger_hw.multi_token_loss(states(*patched), patched[0].lm_head.weight, ids).loss
+    torch.testing.assert_close(found, expected)
+    for value in (expected, found):
+        value.backward()
+    for p, q in zip(plain[1].parameters(), patched[1].parameters()):
+        assert p.grad is not None
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
