@@ -160,7 +160,7 @@ def trl(*args):
     """Test losses and examples with the newest TRL; installs TRL, Lightning and bitsandbytes."""
     if status := install("trl>=1.16", "requests", "lightning", "bitsandbytes"):
         return status
-    files = "tests/losses/test_trl.py", "tests/test_examples.py"
+    files = "tests/losses/test_trl.py", "tests/integrations/test_trl_steps.py", "tests/test_examples.py"
     return run("-m", "pytest", "-n", "2", "-k", "trl or example", *files, *args, **QUIET_TRL)
 
 
