@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 CALL = torch.nn.Module.__call__, torch.nn.Module._call_impl  # of every module, unless its class replaces one
 OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)
+LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, which a program may replace
 
 
 def constant_result(function):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw._torch import (
+    LINEAR,
     TensorBase,
     active_dispatch_modes,
     active_function_modes,
@@ -280,7 +281,11 @@ def code_guard(pins):
         current = f"{owner}.{pin.name}"
         if isinstance(pin.owner, dict):  # a subclass, such as ACT2FN, may build a new value for each look-up
             current = f"{owner}[{pin.name!r}]" if type(pin.owner) is dict else f"entry({owner}, {pin.name!r})"
-        conditions.append(f"{current} is v{index}")
+        same = f"{current} is v{index}"
+        if pin.value is LINEAR:
+            values["is_zero3_linear"] = reading.is_zero3_linear
+            same = f"({same} or is_zero3_linear({current}))"
+        conditions.append(same)
     conditions.append("(len(tensor_methods) == methods.count or methods.are_unchanged())")
     values |= {"tensor_methods": TENSOR_METHODS.current, "methods": TENSOR_METHODS, "entry": dict.__getitem__}
     return constant_result(_generate("", conditions, values))

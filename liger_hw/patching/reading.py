@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import OPERATIONS
+from liger_hw._torch import LINEAR, OPERATIONS
 
 MISSING = object()  # value of a pin whose name does not exist
 KNOWN_PACKAGES = ("torch", "liger_hw")
@@ -176,6 +176,15 @@ def read_globals(function):
 def is_known(function):
     """Tell whether a function or class is torch's, this package's or Python's."""
     return _package(function) in (*KNOWN_PACKAGES, "builtins") or _is_known_library(function)
+
+
+def is_zero3_linear(function):
+    """Tell whether `function` is that by which ZeRO-3 replaces `torch.nn.functional.linear`.
+
+    It computes the same, and keeps no gathered weight until the backward.
+    """
+    module = sys.modules.get("deepspeed.runtime.zero.linear")
+    return module is not None and function is module.zero3_linear_wrap
 
 
 def foreign(pins, packages=("torch",)):
@@ -371,6 +380,7 @@ def _read_chain(kind, chain, namespace, cells, code, waiting):
         if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
             return
         owner, value = value, getattr(value, attribute, MISSING)
+        value = LINEAR if is_zero3_linear(value) else value
         if value is MISSING or isinstance(value, types.MethodType) and not is_known(value.__func__):
             break
         pin = Pin(owner, attribute, value)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import types
 import weakref
 
@@ -76,6 +77,20 @@ def test_code_replaced_between_two_patches_counts(replaced, monkeypatch):
         context.setattr(owner, name, half(getattr(owner, name)), raising=False)
         plain, patched = tiny.pair(attn_implementation="eager", seed=1)
         assert_same_loss(plain, patched)
+
+
+@pytest.mark.parametrize("patched_before", [True, False])
+def test_the_product_of_zero3_is_torchs(patched_before, monkeypatch):
+    """DeepSpeed's, which computes the same, replaces torch's for the rest of the process."""
+    module = types.ModuleType("deepspeed.runtime.zero.linear")
+    module.zero3_linear_wrap = lambda x, weight, bias=None: torch._C._nn.linear(x, weight, bias)
+    if patched_before:
+        _, patched = tiny.pair()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(F, "linear", module.zero3_linear_wrap)
+    if not patched_before:
+        _, patched = tiny.pair()
+    assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
 
 
 def test_a_patched_model_that_is_patched_again_sees_replaced_code(monkeypatch):
