@@ -1,4 +1,5 @@
 import base64
+import inspect
 import json
 import os
 import re
@@ -99,6 +100,15 @@ def test_launches_on_a_cpu(on_a_cpu, capsys):
     assert "unknown architecture 'sm42'" in capsys.readouterr().err
     assert cli.main(["launches", "rms_nrom"]) == 2
     assert "unknown op 'rms_nrom'; did you mean 'rms_norm'?" in capsys.readouterr().err
+
+
+@needs_triton
+def test_launches_show_the_heuristics_and_the_facts_they_read(on_a_cpu, capsys):
+    assert cli.main(["launches", "softmax", "--archs", "gfx942"]) == 0
+    text = capsys.readouterr().out
+    assert "304 cores, 64 lanes a warp" in text and "without asynchronous copies" in text
+    line = inspect.unwrap(tuning.CONFIGS["softmax_forward"]).__code__.co_firstlineno
+    assert f"softmax.py:{line}\n" in text
 
 
 @needs_triton

@@ -1,6 +1,8 @@
 """Show the launch configurations of each op: `liger-hw launches`."""
 
 import dataclasses
+import inspect
+import os
 from collections.abc import Iterable
 
 import torch
@@ -37,7 +39,7 @@ def add(commands) -> None:
 def launches(args) -> None:
     """Print the launch configurations of ops, as a table or as JSON."""
     facts = gather(args.ops, args.archs)
-    show(args, facts, _text(facts))
+    show(args, facts, "\n\n".join([_text(facts), *([_heuristics(facts)] if args.ops else [])]))
 
 
 def gather(ops: Iterable[str] = (), archs: Iterable[str] = ()) -> list[dict]:
@@ -98,6 +100,23 @@ def _cases(ops) -> list:
     return [case for cases in every for case in (cases[0], cases[len(cases) // 2], cases[-1])]
 
 
+def _facts(device: dict) -> str:
+    """Return the facts of a device on which heuristics depend."""
+    return (
+        f"{device['num_cores']} cores, {device['warp_size']} lanes a warp, {device['max_threads']} lanes a program, "
+        f"{device['registers']} registers a lane, {device['shared_memory'] // 1024} KiB of shared memory, "
+        f"{'with' if device['async_copy'] else 'without'} asynchronous copies"
+    )
+
+
+def _heuristics(facts: list[dict]) -> str:
+    """List where the heuristics of these launches are, which choose unless `source` names a table."""
+    keys = {c["key"].partition("(")[0] for about in facts for c in about["configurations"]}
+    codes = {key: inspect.unwrap(tuning.CONFIGS[key]).__code__ for key in sorted(keys)}
+    places = (f"{key}_config: {os.path.relpath(c.co_filename)}:{c.co_firstlineno}" for key, c in codes.items())
+    return "\n".join(places)
+
+
 def _text(facts: list[dict]) -> str:
     lines, shown = [], []
     for about in facts:
@@ -113,7 +132,7 @@ def _text(facts: list[dict]) -> str:
                  c["programs"], c["source"]]
                 for c in about["configurations"]
             ]  # fmt: skip
-            lines += [console.table(HEADER, rows)]
+            lines += [_facts(about["configured_as"]), console.table(HEADER, rows)]
         else:
             lines += ["No op launches a kernel here. --archs sm90 shows that GPU's."]
     return "\n".join(lines)
