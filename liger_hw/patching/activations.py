@@ -5,7 +5,7 @@ from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match
 
 WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # torch has the others as one operation
-PROBE_SHAPE = (7, 64)
+PROBE_WIDTH = 64
 
 
 class ActivationMatch(Match):
@@ -29,21 +29,14 @@ def match_activation(module):
     has_parts = module._parameters or module._modules or module._buffers
     if has_parts or type(module).__module__.startswith("torch.") or len(probing.positional_inputs(module)) != 1:
         return None
-    cases = probing.rows_per_dtype(*PROBE_SHAPE)
+
+    def original(training, x):
+        return type(module).forward(probing.copy_of(module, {}, {}, training=training), x)
+
+    def case(dtype, shape):
+        return (probing.random_rows(probing.generator(), *shape, PROBE_WIDTH, dtype=dtype),)
+
     for activation in WRITTEN_OUT:
-
-        def original(x, training=module.training):
-            return type(module).forward(probing.copy_of(module, {}, {}, training=training), x)
-
-        def replacement(x, activation=activation):
-            return activate.reference(x, activation)
-
-        if probing.agree(original, replacement, cases):
-            witnesses.confirm(
-                lambda training, x, original=original: original(x, training),
-                lambda training, x, replacement=replacement: replacement(x),
-                lambda dtype, shape: (probing.random_rows(probing.generator(), *shape, PROBE_SHAPE[-1], dtype=dtype),),
-                constants=witnesses.constants_of(module),
-            )
+        if witnesses.proves(module, original, lambda _, x, name=activation: activate.reference(x, name), case):
             return ActivationMatch.of(activate, {"activation": activation}, {})
     return None

@@ -106,10 +106,6 @@ def match_experts(module):
         return None
     if not module.has_gate:
         return _match_experts_without_gate(module)
-    random = probing.generator()
-    cases = [
-        (3 * probing.random_rows(random, PROBE_ROWS, 2 * PROBE_INTERMEDIATE, dtype=dtype),) for dtype in probing.DTYPES
-    ]
 
     def case(dtype, shape):
         return (probing.random_rows(probing.generator(), *shape, 2 * PROBE_INTERMEDIATE, dtype=dtype),)
@@ -119,22 +115,16 @@ def match_experts(module):
             continue
         values = {attributes[role]: value for role, value in probe_numbers.items()}
 
-        def original(gate_up, values=values, training=module.training):
+        def original(training, gate_up, values=values):
             parts = {name: probing.copy_in_mode(part, training) for name, part in module._modules.items()}
             probe = probing.copy_of(module, dict(module._parameters), parts, training=training, **values)
             return apply_gate(probe, gate_up)
 
-        def replacement(gate_up, split=split, op=op, options=options | probe_numbers):
+        def replacement(_, gate_up, split=split, op=op, options=options | probe_numbers):
             return op.reference(*gates.HALVES[split](gate_up), **options)
 
-        if probing.agree(original, replacement, cases):
-            witnesses.confirm(
-                lambda training, x, original=original: original(x, training=training),
-                lambda training, x, replacement=replacement: replacement(x),
-                case,
-                constants=read(type(module), ("_apply_gate",)).constants | witnesses.constants_of(module),
-                shapes=((PROBE_ROWS,), (1,)),
-            )
+        constants = read(type(module), ("_apply_gate",)).constants
+        if witnesses.proves(module, original, replacement, case, constants=constants, shapes=((PROBE_ROWS,), (1,))):
             names = {"split": split} | attributes
             return ExpertsMatch.of(op, options, names, methods=("_apply_gate",), bypassed=_children(module))
     return None

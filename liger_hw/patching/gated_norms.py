@@ -12,7 +12,7 @@ import torch
 from liger_hw.kernels.norms.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTING_MODES, gated_rms_norm
 from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match
-from liger_hw.patching.norms import PROBE_EPS, PROBE_ROWS, PROBE_WIDTH
+from liger_hw.patching.norms import PROBE_EPS, PROBE_WIDTH
 
 OPTIONS = {  # option of the op -> its values, the default first
     "gate_first": (False, True),
@@ -65,28 +65,21 @@ def match_gated_norm(module):
     if weight.ndim != 1 or type(group) is not int or group <= 0 or width % group:
         return None
 
-    def case(dtype, shape=(2, PROBE_ROWS), scale=1):
+    def case(dtype, shape):
         random = probing.generator()
-        x, gate = (scale * probing.random_rows(random, *shape, width, dtype=dtype) for _ in range(2))
+        x, gate = (probing.random_rows(random, *shape, width, dtype=dtype) for _ in range(2))
         return x, gate, torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype))
 
-    cases = [case(dtype, scale=3) for dtype in probing.DTYPES]
     for form, eps_name in itertools.product(FORMS, probing.float_attributes(module)):
 
-        def original(x, gate, weight, eps_name=eps_name, training=module.training):
+        def original(training, x, gate, weight, eps_name=eps_name):
             attributes = {eps_name: PROBE_EPS, "training": training}
             return type(module).forward(probing.copy_of(module, {weight_name: weight}, {}, **attributes), x, gate)
 
-        def replacement(x, gate, weight, form=form):
+        def replacement(_, x, gate, weight, form=form):
             return gated_rms_norm.reference(x, gate, weight, PROBE_EPS, group_size=group, **form)
 
-        if probing.agree(original, replacement, cases):
-            witnesses.confirm(
-                lambda training, *args, original=original: original(*args, training=training),
-                lambda training, *args, replacement=replacement: replacement(*args),
-                case,
-                constants=witnesses.constants_of(module),
-            )
+        if witnesses.proves(module, original, replacement, case):
             group_name = "group_size" if hasattr(module, "group_size") else None
             names = {"eps": eps_name, "group": group_name, "weight": weight_name}
             return GatedNormMatch.of(gated_rms_norm, form, names)

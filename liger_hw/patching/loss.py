@@ -116,7 +116,7 @@ def causal_lm_loss(
     if token_weights is not None:
         options["token_weights"] = token_weights.reshape(-1).to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-    if not _is_normal(divisor):
+    if not _op_divides_by(divisor):
         total = _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head)
         # without a label that counts the gradients are 0, and the infinite one of a division by 0 would make them NaN
         return torch.where((targets != ignore_index).any(), total, total.detach()) / divisor
@@ -135,7 +135,7 @@ def shifted(by_token, fill):
     return None if by_token is None else torch.nn.functional.pad(by_token, (0, 1), value=fill)[..., 1:]
 
 
-def _is_normal(divisor):
+def _op_divides_by(divisor):
     """Tell whether the op may divide the losses of rows by `divisor`; read no tensor.
 
     A number must leave fp32 losses finite, and a tensor must be one whose quotient is fp32 and needs no gradient.
@@ -343,7 +343,7 @@ def has_a_head(module):
     return isinstance(module, PreTrainedModel) and head_of(module) is not None
 
 
-def is_left_in(model):
+def has_foreign_head(model):
     """Tell whether `model` has a head, but is no Hugging Face model.
 
     A head is a linear layer with as many outputs as the widest embedding has rows.
@@ -355,14 +355,14 @@ def is_left_in(model):
     return any(m.out_features == vocabulary for m in modules if type(m) is torch.nn.Linear)
 
 
-def without_skip_logits(model):
+def models_refusing_skip_logits(model):
     """Return the outermost Hugging Face models in `model` whose forward would refuse `skip_logits`."""
     try:
         from transformers import PreTrainedModel
     except ModuleNotFoundError:
         return []
     if not isinstance(model, PreTrainedModel):
-        return [refusing for child in model.children() for refusing in without_skip_logits(child)]
+        return [refusing for child in model.children() for refusing in models_refusing_skip_logits(child)]
     is_fixed = "forward" in vars(model) or hasattr(type(model), "liger_original")
     return [] if is_fixed or "skip_logits" in inspect.signature(model.forward).parameters else [model]
 

@@ -189,7 +189,8 @@ def unknown_operation(module):
         return None
     for roles in _projection_roles(projections):
         x, children = _case(projections, roles, torch.float32)
-        probe = probing.copy_of(module, dict(module._parameters), module._modules | children)
+        parts = {name: probing.on_the_cpu(part) for name, part in module._modules.items()}
+        probe = probing.copy_of(module, dict(module._parameters), parts | children)
         if names := witnesses.operations_of(lambda probe=probe, x=x: type(module).forward(probe, x)):
             return next((name for name in names if not witnesses.is_mlp_operation(name)), None)
     return None

@@ -1,16 +1,17 @@
-"""Match LayerNorm and RMSNorm, with any rounding order, with `weight`, `1 + weight` or none."""
+"""Match LayerNorm, RMSNorm and L2 norms, of any rounding order."""
 
 import itertools
 from dataclasses import dataclass
 
 import torch
 
+from liger_hw.kernels.norms.l2_norm import L2_CASTING_MODES, l2_norm
 from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match
 
-OPS = {op.__name__: op for op in (rms_norm, layer_norm)}
+OPS = {op.__name__: op for op in (rms_norm, layer_norm, l2_norm)}
 PROBE_EPS = 0.05  # replaces an eps attribute: large enough to change the result
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms whose code contains eps as a number
 PROBE_WIDTH = 64  # for a norm without a weight, or whose weight is empty on this rank (ZeRO-3)
@@ -66,7 +67,7 @@ class NormMatch(Match):
                 if bias_name:
                     weight = weight if offset is None else weight + offset
                     return op(x, weight, getattr(self, bias_name), eps, **options)
-                return op(x, weight, eps=eps, **options)
+                return op(x, eps=eps, **options) if op is l2_norm else op(x, weight, eps=eps, **options)
             except ValueError:
                 if weight is None or weight.shape == x.shape[-1:]:
                     raise
@@ -90,10 +91,11 @@ def match_norm(module):
     if len(probing.positional_inputs(module)) != 1:  # a second may be a gate
         return None
     weight_name = next(iter(parameters), None)
-    modes = CASTING_MODES if weight_name else CASTING_MODES[:1]
     offsets = (0.0, 1.0) if weight_name else (0.0,)
-    ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in itertools.product(modes, offsets)]
-    for (op, options), (eps_name, eps) in itertools.product([*ops, (layer_norm, {})], _ways_to_eps(module)):
+    forms = itertools.product(CASTING_MODES, offsets)
+    ops = [(rms_norm, {"casting_mode": mode, "offset": offset}) for mode, offset in forms]
+    ops += [(layer_norm, {}), *((l2_norm, {"casting_mode": mode}) for mode in L2_CASTING_MODES if not weight_name)]
+    for (op, options), (eps_name, eps) in itertools.product(ops, _ways_to_eps(module)):
         match = _prove_norm(module, weight_name, op, options, eps_name, eps)
         if match is not None:
             return match
@@ -121,7 +123,8 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
 
     def replacement(x, weight):
         number = default_eps(x.dtype) if eps is None else eps
-        return op.reference(x, weight if weight_name else None, eps=number, **options)
+        learned = () if op is l2_norm else (weight if weight_name else None,)
+        return op.reference(x, *learned, eps=number, **options)
 
     random = probing.generator()
 
@@ -131,7 +134,7 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         x = scale * probing.random_rows(random, PROBE_ROWS, width, dtype=x_dtype)
         return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))
 
-    exact = op is rms_norm and type(module) is not torch.nn.RMSNorm  # torch's kernels sum in another order
+    exact = op is not layer_norm and type(module) is not torch.nn.RMSNorm  # torch's kernels sum in another order
     if not probing.agree(original, replacement, [case(dtype, dtype) for dtype in probing.DTYPES], exact):
         return None
     narrow, wide = (
@@ -176,27 +179,20 @@ def _match_layer_norm(module):
     width = module.weight.numel() or PROBE_WIDTH
     parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
 
-    def original(x, *parameters, training=module.training):
+    def original(training, x, *parameters):
         parameters = dict.fromkeys(("weight", "bias")) | dict(zip(parts, parameters))
         return type(module).forward(probing.copy_of(module, parameters, {}, eps=PROBE_EPS, training=training), x)
 
-    def case(dtype, shape=(PROBE_ROWS,), scale=1):
+    def case(dtype, shape):
         random = probing.generator()
-        x = scale * probing.random_rows(random, *shape, width, dtype=dtype)
+        x = probing.random_rows(random, *shape, width, dtype=dtype)
         return x, *(torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype)) for _ in parts)
 
     for offset in (0.0, 1.0):
 
-        def replacement(x, weight, bias=None, offset=offset):
+        def replacement(_, x, weight, bias=None, offset=offset):
             return layer_norm.reference(x, weight + offset, bias, PROBE_EPS)
 
-        if probing.agree(original, replacement, [case(dtype, scale=3) for dtype in probing.DTYPES], exact=False):
-            witnesses.confirm(
-                lambda training, *args: original(*args, training=training),
-                lambda training, *args, replacement=replacement: replacement(*args),
-                case,
-                constants=witnesses.constants_of(module),
-                exact=False,
-            )
+        if witnesses.proves(module, original, replacement, case, exact=False):
             return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
     return None

@@ -29,7 +29,7 @@ from liger_hw.patching.hooks import is_intercepted, original_class
 from liger_hw.patching.reading import Pin
 
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
-PLAIN = (
+COMPARABLE = (
     numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
@@ -53,7 +53,7 @@ def fact(value, within=()):
         Incomparable: it is or contains a tensor, a module, an object with hidden contents or with code of its own, or
             is nested too deeply.
     """
-    if isinstance(value, PLAIN):  # a match is pickled with its facts, and types of functions cannot be
+    if isinstance(value, COMPARABLE):  # a match is pickled with its facts, and types of functions cannot be
         return None if isinstance(value, NAMED) else type(value), value
     if id(value) in within:
         return type(value)
@@ -116,7 +116,7 @@ def attribute_pins(module, code, exempt=(), children=()):
         if name in exempt or not reads(code.names, name):
             continue
         paths = [chain for chain in code.chains if chain[0] == name]
-        if isinstance(value, PLAIN) or not paths:
+        if isinstance(value, COMPARABLE) or not paths:
             paths = [(name,)]
         for path in paths:
             pins.append(_attribute_pin(module, path, children))
@@ -154,14 +154,14 @@ def reads(names, attribute):
 def _attribute_pin(module, path, children):
     value, fields = vars(module)[path[0]], path[:1]
     for name in path[1:]:
-        if isinstance(value, PLAIN) and not isinstance(value, (types.FunctionType, types.ModuleType, type)):
+        if isinstance(value, COMPARABLE) and not isinstance(value, (types.FunctionType, types.ModuleType, type)):
             break
         further = getattr(value, name, reading.MISSING)
-        if further is reading.MISSING or callable(further) and not isinstance(further, PLAIN):
+        if further is reading.MISSING or callable(further) and not isinstance(further, COMPARABLE):
             break
         value, fields = further, (*fields, name)
     shown = ".".join((*children, *fields))
-    if isinstance(value, PLAIN):
+    if isinstance(value, COMPARABLE):
         return AttributePin(children, fields, value, True)
     if isinstance(value, torch.Tensor):
         raise Incomparable(f"reads {shown}, a tensor that is no parameter")
@@ -251,7 +251,7 @@ def _described(value):
         return f"{value.__module__}.{value.__qualname__} {_described_code(value.__code__)}"
     if isinstance(value, property):
         return f"property {_described(value.fget)}"
-    if isinstance(value, PLAIN) and not isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+    if isinstance(value, COMPARABLE) and not isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
         return repr(value)
     return f"{type(value).__name__} {getattr(value, '__name__', '')}"
 

@@ -163,6 +163,20 @@ def copy_in_mode(module, training):
     return _shallow_copy(module, {"training": training, "_modules": children})
 
 
+def on_the_cpu(module):
+    """Copy a module (or None) with random parameters on the CPU."""
+    if module is None:
+        return None
+    random = generator()
+
+    def values(tensors):
+        return {name: x if x is None else random_rows(random, *x.shape, dtype=x.dtype) for name, x in tensors.items()}
+
+    children = {name: on_the_cpu(child) for name, child in module._modules.items()}
+    state = {"_parameters": values(module._parameters), "_buffers": values(module._buffers), "_modules": children}
+    return _shallow_copy(module, state)
+
+
 def without_hooks(module):
     """Return a shallow copy of `module` without its own and its children's hooks."""
     return _shallow_copy(module, {"_modules": _without_hooks(module._modules)})

@@ -17,7 +17,7 @@ from liger_hw.patching.match import Match, remember
 from liger_hw.patching.mlp import match_mlp, unknown_operation
 from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
-from liger_hw.patching.probing import positional_inputs
+from liger_hw.patching.probing import direct_parameters, positional_inputs
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.reading import read
 from liger_hw.patching.rotary import find_rotation, match_rotary
@@ -26,7 +26,7 @@ from liger_hw.patching.swapping import patched_class
 from liger_hw.patching.witnesses import Objection
 
 MATCHERS = (match_norm, match_gated_norm, match_mlp, match_experts, match_sorted_experts, match_activation)
-NO_OP = "no op computes the same bits"
+NO_OP = "no op that patch tries computes the same bits"
 EXPERT_LOOP = "runs a loop of its own over its experts, not transformers' experts interface"
 NO_ACTIVATION = "no supported activation between its two linear layers"
 
@@ -143,6 +143,8 @@ def reason_for_leaving(module):
     projections = [child for child in module.children() if is_projection(child)]
     if not projections:
         return None
+    if tensors := [*direct_parameters(module), *module._buffers]:
+        return f"has tensors of its own beside its linear layers: {', '.join(tensors)}"
     if (inputs := len(positional_inputs(module))) != 1:
         return f"its forward takes {inputs} inputs, and an MLP's op takes one"
     if operation := unknown_operation(module):

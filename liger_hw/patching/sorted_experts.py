@@ -53,30 +53,21 @@ def match_sorted_experts(module):
         (PROBE_EXPERTS, PROBE_INTERMEDIATE, PROBE_HIDDEN),
     )
 
-    def case(dtype, tokens=shapes[0][:1]):
+    def case(dtype, tokens):
         random = probing.generator()
         return [probing.random_rows(random, *shape, dtype=dtype) for shape in ((*tokens, PROBE_HIDDEN), *shapes[1:])]
 
-    cases = [case(dtype) for dtype in probing.DTYPES]
-
-    def original(x, *weights, training=module.training):
+    def original(training, x, *weights):
         parts = {name: probing.copy_in_mode(part, training) for name, part in module._modules.items()}
         probe = probing.copy_of(module, dict(zip(parameters, weights)), parts, training=training, **sizes)
         return type(module).forward(probe, x)
 
     for op, options in gates.WITHOUT_NUMBERS:
 
-        def replacement(x, *weights, op=op, options=options):
+        def replacement(_, x, *weights, op=op, options=options):
             return _compute(x, *weights, op.reference, options)
 
-        if probing.agree(original, replacement, cases):
-            witnesses.confirm(
-                lambda training, *args: original(*args, training=training),
-                lambda training, *args, replacement=replacement: replacement(*args),
-                case,
-                constants=witnesses.constants_of(module),
-                shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,)),
-            )
+        if witnesses.proves(module, original, replacement, case, shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,))):
             bypassed = tuple((name, original_class(child)) for name, child in module.named_children())
             return SortedExpertsMatch.of(op, options, {"first": first, "second": second}, bypassed=bypassed)
     return None

@@ -167,6 +167,26 @@ def confirm(original, replacement, case, **options):
         raise Objection(reason)
 
 
+def proves(module, original, replacement, case, exact=True, constants=(), **options):
+    """Tell whether an op computes a module: on ordinary rows, then by both witnesses.
+
+    Args:
+        original, replacement, case, exact: as in `objection`.
+        constants: numbers in other code than the module's and its children's classes.
+        options: of `objection`.
+
+    Raises:
+        Objection: ordinary rows agree, and a witness does not.
+    """
+    shape = options.get("shapes", SHAPES)[0]
+    cases = [(module.training, *_scaled(case(dtype, shape), ORDINARY)) for dtype in probing.DTYPES]
+    if not probing.agree(original, replacement, cases, exact):
+        return False
+    if reason := objection(original, replacement, case, constants_of(module) | set(constants), exact, **options):
+        raise Objection(reason)
+    return True
+
+
 def constants_of(module):
     """Return the numbers in the code and the attributes of a module and its children."""
     numbers = set()

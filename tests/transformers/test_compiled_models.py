@@ -6,7 +6,6 @@ import numpy
 import pytest
 import tiny
 import torch
-from old_torch import traces_whole_models
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw
@@ -37,7 +36,6 @@ def assert_same_gradients(plain, patched):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
 
 
-@traces_whole_models
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiles_whole(family):
     skip_logits = True if family == "gemma2" else None
@@ -59,7 +57,6 @@ def test_compiles_whole(family):
     assert_same_gradients(plain, patched)
 
 
-@traces_whole_models
 def test_lengths_share_a_graph():
     plain, patched = tiny.pair()
     counter = CompileCounterWithBackend("aot_eager")
@@ -70,7 +67,6 @@ def test_lengths_share_a_graph():
     assert counter.frame_count == 2  # one for the first length, and one for all others
 
 
-@traces_whole_models
 def test_logits_of_a_compiled_model():
     plain, patched = tiny.pair()
     inputs = tiny.tokens()

@@ -12,8 +12,10 @@ import tiny
 import torch
 
 import liger_hw
+from liger_hw.kernels.mlp import glu
 from liger_hw.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_hw.patching import gated_norms, probing, rotation, swapping
+from liger_hw.patching.flags import FLAG_OF, FLAGS
 from liger_hw.patching.rebinding import innermost
 from liger_hw.patching.rotary import match_rotation
 
@@ -277,6 +279,10 @@ def mixtral(implementation):
     return model
 
 
+def test_each_activation_has_a_flag():
+    assert {FLAG_OF.get(name, name) for name in glu.ACTIVATIONS} <= set(FLAGS)
+
+
 def test_experts_of_an_implementation_that_gates_by_itself_are_left():
     model = mixtral("eager")
     summary = liger_hw.patch(model)
@@ -408,6 +414,28 @@ class Configured(torch.nn.Module):
         wide = x.float()
         rows = wide - wide.median() if self.read(self.held) else wide
         return self.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class WithoutWeight(torch.nn.Module):
+    """A norm without a weight, which calls one of torch's functions to reduce the squares."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(self.reduce(wide.pow(2), -1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+@pytest.mark.parametrize("reduce, name", [(torch.sum, "l2_norm"), (torch.mean, "rms_norm")])
+def test_norms_without_a_weight(reduce, name):
+    patched = WithoutWeight(reduce)
+    plain, x = copy.deepcopy(patched), torch.randn(3, 64, dtype=torch.bfloat16)
+    assert dict(liger_hw.patch(patched, rms_norm=False).replaced) == {}
+    ((match, count),) = liger_hw.patch(patched).replaced.items()
+    assert count == 1 and name in str(match)
+    assert torch.equal(patched(x), plain(x))
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
