@@ -7,6 +7,3 @@ from packaging.version import Version
 traces_whole_losses = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.11"), reason="torch.compile of 2.10 needs breaks in the graph of this loss"
 )
-traces_whole_models = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.12"), reason="torch.compile of 2.11 needs breaks in the graph of the model"
-)

@@ -85,7 +85,7 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
                 return opaque({flat})
             if hooks.observer is not None:
                 return run_observed({names})
-            try:  # not `run_until_accepted` at once: two calls fewer
+            try:  # `run_until_accepted`, inlined: saves two calls of Python
                 {launches}
                 return {returned}
             except LaunchFailed:

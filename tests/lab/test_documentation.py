@@ -53,7 +53,7 @@ def test_links_between_the_repository_and_the_site(documentation):
 
 
 def test_every_row_about_several_gpus_names_its_test():
-    """Each cell of the two tables of engines, and the last cell of each row of the others."""
+    """Each cell of the table of engines, and the last cell of each row of the others."""
     tests = {
         name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
     }
@@ -61,7 +61,7 @@ def test_every_row_about_several_gpus_names_its_test():
     text = (ROOT / "docs/distributed.md").read_text().partition("<!-- measured: end -->")[2]
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     tables = [[line.strip("|").split(" | ") for line in table.splitlines()] for table in tables]
-    for (titles, _, *rows), first in zip(tables, [1, 1, *[-1] * len(tables)]):
+    for (titles, _, *rows), first in zip(tables, [1, *[-1] * len(tables)]):
         for row in rows:
             assert len(row) == len(titles), row
             for cell in row[first:]:

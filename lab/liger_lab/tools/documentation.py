@@ -53,8 +53,6 @@ PAIR = re.compile(  # "a, b: text" in a list of attributes, of which griffe take
     r"<b><code><span[^>]*>([\w, ]+),</span></code></b>\s*\(<code><span[^>]*>(\w+)</span></code>\)"
 )
 BOOST = {"hardware.md": 4, "guides/small_gpu.md": 3, "faq.md": 2, "trainers.md": 2}  # pages that a search shows first
-# pages of wide tables, which get the place of the page's contents
-WIDE = ("compiled.md", "losses.md", "models.md", "reference/liger_kernel.md", "speed.md")
 MODES = {"fwd": "forward", "full": "forward and backward"}
 LIMIT = (
     f"{formatting.AXES} "
@@ -249,7 +247,7 @@ def on_files(files, config):
 def on_page_markdown(text, page, config, files):
     """Insert tables of evidence, render formulas, and turn the repository's links into the site's."""
     place = page.file.src_uri
-    page.meta |= {"search": {"boost": BOOST.get(place, 1)}, "hide": ["toc"] if place in WIDE else []}
+    page.meta["search"] = {"boost": BOOST.get(place, 1)}
     origin = next((name for name, where in PAGES.items() if where == place), f"docs/{place}")
 
     def moved(match):

@@ -10,7 +10,7 @@ r"""Compute the root-mean-square norm over the last dimension, alone or after a 
 
 Letters: R rows of C columns. Traffic: forward reads x and writes y (2RC); a residual adds one read and one write (4RC).
 Backward reads s and dy and writes ds (3RC), plus one fp32 partial dw a program; a residual adds a read of ds_out (4RC).
-Both are bound by memory. A row too wide for a program is read twice.
+Both are bound by memory. `kernels.py` keeps a row in registers; `wide.py` reads a wider one twice in the backward.
 """
 
 import torch
