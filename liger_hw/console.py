@@ -4,7 +4,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 # a package to import -> its name on the package index, and the version that liger_hw-lab needs
-SOURCES = {"elftools": "pyelftools", "liger_kernel": "liger-kernel", "tinygrad": "tinygrad==0.14.0", "yaml": "pyyaml"}
+SOURCES = {
+    "elftools": "pyelftools", "galore_torch": "galore-torch", "liger_kernel": "liger-kernel",
+    "tinygrad": "tinygrad==0.14.0", "yaml": "pyyaml",
+}  # fmt: skip
 
 
 def table(header, rows) -> str:

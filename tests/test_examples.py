@@ -109,6 +109,22 @@ def test_launch(line, tmp_path):
     assert result["gpus"] == 2 and any(line == json.dumps(result) for line in done.stdout.splitlines())
 
 
+def test_measured_on_two_ranks(tmp_path):
+    """The tool that measures examples runs them on each rank of torchrun, and rank 0 writes."""
+    pytest.importorskip("accelerate")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    file, lines = tmp_path / "examples.json", ("medusa --stage 2", "medusa")
+    words = ["liger_lab.tools.examples", "run", str(file), *lines, "--", "--tiny", "--steps", "1"]
+    done = subprocess.run([*launch, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    runs = [
+        (run["options"], run["provider"], run["gpus"]) for run in found["results"] if run["provider"] != "liger-kernel"
+    ]
+    assert runs == [(options, name, 2) for options in ("--stage 2", "") for name in ("plain", "liger_hw")]
+    assert found["command"] == "torchrun --nproc-per-node 2 -m liger_lab.tools.examples run ... -- --tiny --steps 1"
+
+
 def test_the_notebook(monkeypatch, tmp_path, capsys):
     for package in ("transformers", "tokenizers"):
         pytest.importorskip(package)

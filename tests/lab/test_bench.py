@@ -531,12 +531,25 @@ def test_quantised_weights(smaller, kbit):
     assert model.get_input_embeddings().weight.dtype == (torch.float32 if kbit else torch.bfloat16)
 
 
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", training.OPTIMIZERS)
+def test_every_optimizer(smaller, name):
+    package = {"adamw": "torch", "galore": "galore_torch"}.get(name, "bitsandbytes")
+    for needed in ("transformers", package):
+        pytest.importorskip(needed)
+    runs = training.plan(["tiny"], ["liger_hw"], [1], [8], None, 1, torch.float32, optimizer=name)
+    trained = training.build(runs[0], 8, torch.device("cpu"))
+    assert type(trained.optimizer).__module__.startswith(package)
+    answers_of(runs)
+    assert formatting.setting(runs[0]) == f"tiny 1x8, {name}"
+
+
 @pytest.mark.skipif(ACCELERATOR is not None, reason="an accelerator's offload is measured, not tested")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offloaded_to_the_cpu(smaller, dtype):
     for package in ("transformers", "deepspeed"):
         pytest.importorskip(package)
-    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [8], None, 1, dtype, offload=True)
+    runs = training.plan(["tiny"], ["eager", "liger_hw"], [1], [8], None, 1, dtype, offload="cpu")
     eager, ours = answers_of(runs)
     assert abs(eager["loss"] - ours["loss"]) < 1e-2
 
@@ -587,6 +600,8 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["tiny", "--compile", "layers", "--against", "compile"], "--against: got compile with --compile"),
         (["tiny", "--memory-limit", "24GiB"], "--memory-limit: needs an accelerator"),
         (["tiny", "--lora", "--qlora"], "--lora: got --qlora as well, allowed: one of the two"),
+        (["tiny", "--optimizer", "galore"], "needs galore-torch, which is not installed here"),
+        (["tiny", "--optimizer", "galore", "--offload"], "--offload: got --optimizer as well"),
         (["tiny", "--offload", "--compile", "model"], "--offload: got --compile as well"),
         (["tiny", "--lora", "--kbit"], "--lora: got --kbit as well"),
         (["tiny", "--kbit"], "--kbit: got no --qlora"),
@@ -598,7 +613,7 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
 def test_training_refuses(arguments, message, capsys, monkeypatch):
     pytest.importorskip("transformers")
     of_console = console.find_spec
-    absent = ("bitsandbytes", "deepspeed")
+    absent = ("bitsandbytes", "deepspeed", "galore_torch")
     monkeypatch.setattr(console, "find_spec", lambda name: None if name in absent else of_console(name) or True)
     assert cli.main(["bench", "train", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -20,7 +20,7 @@ if interpreting():
 
 CPU = torch.device("cpu")
 CELL = {"model": "tiny", "engine": "fsdp2", "gpus": 2, "provider": "liger_hw", "batch": 1, "steps": 1}
-CELL |= {"objective": None, "activations": None}
+CELL |= {"objective": None, "activations": None, "offload": None}
 CELLS = [CELL | {"seq": 16}, CELL | {"seq": 32}]
 
 
@@ -63,6 +63,15 @@ def test_losses_of_hidden_states(options, tmp_path):
         assert record["tokens_per_second"] > 0
     (first, *_) = found[0]["losses"]
     assert first == pytest.approx(math.log(2)) if "dpo" in options else abs(first) > 1e-4
+
+
+@pytest.mark.parametrize("options", ["zero2", "zero2 --offload optimizer", "zero3 --offload parameters"])
+def test_zero_on_two_ranks(options, tmp_path):
+    pytest.importorskip("deepspeed")
+    words = ["--against", "liger_hw", "--seq", "16", "--batch", "1", "--steps", "1", "--report", str(tmp_path)]
+    assert bench("--engine", *options.split(), *words) == 0
+    (record,) = json.loads((tmp_path / "distributed.json").read_text())["results"]
+    assert record["provider"] == "liger_hw" and all(abs(loss - 9.7) < 0.2 for loss in record["losses"])
 
 
 def test_activations_within_a_budget(tmp_path):
@@ -236,6 +245,7 @@ def test_plan(monkeypatch):
         (["--against", "quack"], "unknown peer 'quack'. Peers: eager, liger"),
         (["--against", "liger"], "needs an accelerator"),
         (["--engine", "zero3"], "zero3, which needs deepspeed: pip install deepspeed"),
+        (["--offload", "optimizer"], "--offload: got optimizer with --engine fsdp2"),
         (["--loss", "dpo", "--engine", "zero3"], "--loss: got dpo with --engine zero3, allowed: with fsdp2"),
         (["--activations", "1GiB", "--engine", "vocabulary"], "--activations: got 1GiB with --engine vocabulary"),
         (["--activations", "much"], "budget: got 'much'"),

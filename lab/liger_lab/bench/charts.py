@@ -259,7 +259,7 @@ def _sweeps(benchmark, pyplot):
             continue
         fixed = {"batch": f"{records[0]['seq']:,} tokens each", "seq": f"batch of {records[0]['batch']}"}[swept]
         end = "lines that end early ran out of memory" if "engine" in records[0] else "lines end where the memory does"
-        title = f"{model}, {fixed}{more}{': ' + end if benchmark.get('complete') else ''}"
+        title = f"{model}, {fixed}{more}{chr(10) + end if benchmark.get('complete') else ''}"
         panels = {
             panel: [(r["provider"], r[swept], r[name] / unit) for r in records if r.get(name)]
             for panel, name, unit in (

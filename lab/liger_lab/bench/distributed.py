@@ -24,7 +24,7 @@ from liger_lab.bench.run_file import environment, saved_at_end, write
 from liger_lab.bench.sharded import LOSS_PARALLEL
 from liger_lab.bench.training import EAGER, LIGER
 
-PEERS = {"fsdp2": (EAGER, LIGER), "zero3": (EAGER, LIGER), "vocabulary": (EAGER, LOSS_PARALLEL)}
+PEERS = dict.fromkeys(("fsdp2", "zero2", "zero3"), (EAGER, LIGER)) | {"vocabulary": (EAGER, LOSS_PARALLEL)}
 SEQS = (2048, 4096, 8192, 16384, 32768)
 TEXT_MODELS = [name for name, setting in training.SETTINGS.items() if not setting.images]
 LEAD = "Steps of sharded training, random weights and tokens, activation checkpointing, fused AdamW (of the engine \
@@ -33,14 +33,14 @@ every number of processes has its own process group."
 
 
 def plan(
-    model, gpus, engine, providers, batch, seqs, steps, device, objective=None, activations=None
+    model, gpus, engine, providers, batch, seqs, steps, device, objective=None, activations=None, offload=None
 ) -> list[list[dict]]:
     """List the cells of each process group.
 
     Args:
         model: name of a text model of training.SETTINGS.
         gpus: numbers of processes; empty means one for each accelerator, or 2 on a CPU.
-        engine: "fsdp2", "zero3", or "vocabulary" for the loss of a head alone, sharded by vocabulary.
+        engine: "fsdp2", "zero2", "zero3", or "vocabulary" for the loss of a head alone, sharded by vocabulary.
         providers: "eager" and "liger", of a head alone "eager" and "loss_parallel"; empty means the installed ones.
             liger_hw is always included.
         batch: sequences of one process.
@@ -48,6 +48,7 @@ def plan(
         steps: timed steps of a cell; fewer if they take longer than sharded.SECONDS.
         objective: "dpo" or "grpo", or None for cross entropy of the next token.
         activations: budget of `liger_hw.activations` for the model that liger_hw patches, or None.
+        offload: what the host holds, "optimizer" or "parameters" and the optimizer, or None.
 
     Raises:
         ValueError: a name is unknown, a package is missing, there are too few accelerators, the engine has no such
@@ -60,13 +61,18 @@ def plan(
     bytes_of(activations or "auto", None)
     if objective == "dpo" and batch % 2:
         raise ValueError(f"--batch: got {batch}, allowed: an even number, because DPO compares pairs of sequences")
-    if engine == "zero3" and find_spec("deepspeed") is None:
-        raise ValueError("--engine: got zero3, which needs deepspeed: pip install deepspeed, or use fsdp2")
+    zero = engine.startswith("zero")
+    if zero and find_spec("deepspeed") is None:
+        raise ValueError(f"--engine: got {engine}, which needs deepspeed: pip install deepspeed, or use fsdp2")
+    if offload and (not zero or (offload, engine) == ("parameters", "zero2")):
+        raise ValueError(
+            f"--offload: got {offload} with --engine {engine}, allowed: optimizer with zero2, any with zero3"
+        )
     peers = PEERS[engine]
     for provider in providers:
-        check_known("peer", provider, peers)
+        check_known("peer", provider, (*peers, OURS))
     if engine == "vocabulary":
-        providers = [*(dict.fromkeys(providers) or peers), OURS]
+        providers = [*dict.fromkeys([*(providers or peers), OURS])]
     else:
         providers = [provider for provider in training.choose(providers, device) if provider in (*peers, OURS)]
     available = 2 if device.type == "cpu" else torch.accelerator.device_count()
@@ -77,7 +83,7 @@ def plan(
         [
             {
                 "model": model, "engine": engine, "gpus": count, "provider": provider, "batch": batch, "seq": seq,
-                "steps": steps, "objective": objective, "activations": activations,
+                "steps": steps, "objective": objective, "activations": activations, "offload": offload,
             }
             for seq in sorted(set(seqs))
         ]

@@ -92,7 +92,7 @@ RESERVE = 2 * GIB
 BUCKET, LIVE = 5 * 10**8, 10**9  # elements: DeepSpeed's defaults
 ENGINES = ("fsdp2", "zero2", "zero3", "ddp")
 PROVIDERS = (OURS, EAGER)
-OUTSIDE = ("activations", "objective", "lora", "qlora", "offload", "precision")  # options that no formula covers
+OUTSIDE = ("activations", "objective", "lora", "qlora", "precision")  # options that no formula covers
 OPTIMIZERS = ("adamw", "adamw8bit")
 OFFLOADS = ("optimizer", "parameters")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
@@ -628,6 +628,7 @@ def run_from_record(record: dict) -> PlannedRun:
     return make_run(
         record["model"], record.get("gpus", 1), 8, record["engine"] if sharded else "ddp", record["provider"],
         record["batch"], record["seq"], sharded or record["checkpointing"], "mixed" if sharded else "bf16",
+        record.get("optimizer", OPTIMIZERS[0]), record.get("offload"),
     )  # fmt: skip
 
 
@@ -644,6 +645,8 @@ def against(results: list[dict]) -> list[dict]:
     for record in results:
         covered = record["model"] in MODELS and record["provider"] in PROVIDERS
         covered &= record.get("engine", ENGINES[0]) in ENGINES
+        covered &= record.get("optimizer", OPTIMIZERS[0]) in OPTIMIZERS
+        covered &= "engine" in record or not record.get("offload")
         covered &= not any(record.get(name) for name in OUTSIDE)
         if covered and record.get("peak_bytes"):
             moment, by_part = peak(run_from_record(record))

@@ -95,12 +95,28 @@ def _model(cells):
     return model
 
 
+def _model_on_meta(cells):
+    with _parameters_on_meta():
+        return _model(cells)
+
+
+def _on_device(model, device):
+    """Give parameters on meta memory of the device, without values; buffers keep theirs."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return model
+
+
 def _initialise(shards, config, device):
-    """Fill this rank's shards, (name, shard, ndim of the parameter), with random values."""
+    """Fill this rank's shards, (name, shard, ndim of the parameter), with random values of the device."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     for name, shard, ndim in shards:
         if ndim > 1:
-            shard.normal_(0, config.initializer_range, generator=generator)
+            values = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+            shard.copy_(values.normal_(0, config.initializer_range, generator=generator))
         else:
             shard.fill_(0 if name.endswith("bias") else 1)
 
@@ -155,9 +171,8 @@ class FSDP2:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         objective = cells[0]["objective"]
-        with _parameters_on_meta():
-            trained = root = _model(cells)
-            reference = _model(cells).requires_grad_(False) if objective == "dpo" else None
+        trained = root = _model_on_meta(cells)
+        reference = _model_on_meta(cells).requires_grad_(False) if objective == "dpo" else None
         if objective:
             root = PostTraining(trained, cells[0], reference)
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
@@ -166,11 +181,8 @@ class FSDP2:
             for layer in model.base_model.layers:
                 fully_shard(layer, **options)
         fully_shard(root, **options)
-        buffers = dict(root.named_buffers())
-        root.to_empty(device=device)
+        _on_device(root, device)
         with torch.no_grad():
-            for name, buffer in root.named_buffers():
-                buffer.copy_(buffers[name])
             shards = ((name, p.to_local(), p.ndim) for name, p in trained.named_parameters())
             _initialise(shards, trained.config, device)
             if reference:
@@ -193,21 +205,29 @@ class FSDP2:
         self.optimizer.zero_grad()
 
 
-class ZeRO3:
-    """Shard by DeepSpeed's stage 3, with the precisions of `FSDP2`."""
+class ZeRO:
+    """Shard by DeepSpeed's stage 2 or 3, with the precisions of `FSDP2`."""
 
     def __init__(self, cells, device):
         import deepspeed
 
-        dtype = compute_dtype(device)
+        dtype, stage = compute_dtype(device), int(cells[0]["engine"][-1])
+        place = {"device": "cpu", "pin_memory": device.type != "cpu"}
+        names = {None: (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[cells[0]["offload"]]
         config = {
-            "train_micro_batch_size_per_gpu": cells[0]["batch"], "zero_optimization": {"stage": 3},
+            "train_micro_batch_size_per_gpu": cells[0]["batch"],
+            "zero_optimization": {"stage": stage} | {f"offload_{name}": place for name in names},
             "bf16": {"enabled": dtype == torch.bfloat16}, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
         }  # fmt: skip
         deepspeed.init_distributed(dist_backend=dist.get_backend())
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
-            model = _model(cells)
-        shards = ((name, p.ds_tensor, len(p.ds_shape)) for name, p in model.named_parameters())
+        if stage == 3:
+            with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
+                model = _model(cells)
+            shards = [(name, p.ds_tensor, len(p.ds_shape)) for name, p in model.named_parameters()]
+        else:
+            model = _on_device(_model_on_meta(cells).to(dtype), device)
+            shards = [(name, p, p.ndim) for name, p in model.named_parameters()]
         with torch.no_grad():
             _initialise(shards, model.config, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
@@ -273,7 +293,7 @@ class Vocabulary:
         self.head.weight.grad = None
 
 
-ENGINES = {"fsdp2": FSDP2, "zero3": ZeRO3, "vocabulary": Vocabulary}
+ENGINES = {"fsdp2": FSDP2, "zero2": ZeRO, "zero3": ZeRO, "vocabulary": Vocabulary}
 
 
 def random_tokens(cell, seed, device) -> torch.Tensor:

@@ -10,8 +10,8 @@ POINTS = 1000  # of a curve in a picture
 
 
 @contextmanager
-def recorded_memory(device):
-    """Record allocations on a device within the block, and yield a function.
+def recorded_memory(device, stacks: bool):
+    """Record allocations on a device within the block, with the calls that made them, and yield a function.
 
     It returns torch's snapshot of them.
 
@@ -21,14 +21,14 @@ def recorded_memory(device):
     memory = getattr(getattr(torch, device.type), "memory", None)
     if not hasattr(memory, "_record_memory_history"):
         raise ValueError(f"torch {torch.__version__} records no allocations on {device.type}")
-    memory._record_memory_history(stacks="python")
+    memory._record_memory_history(context="all" if stacks else None, stacks="python")
     try:
         yield memory._snapshot
     finally:
         memory._record_memory_history(enabled=None)
 
 
-def record(step, device, file: Path) -> list[tuple[float, int]]:
+def record(step, device, file: Path, stacks: bool = True) -> list[tuple[float, int]]:
     """Run `step()`, write the snapshot of its memory to `file`, and return its curve.
 
     `file` is what https://docs.pytorch.org/memory_viz shows.
@@ -38,7 +38,7 @@ def record(step, device, file: Path) -> list[tuple[float, int]]:
     """
     torch.accelerator.synchronize(device)
     before = torch.accelerator.memory_allocated(device)
-    with recorded_memory(device) as snapshot_of:
+    with recorded_memory(device, stacks) as snapshot_of:
         step()
         torch.accelerator.synchronize(device)
         snapshot = snapshot_of()

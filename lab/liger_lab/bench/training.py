@@ -32,7 +32,8 @@ EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 PEERS = (EAGER, COMPILE, LIGER)
 RANK = 16  # of adapters
 SWEEPS = {"batch": (1, 2**10), "seq": (1024, 2**20)}  # what is doubled -> its first and last value
-WARM_UP = 3
+WARM_UP = 3  # steps before the first size of a process, which compile; later sizes need one
+DISK_BUFFER = 6 * 10**8  # elements of each buffer for weights on a disk: the head of Llama-8B has 5.3e8
 PLANNING = 5  # steps in which `liger_hw.activations` measures, plans and checks
 POSITIONS = 2**22  # the longest context that the search tries
 IMAGE_SIDE = 32  # patches of 14 pixels: an image of 448x448
@@ -105,12 +106,12 @@ def choose(names, device) -> list[str]:
         ValueError: a provider is unknown, not installed, or needs an accelerator.
     """
     for name in names:
-        check_known("peer", name, PEERS)
+        check_known("peer", name, (*PEERS, OURS))
         if name == LIGER and (device.type == "cpu" or find_spec("liger_kernel") is None):
             raise ValueError("--against: got liger, which needs an accelerator and pip install liger-kernel")
     if not names:
         names = [EAGER] if device.type == "cpu" else [EAGER, COMPILE, *([LIGER] if find_spec("liger_kernel") else [])]
-    return [*dict.fromkeys(names), OURS]
+    return [*dict.fromkeys(name for name in names if name != OURS), OURS]
 
 
 def plan(
@@ -134,7 +135,8 @@ def plan(
             compiled: what torch.compile gets after a provider's patch: "model", or "layers" (each for itself).
             lora, qlora: rank of PEFT's adapters on all linear layers; with `qlora` these layers have 4 bits.
             kbit: `peft.prepare_model_for_kbit_training` prepares the model, and keeps the rest in fp32.
-            offload: DeepSpeed's ZeRO-3 keeps weights and optimizer on the CPU.
+            offload: DeepSpeed's ZeRO-3 keeps weights and optimizer on the "cpu", or in this folder of a disk.
+            optimizer: a name of OPTIMIZERS, if another than AdamW.
             limit: memory of the device that torch may allocate, such as "24GiB".
 
     Raises:
@@ -242,7 +244,7 @@ def main(group: list[dict], answers) -> None:
     for planned in group:
         try:
             trained = trained or build(planned, max(run["seq"] or POSITIONS for run in group), device)
-            answers.send(_measured(trained, planned, device))
+            answers.send(_measured(trained, planned, device, WARM_UP if planned is group[0] else 1))
         except Exception as error:  # a library may fail on a model in any way; the others still run
             out = isinstance(error, torch.OutOfMemoryError)
             message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -252,14 +254,37 @@ def main(group: list[dict], answers) -> None:
         _free(trained, device)
 
 
+def _galore(model):
+    from galore_torch import GaLoreAdamW
+
+    head = model.get_output_embeddings()
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    projected = {"params": [module.weight for module in linear], "rank": 128, "update_proj_gap": 200, "scale": 0.25,
+                 "proj_type": "std"}  # fmt: skip
+    inside = {id(weight) for weight in projected["params"]}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    return GaLoreAdamW([{"params": others}, projected], 0.0, no_deprecation_warning=True)
+
+
+def _learned(model) -> list:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+# at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(_learned(model), lr=0.0, fused=True),
+    "adamw8bit": lambda model: import_module("bitsandbytes").optim.AdamW8bit(_learned(model), lr=0.0),
+    "paged_adamw8bit": lambda model: import_module("bitsandbytes").optim.PagedAdamW8bit(_learned(model), lr=0.0),
+    "galore": _galore,
+}
+
+
 class Trained:
     """Hold a model with its optimizer; fp16 trains under autocast with a loss scale."""
 
-    def __init__(self, model, device, fp16: bool):
+    def __init__(self, model, device, fp16: bool, optimizer: str):
         self.model = model
-        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # at a learning rate of 0 AdamW does all its work, and every provider computes the loss of the same weights
-        self.optimizer = torch.optim.AdamW(learned, lr=0.0, fused=True)
+        self.optimizer = OPTIMIZERS[optimizer](model)
         self.autocast = torch.autocast(device.type, torch.float16, enabled=fp16)
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
 
@@ -277,7 +302,7 @@ class Trained:
 
 
 class ZeroOffload:
-    """Train by DeepSpeed's ZeRO-3 in one process, with weights and optimizer on the CPU."""
+    """Train by DeepSpeed's ZeRO-3 in one process, with weights and optimizer on the CPU or a disk."""
 
     def __init__(self, model, planned):
         import deepspeed
@@ -287,15 +312,20 @@ class ZeroOffload:
             backend = dist.get_default_backend_for_device(model.device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-        pinned = {"device": "cpu", "pin_memory": model.device.type != "cpu"}
+        place = {"device": "cpu", "pin_memory": model.device.type != "cpu"}
+        if planned["offload"] != "cpu":
+            place |= {"device": "nvme", "nvme_path": planned["offload"]}
+        weights = place | ({"buffer_size": DISK_BUFFER} if "nvme_path" in place else {})
         config = {
             "train_micro_batch_size_per_gpu": planned["batch"],
-            "zero_optimization": {"stage": 3, "offload_param": pinned, "offload_optimizer": pinned},
-            "fp16": {"enabled": planned["dtype"] == "float16"}, "bf16": {"enabled": planned["dtype"] == "bfloat16"},
-            # torch's AdamW, which needs no compiler; lr=0.0 as in `Trained`
+            "zero_optimization": {"stage": 3, "offload_param": weights, "offload_optimizer": place},
+            # a scale of 2^10, which no step halves: DeepSpeed leaves out the optimizer of a step that overflows
+            "fp16": {"enabled": planned["dtype"] == "float16", "initial_scale_power": 10, "hysteresis": 1},
+            "bf16": {"enabled": planned["dtype"] == "bfloat16"},
+            # torch's AdamW, which needs no compiler
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         }  # fmt: skip
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        optimizer = OPTIMIZERS["adamw"](model)
         self.model = model
         self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
@@ -343,7 +373,9 @@ def build(planned: dict, positions: int, device) -> Trained | ZeroOffload:
         share = bytes_of(planned["limit"], None) / torch.accelerator.get_memory_info(device)[1]
         torch.accelerator.empty_cache()
         getattr(torch, device.type).set_per_process_memory_fraction(share, device)
-    return ZeroOffload(model, planned) if planned.get("offload") else Trained(model, device, fp16)
+    if planned.get("offload"):
+        return ZeroOffload(model, planned)
+    return Trained(model, device, fp16, planned.get("optimizer", "adamw"))
 
 
 def _with_adapters(model, rank, planned, device):
@@ -404,20 +436,22 @@ def _free(trained, device):
         torch.accelerator.empty_cache()
 
 
-def _measured(trained, planned, device) -> dict:
+def _measured(trained, planned, device, warm_up) -> dict:
     budget = planned.get("activations") if planned["provider"] == OURS else None
     if planned["seq"] is None:
         return {"longest": _longest(trained, device, budget)}
     if budget:
         liger_hw.activations(trained.model, budget)
     batch = _batch(trained, planned["batch"], planned["seq"], device)
-    result = _timed(trained, batch, planned["steps"], WARM_UP + (PLANNING if budget else 0))
+    result = _timed(trained, batch, planned["steps"], warm_up + (PLANNING if budget else 0))
     if "precision" in planned:
         result["loss_scale"] = trained.loss_scale()
     if "snapshots" in planned:
         name = formatting.file_name(f"{formatting.setting(planned)} {planned['provider']}", "pickle")
         file = Path(planned["snapshots"]) / name
-        result |= {"memory": snapshots.record(lambda: trained.step(batch), device, file), "snapshot": name}
+        stacks = not planned.get("offload")  # torch 2.11 fails to record those of DeepSpeed's hooks: a SystemError
+        curve = snapshots.record(lambda: trained.step(batch), device, file, stacks)
+        result |= {"memory": curve, "snapshot": name}
     return result
 
 

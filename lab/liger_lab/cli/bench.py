@@ -16,7 +16,10 @@ SUBJECTS = ("train", "distributed", "losses")  # `liger-hw bench SUBJECT` is a c
 ACCELERATOR_OPTIONS = ("longest", "sweep", "snapshot", "memory_limit")  # options of `bench train`
 APART = {  # its options that exclude others
     "longest": ("sweep", "snapshot", "offload"), "lora": ("qlora", "kbit", "offload"), "qlora": ("offload",),
-    "offload": ("activations", "compile"),
+    "offload": ("activations", "compile", "optimizer"),
+}  # fmt: skip
+OPTIMIZERS = {  # of --optimizer -> package
+    "adamw8bit": "bitsandbytes", "paged_adamw8bit": "bitsandbytes", "galore": "galore_torch",
 }  # fmt: skip
 NEEDED = {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"], "offload": ["deepspeed"]}  # its options -> packages
 
@@ -64,7 +67,7 @@ def add(commands) -> None:
     dtype(option)
 
     option = command(
-        "bench train", bench_train, "eager,compile,liger", "measure training steps of whole models",
+        "bench train", bench_train, "eager,compile,liger; liger_hw: none", "measure training steps of whole models",
         "Time steps of Hugging Face models of published sizes with random weights, plain, compiled and patched, with "
         "their peak memory. With --longest, search the longest sequence that fits. It writes train.json and "
         "train.html, or longest.json.",
@@ -94,7 +97,10 @@ def add(commands) -> None:
                help=f"train PEFT's {what}, on every linear layer but the head (rank 16)")  # fmt: skip
     option("--kbit", action="store_true",
            help="with --qlora: peft.prepare_model_for_kbit_training keeps the rest of the model in fp32")  # fmt: skip
-    option("--offload", action="store_true", help="keep weights and optimizer on the CPU, by DeepSpeed's ZeRO-3")
+    option("--optimizer", choices=OPTIMIZERS,
+           help="bitsandbytes' AdamW of 8 bits, its paged one, or GaLore of rank 128 (torch's AdamW)")  # fmt: skip
+    option("--offload", nargs="?", const="cpu", metavar="FOLDER",
+           help="keep weights and optimizer on the CPU, by DeepSpeed's ZeRO-3, or in a folder of a disk")  # fmt: skip
     option("--memory-limit", metavar="SIZE",
            help="let torch allocate no more than this on the device, as on a smaller card: 24GiB")  # fmt: skip
     option("--snapshot", action="store_true",
@@ -104,7 +110,7 @@ def add(commands) -> None:
     dtype(option)
 
     option = command(
-        "bench distributed", bench_distributed, "eager,liger; of a head alone eager,loss_parallel",
+        "bench distributed", bench_distributed, "eager,liger; of a head alone eager,loss_parallel; liger_hw: none",
         "measure training steps of a sharded model",
         "Time steps of a model sharded over the GPUs of this host by FSDP2 or ZeRO-3, or the loss of a head alone that "
         "is sharded by vocabulary, for growing sequences until memory ends, and check that the libraries' losses "
@@ -119,8 +125,11 @@ def add(commands) -> None:
            help="GPUs to use (all; 2 processes on a CPU)")  # fmt: skip
     option("--seq", type=common.positive, nargs="+", default=[], metavar="N",
            help="tokens in a sequence (2048 4096 8192 16384 32768, until out of memory)")  # fmt: skip
-    option("--engine", choices=("fsdp2", "zero3", "vocabulary"), default="fsdp2",
-           help="fsdp2, zero3, or vocabulary: the loss of a head alone, sharded by vocabulary (fsdp2)")  # fmt: skip
+    option("--engine", choices=("fsdp2", "zero2", "zero3", "vocabulary"), default="fsdp2",
+           help="fsdp2, zero2, zero3, or vocabulary: the loss of a head alone, sharded by vocabulary (fsdp2)",
+           )  # fmt: skip
+    option("--offload", choices=("optimizer", "parameters"),
+           help="what the host holds: the optimizer, with zero2 or zero3; parameters, too, with zero3")  # fmt: skip
     option("--loss", choices=("dpo", "grpo"), help="of hidden states, instead of cross entropy of the next token")
     option("--activations", metavar="BUDGET",
            help="train the model that liger_hw patches within this memory: 100GiB, a share such as 0.9, or auto",
@@ -209,7 +218,8 @@ def _check_train(args, device) -> None:
     for name in given & {"compile", "offload"}:
         if "compile" in _peers(args):
             raise ValueError(f"--against: got compile with --{name}, allowed: one of the two")
-    console.require(*(package for name in NEEDED if name in given for package in NEEDED[name]))
+    needed = [package for name in NEEDED if name in given for package in NEEDED[name]]
+    console.require(*needed, *([OPTIMIZERS[args.optimizer]] if args.optimizer else []))
 
 
 def bench_train(args) -> int | None:
@@ -230,12 +240,13 @@ def bench_train(args) -> int | None:
         args.models or training.DEFAULT, providers, args.batch, args.seq, checkpointing, args.steps,
         _dtype(args, device), args.longest, args.sweep, activations=args.activations, compiled=args.compile,
         snapshots=str(args.report) if args.snapshot else None, lora=args.lora, qlora=args.qlora, kbit=args.kbit,
-        offload=args.offload, limit=args.memory_limit,
+        offload=args.offload, optimizer=args.optimizer, limit=args.memory_limit,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
     with terminal.progress() as progress:
         benchmark = training.run(runs, device, progress, file)
-    lead = "Steps of training, random weights and tokens, fused AdamW; every library in its own process."
+    lead = f"Steps of training, random weights and tokens, {args.optimizer or 'fused AdamW'}; every library in its own \
+process."
     rows = formatting.training_rows(benchmark)
     files = [file, charts.write_training(benchmark, file.with_suffix(".html"), lead, formatting.TRAINING, rows)]
     files += _write_pictures(args, charts.memory_figures(benchmark))
@@ -254,7 +265,7 @@ def bench_distributed(args) -> int | None:
     seqs = args.seq or distributed.SEQS
     groups = distributed.plan(
         args.model, args.gpus, args.engine, _peers(args), args.batch, seqs, args.steps, device, args.loss,
-        args.activations,
+        args.activations, args.offload,
     )  # fmt: skip
     with terminal.progress() as progress:
         benchmark = distributed.run(groups, device, progress, file)

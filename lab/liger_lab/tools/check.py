@@ -134,7 +134,8 @@ def distributed(*args):
     if status := install("--no-build-isolation", "setuptools", "deepspeed", *packages, DS_BUILD_OPS="0"):
         return status
     files = [f"tests/transformers/test_{name}.py" for name in ("deepspeed", "small_optimizers")]
-    names = "deepspeed or small_optimizers or launch or two_ranks"
+    files += [f"tests/lab/test_{name}.py" for name in ("bench", "distributed_bench")]
+    names = "deepspeed or small_optimizers or launch or two_ranks or offloaded or every_optimizer"
     return run("-m", "pytest", *files, "tests/test_examples.py", "-k", names, *args)
 
 

@@ -1,53 +1,70 @@
 """Measure the examples, and write the table of examples/README.md.
 
     python -m liger_lab.tools.examples run lab/results/examples-h200.json [EXAMPLE ...] [-- --steps 8 --shape 1b]
+    torchrun --nproc-per-node 2 -m liger_lab.tools.examples run FILE "medusa --stage 2" ...
     python -m liger_lab.tools.examples table lab/results/examples-h200.json ...
 
-`run` adds to the file and replaces results of the same example and provider. Arguments after -- go to the examples.
+`run` adds to the file and replaces results of the same example and provider. An EXAMPLE may have options; arguments
+after -- go to all of them. Under torchrun each is sharded over its processes.
 """
 
 import importlib
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from liger_lab.tools.readme import insert, markdown
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples"
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "common")
-PROVIDERS = ("plain", "liger_hw", "liger-kernel")
+PEER = "liger-kernel"
+PROVIDERS = ("plain", "liger_hw", PEER)
+LIMIT = 300  # seconds of a run, whose ranks may wait for one that failed
 
 
 def measure(file: Path, names, options) -> None:
-    """Run every example with every provider in its own process; write each result."""
+    """Run every example with every provider in its own process, on each rank of torchrun; rank 0 writes the results."""
     from liger_lab.bench.run_file import write
 
-    context = multiprocessing.get_context("fork")  # children share the import below; no device may be in use yet
-    importlib.import_module("transformers.trainer")
+    context = multiprocessing.get_context("spawn")  # not fork: packages may use the device when they are imported
     measured = json.loads(file.read_text()) if file.exists() else {"results": []}
-    for name in names or EXAMPLES:
-        for provider in PROVIDERS:
-            answer = Path(tempfile.mkdtemp()) / "result.json"
-            process = context.Process(target=_one, args=(name, ["--provider", provider, *options], answer))
-            process.start()
-            process.join()
-            result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
-            key = {"example": name, "provider": provider}
-            environment = result.pop("environment", {})
-            others = [r for r in measured["results"] if {k: r[k] for k in key} != key]
-            measured = measured | environment | {"results": [*others, key | result]}
-            write(measured, file)
+    providers = [name for name in PROVIDERS if name != PEER or find_spec("liger_kernel")]
+    runs = [(line, provider) for line in names or EXAMPLES for provider in providers]
+    for number, (line, provider) in enumerate(runs):
+        answer = Path(tempfile.mkdtemp()) / "result.json"
+        arguments = line, ["--provider", provider, *options], answer, number
+        process = context.Process(target=_one, args=arguments)
+        process.start()
+        process.join(LIMIT)
+        process.kill()
+        if os.environ.get("RANK", "0") != "0":
+            continue
+        result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
+        name, *more = line.split()
+        key = {"example": name, "options": " ".join(more), "provider": provider}
+        environment = result.pop("environment", {})
+        others = [r for r in measured["results"] if {k: r.get(k, "") for k in key} != key]
+        measured = measured | environment | {"results": [*others, key | result]}
+        write(measured, file)
 
 
-def _one(name, options, answer) -> None:
+def _one(line, options, answer, number) -> None:
+    """Run an example; a port of its own keeps its ranks apart from those of the last one."""
     import torch
 
     from liger_lab.bench.run_file import environment
 
     sys.path.insert(0, str(FOLDER))
-    sys.argv = [name, *options, "--json", str(answer), "--output", str(answer.parent)]
+    name, *more = line.split()
+    ranks = os.environ.get("WORLD_SIZE")  # Lightning deletes it
+    if ranks:
+        port = int(os.environ["MASTER_PORT"]) + 1 + number
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
+    sys.argv = [name, *more, *options, "--json", str(answer), "--output", str(answer.parent)]
     try:
         result = importlib.import_module(name).main()
     except Exception as error:  # a package may be absent, a library may fail; the others still run
@@ -55,18 +72,26 @@ def _one(name, options, answer) -> None:
     device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     device = torch.device(device.type, 0) if device.type != "cpu" else device
     command = f"python -m liger_lab.tools.examples run ... -- {' '.join(options[2:])}"
+    if ranks:
+        command = command.replace("python", f"torchrun --nproc-per-node {ranks}")
     answer.write_text(json.dumps(result | {"environment": environment(device) | {"command": command}}))
 
 
 def table(measured: dict) -> str:
     """Return the table of all examples with a result of liger_hw."""
     rows = []
-    for name in EXAMPLES:
-        runs = {run["provider"]: run for run in measured["results"] if run["example"] == name}
+    lines = sorted({(run["example"], run.get("options", "")) for run in measured["results"]})
+    for name, more in lines:
+        same = [run for run in measured["results"] if (run["example"], run.get("options", "")) == (name, more)]
+        runs = {run["provider"]: run for run in same}
         ours = runs.get("liger_hw", {"error": ""})
         if "error" in ours:
             continue
-        line = [f"`{name}.py`", f"{ours['parameters'] / 1e9:.2f}B", f"{ours['batch']}x{ours['seq']}"]
+        line = [
+            f"`{f'{name}.py {more}'.strip()}`",
+            f"{ours['parameters'] / 1e9:.2f}B",
+            f"{ours['batch']}x{ours['seq']}",
+        ]
         for provider in PROVIDERS:
             run = runs.get(provider, {"error": "not run"})
             if "error" in run:
@@ -93,7 +118,7 @@ def main(arguments) -> None:
         merged = files[0] | {"results": [result for measured in files for result in measured["results"]]}
         return insert(FOLDER / "README.md", table(merged), "liger_lab.tools.examples")
     names, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
-    unknown = [name for name in names if name not in EXAMPLES]
+    unknown = [line for line in names if line.split()[0] not in EXAMPLES]
     if unknown:
         raise SystemExit(f"EXAMPLE: got {', '.join(unknown)}, allowed: {', '.join(EXAMPLES)}")
     measure(Path(file), names, options)
