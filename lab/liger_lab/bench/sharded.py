@@ -111,7 +111,7 @@ def _on_device(model, device):
 
 
 def _initialise(shards, config, device):
-    """Fill this rank's shards, (name, shard, ndim of the parameter), with random values of the device."""
+    """Fill this rank's shards, (name, shard, ndim of the parameter), with random values."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     for name, shard, ndim in shards:
         if ndim > 1:

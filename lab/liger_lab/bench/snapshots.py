@@ -11,7 +11,7 @@ POINTS = 1000  # of a curve in a picture
 
 @contextmanager
 def recorded_memory(device, stacks: bool):
-    """Record allocations on a device within the block, with the calls that made them, and yield a function.
+    """Record allocations on a device within the block, and yield a function.
 
     It returns torch's snapshot of them.
 

@@ -302,7 +302,7 @@ class Trained:
 
 
 class ZeroOffload:
-    """Train by DeepSpeed's ZeRO-3 in one process, with weights and optimizer on the CPU or a disk."""
+    """Train by DeepSpeed's ZeRO-3 with weights and optimizer on the CPU or a disk."""
 
     def __init__(self, model, planned):
         import deepspeed

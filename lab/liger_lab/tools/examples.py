@@ -27,7 +27,7 @@ LIMIT = 300  # seconds of a run, whose ranks may wait for one that failed
 
 
 def measure(file: Path, names, options) -> None:
-    """Run every example with every provider in its own process, on each rank of torchrun; rank 0 writes the results."""
+    """Run every example with every provider in its own process; rank 0 writes the results."""
     from liger_lab.bench.run_file import write
 
     context = multiprocessing.get_context("spawn")  # not fork: packages may use the device when they are imported
@@ -53,7 +53,7 @@ def measure(file: Path, names, options) -> None:
 
 
 def _one(line, options, answer, number) -> None:
-    """Run an example; a port of its own keeps its ranks apart from those of the last one."""
+    """Run an example on a port of its own, apart from the last one's ranks."""
     import torch
 
     from liger_lab.bench.run_file import environment
