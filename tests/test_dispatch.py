@@ -10,7 +10,7 @@ from liger_hw import backends, dispatch, use_backend
 from liger_hw._triton import AVAILABLE
 from liger_hw.backends import nvidia
 from liger_hw.checks import check
-from liger_hw.dispatch import OPS, op
+from liger_hw.dispatch import OPS, differentiable, op
 from liger_hw.kernels.norms.rms_norm import rms_norm
 from liger_hw.losses.sequences import token_loss
 from liger_hw.testing.inputs import flat
@@ -254,3 +254,19 @@ def test_named_tuples_are_one_argument_here_and_fields_of_the_registered_op():
     x = torch.arange(3.0)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert torch.equal(call(x), 9 * x) and torch.equal(compiled(x), 9 * x)
+
+
+def test_no_zeros_for_results_without_a_gradient():
+    @differentiable("y rows")
+    def twice(x: torch.Tensor):
+        return 2 * x, 3 * x
+
+    @twice.backward(without_gradient="rows")
+    def _(dy, *, x_grad):
+        return 2 * dy
+
+    x = torch.ones(3, requires_grad=True)
+    y, _ = twice.apply(x)
+    with torch.autograd.profiler.profile() as profile:
+        y.backward(torch.ones(3))
+    assert x.grad.tolist() == [2, 2, 2] and "aten::zeros" not in {event.name for event in profile.function_events}
