@@ -2,6 +2,7 @@
 
 import torch
 
+from liger_hw.kernels.linear.lora_linear import MOST_ROWS
 from liger_hw.testing.case import OpCases, Shape
 from liger_lab.models import MODELS, TOKENS
 
@@ -42,6 +43,7 @@ def large(glu):
     def cases(new):
         for rows, rank in [((2, 4096), 64), ((1, 1001), 8), ((70, 512), 100), ((3, 64), 130)]:
             yield tensors(new, rows, 72, rank, glu=glu), {}
+        yield tensors(new, (MOST_ROWS + 7, 24), 8, 4, glu=glu, bias=True), {"scaling": 0.5}
 
     return cases
 

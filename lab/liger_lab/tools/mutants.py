@@ -166,7 +166,9 @@ MUTANTS = {
     "lora_linear": [
         ("the last bits of a factor left out", "total = dot(x, lo, total", "total = dot(x, 0.0 * lo, total"),
         ("the last bits of u left out", "tl.store(at + 2 * rank, lo, mask)", "tl.store(at + 2 * rank, 0.0 * lo, mask)"),
-        ("u without its scale", "split(total * scale", "split(total"),
+        ("u without its scale", "u, mid, lo = split(total * scale", "u, mid, lo = split(total"),
+        ("u of many rows without its scale", "hi, mid, lo = split(total * scale", "hi, mid, lo = split(total"),
+        ("one part thrice", "x_stride + part * cols + col", "x_stride + 0 * part + col"),
         ("the last columns of x left out", "(i < inner)[None, :]", "(i < inner - 1)[None, :]"),
         ("the last columns of y left out", "& (col < outer), (row", "& (col < outer - 1), (row"),
         ("dropout's factor left out", "scaling / (1 - dropout)", "scaling"),
@@ -178,7 +180,7 @@ MUTANTS = {
         ),
         ("the gradient of a bias in fp32 rounded", "dy.sum(0, dtype=sum_dtype)", "dy.sum(0)"),
         ("the middle bits of u left out", "torch.cat([hi, hi, mid], 1)", "torch.cat([hi, hi, 0 * mid], 1)"),
-        ("the dropped values' gradients kept", "dx.addcmul_(seen, mask)", "dx.add_(seen)"),
+        ("the dropped values' gradients kept", "y if mask is None else y.mul_(mask)", "y"),
     ],
     "dequantize_4bit": [
         ("the first value in the low bits", "high * scale, low * scale", "low * scale, high * scale"),

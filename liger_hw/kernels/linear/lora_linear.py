@@ -12,11 +12,15 @@ Letters: R rows. The products with W take 2RCH operations each. Those of the ada
 16 for example, so memory bounds them: forward reads x once and reads and writes y once (RC + 2RH values beside the
 product), backward reads x once, dy twice, and reads and writes dx once.
 
-Two kernels: `lora_project` computes u, in the backward du; `lora_add` adds u B^T to y, in the backward du A to dx. So
-each sum is rounded once. Adapters in fp32 on a bf16 model (PEFT's default) keep fp32, without copies of x or dy in
-fp32: the kernels split numbers of fp32 into three of bf16 whose sum they are, and multiply those on matrix cores into
-fp32. torch multiplies dA and dB from the same terms, which `lora_project` writes for u and du. Without kernels, for
-ranks above 64 and adapters in fp32 on fp16, torch adds the same products to y in place.
+`lora_project` computes u, in the backward du. `lora_expand` writes u B^T + b, in the backward du A, and the product
+with W adds to that: a library adds to its result almost for free. On an H100, 8,192 rows of 4,096 columns take 0.348
+instead of 0.342 ms, and a pass of its own over the result took 0.060 ms. So the adapter's part and the sum are rounded,
+where PEFT rounds the layer's part and the sum.
+
+Adapters in fp32 on a bf16 model (PEFT's default) keep fp32, without copies of x or dy in fp32: numbers of fp32 become
+three of bf16 whose sum they are, and matrix cores multiply those into fp32. torch multiplies dA and dB from the same
+terms, which are written for u and du; for many rows it also multiplies u, by terms that `lora_split` writes. Without
+kernels, for ranks above 64 and adapters in fp32 on fp16, torch adds the same products to y in place.
 
 W may be stored in 4 bits (QLoRA, arXiv:2305.14314). Forward and backward each write it whole, for one product; no graph
 keeps it.
@@ -29,7 +33,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, differentiable, op, raw, uncast
-from liger_hw.kernels._math import dot, rows_of
+from liger_hw.kernels._math import dot, in_order, rows_of
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
@@ -39,6 +43,7 @@ from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
 
+MOST_ROWS = 2048  # of `lora_project`; for more, torch multiplies, by three launches
 LARGEST_RANK = 64  # tiles of a larger one spill: of 128 on gfx1100, of 256 on every architecture (Triton 3.9)
 
 
@@ -78,8 +83,9 @@ def lora_linear(
 ) -> torch.Tensor:  # fmt: skip
     """Compute F.linear(x, weight, bias) + scaling * F.linear(F.linear(dropout(x), lora_a), lora_b).
 
-    This is peft.tuners.lora.layer.Linear with one adapter. With kernels the sum is rounded once, where PEFT rounds the
-    base's result first and, with adapters of x's dtype, each step of the adapter; dropout draws the same mask.
+    This is peft.tuners.lora.layer.Linear with one adapter. With kernels the adapter's part and the sum are
+    rounded, where PEFT rounds the base's result, the sum and, with adapters of x's dtype, each step of the adapter;
+    dropout draws the same mask.
 
     Args:
         x: (..., C), any floating dtype.
@@ -144,11 +150,15 @@ def lora_project_config(rank, vectors, device):
 
 
 @tuned
-def lora_add_config(rank, vectors, device):
-    # For 8,192 rows on an H100, 0.056 ms of 4,096 columns and 0.178 to 0.190 of 14,336: 80 to 90% of 3 TB/s. Other
-    # tiles from 32 by 128 to 128 by 128 gain 7% at most.
+def lora_expand_config(rank, vectors, device):
+    # It only writes y: for 8,192 rows on an H100 four warps take 0.086 ms of 14,336 columns, eight 0.171.
     rows, cols = _tile(rank, vectors)
-    return Config({"ROWS": rows, "COLS": cols}, _warps(rows * cols, rank, device))
+    return Config({"ROWS": rows, "COLS": cols}, _warps(rows * cols // 2, rank, device))
+
+
+@tuned
+def lora_split_config(device):
+    return Config({"VALUES": 1024}, 128 // device.warp_size)
 
 
 def _tile(rank, vectors):
@@ -205,18 +215,17 @@ def lora_project(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def lora_add(
-    Y, U, SECOND, rows, y_stride, second_rank, second_outer, outer, rank, RANK: tl.constexpr, ROWS: tl.constexpr,
+def lora_expand(
+    U, SECOND, BIAS, Y, rows, second_rank, second_outer, outer, rank, DEPTH: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add U SECOND (rank, outer) to a tile of Y."""
-    row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)[None, :]
+    """Write a tile of Y = U SECOND (rank, outer) + BIAS."""
+    row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, DEPTH)[None, :]
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     mask, u_mask = (row < rows) & (col < outer), (row < rows) & (r < rank)
     terms: tl.constexpr = 1 if SECOND.dtype.element_ty == Y.dtype.element_ty else 3
-    at = Y + row * y_stride + col
-    y, u = tl.load(at, mask, 0.0), tl.load(U + row * (terms * rank) + r, u_mask, 0.0)
-    rank_of_factor = tl.arange(0, RANK)[:, None]
+    u = tl.load(U + row * (terms * rank) + r, u_mask, 0.0)
+    rank_of_factor = tl.arange(0, DEPTH)[:, None]
     factor_mask = (rank_of_factor < rank) & (col < outer)
     factor = tl.load(SECOND + rank_of_factor * second_rank + col * second_outer, factor_mask, 0.0)
     product = tl.zeros((ROWS, COLS), tl.float32)
@@ -228,7 +237,26 @@ def lora_add(
         product = dot(mid, factor_hi, product, "ieee")
         product = dot(u, factor_mid, product, "ieee")
         product = dot(u, factor_hi, product, "ieee")
-    tl.store(at, y.to(tl.float32) + product, mask)
+    if BIAS is not None:
+        product += tl.load(BIAS + col, col < outer, 0.0).to(tl.float32)
+    tl.store(Y + row * outer + col, product, mask)
+
+
+@triton.jit
+def lora_split(
+    X, TERMS, values, scale, x_stride, terms_stride, next_term, cols, PARTS: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
+    """Write the terms of scale times the sum of `PARTS` blocks of columns."""
+    value = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
+    mask, row, col = value < values, value // cols, value % cols
+    total = tl.zeros((VALUES,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(X + row * x_stride + part * cols + col, mask, 0.0)
+    hi, mid, lo = split(total * scale, TERMS.dtype.element_ty)
+    at = TERMS + row * terms_stride + col
+    tl.store(at, hi, mask)
+    tl.store(at + next_term, mid, mask)
+    tl.store(at + 2 * next_term, lo, mask)
 
 
 def _is_split(x, factor):
@@ -244,12 +272,31 @@ def _runs_kernels(x, factor, rank):
     return rank <= LARGEST_RANK and x.dtype != torch.float32 and (x.dtype == factor.dtype or _is_split(x, factor))
 
 
-def _split(value, dtype):
-    """Return the terms of `split` side by side: of (R, r) numbers (R, 3r)."""
-    hi = value.to(dtype)
-    rest = torch.where(hi.isinf(), 0.0, value - hi)
-    mid = rest.to(dtype)
-    return torch.cat([hi, mid, (rest - mid).to(dtype)], 1)
+def _split(x, summands, stacked=False, parts=1, scale=1.0):
+    """Write the terms of `split` side by side, or `stacked`.
+
+    Args:
+        x: (A, `parts` B) fp32, whose parts are added and multiplied by `scale`.
+        summands: (A, 3B), or (3A, B).
+    """
+    rows, cols = x.shape[0], x.shape[1] // parts
+    config = lora_split_config(device_of(x))
+    stride, next_term = (cols, rows * cols) if stacked else (3 * cols, cols)
+    launch(
+        lora_split, (-(-rows * cols // config["VALUES"]), 1, 1), config, x, summands, rows * cols, scale, x.stride(0),
+        stride, next_term, cols, parts,
+    )  # fmt: skip
+
+
+def _split_factor(factor, dtype):
+    """Return the terms of an adapter's factor (K, r) side by side, (K, 3r)."""
+    inner, rank = factor.shape
+    summands = factor.new_empty(3 * inner * rank, dtype=dtype)
+    if factor.stride(0) == 1:  # of A^T
+        _split(factor.t(), summands, stacked=True)
+        return summands.view(3 * rank, inner).t()
+    _split(factor.contiguous(), summands)
+    return summands.view(inner, 3 * rank)
 
 
 def _allocate_u(x, first):
@@ -268,10 +315,11 @@ def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     Returns:
         u (R, r) in the dtype of `first`; of fp32 on bf16 the terms of 16 bits whose sum it is, (R, 3r).
     """
-    if not _runs_kernels(x, first, first.shape[1]):
+    # On an H100 a step of 2,048 rows of Llama-1B waits for its host: one launch. Of 8,192 rows and 4,096 columns the
+    # kernel takes 0.053 ms and a library's product 0.030; of 14,336 columns 0.171 and 0.088.
+    if x.shape[0] > MOST_ROWS or not _runs_kernels(x, first, first.shape[1]):
         if _is_split(x, first):
-            parts = _wide_product(x, _split(first, x.dtype)).view(x.shape[0], 3, -1)
-            u.copy_(_split(parts.sum(1) * scale, x.dtype))
+            _split(_wide_product(x, _split_factor(first, x.dtype)), u, parts=3, scale=scale)
         else:
             torch.addmm(u, x.to(first.dtype), first, beta=0, alpha=scale, out=u)
         return
@@ -284,43 +332,63 @@ def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     )  # fmt: skip
 
 
-@raw(mutates=("y",))
-def adapter_add(y: torch.Tensor, u: torch.Tensor, second: torch.Tensor) -> None:
-    """Add u second to y in place.
+@raw(lambda u, second: u.new_empty(u.shape[0], second.shape[1]))
+def adapter_expand(u: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, *, y):
+    """Compute y = u second + bias by the kernel.
 
     Args:
-        y: (R, N). u: what `adapter_project` returns. second: (r, N).
+        u: what `adapter_project` returns for x in the dtype of y. second: (r, N). bias: (N,), or None.
     """
-    if not _runs_kernels(y, second, second.shape[0]):
-        if _is_split(y, second):  # as in the kernel
-            (hi, mid, _), (second_hi, second_mid, _) = u.chunk(3, 1), _split(second.t(), y.dtype).t().chunk(3)
-            u, second = torch.cat([hi, hi, mid], 1), torch.cat([second_hi, second_mid, second_hi])
-        if second.dtype == y.dtype:
-            y.addmm_(u, second)
-        else:
-            y.add_(torch.mm(u, second))
-        return
-    (rows, outer), rank, y_stride = y.shape, second.shape[0], y.stride(0)
+    (rows, outer), rank = y.shape, second.shape[0]
     size = max(power_of_2(rank), 16)
-    config = lora_add_config(size, not (y_stride | outer) % 16, device_of(y))
+    config = lora_expand_config(size, not outer % 16, device_of(y))
     grid = -(-rows // config["ROWS"]), -(-outer // config["COLS"]), 1
-    launch(lora_add, grid, config, y, u, second, rows, y_stride, *second.stride(), outer, rank, size)
+    bias = None if bias is None else in_order(bias)
+    launch(lora_expand, grid, config, u, second, bias, y, rows, *second.stride(), outer, rank, size)
 
 
-def update(x, first, second, y, scale):
-    """Return u = scale x first, `adapter_project`'s; add u second to `y` unless None."""
-    u = adapter_project(x, first, scale)
-    if y is not None:
-        adapter_add(y, u, second)
-    return u
+@raw(mutates=("y",))
+def adapter_add(y: torch.Tensor, u: torch.Tensor, second: torch.Tensor) -> None:
+    """Add u second to y (R, N) in place, by torch."""
+    if _is_split(y, second):  # as in the kernel
+        (hi, mid, _), (second_hi, second_mid, _) = u.chunk(3, 1), _split_factor(second.t(), y.dtype).t().chunk(3)
+        u, second = torch.cat([hi, hi, mid], 1), torch.cat([second_hi, second_mid, second_hi])
+    if second.dtype == y.dtype:
+        y.addmm_(u, second)
+    else:
+        y.add_(torch.mm(u, second))
 
 
-def gradient(u, rows, factor):
-    """Compute u^T rows, (r, N) in the dtype of the adapter's `factor`."""
-    if not _is_split(rows, factor):
-        return torch.mm(u.t(), rows.to(u.dtype))
-    parts = _wide_product(u.t(), rows)
-    return parts.view(3, -1, rows.shape[1]).sum(0)
+def add_products(rows, matrix, bias, u, second, mask=None):
+    """Return rows matrix + bias + mask (u second), in the dtype of `rows`.
+
+    Args:
+        rows: (R, K). matrix: (K, N), in any dtype. u: (R, r), `adapter_project`'s. second: (r, N).
+    """
+    if rows.dtype == matrix.dtype and _runs_kernels(rows, second, second.shape[0]):
+        y = adapter_expand(u, second, bias)
+        return (y if mask is None else y.mul_(mask)).addmm_(rows, matrix)
+    is_late = bias is not None and rows.dtype != matrix.dtype  # fp32, perhaps that of the rows
+    first_bias = None if bias is None or is_late else bias.to(matrix.dtype)
+    y = torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), first_bias).to(rows.dtype)
+    if is_late:
+        y.add_(bias)
+    update = y if mask is None else torch.zeros_like(y)
+    adapter_add(update, u, second)
+    return y if mask is None else y.addcmul_(update, mask)
+
+
+def gradients(rows, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad):
+    """Return du^T rows and dy^T u, the gradients of A and B, or None."""
+    if not _is_split(rows, lora_a):
+        return (
+            torch.mm(du.t(), rows.to(du.dtype)) if lora_a_grad else None,
+            torch.mm(dy.to(u.dtype).t(), u) if lora_b_grad else None,
+        )
+    return (
+        _wide_product(du.t(), rows).view(3, *lora_a.shape).sum(0) if lora_a_grad else None,
+        _wide_product(dy.t(), u).view(lora_b.shape[0], 3, -1).sum(1) if lora_b_grad else None,
+    )
 
 
 @raw(lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
@@ -341,34 +409,28 @@ def _stored(weight):
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.packed, tuple(weight[1:]))
 
 
-def _product(x, weight, state, bias):
-    """Compute F.linear(x, weight, bias), of 4 bits in their dtype."""
-    if state is None:
-        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(weight.dtype))
-    weight = dequantize_4bit(weight, *state)
-    is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
-    y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
-    return y.add_(bias) if is_late else y
-
-
-def _product_backward(dy, weight, state):
-    """Compute the gradient of the rows that `_product` multiplied; `dy`: (R, H)."""
-    if state is None:
-        return torch.mm(dy, weight)
-    weight = dequantize_4bit(weight, *state)
-    return torch.mm(dy.to(weight.dtype), weight).to(dy.dtype)
+def _whole(weight, state):
+    """Return a stored weight, of 4 bits written whole in their dtype."""
+    return weight if state is None else dequantize_4bit(weight, *state)
 
 
 @differentiable("y")
 def _frozen_linear(x: torch.Tensor, weight: torch.Tensor, state: tuple, bias: torch.Tensor | None):
-    return _product(x, weight, state, bias)
+    """Compute F.linear(x, weight, bias) of 4 bits in their dtype, for the reference."""
+    weight = _whole(weight, state)
+    is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
+    y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
+    return y.add_(bias) if is_late else y
 
 
 @_frozen_linear.backward()
 def _(weight, state, dy, *, x_grad, bias_grad):
     with uncast(dy):
         rows = dy.reshape(-1, dy.shape[-1])
-        dx = _product_backward(rows, weight, state).view(*dy.shape[:-1], -1) if x_grad else None
+        dx = None
+        if x_grad:
+            weight = _whole(weight, state)
+            dx = torch.mm(rows.to(weight.dtype), weight).to(dy.dtype).view(*dy.shape[:-1], -1)
         return dx, rows.sum(0) if bias_grad else None
 
 
@@ -377,9 +439,10 @@ def _lora_linear(
     x: torch.Tensor, weight: torch.Tensor, state: tuple | None, bias: torch.Tensor | None, lora_a: torch.Tensor,
     lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float, sum_dtype: torch.dtype | None,
 ):  # fmt: skip
-    y = _product(x, weight, state, bias)
-    u = update(_seen(x, mask), lora_a.t(), lora_b.t(), y.view(-1, lora_b.shape[0]), scaling)
-    return y, u
+    rows = x.reshape(-1, x.shape[-1])
+    u = adapter_project(_seen(rows, mask), lora_a.t(), scaling)
+    y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
+    return y.view(*x.shape[:-1], lora_b.shape[0]), u
 
 
 @_lora_linear.backward()
@@ -388,25 +451,19 @@ def _(
     *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dy):  # a program may call backward within autocast
-        dy, du = dy.reshape(-1, lora_b.shape[0]), None
-        dx = _product_backward(dy, weight, state) if x_grad else None
+        dy, rows, dx, du = dy.reshape(-1, lora_b.shape[0]), x.reshape(-1, x.shape[-1]), None, None
         if x_grad or lora_a_grad:
-            seen = dx if mask is None or dx is None else torch.zeros_like(dx)
-            du = update(dy, lora_b, lora_a, seen, scaling)
-            if seen is not dx:
-                dx.addcmul_(seen, mask)
-        return (
-            dx if dx is None else dx.view(x.shape),
-            torch.mm(dy.t(), x.reshape(-1, x.shape[-1])) if weight_grad else None,
-            dy.sum(0, dtype=sum_dtype) if bias_grad else None,
-            gradient(du, _seen(x, mask), lora_a) if lora_a_grad else None,
-            gradient(u, dy, lora_b).t() if lora_b_grad else None,
-        )
+            du = adapter_project(dy, lora_b, scaling)
+        if x_grad:
+            dx = add_products(dy, _whole(weight, state), None, du, lora_a, mask).view(x.shape)
+        seen = _seen(rows, mask) if lora_a_grad else rows
+        da, db = gradients(seen, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad)
+        dw = torch.mm(dy.t(), rows) if weight_grad else None
+        return dx, dw, dy.sum(0, dtype=sum_dtype) if bias_grad else None, da, db
 
 
-def _seen(x, mask):
+def _seen(rows, mask):
     """Return the rows that the adapter sees, but for dropout's factor."""
-    rows = x.reshape(-1, x.shape[-1])
     return rows if mask is None else rows * mask
 
 
@@ -506,43 +563,35 @@ def _lora_glu_linear(
     `defers`: return a placeholder without memory instead of the result, for `_deferred_projection`.
     """
     y = glu(gate, up, activation)
-    rows, out = y.view(-1, y.shape[-1]), None
+    rows, shape = y.view(-1, y.shape[-1]), (*gate.shape[:-1], lora_b.shape[0])
+    u = adapter_project(rows, lora_a.t(), scaling)
     if defers:
-        placeholder = gate.new_empty_strided((*gate.shape[:-1], lora_b.shape[0]), [0] * gate.ndim)
-    else:
-        placeholder = _product(y, weight, state, bias)
-        out = placeholder.view(-1, lora_b.shape[0])
-    return placeholder, y, update(rows, lora_a.t(), lora_b.t(), out, scaling)
+        return gate.new_empty_strided(shape, [0] * gate.ndim), y, u
+    return add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(shape), y, u
 
 
-@_lora_glu_linear.backward(without_gradient="y")
+@_lora_glu_linear.backward(without_gradient="y u")
 def _(
     gate, up, weight, state, lora_a, lora_b, scaling, sum_dtype, activation, in_place: bool, u, dout,
     *, gate_grad, up_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dout):
         dout = dout.reshape(-1, lora_b.shape[0])
-        dy = _product_backward(dout, weight, state)
-        du = update(dout, lora_b, lora_a, dy, scaling)
-        dy = dy.view(gate.shape)
+        du = adapter_project(dout, lora_b, scaling)
+        dy = add_products(dout, _whole(weight, state), None, du, lora_a).view(gate.shape)
         dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
         y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
-        return (
-            dgate, dup,
-            torch.mm(dout.t(), y) if weight_grad else None,
-            dout.sum(0, dtype=sum_dtype) if bias_grad else None,
-            gradient(du, y, lora_a) if lora_a_grad else None,
-            gradient(u, dout, lora_b).t() if lora_b_grad else None,
-        )  # fmt: skip
+        da, db = gradients(y, du, lora_a, dout, u, lora_b, lora_a_grad, lora_b_grad)
+        dw = torch.mm(dout.t(), y) if weight_grad else None
+        return dgate, dup, dw, dout.sum(0, dtype=sum_dtype) if bias_grad else None, da, db
 
 
 @differentiable("out")
-def _deferred_projection(placeholder: torch.Tensor, tensors: tuple, scaling: float):  # autograd tracks no tuple
+def _deferred_projection(placeholder: torch.Tensor, tensors: tuple):  # autograd tracks no tuple
     """Compute the result of the placeholder of `_lora_glu_linear`, and keep nothing."""
-    y, weight, state, bias, lora_a, lora_b = tensors
-    out = _product(y, weight, state, bias)
-    update(y.view(-1, y.shape[-1]), lora_a.t(), lora_b.t(), out.view(-1, lora_b.shape[0]), scaling)
-    return out
+    y, u, weight, state, bias, lora_b = tensors
+    rows = y.view(-1, y.shape[-1])
+    return add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(placeholder.shape)
 
 
 @_deferred_projection.backward()
@@ -561,6 +610,9 @@ def _(gate, up, weight, bias, lora_a, lora_b, scaling=1.0, activation="silu", in
     if not keeps_y or not one_dtype:
         return lora_linear(gated(gate, up, activation, in_place), weight, bias, lora_a, lora_b, scaling)
     defers, in_place = is_checkpointed(), goes_in_place(gate, up, in_place)
-    sum_dtype = _sum_dtype(others[0])
-    out, y = _lora_glu_linear.apply(gate, up, stored, state, *others, scaling, sum_dtype, activation, defers, in_place)
-    return _deferred_projection.apply(out, (y, stored, state, *others), scaling) if defers else out
+    bias, lora_a, lora_b = others
+    sum_dtype = _sum_dtype(bias)
+    out, y, u = _lora_glu_linear.apply(
+        gate, up, stored, state, bias, lora_a, lora_b, scaling, sum_dtype, activation, defers, in_place
+    )
+    return _deferred_projection.apply(out, (y, u, stored, state, bias, lora_b)) if defers else out
