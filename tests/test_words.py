@@ -103,7 +103,8 @@ UNCLEAR = re.compile(
 )
 TERMS = {  # of mathematics and of hardware, and public names
     "power_of_2", "power_of_2_below", "waves_of_32", "waves_of_64", "policy_loss_of_logits",
-    "divergence_of_logits_config", "cosine_of_logits_config", "kl_of_probabilities_config",  # named as their kernels
+    "divergence_of_logits", "cosine_of_logits", "kl_of_probabilities",  # kernels, by which entries of tables are named
+    "divergence_of_logits_config", "cosine_of_logits_config", "kl_of_probabilities_config",
 }  # fmt: skip
 
 
@@ -117,17 +118,9 @@ def is_kernel(node):
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(line) for line in node.decorator_list)
 
 
-def outside_kernels(tree):
-    """Yield the nodes outside Triton functions, whose names the entries of tables depend on."""
-    yield tree
-    for node in ast.iter_child_nodes(tree):
-        if not is_kernel(node):
-            yield from outside_kernels(node)
-
-
 def new_names(tree):
     """Yield (line, name) of everything that a file names itself, functions, classes, arguments and variables."""
-    for node in outside_kernels(tree):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):

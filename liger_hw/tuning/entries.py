@@ -135,7 +135,7 @@ def warn_once(message: str) -> None:
 def kernel_hash(kernel) -> str:
     """Hash the code of a Triton kernel, of its jit functions and their constants.
 
-    Comments, docstrings, layout and the modules that these are in do not count.
+    Comments, docstrings, layout, names of variables and the modules that these are in do not count.
     """
     seen, todo = {}, [kernel.fn]
     while todo:
@@ -150,9 +150,22 @@ def kernel_hash(kernel) -> str:
         words = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(function.__globals__))
         named = {word: function.__globals__[word] for word in words}
         constants = {word: value for word, value in named.items() if isinstance(value, (int, float, str))}
+        _number_variables(tree.body[0])
         seen[name] = f"{ast.unparse(tree)}{constants}"  # not ast.dump, whose output changes with Python's version
         todo += [value.fn for value in named.values() if inspect.isfunction(getattr(value, "fn", None))]
     return hashlib.sha256("".join(sorted(seen.values())).encode()).hexdigest()[:16]
+
+
+def _number_variables(function):
+    """Name a function's variables, but no arguments, by the order of their assignments."""
+    arguments = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id not in arguments]
+    numbers = {}
+    for node in names:
+        if isinstance(node.ctx, ast.Store):
+            numbers.setdefault(node.id, f"v{len(numbers)}")
+    for node in names:
+        node.id = numbers.get(node.id, node.id)
 
 
 _LARGEST_TILE = 2**20  # elements of one Triton tensor

@@ -108,7 +108,8 @@ def helper(x):
 
 @triton.jit
 def kernel(X, COLS: tl.constexpr):
-    tl.store(X, helper(tl.load(X)))
+    x = tl.load(X)
+    tl.store(X, helper(x))
 """
 
 
@@ -120,7 +121,11 @@ def test_the_kernel_hash():
     same = hash_of(SOURCE, {"SCALE": 2})
     assert same == hash_of(SOURCE, {"SCALE": 2}, "another_module")
     assert same == changed("    tl.store", "    # why\n\n    tl.store")
-    assert same == changed("(X, helper(tl.load(X)))", "(\n        X, helper(tl.load(X)),\n    )")
+    assert same == changed("(X, helper(x))", "(\n        X, helper(x),\n    )")
+    assert same == changed(
+        "x = tl.load(X)\n    tl.store(X, helper(x))", "row = tl.load(X)\n    tl.store(X, helper(row))"
+    )
+    assert same != changed("helper(x)", "helper(X)")
     assert same != changed("x * SCALE", "x + SCALE")  # in a function it calls
     assert same != changed("tl.load(X)", "tl.load(X + 1)")
     assert same != changed("X", "X", scale=3)

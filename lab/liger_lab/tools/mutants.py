@@ -71,7 +71,7 @@ MUTANTS = {
     ],
     "gathered_sum": [
         ("every fifth twice", "range(0, K, 4)", "range(0, K, 3)"),
-        ("the weight of another row", "tl.load(W + row, there", "tl.load(W + at, there"),
+        ("the weight of another row", "tl.load(W + row, valid", "tl.load(W + at, valid"),
         ("rows that are not there", "k + 3 < K, col", "k + 2 < K, col"),
     ],
     "activate": [
@@ -134,8 +134,8 @@ MUTANTS = {
         ("means of channels not merged", "within + difference * difference", "within"),
         (
             "group's sum without the weight",
-            "along += tl.load(OF_PRODUCT + first + col, there, other=0.0) * w",
-            "along += tl.load(OF_PRODUCT + first + col, there, other=0.0)",
+            "along += tl.load(SUM_PRODUCT + first + col, valid, other=0.0) * w",
+            "along += tl.load(SUM_PRODUCT + first + col, valid, other=0.0)",
         ),
     ],
     "dyt": [
@@ -200,8 +200,8 @@ MUTANTS = {
         ("the part that ends a chunk dropped", "& (ends | (start + i == end - 1))", "& ends"),
         (
             "eight parts alone",
-            "more = tl.sum(there.to(tl.int32), 0) == ROWS",
-            "more = tl.sum(there.to(tl.int32), 0) > ROWS",
+            "more = tl.sum(valid.to(tl.int32), 0) == ROWS",
+            "more = tl.sum(valid.to(tl.int32), 0) > ROWS",
         ),
         ("padding counted from the end", "padding_idx % weight.shape[0]", "padding_idx"),
         ("padding that crosses chunks", "& begins & (token != padding)", "& begins"),
@@ -210,8 +210,8 @@ MUTANTS = {
     "neighborhood_attention": [
         ("the position after the last", "other < length)\n        score =", "other <= length)\n        score ="),
         ("sum not moved to the new maximum", "total = total * kept + power", "total = total + power"),
-        ("gradient of a key by its own result", "(v - _load(Y + of_y, other,", "(v - _load(Y + of_y, row,"),
-        ("strides of the gradients", "_store(DQ + of_y, row, there, y_stride", "_store(DQ + of_y, row, there, stride"),
+        ("gradient of a key by its own result", "(v - _load(Y + y_at, other,", "(v - _load(Y + y_at, row,"),
+        ("strides of the gradients", "_store(DQ + y_at, row, valid, y_stride", "_store(DQ + y_at, row, valid, stride"),
     ],
     "multi_token_attention": [
         ("the result's future kept", "dilation, groups).tril_()", "dilation, groups)"),
@@ -236,8 +236,8 @@ MUTANTS = {
     "causal_conv1d": [
         ("a sequence sees the one before", "_where_within(window[k - 1], row - k, opened, row)", "window[k - 1]"),
         ("a gradient ends with its part", "tl.where(first < end, end + BEFORE, first)", "end"),
-        ("a token counted twice", "own, sums = _where_within(ds, row, first, end), ()", "own, sums = ds, ()"),
-        ("states of another part", "mask = _within(there, first, begin, begin + 1) &", "mask = there &"),
+        ("a token counted twice", "part_ds, sums = _where_within(ds, row, first, end), ()", "part_ds, sums = ds, ()"),
+        ("states of another part", "mask = _within(valid, first, begin, begin + 1) &", "mask = valid &"),
         ("a final state without a gradient", "if DFINAL is not None:", "if DFINAL is not None and SIZE < 0:"),
     ],
     "poly_norm": [
@@ -256,8 +256,8 @@ MUTANTS = {
         ("softmax's term of the gradient", "dz = p * (dm - tl.sum(p * dm, 2)[:, :, None])", "dz = p * dm"),
         (
             "alphas that share a gradient",
-            "tl.store(own + COUNT + 1, tl.sum(da_post",
-            "tl.store(own + COUNT + 1, tl.sum(da_pre",
+            "tl.store(partial + COUNT + 1, tl.sum(da_post",
+            "tl.store(partial + COUNT + 1, tl.sum(da_pre",
         ),
     ],
     "rope": [
@@ -295,7 +295,7 @@ MUTANTS = {
         ("softcap's slope left out", "dx *= 1.0 - ratio * ratio", "dx *= 1.0"),
     ],
     "divergence": [
-        ("jsd's other argument", "tl.where(q_larger, of_larger, of_smaller)", "of_larger"),
+        ("jsd's other argument", "tl.where(q_larger, larger_term, smaller_term)", "larger_term"),
         ("slope of the reverse KL without its second term", "return value, value + q, q", "return value, value, q"),
         ("ignored rows have a gradient", "factor = tl.where(counts, factor, 0.0)", "factor = factor"),
     ],

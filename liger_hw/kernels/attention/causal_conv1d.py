@@ -205,7 +205,7 @@ def _one_warp(cols, itemsize, tensors, lane, each, most, stages, device):
 
 
 @triton.jit
-def _own_columns(cols: tl.constexpr, COLS: tl.constexpr):
+def _program_columns(cols: tl.constexpr, COLS: tl.constexpr):
     """Return this program's columns and mask, its number, and how many share its columns."""
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
     col = tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :]
@@ -213,7 +213,7 @@ def _own_columns(cols: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _own_part(index, parts, length, ROWS: tl.constexpr):
+def _program_part(index, parts, length, ROWS: tl.constexpr):
     """Return a part's batch entry, that entry's first and end row, and the part's."""
     entry, size = index // parts, ((length + ROWS - 1) // ROWS + parts - 1) // parts * ROWS
     begin, close = entry * length, entry * length + length
@@ -222,10 +222,10 @@ def _own_part(index, parts, length, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _within(there, row, first, end):
+def _within(valid, row, first, end):
     """Return the mask `there` for a row from `first` to `end`, else an empty one."""
     row = tl.full((1, 1), row, tl.int32)  # Triton's interpreter makes integers of a scalar condition
-    return there & (row >= first) & (row < end)
+    return valid & (row >= first) & (row < end)
 
 
 @triton.jit
@@ -246,13 +246,13 @@ def _load_row(P, row, stride, col, mask):
 
 @triton.jit
 def _load_rows(
-    X, INPUT_GATE, OUTPUT_GATE, DY, SEQ_IDX, start, end, x_stride, input_stride, output_stride, dy_stride, col, there,
+    X, INPUT_GATE, OUTPUT_GATE, DY, SEQ_IDX, start, end, x_stride, input_stride, output_stride, dy_stride, col, valid,
     rows, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Load ROWS rows of each tensor, before any store: no load may pass one."""
     xs, inputs, outputs, dys, numbers = (), (), (), (), ()
     for i in tl.static_range(ROWS):
-        mask = _within(there, start + i, start, end)
+        mask = _within(valid, start + i, start, end)
         xs = xs + (_load_row(X, start + i, x_stride, col, mask),)
         inputs = inputs + (_load_row(INPUT_GATE, start + i, input_stride, col, mask),)
         outputs = outputs + (_load_row(OUTPUT_GATE, start + i, output_stride, col, mask),)
@@ -262,10 +262,10 @@ def _load_rows(
 
 
 @triton.jit
-def _load_taps(W, col, there, cols: tl.constexpr, SIZE: tl.constexpr):
+def _load_taps(W, col, valid, cols: tl.constexpr, SIZE: tl.constexpr):
     taps = ()
     for k in tl.static_range(SIZE):
-        taps = taps + (tl.load(W + k * cols + col, there, other=0.0).to(tl.float32),)
+        taps = taps + (tl.load(W + k * cols + col, valid, other=0.0).to(tl.float32),)
     return taps
 
 
@@ -287,7 +287,7 @@ def _pushed(window, value, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _of_sequence(window, row, opened, SEQ_IDX, SIZE: tl.constexpr):
+def _within_sequence(window, row, opened, SEQ_IDX, SIZE: tl.constexpr):
     """Return `window` with 0 for rows before `opened`.
 
     It has values of the SIZE - 1 rows before `row`. Without sequence numbers there are none.
@@ -321,7 +321,7 @@ def _number(SEQ_IDX, row, rows):
 
 @triton.jit
 def _before(
-    X, INPUT_GATE, INITIAL, SEQ_IDX, entry, begin, row, rows, x_stride, input_stride, col, there, cols: tl.constexpr,
+    X, INPUT_GATE, INITIAL, SEQ_IDX, entry, begin, row, rows, x_stride, input_stride, col, valid, cols: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Return inputs, gates and gated inputs of the rows before `row`, the latest first.
@@ -335,13 +335,13 @@ def _before(
         if SEQ_IDX is not None:
             if (row - k >= opened) & (_number(SEQ_IDX, row - k, rows) != _number(SEQ_IDX, row - k + 1, rows)):
                 opened = row - k + 1
-        mask = _within(there, row - k, opened, row)
+        mask = _within(valid, row - k, opened, row)
         x = _load_row(X, row - k, x_stride, col, mask)
         gate = _load_row(INPUT_GATE, row - k, input_stride, col, mask)
         u = x.to(tl.float32) * gate.to(tl.float32)
         if INITIAL is not None:
             at = _state(entry, SIZE - 1 + row - k - begin, cols, SIZE) + col
-            u += tl.load(INITIAL + at, _within(there, row - k, begin - SIZE + 1, begin), other=0.0).to(tl.float32)
+            u += tl.load(INITIAL + at, _within(valid, row - k, begin - SIZE + 1, begin), other=0.0).to(tl.float32)
         xs, gates, window = xs + (x,), gates + (gate,), window + (u,)
     return xs, gates, window, opened
 
@@ -360,31 +360,31 @@ def causal_conv1d_forward(
     cols: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    col, there, program, programs = _own_columns(cols, COLS)
-    taps, bias = _load_taps(W, col, there, cols, SIZE), load_parameter(B, col, 0.0, cols, COLS).to(tl.float32)
+    col, valid, program, programs = _program_columns(cols, COLS)
+    taps, bias = _load_taps(W, col, valid, cols, SIZE), load_parameter(B, col, 0.0, cols, COLS).to(tl.float32)
     for index in range(program, rows // length * parts, programs):
-        entry, begin, close, first, end = _own_part(index, parts, length, ROWS)
+        entry, begin, close, first, end = _program_part(index, parts, length, ROWS)
         xs_before, gates_before, window, opened = _before(
-            X, INPUT_GATE, INITIAL, SEQ_IDX, entry, begin, first, rows, x_stride, input_stride, col, there, cols, SIZE
+            X, INPUT_GATE, INITIAL, SEQ_IDX, entry, begin, first, rows, x_stride, input_stride, col, valid, cols, SIZE
         )  # fmt: skip
         previous = _number(SEQ_IDX, first - 1, rows)
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
             xs, inputs, outputs, unused, numbers = _load_rows(
                 X, INPUT_GATE, OUTPUT_GATE, None, SEQ_IDX, start, end, x_stride, input_stride, output_stride, 0, col,
-                there, rows, ROWS,
+                valid, rows, ROWS,
             )  # fmt: skip
             for i in tl.static_range(ROWS):
                 row, number = start + i, numbers[i]
                 opened = tl.where(number == previous, opened, row)
                 u = xs[i].to(tl.float32) * inputs[i].to(tl.float32)
-                window = _of_sequence(window, row, opened, SEQ_IDX, SIZE)
+                window = _within_sequence(window, row, opened, SEQ_IDX, SIZE)
                 y = _convolved(u, window, taps, bias, SIZE)
                 if ACTIVATION is not None:
                     y *= sigmoid(y, X.dtype.element_ty)
                 y *= outputs[i].to(tl.float32)
                 if SEQ_IDX is not None:
                     y = tl.where(number < 0, 0.0, y)
-                tl.store(Y + tl.cast(row, tl.int64) * cols + col, y, _within(there, row, first, end))
+                tl.store(Y + tl.cast(row, tl.int64) * cols + col, y, _within(valid, row, first, end))
                 window, previous = _pushed(window, u, SIZE), number
 
 
@@ -396,25 +396,25 @@ def causal_conv1d_backward(
 ):  # fmt: skip
     # a fixed number of programs; each sums its own gradients of weight and bias
     BEFORE: tl.constexpr = SIZE - 1
-    col, there, program, programs = _own_columns(cols, COLS)
-    taps, bias = _load_taps(W, col, there, cols, SIZE), load_parameter(B, col, 0.0, cols, COLS).to(tl.float32)
+    col, valid, program, programs = _program_columns(cols, COLS)
+    taps, bias = _load_taps(W, col, valid, cols, SIZE), load_parameter(B, col, 0.0, cols, COLS).to(tl.float32)
     dtaps, dbias = _zeros(SIZE, COLS), tl.zeros((1, COLS), tl.float32)
     for index in range(program, rows // length * parts, programs):
-        entry, begin, close, first, end = _own_part(index, parts, length, ROWS)
+        entry, begin, close, first, end = _program_part(index, parts, length, ROWS)
         xs_before, gates_before, window, opened = _before(
-            X, INPUT_GATE, INITIAL, SEQ_IDX, entry, begin, first, rows, x_stride, input_stride, col, there, cols, SIZE
+            X, INPUT_GATE, INITIAL, SEQ_IDX, entry, begin, first, rows, x_stride, input_stride, col, valid, cols, SIZE
         )  # fmt: skip
         previous, pending = _number(SEQ_IDX, first - 1, rows), _zeros(BEFORE, COLS)
         for start in tl.range(first, tl.where(first < end, end + BEFORE, first), ROWS, num_stages=STAGES):
             xs, inputs, outputs, dys, numbers = _load_rows(
                 X, INPUT_GATE, OUTPUT_GATE, DY, SEQ_IDX, start, close, x_stride, input_stride, output_stride,
-                dy_stride, col, there, rows, ROWS,
+                dy_stride, col, valid, rows, ROWS,
             )  # fmt: skip
             for i in tl.static_range(ROWS):
                 row, number = start + i, numbers[i]
                 opened = tl.where(number == previous, opened, row)
                 u, dy = xs[i].to(tl.float32) * inputs[i].to(tl.float32), dys[i].to(tl.float32)
-                window = _of_sequence(window, row, opened, SEQ_IDX, SIZE)
+                window = _within_sequence(window, row, opened, SEQ_IDX, SIZE)
                 y = _convolved(u, window, taps, bias, SIZE)
                 ds = dy * outputs[i].to(tl.float32)
                 if ACTIVATION is not None:
@@ -425,31 +425,31 @@ def causal_conv1d_backward(
                 if SEQ_IDX is not None:
                     ds, dgate = tl.where(number < 0, 0.0, ds), tl.where(number < 0, 0.0, dgate)
                 if DOUTPUT is not None:
-                    tl.store(DOUTPUT + tl.cast(row, tl.int64) * cols + col, dgate, _within(there, row, first, end))
+                    tl.store(DOUTPUT + tl.cast(row, tl.int64) * cols + col, dgate, _within(valid, row, first, end))
                 # this row's share of the gradients of the rows before, the oldest of which is complete
                 shares = ()
                 for k in tl.static_range(1, SIZE):
                     shares = shares + (taps[BEFORE - k] * ds,)
-                shares = _of_sequence(shares, row, opened, SEQ_IDX, SIZE)
+                shares = _within_sequence(shares, row, opened, SEQ_IDX, SIZE)
                 oldest, du = row - BEFORE, pending[BEFORE - 1] + shares[BEFORE - 1]
                 if DFINAL is not None:
                     at = _state(entry, oldest - close + BEFORE, cols, SIZE) + col
-                    du += tl.load(DFINAL + at, _within(there, oldest, close - BEFORE, close), other=0.0).to(tl.float32)
-                mask, at = _within(there, oldest, first, end), tl.cast(oldest, tl.int64) * cols + col
+                    du += tl.load(DFINAL + at, _within(valid, oldest, close - BEFORE, close), other=0.0).to(tl.float32)
+                mask, at = _within(valid, oldest, first, end), tl.cast(oldest, tl.int64) * cols + col
                 if DX is not None:
                     tl.store(DX + at, du * gates_before[BEFORE - 1].to(tl.float32), mask)
                 if DINPUT is not None:
                     tl.store(DINPUT + at, du * xs_before[BEFORE - 1].to(tl.float32), mask)
                 if DINITIAL is not None:
-                    mask = _within(there, first, begin, begin + 1) & _within(there, oldest, begin - BEFORE, begin)
+                    mask = _within(valid, first, begin, begin + 1) & _within(valid, oldest, begin - BEFORE, begin)
                     tl.store(DINITIAL + _state(entry, row - begin, cols, SIZE) + col, du, mask)
                 unfinished = (taps[BEFORE] * ds,)
                 for k in tl.static_range(1, BEFORE):
                     unfinished = unfinished + (pending[k - 1] + shares[k - 1],)
-                own, sums = _where_within(ds, row, first, end), ()
+                part_ds, sums = _where_within(ds, row, first, end), ()
                 for k in tl.static_range(1, SIZE):
-                    sums = sums + (dtaps[k - 1] + own * window[BEFORE - k],)
-                dtaps, dbias, pending = sums + (dtaps[BEFORE] + own * u,), dbias + own, unfinished
+                    sums = sums + (dtaps[k - 1] + part_ds * window[BEFORE - k],)
+                dtaps, dbias, pending = sums + (dtaps[BEFORE] + part_ds * u,), dbias + part_ds, unfinished
                 window, previous = _pushed(window, u, SIZE), number
                 xs_before, gates_before = _pushed(xs_before, xs[i], SIZE), _pushed(gates_before, inputs[i], SIZE)
     if SUMS is not None:

@@ -113,7 +113,7 @@ def _tile(cols, itemsize, device, size):
 
 
 @triton.jit
-def _own_tile(length, heads, ROWS: tl.constexpr):
+def _program_tile(length, heads, ROWS: tl.constexpr):
     """Return the batch entry, head and positions of this program."""
     tiles = (length + ROWS - 1) // ROWS
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -121,22 +121,22 @@ def _own_tile(length, heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load(P, row, there, stride, cols: tl.constexpr, COLS: tl.constexpr):
+def _load(P, row, valid, stride, cols: tl.constexpr, COLS: tl.constexpr):
     col = tl.arange(0, COLS)[None, :]
     at = P + row[:, None].to(tl.int64) * stride + col
-    return tl.load(at, there[:, None] & in_row(col, cols, COLS), other=0.0).to(tl.float32)
+    return tl.load(at, valid[:, None] & in_row(col, cols, COLS), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(P, row, there, stride, value, cols: tl.constexpr, COLS: tl.constexpr):
+def _store(P, row, valid, stride, value, cols: tl.constexpr, COLS: tl.constexpr):
     col = tl.arange(0, COLS)[None, :]
-    tl.store(P + row[:, None].to(tl.int64) * stride + col, value, there[:, None] & in_row(col, cols, COLS))
+    tl.store(P + row[:, None].to(tl.int64) * stride + col, value, valid[:, None] & in_row(col, cols, COLS))
 
 
 @triton.jit
-def _load_stats(STATS, row, there, length):
+def _load_stats(STATS, row, valid, length):
     """Return the largest score of each position and the divisor of its softmax."""
-    return tl.load(STATS + row, there, other=0.0), tl.load(STATS + length + row, there, other=1.0)
+    return tl.load(STATS + row, valid, other=0.0), tl.load(STATS + length + row, valid, other=1.0)
 
 
 @triton.jit(do_not_specialize=["length", "heads", "size", "dilation"])
@@ -144,9 +144,9 @@ def neighborhood_attention_forward(
     Q, K, V, Y, STATS, length, heads, batch_stride, head_stride, stride, y_batch_stride, y_head_stride, y_stride,
     size, dilation, scale, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    entry, head, row = _own_tile(length, heads, ROWS)
-    start, there = entry * batch_stride + head * head_stride, row < length
-    q = _load(Q + start, row, there, stride, cols, COLS) * (scale * LOG2_E)
+    entry, head, row = _program_tile(length, heads, ROWS)
+    start, valid = entry * batch_stride + head * head_stride, row < length
+    q = _load(Q + start, row, valid, stride, cols, COLS) * (scale * LOG2_E)
     peak, total = tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
     y = tl.zeros((ROWS, COLS), tl.float32)
     for step in range(size):
@@ -160,9 +160,9 @@ def neighborhood_attention_forward(
         total = total * kept + power
         peak = higher
     at = STATS + (entry * heads + head) * 2 * length + row
-    tl.store(at, peak, there)
-    tl.store(at + length, total, there)
-    _store(Y + entry * y_batch_stride + head * y_head_stride, row, there, y_stride, y / total[:, None], cols, COLS)
+    tl.store(at, peak, valid)
+    tl.store(at + length, total, valid)
+    _store(Y + entry * y_batch_stride + head * y_head_stride, row, valid, y_stride, y / total[:, None], cols, COLS)
 
 
 @triton.jit(do_not_specialize=["length", "heads", "size", "dilation"])
@@ -171,16 +171,16 @@ def neighborhood_attention_backward(
     y_stride, dy_batch_stride, dy_head_stride, dy_stride, size, dilation, scale, cols: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    entry, head, row = _own_tile(length, heads, ROWS)
-    start, there = entry * batch_stride + head * head_stride, row < length
-    of_y, of_dy = entry * y_batch_stride + head * y_head_stride, entry * dy_batch_stride + head * dy_head_stride
+    entry, head, row = _program_tile(length, heads, ROWS)
+    start, valid = entry * batch_stride + head * head_stride, row < length
+    y_at, dy_at = entry * y_batch_stride + head * y_head_stride, entry * dy_batch_stride + head * dy_head_stride
     stats = STATS + (entry * heads + head) * 2 * length
     if DQ is not None:
-        q = _load(Q + start, row, there, stride, cols, COLS) * (scale * LOG2_E)
-        y, dy = _load(Y + of_y, row, there, y_stride, cols, COLS), _load(DY + of_dy, row, there, dy_stride, cols, COLS)
-        peak, total = _load_stats(stats, row, there, length)
+        q = _load(Q + start, row, valid, stride, cols, COLS) * (scale * LOG2_E)
+        y, dy = _load(Y + y_at, row, valid, y_stride, cols, COLS), _load(DY + dy_at, row, valid, dy_stride, cols, COLS)
+        peak, total = _load_stats(stats, row, valid, length)
     if DK is not None or DV is not None:
-        k, v = _load(K + start, row, there, stride, cols, COLS), _load(V + start, row, there, stride, cols, COLS)
+        k, v = _load(K + start, row, valid, stride, cols, COLS), _load(V + start, row, valid, stride, cols, COLS)
     dq, dk = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     dv = tl.zeros((ROWS, COLS), tl.float32)
     for step in range(size):
@@ -193,19 +193,19 @@ def neighborhood_attention_backward(
             dq += tl.where(present, p * along, 0.0)[:, None] * other_k
         if DK is not None or DV is not None:  # the others attend to these positions
             other_q = _load(Q + start, other, present, stride, cols, COLS) * (scale * LOG2_E)
-            other_dy = _load(DY + of_dy, other, present, dy_stride, cols, COLS)
+            other_dy = _load(DY + dy_at, other, present, dy_stride, cols, COLS)
             other_peak, other_total = _load_stats(stats, other, present, length)
             p = tl.where(present, tl.exp2(tl.sum(other_q * k, 1) - other_peak) / other_total, 0.0)
             dv += p[:, None] * other_dy
             if DK is not None:
-                along = tl.sum(other_dy * (v - _load(Y + of_y, other, present, y_stride, cols, COLS)), 1)
+                along = tl.sum(other_dy * (v - _load(Y + y_at, other, present, y_stride, cols, COLS)), 1)
                 dk += (p * along)[:, None] * other_q
     if DQ is not None:
-        _store(DQ + of_y, row, there, y_stride, dq * scale, cols, COLS)
+        _store(DQ + y_at, row, valid, y_stride, dq * scale, cols, COLS)
     if DK is not None:
-        _store(DK + of_y, row, there, y_stride, dk / LOG2_E, cols, COLS)
+        _store(DK + y_at, row, valid, y_stride, dk / LOG2_E, cols, COLS)
     if DV is not None:
-        _store(DV + of_y, row, there, y_stride, dv, cols, COLS)
+        _store(DV + y_at, row, valid, y_stride, dv, cols, COLS)
 
 
 def _with_equal_strides(*tensors):

@@ -168,34 +168,34 @@ def _heads_of(tile, tokens, all_tokens, heads: tl.constexpr, JOINT: tl.constexpr
     """
     row = tl.arange(0, ROWS)[:, None]
     if JOINT:
-        at, head, there = tl.full((1, 1), tile, tl.int32), row, in_row(row, heads, ROWS)
+        at, head, valid = tl.full((1, 1), tile, tl.int32), row, in_row(row, heads, ROWS)
     else:
         row += tile * ROWS
-        at, head, there = row // heads, row % heads, row < all_tokens * heads
-    return (at // tokens).to(tl.int64), (at % tokens).to(tl.int64), head.to(tl.int64), there
+        at, head, valid = row // heads, row % heads, row < all_tokens * heads
+    return (at // tokens).to(tl.int64), (at % tokens).to(tl.int64), head.to(tl.int64), valid
 
 
 @triton.jit
-def _load_heads(X, there, stride, head_dim: tl.constexpr, rotary_dim: tl.constexpr, PAIRS: tl.constexpr,
+def _load_heads(X, valid, stride, head_dim: tl.constexpr, rotary_dim: tl.constexpr, PAIRS: tl.constexpr,
                 ROWS: tl.constexpr):  # fmt: skip
     """Load heads in fp32: x1, x2, and the values that are not rotated if any."""
-    tiles = load_pairs(X, there, stride, rotary_dim // 2, PAIRS, ROWS)
+    tiles = load_pairs(X, valid, stride, rotary_dim // 2, PAIRS, ROWS)
     if rotary_dim < head_dim:
         REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
         rest = tl.arange(0, REST)[None, :]
-        mask = there & in_row(rest, head_dim - rotary_dim, REST)
+        mask = valid & in_row(rest, head_dim - rotary_dim, REST)
         tiles = (tiles[0], tiles[1], tl.load(X + (rotary_dim + rest) * stride, mask, other=0.0).to(tl.float32))
     return tiles
 
 
 @triton.jit
-def _store_heads(OUT, tiles, there, head_dim: tl.constexpr, rotary_dim: tl.constexpr, PAIRS: tl.constexpr,
+def _store_heads(OUT, tiles, valid, head_dim: tl.constexpr, rotary_dim: tl.constexpr, PAIRS: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
-    store_pairs(OUT, tiles[0], tiles[1], there, rotary_dim // 2, PAIRS, ROWS)
+    store_pairs(OUT, tiles[0], tiles[1], valid, rotary_dim // 2, PAIRS, ROWS)
     if rotary_dim < head_dim:
         REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
         rest = tl.arange(0, REST)[None, :]
-        tl.store(OUT + rotary_dim + rest, tiles[2], there & in_row(rest, head_dim - rotary_dim, REST))
+        tl.store(OUT + rotary_dim + rest, tiles[2], valid & in_row(rest, head_dim - rotary_dim, REST))
 
 
 @triton.jit
@@ -221,13 +221,13 @@ def _mean(tiles, heads: tl.constexpr, head_dim: tl.constexpr, JOINT: tl.constexp
 
 
 @triton.jit
-def _rstd(x, there, eps, heads: tl.constexpr, head_dim: tl.constexpr, dtype: tl.constexpr, CASTING: tl.constexpr,
+def _rstd(x, valid, eps, heads: tl.constexpr, head_dim: tl.constexpr, dtype: tl.constexpr, CASTING: tl.constexpr,
           JOINT: tl.constexpr):  # fmt: skip
     squares = ()
     for part in tl.static_range(len(x)):
         squares = squares + (square(x[part], dtype, CASTING),)
     # a head that does not exist would be 0 / 0 where eps is 0
-    return tl.where(there, rstd_of(_mean(squares, heads, head_dim, JOINT), eps, dtype, CASTING), 0.0)
+    return tl.where(valid, rstd_of(_mean(squares, heads, head_dim, JOINT), eps, dtype, CASTING), 0.0)
 
 
 @triton.jit
@@ -247,25 +247,25 @@ def _forward_heads(
     JOINT: tl.constexpr, CASTING: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = X.dtype.element_ty
-    of_product: tl.constexpr = dtype if dtype == COS.dtype.element_ty else tl.float32
-    batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
+    product_dtype: tl.constexpr = dtype if dtype == COS.dtype.element_ty else tl.float32
+    batch, token, head, valid = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
     x_at = X + batch * batch_stride + token * token_stride + head * head_stride
-    x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
+    x = _load_heads(x_at, valid, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
     at = batch * cos_batch_stride + token * cos_token_stride
-    cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, there, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False)
+    cos1, cos2, sin1, sin2 = load_angles(COS + at, SIN + at, valid, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False)
     w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
-    rstd = _rstd(x, there, eps, heads, head_dim, dtype, CASTING, JOINT)
+    rstd = _rstd(x, valid, eps, heads, head_dim, dtype, CASTING, JOINT)
     y = ()
     for part in tl.static_range(len(x)):
         normed = x[part] * rstd
         if CASTING != "gemma":
             normed = rounded(normed, dtype)
         y = y + (rounded(before_weight(normed, W, w[part], offset, dtype, CASTING), dtype),)
-    out1 = rounded(y[0] * cos1, of_product) - rounded(y[1] * sin1, of_product)
-    out2 = rounded(y[1] * cos2, of_product) + rounded(y[0] * sin2, of_product)
+    out1 = rounded(y[0] * cos1, product_dtype) - rounded(y[1] * sin1, product_dtype)
+    out2 = rounded(y[1] * cos2, product_dtype) + rounded(y[0] * sin2, product_dtype)
     out = (out1, out2) if len(y) == 2 else (out1, out2, y[2])
     out_at = OUT + _dense(batch, token, head, tokens.to(tl.int64), heads, head_dim, HEADS_INSIDE)
-    _store_heads(out_at, out, there, head_dim, rotary_dim, PAIRS_OUT, ROWS)
+    _store_heads(out_at, out, valid, head_dim, rotary_dim, PAIRS_OUT, ROWS)
 
 
 @triton.jit(do_not_specialize=["q_tiles", "tokens", "all_tokens"])
@@ -305,19 +305,19 @@ def _store_dw(DW, dw, heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: t
     if JOINT:
         head = tl.arange(0, ROWS)[:, None]
         DW += head * head_dim
-        there = in_row(head, heads, ROWS)
+        valid = in_row(head, heads, ROWS)
     else:
         sums = ()
         for part in tl.static_range(len(dw)):
             sums = sums + (tl.sum(dw[part], 0)[None, :],)
         dw = sums
-        there = tl.full((1, 1), True, tl.int1)
-    tl.store(DW + (2 * col if PAIRS else col), dw[0], there & in_row(col, half, HALF))
-    tl.store(DW + (2 * col + 1 if PAIRS else half + col), dw[1], there & in_row(col, half, HALF))
+        valid = tl.full((1, 1), True, tl.int1)
+    tl.store(DW + (2 * col if PAIRS else col), dw[0], valid & in_row(col, half, HALF))
+    tl.store(DW + (2 * col + 1 if PAIRS else half + col), dw[1], valid & in_row(col, half, HALF))
     if rotary_dim < head_dim:
         REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
         rest = tl.arange(0, REST)[None, :]
-        tl.store(DW + rotary_dim + rest, dw[2], there & in_row(rest, head_dim - rotary_dim, REST))
+        tl.store(DW + rotary_dim + rest, dw[2], valid & in_row(rest, head_dim - rotary_dim, REST))
 
 
 @triton.jit
@@ -338,18 +338,18 @@ def _backward_heads(
     w = _load_weight(W, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
     tiles = all_tokens if JOINT else (all_tokens * heads + ROWS - 1) // ROWS
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        batch, token, head, there = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
+        batch, token, head, valid = _heads_of(tile, tokens, all_tokens, heads, JOINT, ROWS)
         x_at = X + batch * batch_stride + token * token_stride + head * head_stride
-        x = _load_heads(x_at, there, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
+        x = _load_heads(x_at, valid, dim_stride, head_dim, rotary_dim, PAIRS_IN, ROWS)
         dout_at = DOUT + batch * dout_batch_stride + token * dout_token_stride + head * dout_head_stride
-        dout = _load_heads(dout_at, there, dout_dim_stride, head_dim, rotary_dim, PAIRS_OUT, ROWS)
+        dout = _load_heads(dout_at, valid, dout_dim_stride, head_dim, rotary_dim, PAIRS_OUT, ROWS)
         at = batch * cos_batch_stride + token * cos_token_stride
         cos1, cos2, sin1, sin2 = load_angles(
-            COS + at, SIN + at, there, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False
+            COS + at, SIN + at, valid, cos_dim_stride, rotary_dim // 2, PAIRS_OUT, False
         )
         dy1, dy2 = dout[0] * cos1 + dout[1] * sin2, dout[1] * cos2 - dout[0] * sin1
         dy = (dy1, dy2) if len(dout) == 2 else (dy1, dy2, dout[2])
-        rstd = _rstd(x, there, eps, heads, head_dim, dtype, CASTING, JOINT)
+        rstd = _rstd(x, valid, eps, heads, head_dim, dtype, CASTING, JOINT)
         m, products = (), ()
         for part in tl.static_range(len(x)):
             m = m + (before_weight(dy[part], W, w[part], offset, dtype, CASTING),)
@@ -362,7 +362,7 @@ def _backward_heads(
             dw = dw + (dw_before[part] + dy[part] * (normed if CASTING == "gemma" else rounded(normed, dtype)),)
         if DX is not None:
             dx_at = DX + _dense(batch, token, head, tokens.to(tl.int64), heads, head_dim, HEADS_INSIDE)
-            _store_heads(dx_at, dx, there, head_dim, rotary_dim, PAIRS_IN, ROWS)
+            _store_heads(dx_at, dx, valid, head_dim, rotary_dim, PAIRS_IN, ROWS)
     if DW is not None:
         _store_dw(DW, dw, heads, head_dim, rotary_dim, JOINT, PAIRS_IN, ROWS)
 

@@ -206,10 +206,10 @@ def lora_project(
             total = dot(x, mid, total, "ieee")
             total = dot(x, hi, total, "ieee")
     u, mid, lo = split(total * scale, X.dtype.element_ty)
-    terms: tl.constexpr = 1 if FIRST.dtype.element_ty == X.dtype.element_ty else 3
-    at, mask = U + row * (terms * rank) + r[None, :], inside & in_rank
+    parts: tl.constexpr = 1 if FIRST.dtype.element_ty == X.dtype.element_ty else 3
+    at, mask = U + row * (parts * rank) + r[None, :], inside & in_rank
     tl.store(at, u, mask)
-    if terms == 3:
+    if parts == 3:
         tl.store(at + rank, mid, mask)
         tl.store(at + 2 * rank, lo, mask)
 
@@ -223,16 +223,16 @@ def lora_expand(
     row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, DEPTH)[None, :]
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     mask, u_mask = (row < rows) & (col < outer), (row < rows) & (r < rank)
-    terms: tl.constexpr = 1 if SECOND.dtype.element_ty == Y.dtype.element_ty else 3
-    u = tl.load(U + row * (terms * rank) + r, u_mask, 0.0)
-    rank_of_factor = tl.arange(0, DEPTH)[:, None]
-    factor_mask = (rank_of_factor < rank) & (col < outer)
-    factor = tl.load(SECOND + rank_of_factor * second_rank + col * second_outer, factor_mask, 0.0)
+    parts: tl.constexpr = 1 if SECOND.dtype.element_ty == Y.dtype.element_ty else 3
+    u = tl.load(U + row * (parts * rank) + r, u_mask, 0.0)
+    factor_rank = tl.arange(0, DEPTH)[:, None]
+    factor_mask = (factor_rank < rank) & (col < outer)
+    factor = tl.load(SECOND + factor_rank * second_rank + col * second_outer, factor_mask, 0.0)
     product = tl.zeros((ROWS, COLS), tl.float32)
-    if terms == 1:
+    if parts == 1:
         product = dot(u, factor, product, "ieee")
     else:  # y is rounded to 8 bits: products of 16 bits do
-        mid = tl.load(U + row * (terms * rank) + rank + r, u_mask, 0.0)
+        mid = tl.load(U + row * (parts * rank) + rank + r, u_mask, 0.0)
         factor_hi, factor_mid, _ = split(factor, Y.dtype.element_ty)
         product = dot(mid, factor_hi, product, "ieee")
         product = dot(u, factor_mid, product, "ieee")
@@ -244,7 +244,7 @@ def lora_expand(
 
 @triton.jit
 def lora_split(
-    X, TERMS, values, scale, x_stride, terms_stride, next_term, cols, PARTS: tl.constexpr, VALUES: tl.constexpr
+    X, OUT, values, scale, x_stride, out_stride, next_term, cols, PARTS: tl.constexpr, VALUES: tl.constexpr
 ):  # fmt: skip
     """Write the terms of scale times the sum of `PARTS` blocks of columns."""
     value = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
@@ -252,8 +252,8 @@ def lora_split(
     total = tl.zeros((VALUES,), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(X + row * x_stride + part * cols + col, mask, 0.0)
-    hi, mid, lo = split(total * scale, TERMS.dtype.element_ty)
-    at = TERMS + row * terms_stride + col
+    hi, mid, lo = split(total * scale, OUT.dtype.element_ty)
+    at = OUT + row * out_stride + col
     tl.store(at, hi, mask)
     tl.store(at + next_term, mid, mask)
     tl.store(at + 2 * next_term, lo, mask)

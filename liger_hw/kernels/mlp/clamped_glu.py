@@ -20,7 +20,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import rounded, rows_of
-from liger_hw.kernels.mlp.glu import own_tile, tile_config
+from liger_hw.kernels.mlp.glu import program_tile, tile_config
 from liger_hw.launch import launch
 from liger_hw.tuning import power_of_2, tuned
 
@@ -156,7 +156,7 @@ def clamped_glu_forward(
     G, U, Y, rows, cols, g_stride, u_stride, y_stride, limit, alpha, offset,
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = own_tile(rows, cols, ROWS, COLS)
+    row, start, whole = program_tile(rows, cols, ROWS, COLS)
     if whole:  # at an odd width a mask would make every access one value wide
         _forward_tile(
             G, U, Y, row, start, rows, cols, g_stride, u_stride, y_stride, limit, alpha, offset, True,
@@ -198,7 +198,7 @@ def clamped_glu_backward(
     G, U, DY, DG, DU, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = own_tile(rows, cols, ROWS, COLS)
+    row, start, whole = program_tile(rows, cols, ROWS, COLS)
     if whole:
         _backward_tile(
             G, U, DY, DG, DU, row, start, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,

@@ -183,7 +183,7 @@ def glu_backward_config(width, itemsize, read, device):
 
 
 @triton.jit
-def own_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+def program_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return the rows and first column of this program's tile, and whether it is full."""
     blocks = tl.cdiv(cols, COLS)
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
@@ -212,7 +212,7 @@ def glu_forward(
     G, U, Y, rows, cols, g_stride, u_stride, y_stride,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = own_tile(rows, cols, ROWS, COLS)
+    row, start, whole = program_tile(rows, cols, ROWS, COLS)
     col = (start + tl.arange(0, COLS))[None, :]
     if whole:  # at an odd width a mask would make every access one value wide
         _forward_tile(G, U, Y, row, col, None, g_stride, u_stride, y_stride, ACTIVATION)
@@ -246,7 +246,7 @@ def glu_backward(
 ):  # fmt: skip
     # An output may be an input's memory (DG over G, DU over U, Y over DY) where all have one dtype: the same thread
     # then reads and writes a value.
-    row, start, whole = own_tile(rows, cols, ROWS, COLS)
+    row, start, whole = program_tile(rows, cols, ROWS, COLS)
     col = (start + tl.arange(0, COLS))[None, :]
     if whole:
         _backward_tile(

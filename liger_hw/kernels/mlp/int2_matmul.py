@@ -148,8 +148,8 @@ def int2_product(
         if depth % (4 * DEPTH) == 0:
             values = tl.load(x)
         else:  # zeros leave out the weights beyond x
-            there = (first + column < quarter) & (which * quarter + first + column < depth)
-            values = tl.load(x, there[None, :], other=0)
+            valid = (first + column < quarter) & (which * quarter + first + column < depth)
+            values = tl.load(x, valid[None, :], other=0)
         four = tl.load(packed, in_row(first + k, quarter, DEPTH)[:, None] & col_mask[None, :], other=0)
         weights = ((four[None, :, :] >> shift[:, None, None]) & 3).to(tl.int8) - 1
         weights = tl.reshape(weights, (4 * DEPTH, COLS))

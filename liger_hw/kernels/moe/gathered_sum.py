@@ -27,12 +27,12 @@ def gathered_sum_config(width, itemsize, device):
 
 
 @triton.jit
-def _term(ROWS, PLACE, W, at, there, col, mask, cols: tl.constexpr):
+def _term(ROWS, PLACE, W, at, valid, col, mask, cols: tl.constexpr):
     """Load a row and multiply it by its weight; return zeros for an absent row."""
-    row = tl.load(PLACE + at, there, other=0)
-    x = tl.load(ROWS + row * cols + col, mask & there, other=0.0).to(tl.float32)
+    row = tl.load(PLACE + at, valid, other=0)
+    x = tl.load(ROWS + row * cols + col, mask & valid, other=0.0).to(tl.float32)
     if W is not None:
-        x *= tl.load(W + row, there, other=0.0).to(tl.float32)
+        x *= tl.load(W + row, valid, other=0.0).to(tl.float32)
         if ROWS.dtype.element_ty == W.dtype.element_ty:
             x = rounded(x, ROWS.dtype.element_ty)
     return x

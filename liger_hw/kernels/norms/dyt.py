@@ -115,7 +115,7 @@ def tanh_and_slope(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _block_of_columns(cols: tl.constexpr, COLS: tl.constexpr):
+def _column_block(cols: tl.constexpr, COLS: tl.constexpr):
     """Return this program's columns, and its number among the programs that share them."""
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
     return tl.program_id(0) % BLOCKS * COLS + tl.arange(0, COLS)[None, :], tl.program_id(0) // BLOCKS
@@ -125,7 +125,7 @@ def _block_of_columns(cols: tl.constexpr, COLS: tl.constexpr):
 def dyt_forward(
     X, ALPHA, GAMMA, BETA, Y, rows, x_stride, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    col, program = _block_of_columns(cols, COLS)
+    col, program = _column_block(cols, COLS)
     row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = in_tile(row, col, rows, cols, ROWS, COLS)
     x = tl.load(X + row[:, None] * x_stride + col, mask, other=0.0).to(tl.float32)
@@ -142,7 +142,7 @@ def dyt_backward(
 ):  # fmt: skip
     # a fixed number of programs stride over the rows of a block of columns; each sums its own gradients
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
-    col, program = _block_of_columns(cols, COLS)
+    col, program = _column_block(cols, COLS)
     alpha, gamma = tl.load(ALPHA).to(tl.float32), load_parameter(GAMMA, col, 1.0, cols, COLS).to(tl.float32)
     dalpha, dgamma = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     dbeta = tl.zeros((ROWS, COLS), tl.float32)
@@ -158,13 +158,13 @@ def dyt_backward(
         dalpha += ds * x
         dgamma += dy * t
         dbeta += dy
-    there = in_row(col, cols, COLS)
+    valid = in_row(col, cols, COLS)
     if DALPHA is not None:
         tl.store(DALPHA + tl.program_id(0), tl.sum(tl.sum(dalpha, 1), 0))
     if DGAMMA is not None:
-        tl.store(DGAMMA + program.to(tl.int64) * cols + col, tl.sum(dgamma, 0)[None, :], there)
+        tl.store(DGAMMA + program.to(tl.int64) * cols + col, tl.sum(dgamma, 0)[None, :], valid)
     if DBETA is not None:
-        tl.store(DBETA + program.to(tl.int64) * cols + col, tl.sum(dbeta, 0)[None, :], there)
+        tl.store(DBETA + program.to(tl.int64) * cols + col, tl.sum(dbeta, 0)[None, :], valid)
 
 
 @raw()

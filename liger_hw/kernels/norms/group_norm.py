@@ -165,16 +165,16 @@ def group_norm_statistics(
     mean = tl.sum(total, 0) / cols
     total = tl.zeros((COLS,), tl.float32)
     for start in range(0, cols, COLS):
-        there = in_row(start + col, cols, COLS)
-        difference = tl.load(CHANNEL_MEAN + first + start + col, there, other=mean) - mean
-        within = tl.load(SQUARES + first + start + col, there, other=0.0) / positions
-        total += tl.where(there, within + difference * difference, 0.0)
+        valid = in_row(start + col, cols, COLS)
+        difference = tl.load(CHANNEL_MEAN + first + start + col, valid, other=mean) - mean
+        within = tl.load(SQUARES + first + start + col, valid, other=0.0) / positions
+        total += tl.where(valid, within + difference * difference, 0.0)
     tl.store(MEAN + tl.program_id(0), mean)
     tl.store(RSTD + tl.program_id(0), 1.0 / tl.sqrt(tl.sum(total, 0) / cols + eps))
 
 
 @triton.jit
-def _own_tile(group_channels, channels, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _program_tile(group_channels, channels, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return the rows of this program's tile, their groups and channels, and its columns."""
     BLOCKS: tl.constexpr = (cols + COLS - 1) // COLS
     row = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)  # of 32 bits: divisions of 64 are slow, and spill
@@ -187,10 +187,10 @@ def _own_tile(group_channels, channels, cols: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _of_rows(P, at, there, absent):
+def _load_rows(P, at, valid, absent):
     """Load a column of fp32, or return `absent` without P."""
     if P is not None:
-        return tl.load(P + at, there, other=0.0).to(tl.float32)[:, None]
+        return tl.load(P + at, valid, other=0.0).to(tl.float32)[:, None]
     else:
         return tl.full((1, 1), absent, tl.float32)
 
@@ -199,50 +199,50 @@ def _of_rows(P, at, there, absent):
 def group_norm_forward(
     X, W, B, MEAN, RSTD, Y, rows, channels, group_channels, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    row, group, channel, col = _own_tile(group_channels, channels, cols, ROWS, COLS)
-    there, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
-    mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
-    w, b = _of_rows(W, channel, there, 1.0), _of_rows(B, channel, there, 0.0)
+    row, group, channel, col = _program_tile(group_channels, channels, cols, ROWS, COLS)
+    valid, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
+    mean, rstd = _load_rows(MEAN, group, valid, 0.0), _load_rows(RSTD, group, valid, 0.0)
+    w, b = _load_rows(W, channel, valid, 1.0), _load_rows(B, channel, valid, 0.0)
     x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
     tl.store(Y + row[:, None] * cols + col, (x - mean) * rstd * w + b, mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def group_norm_channel_sums(
-    X, DY, MEAN, RSTD, OF_DY, OF_PRODUCT, rows, group_channels, cols: tl.constexpr, ROWS: tl.constexpr,
+    X, DY, MEAN, RSTD, SUM_DY, SUM_PRODUCT, rows, group_channels, cols: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum dy and dy normed over the positions of each channel."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    group, row, there = row // group_channels, row.to(tl.int64), row < rows
-    mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
-    of_dy, of_product = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    group, row, valid = row // group_channels, row.to(tl.int64), row < rows
+    mean, rstd = _load_rows(MEAN, group, valid, 0.0), _load_rows(RSTD, group, valid, 0.0)
+    sum_dy, sum_product = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for start in tl.range(0, cols, COLS, num_stages=STAGES):
         col = start + tl.arange(0, COLS)[None, :]
         mask = in_tile(row, col, rows, cols, ROWS, COLS)
         x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
         dy = tl.load(DY + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
-        of_dy += dy
-        of_product += dy * ((x - mean) * rstd)
-    tl.store(OF_DY + row, tl.sum(of_dy, 1), there)
-    tl.store(OF_PRODUCT + row, tl.sum(of_product, 1), there)
+        sum_dy += dy
+        sum_product += dy * ((x - mean) * rstd)
+    tl.store(SUM_DY + row, tl.sum(sum_dy, 1), valid)
+    tl.store(SUM_PRODUCT + row, tl.sum(sum_product, 1), valid)
 
 
 @triton.jit
 def group_norm_group_sums(
-    OF_DY, OF_PRODUCT, W, SHIFT, ALONG, positions, groups, cols: tl.constexpr, COLS: tl.constexpr
+    SUM_DY, SUM_PRODUCT, W, SHIFT, ALONG, positions, groups, cols: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """Compute mean(m) and mean(m normed) of a group from the sums of its channels."""
     first = tl.program_id(0).to(tl.int64) * cols
     shift, along = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
     for start in range(0, cols, COLS):
         col = start + tl.arange(0, COLS)
-        there = in_row(col, cols, COLS)
+        valid = in_row(col, cols, COLS)
         w = tl.full((1,), 1.0, tl.float32)
         if W is not None:
-            w = tl.load(W + tl.program_id(0) % groups * cols + col, there, other=0.0).to(tl.float32)
-        shift += tl.load(OF_DY + first + col, there, other=0.0) * w
-        along += tl.load(OF_PRODUCT + first + col, there, other=0.0) * w
+            w = tl.load(W + tl.program_id(0) % groups * cols + col, valid, other=0.0).to(tl.float32)
+        shift += tl.load(SUM_DY + first + col, valid, other=0.0) * w
+        along += tl.load(SUM_PRODUCT + first + col, valid, other=0.0) * w
     tl.store(SHIFT + tl.program_id(0), tl.sum(shift, 0) / cols / positions)
     tl.store(ALONG + tl.program_id(0), tl.sum(along, 0) / cols / positions)
 
@@ -252,13 +252,13 @@ def group_norm_backward(
     X, DY, W, MEAN, RSTD, SHIFT, ALONG, DX, rows, channels, group_channels, cols: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    row, group, channel, col = _own_tile(group_channels, channels, cols, ROWS, COLS)
-    there, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
-    mean, rstd = _of_rows(MEAN, group, there, 0.0), _of_rows(RSTD, group, there, 0.0)
-    shift, along = _of_rows(SHIFT, group, there, 0.0), _of_rows(ALONG, group, there, 0.0)
+    row, group, channel, col = _program_tile(group_channels, channels, cols, ROWS, COLS)
+    valid, mask = row < rows, in_tile(row, col, rows, cols, ROWS, COLS)
+    mean, rstd = _load_rows(MEAN, group, valid, 0.0), _load_rows(RSTD, group, valid, 0.0)
+    shift, along = _load_rows(SHIFT, group, valid, 0.0), _load_rows(ALONG, group, valid, 0.0)
     x = tl.load(X + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
     m = tl.load(DY + row[:, None] * cols + col, mask, other=0.0).to(tl.float32)
-    m *= _of_rows(W, channel, there, 1.0)
+    m *= _load_rows(W, channel, valid, 1.0)
     tl.store(DX + row[:, None] * cols + col, rstd * (m - (x - mean) * rstd * along - shift), mask)
 
 

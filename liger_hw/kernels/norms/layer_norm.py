@@ -162,9 +162,9 @@ def _load_normed(X, DY, w, mean, rstd, row, at, mask, x_stride, dy_stride):
 
 
 @triton.jit
-def _store_partial(PARTIAL, rows_of_it, program, at, cols: tl.constexpr, COLS: tl.constexpr):
+def _store_partial(PARTIAL, products, program, at, cols: tl.constexpr, COLS: tl.constexpr):
     partial_at = PARTIAL + program.to(tl.int64) * cols + at
-    tl.store(partial_at, tl.sum(rows_of_it, 0)[None, :], in_row(at, cols, COLS))
+    tl.store(partial_at, tl.sum(products, 0)[None, :], in_row(at, cols, COLS))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -116,15 +116,15 @@ def poly_norm_forward(
         y = w3 * (cube * r3) + w2 * (square * r2) + w1 * (x * r1) + b
         tl.store(Y + row[:, None] * cols + col, y, mask)
     else:
-        of_1, of_2 = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
-        of_3 = tl.zeros((ROWS, COLS), tl.float32)
+        sum_1, sum_2 = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+        sum_3 = tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, cols, COLS):
             x = _load(X, row, start + col, in_tile(row, start + col, rows, cols, ROWS, COLS), x_stride)
             square, cube = x * x, x * x * x
-            of_1 += square
-            of_2 += square * square
-            of_3 += cube * cube
-        r1, r2, r3 = _rstd(of_1, cols, eps), _rstd(of_2, cols, eps), _rstd(of_3, cols, eps)
+            sum_1 += square
+            sum_2 += square * square
+            sum_3 += cube * cube
+        r1, r2, r3 = _rstd(sum_1, cols, eps), _rstd(sum_2, cols, eps), _rstd(sum_3, cols, eps)
         for start in range(0, cols, COLS):
             mask = in_tile(row, start + col, rows, cols, ROWS, COLS)
             x = _load(X, row, start + col, mask, x_stride)
@@ -137,8 +137,8 @@ def poly_norm_forward(
 def _dx(x, dy, f1, f2, f3, g1, g2, g3):
     """Return the gradient of x; f_k is w r_k and g_k is r_k^2 mean(dy x^k)."""
     square = x * x
-    of_2, of_3 = 2.0 * x * (dy - square * g2), 3.0 * square * (dy - square * x * g3)
-    return f1 * (dy - x * g1) + f2 * of_2 + f3 * of_3
+    slope_2, slope_3 = 2.0 * x * (dy - square * g2), 3.0 * square * (dy - square * x * g3)
+    return f1 * (dy - x * g1) + f2 * slope_2 + f3 * slope_3
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -161,26 +161,26 @@ def poly_norm_backward(
             along_1, along_2, along_3 = tl.sum(dy * x, 1), tl.sum(dy * square, 1), tl.sum(dy * cube, 1)
             db += tl.sum(dy)  # as a sum of each row, the LLVM of Triton 3.9 crashes on RDNA at odd widths
         else:
-            of_1, of_2 = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
-            of_3, total = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+            sum_1, sum_2 = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+            sum_3, total = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
             on_1, on_2 = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
             on_3 = tl.zeros((ROWS, COLS), tl.float32)
             for first in range(0, cols, COLS):
                 mask = in_tile(row, first + col, rows, cols, ROWS, COLS)
                 x, dy = _load(X, row, first + col, mask, x_stride), _load(DY, row, first + col, mask, dy_stride)
                 square, cube = x * x, x * x * x
-                of_1 += square
-                of_2 += square * square
-                of_3 += cube * cube
+                sum_1 += square
+                sum_2 += square * square
+                sum_3 += cube * cube
                 on_1 += dy * x
                 on_2 += dy * square
                 on_3 += dy * cube
                 total += dy
-            r1, r2, r3 = _rstd(of_1, cols, eps), _rstd(of_2, cols, eps), _rstd(of_3, cols, eps)
+            r1, r2, r3 = _rstd(sum_1, cols, eps), _rstd(sum_2, cols, eps), _rstd(sum_3, cols, eps)
             along_1, along_2, along_3 = tl.sum(on_1, 1), tl.sum(on_2, 1), tl.sum(on_3, 1)
             db += tl.sum(total)
-        there = (row < rows)[:, None]  # absent rows get 0: with eps=0 theirs is infinite, and would make dw NaN
-        r1, r2, r3 = tl.where(there, r1, 0.0), tl.where(there, r2, 0.0), tl.where(there, r3, 0.0)
+        valid = (row < rows)[:, None]  # absent rows get 0: with eps=0 theirs is infinite, and would make dw NaN
+        r1, r2, r3 = tl.where(valid, r1, 0.0), tl.where(valid, r2, 0.0), tl.where(valid, r3, 0.0)
         g1 = r1 * r1 * along_1[:, None] / cols
         g2 = r2 * r2 * along_2[:, None] / cols
         g3 = r3 * r3 * along_3[:, None] / cols

@@ -137,7 +137,7 @@ def _rows_config(cols, itemsize, device, rows_live, part_per_lane):
 
 
 @triton.jit
-def _own_part(cols: tl.constexpr, COLS: tl.constexpr):
+def _program_part(cols: tl.constexpr, COLS: tl.constexpr):
     """Return this program's number among those of the same columns, their number, and the columns."""
     PARTS: tl.constexpr = (cols + COLS - 1) // COLS
     program, programs = tl.program_id(0) // PARTS, tl.num_programs(0) // PARTS
@@ -161,7 +161,7 @@ def attention_residual_forward(
     V, QUERY, NORM, Y, STATS, count, rows, block_stride, row_stride, eps, cols: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    program, _, col = _own_part(cols, COLS)
+    program, _, col = _program_part(cols, COLS)
     row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     u = _load_u(QUERY, NORM, col, cols, COLS)
     peak, total = tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -226,7 +226,7 @@ def attention_residual_backward(
     ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # a fixed number of programs stride over the rows of a block of columns; each sums its own du
-    program, programs, col = _own_part(cols, COLS)
+    program, programs, col = _program_part(cols, COLS)
     u, du = _load_u(QUERY, NORM, col, cols, COLS), tl.zeros((ROWS, COLS), tl.float32)
     for first in range(program * ROWS, rows, programs * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)

@@ -90,12 +90,12 @@ def _block(width, itemsize, device):
 
 
 @triton.jit
-def _only_if(there, mask):
+def _only_if(valid, mask):
     """Mask everything unless the number `there` is true.
 
     A comparison, because the interpreter makes integers of an int1 that it broadcasts.
     """
-    return mask & (tl.full([1], there, tl.int32) != 0)
+    return mask & (tl.full([1], valid, tl.int32) != 0)
 
 
 @triton.jit(do_not_specialize=["count", "chunks", "padding"])
@@ -103,8 +103,8 @@ def embedding_backward(
     TOKENS, ORDER, DY, DW, PARTS, count, chunk, chunks, padding, dy_stride, cols: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    own = tl.program_id(0).to(tl.int64)
-    begin = own * chunk
+    index = tl.program_id(0).to(tl.int64)
+    begin = index * chunk
     end = tl.minimum(begin + chunk, count)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = in_row(col, cols, COLS)
@@ -117,8 +117,8 @@ def embedding_backward(
             tokens = tokens + (tl.load(TOKENS + start + i, start + i < count, other=-1),)
         for i in tl.static_range(ROWS):  # no row waits for the sum of those before
             row = tl.load(ORDER + start + i, start + i < end, other=0)
-            there = (start + i < end) & (tokens[i] != padding)
-            rows = rows + (tl.load(DY + row * dy_stride + col, _only_if(there, mask), other=0.0),)
+            valid = (start + i < end) & (tokens[i] != padding)
+            rows = rows + (tl.load(DY + row * dy_stride + col, _only_if(valid, mask), other=0.0),)
         for i in tl.static_range(ROWS):
             token = tokens[i]
             total = tl.where(token == previous, total, 0.0) + rows[i].to(tl.float32)
@@ -127,7 +127,7 @@ def embedding_backward(
                 if ends & (token != before):
                     tl.store(DW + token.to(tl.int64) * cols + col, total, mask)
                 else:  # the first `chunks` parts go on from an earlier chunk, the others begin runs
-                    part = own + tl.where(token == before, 0, chunks)
+                    part = index + tl.where(token == before, 0, chunks)
                     tl.store(PARTS + part * cols + col, total, mask)
             previous = token
 
@@ -137,20 +137,20 @@ def embedding_add_parts(
     TOKENS, PARTS, DW, chunk, chunks, padding, cols: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Add the parts of the run that begins in this chunk and crosses its end."""
-    own = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = in_row(col, cols, COLS)
-    token = tl.load(TOKENS + (own + 1) * chunk)
-    begins = token != tl.load(TOKENS + own * chunk - 1, own > 0, other=-1)
-    crosses = (token == tl.load(TOKENS + (own + 1) * chunk - 1)) & begins & (token != padding)
-    total = tl.load(PARTS + (chunks + own) * cols + col, _only_if(crosses, mask), other=0.0)
-    other, more = own + 1, crosses
+    token = tl.load(TOKENS + (index + 1) * chunk)
+    begins = token != tl.load(TOKENS + index * chunk - 1, index > 0, other=-1)
+    crosses = (token == tl.load(TOKENS + (index + 1) * chunk - 1)) & begins & (token != padding)
+    total = tl.load(PARTS + (chunks + index) * cols + col, _only_if(crosses, mask), other=0.0)
+    other, more = index + 1, crosses
     while more:
         at = other + tl.arange(0, ROWS)
-        there = tl.load(TOKENS + at * chunk, at < chunks, other=-1) == token
-        parts = tl.load(PARTS + at[:, None] * cols + col[None, :], there[:, None] & mask[None, :], other=0.0)
+        valid = tl.load(TOKENS + at * chunk, at < chunks, other=-1) == token
+        parts = tl.load(PARTS + at[:, None] * cols + col[None, :], valid[:, None] & mask[None, :], other=0.0)
         total += tl.sum(parts, 0)
-        more = tl.sum(there.to(tl.int32), 0) == ROWS
+        more = tl.sum(valid.to(tl.int32), 0) == ROWS
         other += ROWS
     tl.store(DW + token.to(tl.int64) * cols + col, total, _only_if(crosses, mask))
 

@@ -150,21 +150,21 @@ def _rotate_heads(
     half: tl.constexpr = rotary_dim // 2
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        of_a_head = in_row(head, heads, HEADS)
-        x1, x2 = load_pairs(X + head * head_stride, of_a_head, dim_stride, half, PAIRS_IN, HEADS)
+        in_head = in_row(head, heads, HEADS)
+        x1, x2 = load_pairs(X + head * head_stride, in_head, dim_stride, half, PAIRS_IN, HEADS)
         if BACKWARD:
             out1 = rounded(x1 * cos1, dtype) + rounded(x2 * sin2, dtype)
             out2 = rounded(x2 * cos2, dtype) - rounded(x1 * sin1, dtype)
         else:
             out1 = rounded(x1 * cos1, dtype) - rounded(x2 * sin1, dtype)
             out2 = rounded(x2 * cos2, dtype) + rounded(x1 * sin2, dtype)
-        store_pairs(OUT + head * out_head_stride, out1, out2, of_a_head, half, PAIRS_OUT, HEADS)
+        store_pairs(OUT + head * out_head_stride, out1, out2, in_head, half, PAIRS_OUT, HEADS)
         if rotary_dim < head_dim:
             REST: tl.constexpr = triton.next_power_of_2(head_dim - rotary_dim)
             rest = tl.arange(0, REST)[None, :]
-            there = of_a_head & in_row(rest, head_dim - rotary_dim, REST)
-            x = tl.load(X + head * head_stride + (rotary_dim + rest) * dim_stride, there)
-            tl.store(OUT + head * out_head_stride + rotary_dim + rest, x, there)
+            valid = in_head & in_row(rest, head_dim - rotary_dim, REST)
+            x = tl.load(X + head * head_stride + (rotary_dim + rest) * dim_stride, valid)
+            tl.store(OUT + head * out_head_stride + rotary_dim + rest, x, valid)
 
 
 @triton.jit(do_not_specialize=["tokens"])

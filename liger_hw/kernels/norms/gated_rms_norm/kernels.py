@@ -269,14 +269,14 @@ def gated_rms_norm_backward(
         dy = load_rows(DY, row, col, mask, dy_stride).to(tl.float32)
         factor, slope = _load_factor(GATE, shared_gate, row, col, mask, gate_stride, dtype, ACTIVATION, SHARED)
         u, dweighted, m = _before_norm(x, dy, factor, W, w, offset, dtype, CASTING, GATE_FIRST)
-        there = start + tl.arange(0, ROWS) < span
+        valid = start + tl.arange(0, ROWS) < span
         if RSTD is None:  # absent rows get 0: with eps=0 theirs is infinite, and would make dw NaN
             rstd = rstd_of(tl.sum(square(u, dtype, CASTING), 1) / count, eps, dtype, CASTING)
-            rstd = tl.where(there, rstd, 0.0)[:, None]
+            rstd = tl.where(valid, rstd, 0.0)[:, None]
             mean = rstd * tl.sum(m * u, 1)[:, None] / count
         else:
-            rstd = tl.load(RSTD + row * groups + block // BLOCKS, there, other=0.0)[:, None]
-            mean = tl.load(MEAN + row * groups + block // BLOCKS, there, other=0.0)[:, None]
+            rstd = tl.load(RSTD + row * groups + block // BLOCKS, valid, other=0.0)[:, None]
+            mean = tl.load(MEAN + row * groups + block // BLOCKS, valid, other=0.0)[:, None]
         normed = u * rstd
         du = rstd * (m - normed * mean)
         at = row[:, None] * (groups * cols) + col
@@ -305,26 +305,26 @@ def modulation_gradients(
     blocks = (cols + COLS - 1) // COLS
     span = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks * COLS + tl.arange(0, COLS))[None, :]
-    there = col < cols
+    valid = col < cols
     dnormed, dshift = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, programs, ROWS):
         program = start + tl.arange(0, ROWS)[:, None]
         at = (program.to(tl.int64) * spans + span) * cols + col
         if DNORMED is not None:
-            dnormed += tl.load(DNORMED + at, (program < programs) & there, other=0.0)
+            dnormed += tl.load(DNORMED + at, (program < programs) & valid, other=0.0)
         if DSHIFT is not None:
-            dshift += tl.load(DSHIFT + at, (program < programs) & there, other=0.0)
+            dshift += tl.load(DSHIFT + at, (program < programs) & valid, other=0.0)
     at = span * cols + col
     if DGATE_OUT is not None:
         dgate = tl.sum(dnormed, 0)[None, :]
         if W is not None:
-            dgate *= tl.load(W + col, there, other=0.0).to(tl.float32) + offset
-        tl.store(DGATE_OUT + at, dgate, there)
+            dgate *= tl.load(W + col, valid, other=0.0).to(tl.float32) + offset
+        tl.store(DGATE_OUT + at, dgate, valid)
     if DW_OUT is not None:
-        factor = 1.0 + tl.load(GATE + span * gate_stride + col, there, other=0.0).to(tl.float32)
-        tl.store(DW_OUT + at, tl.sum(dnormed, 0)[None, :] * factor, there)
+        factor = 1.0 + tl.load(GATE + span * gate_stride + col, valid, other=0.0).to(tl.float32)
+        tl.store(DW_OUT + at, tl.sum(dnormed, 0)[None, :] * factor, valid)
     if DSHIFT_OUT is not None:
-        tl.store(DSHIFT_OUT + at, tl.sum(dshift, 0)[None, :], there)
+        tl.store(DSHIFT_OUT + at, tl.sum(dshift, 0)[None, :], valid)
 
 
 def forward_rows(x, gate, shift, weight, y, form):

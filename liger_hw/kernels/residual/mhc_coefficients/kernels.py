@@ -60,7 +60,7 @@ def mhc_project(
     # each row of SUMS has x phi, then the sum of squares; a program has a part of the columns
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k, n = tl.arange(0, DEPTH), tl.arange(0, SIZE)[None, :]
-    there = (row < rows)[:, None]
+    valid = (row < rows)[:, None]
     part = (depth + DEPTH - 1) // DEPTH
     part = (part + tl.num_programs(1) - 1) // tl.num_programs(1) * DEPTH
     first = tl.program_id(1) * part
@@ -68,7 +68,7 @@ def mhc_project(
     for start in range(first, tl.minimum(first + part, depth), DEPTH):
         at = start + k
         inside = in_row(at, depth, DEPTH)
-        x = tl.load(X + row[:, None] * x_stride + at[None, :], there & inside[None, :], other=0.0)
+        x = tl.load(X + row[:, None] * x_stride + at[None, :], valid & inside[None, :], other=0.0)
         phi = tl.load(PHI + at[:, None] * count + n, inside[:, None] & (n < count), other=0.0)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
@@ -78,7 +78,7 @@ def mhc_project(
             total = dot(wide, phi.to(tl.float32), total, PRECISION)
     total = tl.where(n == count, squares[:, None], total)
     place = SUMS + (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * width + n
-    tl.store(place, total, there & (n < width))
+    tl.store(place, total, valid & (n < width))
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def _load_sums(SUMS, WHOLE, at, mask, absent, parts, stride):
 
 
 @triton.jit
-def _rstd(SUMS, WHOLE, row, there, parts, stride, depth, eps, width: tl.constexpr, COUNT: tl.constexpr):
-    squares = _load_sums(SUMS, WHOLE, row * width + COUNT, there, 1.0, parts, stride)
+def _rstd(SUMS, WHOLE, row, valid, parts, stride, depth, eps, width: tl.constexpr, COUNT: tl.constexpr):
+    squares = _load_sums(SUMS, WHOLE, row * width + COUNT, valid, 1.0, parts, stride)
     return 1.0 / tl.sqrt(squares / depth + eps)
 
 
@@ -135,9 +135,9 @@ def mhc_coefficients_forward(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i, there, part = tl.arange(0, SIZE), row < rows, rows.to(tl.int64) * width
-    rstd = _rstd(PARTIAL, SUMS, row, there, parts, part, depth, rms_eps, width, streams * (streams + 2))
-    mask = there[:, None] & (i < streams)[None, :]
+    i, valid, part = tl.arange(0, SIZE), row < rows, rows.to(tl.int64) * width
+    rstd = _rstd(PARTIAL, SUMS, row, valid, parts, part, depth, rms_eps, width, streams * (streams + 2))
+    mask = valid[:, None] & (i < streams)[None, :]
     place = row[:, None] * streams + i[None, :]
     if H_PRE is not None:
         long, at, factor = row[:, None], i[None, :], rstd[:, None]
@@ -146,9 +146,9 @@ def mhc_coefficients_forward(
         _, z = _logits(PARTIAL, SUMS, B, ALPHA_POST, long, streams + at, mask, factor, parts, part, width)
         tl.store(H_POST + place, tl.sigmoid(z) * post_mult, mask)
     inside = mask[:, :, None] & (i < streams)[None, None, :]
-    wide, of_matrix = row[:, None, None], (i[:, None] * streams + i[None, :])[None, :, :]
-    of_res = 2 * streams + of_matrix
-    _, z = _logits(PARTIAL, SUMS, B, ALPHA_RES, wide, of_res, inside, rstd[:, None, None], parts, part, width)
+    wide, matrix_at = row[:, None, None], (i[:, None] * streams + i[None, :])[None, :, :]
+    res_at = 2 * streams + matrix_at
+    _, z = _logits(PARTIAL, SUMS, B, ALPHA_RES, wide, res_at, inside, rstd[:, None, None], parts, part, width)
     m = tl.where(inside, _softmax(z, inside) + sinkhorn_eps, 0.0)
     m = _divided(m, DIVISORS, place, mask, sinkhorn_eps, 1)
     for _ in range(1, tmax):
@@ -157,7 +157,7 @@ def mhc_coefficients_forward(
         place += rows.to(tl.int64) * streams
         m = _divided(m, DIVISORS, place, mask, sinkhorn_eps, 1)
     if H_RES is not None:
-        tl.store(H_RES + wide * (streams * streams) + of_matrix, m, inside)
+        tl.store(H_RES + wide * (streams * streams) + matrix_at, m, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "tmax"])
@@ -177,9 +177,9 @@ def mhc_coefficients_backward(
     da_res = tl.zeros((ROWS,), tl.float32)
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        there = row < rows
-        rstd = _rstd(SUMS, None, row, there, 1, 0, depth, rms_eps, width, COUNT)
-        mask = there[:, None] & (i < streams)[None, :]
+        valid = row < rows
+        rstd = _rstd(SUMS, None, row, valid, 1, 0, depth, rms_eps, width, COUNT)
+        mask = valid[:, None] & (i < streams)[None, :]
         place = row[:, None] * streams + i[None, :]
         g = G + row[:, None] * width + i[None, :]
         mix, z = _logits(SUMS, None, B, ALPHA_PRE, row[:, None], i[None, :], mask, rstd[:, None], 1, 0, width)
@@ -203,9 +203,9 @@ def mhc_coefficients_backward(
         tl.store(g + streams, alpha_post * dz * rstd[:, None], mask)
 
         inside = mask[:, :, None] & (i < streams)[None, None, :]
-        wide, of_matrix = row[:, None, None], at[None, :, :]
-        m = tl.load(H_RES + wide * (streams * streams) + of_matrix, inside, other=0.0)
-        dm = tl.load(DRES + wide * (streams * streams) + of_matrix, inside, other=0.0)
+        wide, matrix_at = row[:, None, None], at[None, :, :]
+        m = tl.load(H_RES + wide * (streams * streams) + matrix_at, inside, other=0.0)
+        dm = tl.load(DRES + wide * (streams * streams) + matrix_at, inside, other=0.0)
         place += (2 * tmax - 2) * rows.to(tl.int64) * streams
         for _ in range(1, tmax):
             m, dm = _divided_gradient(m, dm, DIVISORS, place, mask, 1)
@@ -214,7 +214,7 @@ def mhc_coefficients_backward(
             place -= rows.to(tl.int64) * streams
         m, dm = _divided_gradient(m, dm, DIVISORS, place, mask, 1)
         mix, z = _logits(
-            SUMS, None, B, ALPHA_RES, wide, 2 * streams + of_matrix, inside, rstd[:, None, None], 1, 0, width
+            SUMS, None, B, ALPHA_RES, wide, 2 * streams + matrix_at, inside, rstd[:, None, None], 1, 0, width
         )
         p = _softmax(z, inside)
         dm = tl.where(inside, dm, 0.0)
@@ -223,15 +223,15 @@ def mhc_coefficients_backward(
         db_res += tl.sum(dz, 0)
         da_res += along
         total += alpha_res * along
-        tl.store(G + wide * width + 2 * streams + of_matrix, alpha_res * dz * rstd[:, None, None], inside)
-        tl.store(G + row * width + COUNT, rstd * rstd * total / depth, there)
-    own = PARTIAL + tl.program_id(0) * width
-    tl.store(own + i, db_pre, i < streams)
-    tl.store(own + streams + i, db_post, i < streams)
-    tl.store(own + 2 * streams + at, db_res, (i < streams)[:, None] & (i < streams)[None, :])
-    tl.store(own + COUNT, tl.sum(da_pre, 0))
-    tl.store(own + COUNT + 1, tl.sum(da_post, 0))
-    tl.store(own + COUNT + 2, tl.sum(da_res, 0))
+        tl.store(G + wide * width + 2 * streams + matrix_at, alpha_res * dz * rstd[:, None, None], inside)
+        tl.store(G + row * width + COUNT, rstd * rstd * total / depth, valid)
+    partial = PARTIAL + tl.program_id(0) * width
+    tl.store(partial + i, db_pre, i < streams)
+    tl.store(partial + streams + i, db_post, i < streams)
+    tl.store(partial + 2 * streams + at, db_res, (i < streams)[:, None] & (i < streams)[None, :])
+    tl.store(partial + COUNT, tl.sum(da_pre, 0))
+    tl.store(partial + COUNT + 1, tl.sum(da_post, 0))
+    tl.store(partial + COUNT + 2, tl.sum(da_res, 0))
 
 
 @triton.jit
@@ -249,28 +249,28 @@ def mhc_project_backward(
     # a program has a block of columns of every n-th tile of rows, and sums its own dphi
     col, n = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, SIZE)[None, :]
     inside = in_row(col, cols, COLS)
-    of_phi = inside[:, None] & (n < count)
+    phi_mask = inside[:, None] & (n < count)
     at = col[:, None].to(tl.int64) * count + n
     if DX is not None:
-        phi = tl.trans(tl.load(PHI + at, of_phi, other=0.0).to(tl.float32))
+        phi = tl.trans(tl.load(PHI + at, phi_mask, other=0.0).to(tl.float32))
     dphi = tl.zeros((COLS, SIZE), tl.float32)
     for start in range(tl.program_id(1) * DEPTH, rows, tl.num_programs(1) * DEPTH):
         row = (start + tl.arange(0, DEPTH)).to(tl.int64)
-        there = (row < rows)[:, None]
-        x = tl.load(X + row[:, None] * x_stride + col[None, :], there & inside[None, :], other=0.0).to(tl.float32)
-        g = tl.load(G + row[:, None] * width + n, there & (n < count), other=0.0)
+        valid = (row < rows)[:, None]
+        x = tl.load(X + row[:, None] * x_stride + col[None, :], valid & inside[None, :], other=0.0).to(tl.float32)
+        g = tl.load(G + row[:, None] * width + n, valid & (n < count), other=0.0)
         if PRECISION == "tf32":  # which holds x and phi; in one part g would lose half of its bits
             g, rest = _parts(g)
         if DX is not None:
-            dx = -tl.load(G + row[:, None] * width + count, there, other=0.0) * x
+            dx = -tl.load(G + row[:, None] * width + count, valid, other=0.0) * x
             if PRECISION == "tf32":
                 dx = dot(rest, phi, dx, PRECISION)
             dx = dot(g, phi, dx, PRECISION)
-            tl.store(DX + row[:, None] * cols + col[None, :], dx.to(DX.dtype.element_ty), there & inside[None, :])
+            tl.store(DX + row[:, None] * cols + col[None, :], dx.to(DX.dtype.element_ty), valid & inside[None, :])
         if DPHI is not None:
             x = tl.trans(x)
             if PRECISION == "tf32":
                 dphi = dot(x, rest, dphi, PRECISION)
             dphi = dot(x, g, dphi, PRECISION)
     if DPHI is not None:
-        tl.store(DPHI + tl.program_id(1).to(tl.int64) * cols * count + at, dphi.to(DPHI.dtype.element_ty), of_phi)
+        tl.store(DPHI + tl.program_id(1).to(tl.int64) * cols * count + at, dphi.to(DPHI.dtype.element_ty), phi_mask)

@@ -15,22 +15,22 @@ def cross_entropy_totals_config(device):
 
 
 @triton.jit
-def _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, there, classes, ignore_index, MEAN: tl.constexpr, ROWS: tl.constexpr):
+def _load_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, valid, classes, ignore_index, MEAN: tl.constexpr, ROWS: tl.constexpr):
     """Return a block's sums: loss, z-loss, class weights of the targets, a column, rows."""
     loss, z_loss, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    of_targets = tl.zeros((ROWS, 1), tl.float32)
+    weights = tl.zeros((ROWS, 1), tl.float32)
     if MEAN:
-        y = tl.load(TARGET + row, there, other=0)
-        counts = there & (y != ignore_index)
+        y = tl.load(TARGET + row, valid, other=0)
+        counts = valid & (y != ignore_index)
         count = counts.to(tl.float32)
         if WEIGHT is not None:
             inside = tl.minimum(tl.maximum(y, 0), classes - 1)[:, None]  # a target outside has a loss of NaN already
-            of_targets = tl.load(WEIGHT + inside, counts[:, None], other=0.0).to(tl.float32)
+            weights = tl.load(WEIGHT + inside, counts[:, None], other=0.0).to(tl.float32)
     if LOSS is not None:
-        loss = tl.load(LOSS + row, there, other=0.0)
+        loss = tl.load(LOSS + row, valid, other=0.0)
     if Z_LOSS is not None:
-        z_loss = tl.load(Z_LOSS + row, there, other=0.0)
-    return loss, z_loss, of_targets, count
+        z_loss = tl.load(Z_LOSS + row, valid, other=0.0)
+    return loss, z_loss, weights, count
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
@@ -41,20 +41,20 @@ def cross_entropy_totals(
     """Add up all rows in one program, always in the same order."""
     lane = tl.arange(0, ROWS)
     loss, z_loss, count = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    of_targets = tl.zeros((ROWS, 1), tl.float32)
+    weights = tl.zeros((ROWS, 1), tl.float32)
     whole = rows // ROWS * ROWS
     for start in range(0, whole, ROWS):  # without a mask, in full vectors
-        there = tl.full((ROWS,), True, tl.int1)
-        added = _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, start + lane, there, classes, ignore_index, MEAN, ROWS)
-        loss, z_loss, of_targets, count = loss + added[0], z_loss + added[1], of_targets + added[2], count + added[3]
+        valid = tl.full((ROWS,), True, tl.int1)
+        added = _load_rows(TARGET, WEIGHT, LOSS, Z_LOSS, start + lane, valid, classes, ignore_index, MEAN, ROWS)
+        loss, z_loss, weights, count = loss + added[0], z_loss + added[1], weights + added[2], count + added[3]
     row = whole + lane
-    added = _of_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, row < rows, classes, ignore_index, MEAN, ROWS)
+    added = _load_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, row < rows, classes, ignore_index, MEAN, ROWS)
     loss, z_loss = tl.sum(loss + added[0], 0), tl.sum(z_loss + added[1], 0)
     if MEAN:
         denominator = tl.maximum(tl.sum(count + added[3], 0), 1.0)
         if WEIGHT is not None:
             tl.store(COUNT, denominator)
-            denominator = tl.sum(tl.sum(of_targets + added[2], 1), 0)
+            denominator = tl.sum(tl.sum(weights + added[2], 1), 0)
             denominator = tl.where(denominator == 0.0, 1.0, denominator)
         if DENOMINATOR is not None:
             tl.store(DENOMINATOR, denominator)

@@ -246,14 +246,14 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
         share = tl.exp2(-apart)
         q_larger = log_q >= log_p
         if KIND == "even_jsd":
-            in_nats, of_larger = larger * (-0.5 * LN_2), _log_half(share)
-            of_smaller = share * (of_larger + apart)
+            in_nats, larger_term = larger * (-0.5 * LN_2), _log_half(share)
+            smaller_term = share * (larger_term + apart)
         else:
             in_nats, weight = larger * -LN_2, tl.where(q_larger, 1.0 - beta, beta)
             rest = (1.0 - weight) * share
             log_mixed = tl.log2(weight + rest)
-            of_larger, of_smaller = weight * log_mixed, rest * (log_mixed + apart)
-        value, slope = in_nats * (of_larger + of_smaller), in_nats * tl.where(q_larger, of_larger, of_smaller)
+            larger_term, smaller_term = weight * log_mixed, rest * (log_mixed + apart)
+        value, slope = in_nats * (larger_term + smaller_term), in_nats * tl.where(q_larger, larger_term, smaller_term)
         return value, slope, tl.where(q_larger, larger, larger * share)
 
 
@@ -273,8 +273,8 @@ def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def divergence_forward(
     X, Y, LABELS, DENOMINATOR, LOSS, DX, x_stride, y_stride, dx_stride, misaligned, beta, eps, ignore_index,
-    KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_ALIKE: tl.constexpr, DX_ALIKE: tl.constexpr,
-    cols: tl.constexpr, COLS: tl.constexpr,
+    KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_LIKE_X: tl.constexpr,
+    DX_LIKE_X: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # Y_ALIKE, DX_ALIKE: rows of Y, DX reach a 16-byte boundary at the same columns as rows of X
     index = tl.program_id(0).to(tl.int64)
@@ -286,12 +286,12 @@ def divergence_forward(
         readable = tl.multiple_of(tl.where(counts, cols // VECTOR * VECTOR + VECTOR, 0), VECTOR)
     row = row_at(X, index, x_stride, misaligned, cols, VECTOR, ALIGNED)
     Y_BODY = Y + (index * y_stride + row.head)
-    if Y_ALIKE:
+    if Y_LIKE_X:
         Y_BODY = body_pointer(Y, index, y_stride, row.head, misaligned, VECTOR, ALIGNED)
     D_BODY = row.middle
     if DX is not None:
         D_BODY = DX + (index * dx_stride + row.head)
-        if DX_ALIKE:
+        if DX_LIKE_X:
             D_BODY = body_pointer(DX, index, dx_stride, row.head, misaligned, VECTOR, ALIGNED)
     total = tl.zeros((COLS,), tl.float32)
     for start in range(0, row.body, COLS):
