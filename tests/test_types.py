@@ -22,7 +22,8 @@ y = liger_hw.rms_norm(x, torch.ones(8), eps=1e-6)
 liger_hw.rms_norm.register("triton")
 liger_hw.PreferenceLoss(loss_type="ipo", beta=0.2)
 LigerRMSNorm(8, eps=1e-6), LigerHwCallback(rope=False), LigerFusedLinearDPOLoss(beta=0.2), liger_hw.__version__.upper()
-print(liger_hw.patch(object(), rope=False), apply_liger_kernel_to_qwen3(rope=False, swiglu=True))
+print(liger_hw.patch(torch.nn.Linear(8, 8), rope=False).replaced.total())
+print(apply_liger_kernel_to_qwen3(rope=False, swiglu=True))
 liger_hw.rms_norm(x, epsilon=1e-6)  # wrong
 liger_hw.no_such_name  # wrong
 liger_hw.preference_loss(x, x, x, bta=0.1, ignore_index="x")  # wrong

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections import Counter
+from typing import overload
 
 import torch
 
@@ -29,6 +30,10 @@ REPLACED_FORWARD = "its forward was replaced on the instance"
 CHANGED_SINCE = "patched before, and a parametrization, FSDP or another library changed its class since"
 
 
+@overload
+def patch(model: torch.nn.Module, activations=None, **flags) -> Summary: ...
+@overload
+def patch(model: type[torch.nn.Module], activations=None, **flags) -> None: ...
 def patch(model, activations=None, **flags):
     """Run `model`'s norms, MLPs, experts, rotary embeddings and loss on this library's ops.
 
