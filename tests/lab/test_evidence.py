@@ -159,15 +159,17 @@ def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
     facts = {"arch": "gfx942", "op": "rope", "case": "c", "kernel": "rope_rotate", "warps": 2, "programs": 2,
              "elements": 8192, "per element": 43.3, "widths": {"16": 0.75, "2": 0.25}, "lds": 0.0, "banks": None,
              "wait": 113, "registers": 81, "occupancy": 0.62}  # fmt: skip
+    other = facts | {"arch": "gfx1100", "kernel": "glu_forward"}  # the page shows one architecture
     cell = EvidenceCell("rope", "intel:bmg", "fp32", INTERPRETED, 2, 0, [], "r")
     runs = RUN | {"s": RUN["r"] | {"date": "2026-01-05 00:00"}}
-    file = evidence.write(tmp_path / "e.json", runs, [GOOD, cell], waves=[facts])
+    file = evidence.write(tmp_path / "e.json", runs, [GOOD, cell], waves=[facts, other])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
     assert hardware.main(["--check", str(file)]) == 1
     assert hardware.main([str(file)]) == 0
     assert "docs/hardware.md, docs/compiled.md" in capsys.readouterr().out
     row = "| rope | rope_rotate, 2 waves | 43.3 | 16: 75%, 2: 25% | - | - | 113 | 81 | 62% |"
-    assert "### gfx942\n\n| op | kernel |" in compiled_file.read_text() and row in compiled_file.read_text()
+    assert "begin, by liger_lab.tools.hardware -->\n| op | kernel |" in compiled_file.read_text()
+    assert row in compiled_file.read_text() and "glu_forward" not in compiled_file.read_text()
     assert hardware.main([str(file), "--check"]) == 0
     amd = f"| AMD gfx942 | MI300X, MI300A, MI325X | - | - | - | 1 of {OPS} ops, 3 cases, bf16 | - |"
     intel = f"| Intel bmg | Arc B580, B570, Pro B60 | - | - | - | 1 of {OPS} ops, 2 cases, fp32 | - |"
