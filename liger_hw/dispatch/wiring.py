@@ -112,7 +112,7 @@ class _Wiring:
         self.flags = [f"{name}_grad" for name in self.gradients]
         self.partial = any(type(None) in get_args(self.parameters[name].annotation) for name in read
                            if name in self.incoming)  # fmt: skip
-        # of the results without a gradient autograd would make zeros; the one with a gradient has it, or nothing has
+        # One result has a gradient: autograd need not make zeros for the others, and without it nothing is to compute.
         self.partial |= len(self.returned) == len(self.without_gradient) + 1 > 1
         self.takes_context = "ctx" in read
         arguments_by_name(backward, ["ctx", *kept, *self.incoming, *outgoing])  # raises a TypeError for others

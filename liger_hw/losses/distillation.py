@@ -150,15 +150,15 @@ def _labels(x, labels, hard_weight, ignore_index, vocabulary):
 
 def _check_options(soft_loss, beta, temperature, hard_weight, soft_weight):
     """Check the options; return (kind of divergence, its weight) of each soft loss."""
-    shares = soft_loss if isinstance(soft_loss, Mapping) else {soft_loss: 1.0}
+    shares = list(soft_loss.items()) if isinstance(soft_loss, Mapping) else [(soft_loss, 1.0)]
     check(len(shares) > 0, "soft_loss", soft_loss, "one or more soft losses")
-    for name, share in shares.items():
+    for name, share in shares:
         check_known("soft_loss", name, SOFT_LOSSES, "Soft losses")
         check_numbers("0 or more", least=0, **{f"soft_loss[{name!r}]": share})
     check_numbers("a positive number", above=0, temperature=temperature)
     check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_numbers("0 or more", least=0, hard_weight=hard_weight, soft_weight=soft_weight)
-    return [(kind_of(beta) if name == "jsd" else name, float(share)) for name, share in shares.items()]
+    return [(kind_of(beta) if name == "jsd" else name, float(share)) for name, share in shares]
 
 
 def _rows_by_kernels(
@@ -171,8 +171,8 @@ def _rows_by_kernels(
     """
     z = padded_rows(widen(z)) if len(kinds) > 1 else z
     total = None
-    for kind, share in kinds:
-        is_last = (kind, share) == kinds[-1]
+    for index, (kind, share) in enumerate(kinds, start=1):  # two may be equal: "jsd" with a beta of 0, and "kl"
+        is_last = index == len(kinds)
         dz, value = z if is_last else empty_gradient(z).copy_(z), torch.empty_like(soft)
         divergence_rows(
             dz, teacher_logits, labels, torch.stack((factors[0] * share, factors[1])), value,

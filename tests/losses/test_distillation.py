@@ -150,8 +150,10 @@ def test_vocabularies_of_different_size(soft_loss, classes, teacher_classes, eng
 @pytest.mark.parametrize("beta, soft_loss", [(0.0, "kl"), (1.0, "reverse_kl")])
 def test_ends_of_jsd(beta, soft_loss, engine, device):
     student, teacher, labels = case(device=device)
-    jsd = fused(labels, "jsd", 10**6, beta)(*student, *teacher)
-    torch.testing.assert_close(jsd.loss, fused(labels, soft_loss, 10**6)(*student, *teacher).loss)
+    alone = fused(labels, soft_loss, 10**6)(*student, *teacher)
+    for equal, count in (("jsd", 1), ({"jsd": 1.0, soft_loss: 1.0}, 2)):
+        found = fused(labels, equal, 10**6, beta)(*student, *teacher)
+        torch.testing.assert_close(found.soft, count * alone.soft)
 
 
 def test_without_labels(engine, device):
@@ -200,6 +202,7 @@ def test_only_the_student_gets_gradients_and_once(engine, device):
         ("unknown soft_loss", {"soft_loss": "mse"}),
         ("unknown soft_loss", {"soft_loss": {"kl": 1.0, "mse": 1.0}}),
         ("soft_loss: got {}", {"soft_loss": {}}),
+        ("unknown soft_loss", {"soft_loss": ["kl", "tvd"]}),
         (r"soft_loss\['kl'\]", {"soft_loss": {"kl": -1.0}}),
         ("beta", {"beta": 1.5}),
         ("temperature", {"temperature": 0.0}),
