@@ -5,7 +5,8 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_hw import dequantize_4bit, use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.linear.lora_linear import MOST_ROWS, adapter_project, lora_glu_linear, lora_linear
+from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear
+from liger_hw.kernels.linear.lora_linear.products import MOST_ROWS, adapter_project
 from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check, compare, run
 from liger_lab.cases import small_cases, wide_cases

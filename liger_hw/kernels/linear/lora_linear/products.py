@@ -1,0 +1,275 @@
+"""Multiply rows by an adapter's factors, by kernels or by torch."""
+
+import torch
+
+from liger_hw._torch import has_wide_products
+from liger_hw._triton import tl, triton
+from liger_hw.backends import device_of
+from liger_hw.dispatch import raw
+from liger_hw.kernels._math import dot, in_order, rows_of
+from liger_hw.launch import launch
+from liger_hw.tuning import Config, power_of_2, tuned
+
+MOST_ROWS = 2048  # of `lora_project`; for more, torch multiplies, by three launches
+LARGEST_RANK = 64  # tiles of a larger one spill: of 128 on gfx1100, of 256 on every architecture (Triton 3.9)
+
+
+@tuned
+def lora_project_config(rank, vectors, device):
+    # On an H100 with 8,192 rows and a rank of 16, tiles of 64 rows that read three blocks ahead take 0.046 ms for 4,096
+    # columns and 0.112 for 14,336; with two 0.052 and 0.121. Tiles of 32 rows take half as long again for 4,096.
+    rows, depth = _tile(rank, vectors)
+    stages = min(4, device.shared_memory // ((2 * rows + 4 * rank) * depth)) if device.async_copy else 2
+    return Config({"ROWS": rows, "DEPTH": depth}, _warps(rows * depth, rank, device), max(stages, 2))
+
+
+@tuned
+def lora_expand_config(rank, vectors, device):
+    # It only writes y: for 8,192 rows on an H100 four warps take 0.086 ms of 14,336 columns, eight 0.171. Half of the
+    # warps need twice the registers a lane: of a core without known registers they may not be there.
+    rows, cols = _tile(rank, vectors)
+    return Config({"ROWS": rows, "COLS": cols}, _warps(rows * cols // (2 if device.core else 1), rank, device))
+
+
+@tuned
+def lora_split_config(device):
+    return Config({"VALUES": 1024}, 128 // device.warp_size)
+
+
+def _tile(rank, vectors):
+    """Return the sizes of a tile of x or y.
+
+    Without whole vectors each value has a pointer.
+    """
+    return (max(min(2048 // rank, most), 16) for most in (64, 128 if vectors else 32))
+
+
+def _warps(values, rank, device):
+    return max(128 if rank <= 32 else 256, 2 * values // device.registers) // device.warp_size
+
+
+@triton.jit
+def split(value, dtype: tl.constexpr):
+    """Split numbers of fp32 into leading, middle and last bits, which 16-bit numbers hold."""
+    hi = value.to(dtype)
+    rest = tl.where(tl.abs(hi.to(tl.float32)) < float("inf"), value - hi.to(tl.float32), 0.0)  # inf - inf is NaN
+    mid = rest.to(dtype)
+    return hi, mid, (rest - mid.to(tl.float32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def lora_project(
+    X, FIRST, U, rows, scale, x_stride, first_inner, first_rank, inner, rank, RANK: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Write rows of U = scale X FIRST (inner, rank). WHOLE: DEPTH divides `inner`."""
+    row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)
+    inside, in_rank = row < rows, (r < rank)[None, :]
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for start in range(0, inner, DEPTH):
+        i = start + tl.arange(0, DEPTH)
+        mask, factor_mask = inside, in_rank
+        if not WHOLE:
+            mask, factor_mask = mask & (i < inner)[None, :], factor_mask & (i < inner)[:, None]
+        x = tl.load(X + row * x_stride + i[None, :], mask, 0.0)
+        factor = tl.load(FIRST + i[:, None] * first_inner + r[None, :] * first_rank, factor_mask, 0.0)
+        if FIRST.dtype.element_ty == X.dtype.element_ty:
+            total = dot(x, factor, total, "ieee")
+        else:
+            hi, mid, lo = split(factor, X.dtype.element_ty)
+            total = dot(x, lo, total, "ieee")
+            total = dot(x, mid, total, "ieee")
+            total = dot(x, hi, total, "ieee")
+    u, mid, lo = split(total * scale, X.dtype.element_ty)
+    parts: tl.constexpr = 1 if FIRST.dtype.element_ty == X.dtype.element_ty else 3
+    at, mask = U + row * (parts * rank) + r[None, :], inside & in_rank
+    tl.store(at, u, mask)
+    if parts == 3:
+        tl.store(at + rank, mid, mask)
+        tl.store(at + 2 * rank, lo, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def lora_expand(
+    U, SECOND, BIAS, Y, rows, second_rank, second_outer, outer, rank, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of Y = U SECOND (rank, outer) + BIAS."""
+    row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, DEPTH)[None, :]
+    col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
+    mask, u_mask = (row < rows) & (col < outer), (row < rows) & (r < rank)
+    parts: tl.constexpr = 1 if SECOND.dtype.element_ty == Y.dtype.element_ty else 3
+    u = tl.load(U + row * (parts * rank) + r, u_mask, 0.0)
+    factor_rank = tl.arange(0, DEPTH)[:, None]
+    factor_mask = (factor_rank < rank) & (col < outer)
+    factor = tl.load(SECOND + factor_rank * second_rank + col * second_outer, factor_mask, 0.0)
+    product = tl.zeros((ROWS, COLS), tl.float32)
+    if parts == 1:
+        product = dot(u, factor, product, "ieee")
+    else:  # y is rounded to 8 bits: products of 16 bits do
+        mid = tl.load(U + row * (parts * rank) + rank + r, u_mask, 0.0)
+        factor_hi, factor_mid, _ = split(factor, Y.dtype.element_ty)
+        product = dot(mid, factor_hi, product, "ieee")
+        product = dot(u, factor_mid, product, "ieee")
+        product = dot(u, factor_hi, product, "ieee")
+    if BIAS is not None:
+        product += tl.load(BIAS + col, col < outer, 0.0).to(tl.float32)
+    tl.store(Y + row * outer + col, product, mask)
+
+
+@triton.jit
+def lora_split(
+    X, OUT, values, scale, x_stride, out_stride, next_term, cols, PARTS: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
+    """Write the terms of scale times the sum of `PARTS` blocks of columns."""
+    value = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
+    mask, row, col = value < values, value // cols, value % cols
+    total = tl.zeros((VALUES,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(X + row * x_stride + part * cols + col, mask, 0.0)
+    hi, mid, lo = split(total * scale, OUT.dtype.element_ty)
+    at = OUT + row * out_stride + col
+    tl.store(at, hi, mask)
+    tl.store(at + next_term, mid, mask)
+    tl.store(at + 2 * next_term, lo, mask)
+
+
+def _is_split(x, factor):
+    """Tell whether fp32 numbers of an adapter become three of 16 bits."""
+    return (x.dtype, factor.dtype) == (torch.bfloat16, torch.float32)
+
+
+def _runs_kernels(x, factor, rank):
+    """Tell whether the kernels multiply by a factor of an adapter.
+
+    torch adds up long sums of fp32 with less error.
+    """
+    return rank <= LARGEST_RANK and x.dtype != torch.float32 and (x.dtype == factor.dtype or _is_split(x, factor))
+
+
+def _split(x, summands, stacked=False, parts=1, scale=1.0):
+    """Write the terms of `split` side by side, or `stacked`.
+
+    Args:
+        x: (A, `parts` B) fp32, whose parts are added and multiplied by `scale`.
+        summands: (A, 3B), or (3A, B).
+    """
+    rows, cols = x.shape[0], x.shape[1] // parts
+    config = lora_split_config(device_of(x))
+    stride, next_term = (cols, rows * cols) if stacked else (3 * cols, cols)
+    launch(
+        lora_split, (-(-rows * cols // config["VALUES"]), 1, 1), config, x, summands, rows * cols, scale, x.stride(0),
+        stride, next_term, cols, parts,
+    )  # fmt: skip
+
+
+def _split_factor(factor, dtype):
+    """Return the terms of an adapter's factor (K, r) side by side, (K, 3r)."""
+    inner, rank = factor.shape
+    summands = factor.new_empty(3 * inner * rank, dtype=dtype)
+    if factor.stride(0) == 1:  # of A^T
+        _split(factor.t(), summands, stacked=True)
+        return summands.view(3 * rank, inner).t()
+    _split(factor.contiguous(), summands)
+    return summands.view(inner, 3 * rank)
+
+
+def _allocate_u(x, first):
+    if _is_split(x, first):
+        return x.new_empty(x.shape[0], 3 * first.shape[1])
+    return x.new_empty(x.shape[0], first.shape[1], dtype=first.dtype)
+
+
+@raw(_allocate_u)
+def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
+    """Compute u = scale x first.
+
+    Args:
+        x: (R, K). first: (K, r).
+
+    Returns:
+        u (R, r) in the dtype of `first`; of fp32 on bf16 the terms of 16 bits whose sum it is, (R, 3r).
+    """
+    # On an H100 a step of 2,048 rows of Llama-1B waits for its host: one launch. Of 8,192 rows and 4,096 columns the
+    # kernel takes 0.053 ms and a library's product 0.030; of 14,336 columns 0.171 and 0.088.
+    if x.shape[0] > MOST_ROWS or not _runs_kernels(x, first, first.shape[1]):
+        if _is_split(x, first):
+            _split(_wide_product(x, _split_factor(first, x.dtype)), u, parts=3, scale=scale)
+        else:
+            torch.addmm(u, x.to(first.dtype), first, beta=0, alpha=scale, out=u)
+        return
+    (inner, rank), (x, x_stride) = first.shape, rows_of(x)
+    device, size = device_of(x), max(power_of_2(rank), 16)
+    config = lora_project_config(size, not (x_stride | inner) % 16, device)
+    launch(
+        lora_project, (-(-x.shape[0] // config["ROWS"]), 1, 1), config, x, first, u, x.shape[0], scale, x_stride,
+        *first.stride(), inner, rank, size, inner % config["DEPTH"] == 0,
+    )  # fmt: skip
+
+
+@raw(lambda u, second: u.new_empty(u.shape[0], second.shape[1]))
+def adapter_expand(u: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, *, y):
+    """Compute y = u second + bias by the kernel.
+
+    Args:
+        u: what `adapter_project` returns for x in the dtype of y. second: (r, N). bias: (N,), or None.
+    """
+    (rows, outer), rank = y.shape, second.shape[0]
+    size = max(power_of_2(rank), 16)
+    config = lora_expand_config(size, not outer % 16, device_of(y))
+    grid = -(-rows // config["ROWS"]), -(-outer // config["COLS"]), 1
+    bias = None if bias is None else in_order(bias)
+    launch(lora_expand, grid, config, u, second, bias, y, rows, *second.stride(), outer, rank, size)
+
+
+@raw(mutates=("y",))
+def adapter_add(y: torch.Tensor, u: torch.Tensor, second: torch.Tensor) -> None:
+    """Add u second to y (R, N) in place, by torch."""
+    if _is_split(y, second):  # as in the kernel
+        (hi, mid, _), (second_hi, second_mid, _) = u.chunk(3, 1), _split_factor(second.t(), y.dtype).t().chunk(3)
+        u, second = torch.cat([hi, hi, mid], 1), torch.cat([second_hi, second_mid, second_hi])
+    if second.dtype == y.dtype:
+        y.addmm_(u, second)
+    else:
+        y.add_(torch.mm(u, second))
+
+
+def add_products(rows, matrix, bias, u, second, mask=None):
+    """Return rows matrix + bias + mask (u second), in the dtype of `rows`.
+
+    Args:
+        rows: (R, K). matrix: (K, N), in any dtype. u: (R, r), `adapter_project`'s. second: (r, N).
+        mask: (R, N), dropout's in the backward, which has no bias. None: of ones.
+    """
+    if rows.dtype == matrix.dtype and _runs_kernels(rows, second, second.shape[0]):
+        y = adapter_expand(u, second, bias)
+        return (y if mask is None else y.mul_(mask)).addmm_(rows, matrix)
+    is_late = bias is not None and rows.dtype != matrix.dtype  # fp32, perhaps that of the rows
+    first_bias = None if bias is None or is_late else bias.to(matrix.dtype)
+    y = torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), first_bias).to(rows.dtype)
+    if is_late:
+        y.add_(bias)
+    update = y if mask is None else torch.zeros_like(y)
+    adapter_add(update, u, second)
+    return y if mask is None else y.addcmul_(update, mask)
+
+
+def gradients(rows, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad):
+    """Return du^T rows and dy^T u, the gradients of A and B, or None."""
+    if not _is_split(rows, lora_a):
+        return (
+            torch.mm(du.t(), rows.to(du.dtype)) if lora_a_grad else None,
+            torch.mm(dy.to(u.dtype).t(), u) if lora_b_grad else None,
+        )
+    return (
+        _wide_product(du.t(), rows).view(3, *lora_a.shape).sum(0) if lora_a_grad else None,
+        _wide_product(dy.t(), u).view(lora_b.shape[0], 3, -1).sum(1) if lora_b_grad else None,
+    )
+
+
+@raw(lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
+def _wide_product(a: torch.Tensor, b: torch.Tensor, *, y):
+    if has_wide_products(a.device.type):
+        torch.mm(a, b, out_dtype=torch.float32, out=y)
+    else:
+        torch.mm(a.float(), b.float(), out=y)
