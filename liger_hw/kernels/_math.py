@@ -191,8 +191,8 @@ def norm_backward_config(cols, itemsize, device, read=2):
     staged = _staged_rows_config(cols, block, itemsize, device, read) if device.async_copy else None
     if staged:
         return staged
-    # Loads through registers: 16 values a lane, short rows share a program, and many programs hide the latency. No GPU
-    # of AMD or Intel measured this: the numbers are those of which nothing spills (compiled).
+    # Loads through registers: 16 values a lane, short rows share a program, and many programs hide the latency. Not
+    # measured on a GPU without asynchronous copies; nothing spills (compiled).
     rows = max(1, min(32, 2048 // block))
     warps = row_warps(rows * block, device, max(16, two_on_a_core(rows * block, device)))
     return Config({"ROWS": rows, "COLS": block, "STAGES": 1}, warps, programs=max(1, 16384 // (rows * block)))

@@ -131,10 +131,7 @@ def match_experts(module):
 
 
 def _match_experts_without_gate(module):
-    random = probing.generator()
-    cases = [
-        (3 * probing.random_rows(random, PROBE_ROWS, PROBE_INTERMEDIATE, dtype=dtype),) for dtype in probing.DTYPES
-    ]
+    cases = probing.rows_per_dtype(PROBE_ROWS, PROBE_INTERMEDIATE)
     is_module = isinstance(module.act_fn, torch.nn.Module)
     act_fn = probing.without_hooks(module.act_fn) if is_module else module.act_fn
     for name, function in ACTIVATIONS.items():

@@ -40,6 +40,7 @@ class NormMatch(Match):
         widens_under_autocast = original.__module__.startswith("torch.nn")
         narrow_input, wide_input, takes_none = self.narrow_input, self.wide_input, self.default_eps
         offset = options.pop("offset", None) if op is layer_norm else None
+        probed = witnesses.DTYPES  # in fp64 many models round rows to fp32, and the op does not
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
 
         def forward(self, *args, **kwargs):
@@ -47,6 +48,7 @@ class NormMatch(Match):
                 len(args) != 1
                 or kwargs
                 or not unchanged(self)
+                or args[0].dtype not in probed
                 or derived
                 and torch.is_autocast_enabled(args[0].device.type)
             ):

@@ -213,7 +213,7 @@ def _proved_call(rotation, leading, axis):
     if rotation.is_complex and not leading[2].is_complex():
         return None
     q, k, cos, sin = _unpacked(rotation, leading)
-    if cos.dtype != sin.dtype or cos.requires_grad or k is not None and k.dtype != q.dtype:
+    if q.dtype == torch.float64 or cos.dtype != sin.dtype or cos.requires_grad or k is not None and k.dtype != q.dtype:
         return None
     if (q.ndim, cos.ndim) != (4, 3):
         if not (rotation.flat and (q.ndim, cos.ndim) == (3, 2)):

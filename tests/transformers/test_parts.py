@@ -279,6 +279,20 @@ def mixtral(implementation):
     return model
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_fp64_has_the_models_own_roundings(family):
+    """Many models round rows to fp32 there, which no op does."""
+    plain = tiny.model(family).double()
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    ids = torch.arange(3, 11)[None]
+    gradients = []
+    for model in (plain, patched):
+        model(input_ids=ids).logits.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_each_activation_has_a_flag():
     assert {FLAG_OF.get(name, name) for name in glu.ACTIVATIONS} <= set(FLAGS)
 
