@@ -281,7 +281,9 @@ def test_options_of_the_products_are_those_of_the_op(way, option, more):
     run = torch.compile(patched, backend="eager") if "compiled" in way else patched
     output = run(**inputs, **option, **WAYS[way])
     loss, logits = output[:2] if way == "tuple" else (output.loss, output.logits)
-    hidden, shift = patched.model(inputs["input_ids"]).last_hidden_state, int("compiled" not in way)
+    # torch 2.11 adds gradients of a compiled plain Llama's keys and values in another order than eagerly
+    layers = torch.compile(patched.model, backend="eager") if "compiled" in way else patched.model
+    hidden, shift = layers(inputs["input_ids"]).last_hidden_state, int("compiled" not in way)
     targets, weights = (
         torch.nn.functional.pad(t, (0, shift), value=-100)[:, shift:] for t in (inputs["labels"], WEIGHTS)
     )
