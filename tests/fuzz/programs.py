@@ -13,6 +13,7 @@ model's own difference, and one rounding. `_difference` says it exactly.
 import contextlib
 import copy
 import io
+import itertools
 import pickle
 import sys
 import threading
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "transformers"))
 import tiny  # noqa: E402
 
 import liger_hw  # noqa: E402
+from liger_hw.losses.distillation import SOFT_LOSSES  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 SMALL |= {"num_key_value_heads": 1}
@@ -409,6 +411,25 @@ def teacher(side, choice):
     side.value = torch.nn.functional.kl_div(student, target.float().softmax(-1), reduction="batchmean") + side.out.loss
 
 
+SUMS = list(itertools.combinations(SOFT_LOSSES, 2))
+
+
+def soft_losses(side, choice):
+    """Two soft losses and a hard one, added: in chunks from a patched model, by whole logits from the others."""
+    inputs = tiny.tokens(2, 6, seed=choice % 5)
+    labels, head = inputs.pop("labels"), side.model.get_output_embeddings()
+    side.out, hidden = None, side.model.base_model(**inputs, use_cache=False).last_hidden_state[:, :-1]
+    options = {"soft_loss": dict(zip(SUMS[choice % len(SUMS)], (1.0, 0.5))), "temperature": 1.0 + choice // 10 % 2}
+    options |= {"softcap": 5.0} if choice // 20 % 2 else {"teacher_logit_scale": 0.5}
+    with liger_hw.use_backend(None if side.kind == "patched" else "reference"):
+        side.value = liger_hw.distillation_loss(
+            hidden, head.weight, hidden.detach().flip(0), head.weight, labels[:, 1:], bias=head.bias,
+            chunk_memory=4000, **options,
+        ).loss  # fmt: skip
+    if side.value.requires_grad:
+        side.value.backward()
+
+
 def scaled_step(side, choice):
     """A step of mixed precision with a loss scale, as Trainer does with fp16 or bf16; some scales overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=(16.0, 2.0**14, 2.0**120)[choice % 3])
@@ -702,7 +723,7 @@ ACTIONS = (
     logits_hook, unhook, checkpointing, copied, saved, threaded, freeze, change_weights, repatch, own_loss, teacher,
     forward, backward, step, scaled_step, read_under_autocast, threads, backward_elsewhere, pickled, cast,
     clone_of_outputs, around, outer_checkpoint, functional, second_order, generate, evaluate, compiled,
-    two_forwards, training_step, training_step, write_value, access, kept_by_hook, monkey_patched,
+    two_forwards, training_step, training_step, write_value, access, kept_by_hook, monkey_patched, soft_losses,
 )  # fmt: skip
 
 
