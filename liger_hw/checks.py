@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from liger_hw import backends
 from liger_hw._torch import has_tangents, is_dtensor, is_plain, transforms_active
-from liger_hw.spelling import nearest
+from liger_hw.spelling import suggestion
 
 F = TypeVar("F", bound=Callable)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
@@ -85,9 +85,8 @@ def explain(error, function, args, kwargs) -> None:
     signature = inspect.signature(function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         for name in kwargs.keys() - signature.parameters.keys():
-            near = nearest(name, signature.parameters)
-            suggestion = f"; did you mean {near!r}?" if near else ""
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{suggestion}")
+            end = suggestion(name, signature.parameters)
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{end}")
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as mismatch:

@@ -2,6 +2,14 @@
 
 import difflib
 
+ELSEWHERE = {  # option that other functions have: what to do where a function lacks it
+    "token_weights": "cross entropy alone weighs tokens (fused_linear_cross_entropy, or a patched model's call); "
+    "policy_loss takes advantages by token, and token_loss a formula with rows",
+    "counted_rows": "only losses of a head that skip rows by a label have it; give this one the rows that count",
+    "softcap": "a loss of logits leaves them as they are; a function for logits_loss scales them itself",
+}
+ELSEWHERE["logit_scale"] = ELSEWHERE["softcap"]
+
 
 def nearest(name, known, least_share: float = 0.52) -> str | None:
     """Return the name in `known` that looks most like `name`, or None if none does.
@@ -19,6 +27,14 @@ def nearest(name, known, least_share: float = 0.52) -> str | None:
     return None
 
 
+def suggestion(name, known) -> str:
+    """Return the end of an unknown name's error: advice, the nearest name, or nothing."""
+    if isinstance(name, str) and name in ELSEWHERE:
+        return f"; {ELSEWHERE[name]}"
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
 def check_known(kind: str, name, known, title: str = "", others=()) -> None:
     """Raise a ValueError with the nearest of `known` unless `name` is among them.
 
@@ -32,7 +48,7 @@ def check_known(kind: str, name, known, title: str = "", others=()) -> None:
     """
     if isinstance(name, str) and name in known:
         return
-    near = nearest(name, [*known, *others])
-    suggestion = f"; did you mean {near!r}?" if near else "."
+    end = suggestion(name, [*known, *others])
+    end = end if end.endswith("?") else f"{end}."
     title = title or f"{kind.replace('_', ' ').capitalize()}s"
-    raise ValueError(f"unknown {kind} {name!r}{suggestion} {title}: {', '.join(known) or 'none'}")
+    raise ValueError(f"unknown {kind} {name!r}{end} {title}: {', '.join(known) or 'none'}")
