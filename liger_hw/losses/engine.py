@@ -24,6 +24,7 @@ from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
 from liger_hw.kernels.vocabulary._products import linear, widest_dtype
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, needed_gradients, prepare_head
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_accum_dtype
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_numbers
 
@@ -46,7 +47,7 @@ def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None, inva
     None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
     Raises a ValueError for a DTensor among `tensors` beside a plain `x`.
     """
-    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+    check_accum_dtype(accum_dtype)
     if any(map(is_dtensor, tensors)) and not is_dtensor(x):
         refuse("head", "a DTensor beside plain hidden states", SHARDED)
     if traced(x, *tensors) or x.numel() == 0:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.checks import check, names_arguments
-from liger_hw.kernels.vocabulary.cross_entropy.formula import check_counted_rows, check_labels, counted
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_counted_rows, check_labels
 from liger_hw.losses.arguments import check_head, check_numbers
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.sequences import token_loss
@@ -32,7 +32,7 @@ def multi_token_loss(
     shifts: Sequence | int | None = None, head_weights: Sequence | None = None,
     bias: torch.Tensor | Sequence | None = None, ignore_index: int = IGNORED, chunk_memory: float = CHUNK_MEMORY,
     softcap: float | None = None, logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
-    invariant: bool = False, counted_rows: int | None = None,
+    invariant: bool = False, counted_rows: int | None = None, accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum the heads' weighted mean cross entropies in the memory of one chunk of logits.
 
@@ -50,7 +50,7 @@ def multi_token_loss(
         bias: (V,), shared by the heads, a sequence of K, or None.
         chunk_memory: bytes that a chunk of logits may take.
         softcap, logit_scale: of every head, as in `selective_log_softmax`.
-        logits_dtype, invariant: of every head, as in `fused_linear_cross_entropy`.
+        logits_dtype, invariant, accum_dtype: of every head, as in `fused_linear_cross_entropy`.
         counted_rows: the most labels that are not `ignore_index`, as there; each head's products have so many rows.
 
     Returns:
@@ -97,17 +97,13 @@ def multi_token_loss(
 
     def run(x, weight, bias, tokens, row_weights):
         rows = row_weights[:, None].expand(-1, labels.numel()).reshape(-1)
-        places = torch.arange(len(rows), device=rows.device)
-        bound, whole = counted_rows if counted_rows is None else counted_rows * len(row_weights), (len(rows),)
-        factor, tokens, x, rows, places = counted(
-            bound, tokens.reshape(-1), ignore_index, x.reshape(-1, x.shape[-1]), rows, places
-        )
+        bound = counted_rows if counted_rows is None else counted_rows * len(row_weights)
         loss, losses = token_loss(
-            formula, x, weight, tokens, bias, (rows,), softcap=softcap, logit_scale=logit_scale,
-            ignore_index=ignore_index, chunk_memory=chunk_memory, logits_dtype=logits_dtype, invariant=invariant,
+            formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, (rows,), softcap=softcap,
+            logit_scale=logit_scale, ignore_index=ignore_index, chunk_memory=chunk_memory, logits_dtype=logits_dtype,
+            invariant=invariant, counted_rows=bound, accum_dtype=accum_dtype,
         )  # fmt: skip
-        losses = losses.new_zeros(whole).index_copy(0, places, losses * factor)
-        return loss * factor, losses.reshape(len(row_weights), -1).sum(1)
+        return loss, losses.reshape(len(row_weights), -1).sum(1)
 
     if torch.is_tensor(weight) and torch.is_tensor(heads):
         loss, sums = run(heads, weight, bias, tokens, all_row_weights)

@@ -297,7 +297,7 @@ def policy_loss(
     vllm_is_ratio: torch.Tensor | None = None, num_items: torch.Tensor | float | None = None,
     softcap: float | None = None, logit_scale: float = 1.0, return_entropy: bool = False,
     chunk_memory: float = CHUNK_MEMORY, logits_dtype: torch.dtype | None = None, invariant: bool = False,
-    **options,
+    counted_rows: int | None = None, accum_dtype: torch.dtype | None = None, **options,
 ):  # fmt: skip
     """Compute the policy loss of a batch of completions from hidden states.
 
@@ -316,6 +316,7 @@ def policy_loss(
         chunk_memory: bytes that a chunk of logits may take.
         logits_dtype: of the policy's and the reference model's logits, as in `fused_linear_cross_entropy`.
         invariant: of both models, as in `sequence_loss`.
+        counted_rows: the most unmasked tokens; accum_dtype: both as in `sequence_loss`.
         options: of `PolicyOptions`.
 
     Returns:
@@ -339,6 +340,7 @@ def policy_loss(
     linear = {
         "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": IGNORED,
         "chunk_memory": chunk_memory, "logits_dtype": logits_dtype, "invariant": invariant,
+        "counted_rows": counted_rows, "accum_dtype": accum_dtype,
     }  # fmt: skip
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check_head(x, weight)

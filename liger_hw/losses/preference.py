@@ -149,7 +149,8 @@ def preference_loss(
     nll_labels: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
     loss_weights: Sequence | None = None, f_divergence: str = "reverse_kl", f_alpha: float = 0.5,
     ld_alpha: float | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    logits_dtype: torch.dtype | None = None, invariant: bool = False, **loss_options,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False, counted_rows: int | None = None,
+    accum_dtype: torch.dtype | None = None, **loss_options,
 ):  # fmt: skip
     """Compute the mean loss of P pairs plus `alpha` times the chosen answers' NLL.
 
@@ -181,6 +182,8 @@ def preference_loss(
         softcap, logit_scale: of both heads, as in `selective_log_softmax`.
         logits_dtype: of both heads, as in `fused_linear_cross_entropy`.
         invariant: of both heads, as in `sequence_loss`.
+        counted_rows: the most labels that are not `ignore_index`, as there, also for the reference model's products;
+            the NLL of `nll_labels` keeps all rows. accum_dtype: as there.
         loss_options: of the loss types, in `preference_formulas`: `gamma` of "simpo", `tau` of "discopop", `delta` of
             "bco_pair".
 
@@ -211,7 +214,7 @@ def preference_loss(
     average_log_prob = reference_free if average_log_prob is None else average_log_prob
     for name, value in {"ref_x": ref_x, "ref_log_probs": ref_log_probs}.items():
         check(value is None or not reference_free, name, value, f"None: {loss_type} has no reference model")
-    head = {"softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype, "invariant": invariant}
+    head = _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, accum_dtype)
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory, **head}
     counts = (labels != ignore_index).sum(-1)
     sums = _Sums(counts.clamp(min=1), _token_weights(labels, ignore_index, ld_alpha), average_log_prob)
@@ -234,12 +237,7 @@ def preference_loss(
     if alpha and nll_labels is None:
         nll = -token_log_probs[:pairs].sum() / nll_items
     elif alpha:
-        fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= pairs and nll_labels.shape[1] == labels.shape[1]
-        check(fits, "nll_labels", nll_labels, f"shape {tuple(labels.shape)} or its first half")
-        check_labels("nll_labels", nll_labels, len(weight), ignore_index)
-        chosen = nll_labels[:pairs].reshape(-1)
-        total = token_loss(_negative, x[:pairs].reshape(-1, x.shape[-1]), weight, chosen, bias, **options)[0]
-        nll = total / (chosen != ignore_index).sum().clamp(min=1)
+        nll = _nll(x[:pairs], weight, nll_labels, labels.shape, bias, options)
         loss = loss + alpha * nll
     answers = Pairs(*sums.answers(token_log_probs).split(pairs), *by_pair)
     is_chosen = torch.arange(2 * pairs, device=x.device) < pairs
@@ -257,7 +255,7 @@ def unpaired_preference_loss(
     ref_x: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None,
     ref_log_probs: torch.Tensor | None = None, ignore_index: int = -100, chunk_memory: float = CHUNK_MEMORY,
     softcap: float | None = None, logit_scale: float = 1.0, logits_dtype: torch.dtype | None = None,
-    invariant: bool = False, **loss_options,
+    invariant: bool = False, counted_rows: int | None = None, accum_dtype: torch.dtype | None = None, **loss_options,
 ):  # fmt: skip
     """Compute the mean loss of B answers, each labelled preferred or not.
 
@@ -285,7 +283,7 @@ def unpaired_preference_loss(
     check(fits, "preferred", preferred, f"bool of shape ({x.shape[0]},), one for each answer")
     check_numbers("0 or more", least=0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     mixture = _mixture(UNPAIRED_LOSSES, loss_type, None, beta, loss_options, unpaired_preference_loss)
-    head = {"softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype, "invariant": invariant}
+    head = _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, accum_dtype)
     options = {"ignore_index": ignore_index, "chunk_memory": chunk_memory, **head}
     sums = _Sums((labels != ignore_index).sum(-1).clamp(min=1), None, average_log_prob)
     reference = _reference(x, labels, sums, options, ref_x, ref_weight, ref_bias, ref_log_probs)
@@ -304,6 +302,20 @@ def unpaired_preference_loss(
     log_probs = [(policy * group).sum() for group in (preferred, ~preferred)]
     logits = _logits_sums(x, weight, bias, head, preferred, ~preferred)
     return UnpairedPreferenceOutput(loss, *log_probs, *logits, *((rewards * g).sum() for g in (preferred, ~preferred)))
+
+
+def _nll(x, weight, nll_labels, shape, bias, options):
+    """Compute the chosen answers' mean NLL by labels of its own."""
+    fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= len(x) and nll_labels.shape[1] == shape[1]
+    check(fits, "nll_labels", nll_labels, f"shape {tuple(shape)} or its first half")
+    check_labels("nll_labels", nll_labels, len(weight), options["ignore_index"])
+    chosen, options = nll_labels[: len(x)].reshape(-1), options | {"counted_rows": None}
+    total = token_loss(_negative, x.reshape(-1, x.shape[-1]), weight, chosen, bias, **options)[0]
+    return total / (chosen != options["ignore_index"]).sum().clamp(min=1)
+
+
+def _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, accum_dtype):
+    return locals()
 
 
 def _negative(log_probs, entropy):

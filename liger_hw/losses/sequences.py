@@ -20,6 +20,7 @@ import torch
 from liger_hw._torch import is_dtensor
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
+from liger_hw.kernels.vocabulary.cross_entropy.formula import counted, placed
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import (
     fused_linear_selective_log_softmax,
     row_functions,
@@ -33,7 +34,8 @@ def token_loss(
     formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     rows: Sequence = (), temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
-    logits_dtype: torch.dtype | None = None, invariant: bool = False,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False, counted_rows: int | None = None,
+    accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum `formula(log_probs, entropy, *rows)` over all rows, and return its other outputs by row.
 
@@ -48,8 +50,8 @@ def token_loss(
         temperature, softcap, logit_scale: as in `selective_log_softmax`.
         with_entropy: whether `formula` takes the entropy.
         chunk_memory: bytes that a chunk of logits may take.
-        logits_dtype: as in `fused_linear_cross_entropy`.
-        invariant: as in `fused_linear_cross_entropy`.
+        logits_dtype, invariant, accum_dtype: as in `fused_linear_cross_entropy`.
+        counted_rows: the most rows whose token is not `ignore_index`, as there. `formula` also gets the other rows.
 
     Returns:
         (sum (), *others (N,)).
@@ -65,19 +67,28 @@ def token_loss(
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
-    rows = detached(rows)
+    rows, head_options = detached(rows), (chunk_memory, logits_dtype, invariant, accum_dtype)
+    scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
+    factor, taken_tokens, taken_x, order, *taken_rows = counted(
+        counted_rows, tokens, ignore_index, x, torch.arange(len(x), device=x.device), *rows
+    )
 
     def sum_values(log_probs, entropy, part):
         by_token = (row if row is None else row.reshape(-1) for row in (log_probs, entropy))
-        values, *others = formula(*by_token, *taken(rows, part))
+        values, *others = formula(*by_token, *taken(taken_rows, part))
         return values.sum(), *others
 
-    scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
     value, _, _, *others = _by_groups(
-        "token_loss", sum_values, x, weight, bias, tokens, _Groups(1, len(x), 1), scaling, with_entropy, chunk_memory,
-        logits_dtype, invariant,
+        "token_loss", sum_values, taken_x, weight, bias, taken_tokens, _Groups(1, len(taken_x), 1), scaling,
+        with_entropy, head_options,
     )  # fmt: skip
-    return value, *others
+    if len(taken_x) == len(x):
+        return value, *others
+    zeros = x.new_zeros(len(x), dtype=wide_dtype(x))
+    rest, *left_out = (row.detach() for row in formula(zeros, zeros if with_entropy else None, *rows))
+    others = [row.index_copy(0, order, new) for row, new in zip(left_out, others)]
+    others = (row * factor.to(row.dtype) if row.is_floating_point() else row for row in others)
+    return value * factor.to(value.dtype) + rest.index_fill(0, order, 0).sum(), *others
 
 
 @names_arguments
@@ -85,7 +96,8 @@ def sequence_loss(
     formula: Callable, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor | None = None,
     parts: int = 1, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, with_entropy: bool = False, chunk_memory: float = CHUNK_MEMORY,
-    logits_dtype: torch.dtype | None = None, invariant: bool = False,
+    logits_dtype: torch.dtype | None = None, invariant: bool = False, counted_rows: int | None = None,
+    accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Sum `formula(log_probs, entropy, groups)` over groups of sequences, in one chunk's memory.
 
@@ -103,6 +115,8 @@ def sequence_loss(
         logits_dtype: as in `fused_linear_cross_entropy`.
         invariant: as there, of log-probabilities and entropy, and of the gradient of x as far as `formula` computes a
             group's gradient with the same bits beside other groups.
+        counted_rows, accum_dtype: as there. With `counted_rows` all groups go to `formula` at once; rows beyond those
+            whose logits fit `chunk_memory` cost a product more.
 
     Returns:
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
@@ -123,12 +137,30 @@ def sequence_loss(
     check_tokens(tokens, x.shape[:-1], x, len(weight), ignore_index)
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
     scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
-    value, *by_token = _by_groups(
-        "sequence_loss", lambda *arguments: (formula(*arguments),), x.reshape(count * length, x.shape[-1]), weight,
-        bias, tokens.reshape(-1), _Groups(parts, count // parts, length), scaling, with_entropy, chunk_memory,
-        logits_dtype, invariant,
+    groups = by_fill = _Groups(parts, count // parts, length)
+    factor, taken_tokens, x, order = counted(
+        counted_rows, tokens.reshape(-1), ignore_index, x.reshape(count * length, x.shape[-1]),
+        torch.arange(tokens.numel(), device=tokens.device),
     )  # fmt: skip
-    return value, *(row if row is None else row.reshape(tokens.shape) for row in by_token)
+    if len(x) < tokens.numel():  # their sequences are unknown to the host
+        by_fill = _Groups(1, 1, len(x))
+
+    def whole(row):
+        return row if row is None or row.numel() == tokens.numel() else placed(row.reshape(-1), order, tokens.numel())
+
+    def sum_groups(log_probs, entropy, part):
+        if by_fill is not groups:
+            part = slice(0, groups.count)
+            log_probs, entropy = groups.select(map(whole, (log_probs, entropy)), part)
+        return (formula(log_probs, entropy, part),)
+
+    value, *by_token = _by_groups(
+        "sequence_loss", sum_groups, x, weight, bias, taken_tokens, by_fill, scaling, with_entropy,
+        (chunk_memory, logits_dtype, invariant, accum_dtype),
+    )  # fmt: skip
+    if by_fill is not groups:
+        value, by_token = value * factor.to(value.dtype), [row if row is None else row * factor for row in by_token]
+    return value, *(row if row is None else row.reshape(tokens.shape) for row in map(whole, by_token))
 
 
 class _Groups(NamedTuple):
@@ -163,9 +195,7 @@ class _Fill(NamedTuple):
     kept: list
 
 
-def _by_groups(
-    op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, chunk_memory, logits_dtype, invariant
-):
+def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, options):
     """Sum a formula over groups of rows.
 
     Args:
@@ -174,12 +204,15 @@ def _by_groups(
             (sum (), *others (k,)).
         x: (parts groups length, H). tokens: (parts groups length,).
         groups: `_Groups`.
+        options: chunk_memory, logits_dtype, invariant and accum_dtype.
 
     Returns:
         (sum (), log-probabilities by row, entropy by row or None, *others (groups,)), all but the sum without a
         gradient.
     """
-    head_options, tokens = {"logits_dtype": logits_dtype, "invariant": invariant}, tokens.contiguous()
+    chunk_memory, logits_dtype, invariant, accum_dtype = options
+    tokens = tokens.contiguous()
+    head_options = {"logits_dtype": logits_dtype, "invariant": invariant, "accum_dtype": accum_dtype}
     # ranks that share the vocabulary exchange statistics of each row, and sum the gradient of x
     plan = None if is_dtensor(weight) else plan_of(chunk_memory, x, weight, bias, **head_options)
     if plan is None:

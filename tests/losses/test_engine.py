@@ -3,7 +3,14 @@ import torch
 import torch.nn.functional as F
 from naive import hold, token_log_probs
 
-from liger_hw import use_backend
+from liger_hw import (
+    fused_linear_selective_log_softmax,
+    multi_token_loss,
+    policy_loss,
+    preference_loss,
+    unpaired_preference_loss,
+    use_backend,
+)
 from liger_hw.losses.engine import logits_loss
 from liger_hw.losses.sequences import token_loss
 from liger_hw.testing.inputs import randn, targets
@@ -137,9 +144,11 @@ def test_bad_input():
 
 def test_accum_dtype():
     """With torch.float32 the weight's gradient is rounded once, and not once a chunk."""
+    torch.manual_seed(0)
     x, w, teacher_x, teacher_w = (torch.randn(size).abs() for size in ((640, 8), (31, 8), (640, 4), (31, 4)))
     x, w, teacher_x, teacher_w = (t.bfloat16() for t in (x, w / 8, teacher_x, teacher_w))
     target = (teacher_x @ teacher_w.T).float().softmax(-1)
+    zeros, ones = torch.zeros(640, dtype=torch.int64), torch.ones(1)
 
     def gradient(function, dtype, **options):
         leaf = w.to(dtype).requires_grad_()
@@ -149,6 +158,12 @@ def test_accum_dtype():
         lambda x, w, **options: logits_loss(lambda logits: logits.float().sum(), x, w, **options),
         lambda x, w, **o: functional.liger_fused_linear_jsd(x, w, teacher_x.to(x), teacher_w.to(x), **o),
         lambda x, w, **o: functional.liger_fused_linear_kl_div(x, w, target, **o),
+        lambda x, w, **o: fused_linear_selective_log_softmax(x, w, zeros, return_lse=True, **o).lse.sum(),
+        lambda x, w, **o: token_loss(lambda log_probs, _: (-log_probs,), x, w, zeros, **o)[0],
+        lambda x, w, **o: policy_loss(x[None], w, zeros[None], ones, beta=0.0, **o)[0],
+        lambda x, w, **o: preference_loss(x.view(64, 10, 8), w, zeros.view(64, 10), loss_type="sft", **o)[0],
+        lambda x, w, **o: unpaired_preference_loss(x[:, None], w, zeros[:, None], zeros == 0, **o)[0],
+        lambda x, w, **o: multi_token_loss(x[None, None], w, zeros[None], **o)[0],
     ):
         exact = gradient(function, torch.float64)
         by_chunk, once = (

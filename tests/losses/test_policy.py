@@ -298,7 +298,7 @@ def test_compiles(device):
         ("epsilon_low", {"epsilon_low": float("nan")}),
         ("entropy_coef", {"entropy_coef": float("nan")}),
         ("num_items", {"num_items": 0}),
-        ("unknown option 'unheard_of'. Options: loss_type", {"unheard_of": 1}),
+        ("unknown option 'bogus'. Options: loss_type", {"bogus": 1}),
     ],
 )
 def test_bad_input(argument, change):

@@ -1,5 +1,7 @@
 """Losses of a head: `counted_rows` changes no value, and `invariant` makes a row's gradient that of the row alone."""
 
+import functools
+
 import pytest
 import torch
 
@@ -35,16 +37,60 @@ LOSSES = {
 }  # fmt: skip
 
 
+def answers(x, weight, labels, loss, *more, **options):
+    """Give each two rows to a sequence, and another model's hidden states as a reference."""
+    x, labels = x.unflatten(0, (4, 2)), labels.unflatten(0, (4, 2))
+    reference = {} if options.get("beta") == 0 else {"ref_x": x.detach().flip(0), "ref_weight": weight.detach()}
+    return loss(x, weight, labels, *more, **reference, chunk_memory=9000, **options)
+
+
+def policy(x, weight, labels, **options):
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0], device=x.device)
+    old = torch.full((4, 2), -3.5, device=x.device)
+    more = {"mask": labels.unflatten(0, (4, 2)) != -100, "old_log_probs": old, "return_entropy": True}
+    return answers(x, weight, labels.clamp(min=0), liger_hw.policy_loss, advantages, **more, **options)
+
+
+def tokens(x, weight, labels, **options):
+    """A formula that is not 0 where a row does not count."""
+
+    def formula(log_probs, entropy, row):
+        return (log_probs - row) * (entropy + 2), log_probs * row, row > 3
+
+    row = torch.arange(8.0, device=x.device)
+    return liger_hw.token_loss(formula, x, weight, labels, None, (row,), with_entropy=True, **options)
+
+
+def log_probabilities(x, weight, labels, **options):
+    names = ("entropy", "lse", "is_top1", "mean_logits", "log_sum_sq_probs")
+    asked = {f"return_{name}": True for name in names}
+    output = liger_hw.fused_linear_selective_log_softmax(x, weight, labels, **asked, **options)
+    return ((output.log_probs - output.entropy) * torch.arange(8, device=x.device)).sum(), *output
+
+
+PREFERENCE, ANSWERS = liger_hw.preference_loss, liger_hw.unpaired_preference_loss
+GOOD = torch.tensor([True, False, True, True])
+SEQUENCES = {  # name: (the loss, times that it computes its logits, those of a reference model included)
+    "pairs": (lambda *args, **options: answers(*args, PREFERENCE, alpha=0.3, ld_alpha=0.5, **options), 2),
+    "aot": (lambda *args, **options: answers(*args, PREFERENCE, loss_type="aot", softcap=2.0, **options), 3),
+    "kto": (lambda *args, **options: answers(*args, ANSWERS, GOOD.to(args[0].device), logit_scale=0.7, **options), 2),
+    "policy": (policy, 2), "policy without reference": (functools.partial(policy, beta=0.0), 1),
+    "gspo": (functools.partial(policy, importance_sampling_level="sequence", loss_type="grpo"), 2),
+    "tokens": (tokens, 1), "log-probabilities": (log_probabilities, 2),
+}  # fmt: skip
+
+
 def case(device="cpu", dtype=torch.float32, features=FEATURES, vocabulary=VOCABULARY):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, features, generator=generator).to(device, dtype) / 4 for n in (8, vocabulary))
     return x, weight, torch.randint(vocabulary, (8,), generator=generator).to(device)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, *SEQUENCES])
 def test_counted_rows(name, engine, device, monkeypatch):
     x, weight, labels = case(device, features=16, vocabulary=37)
     labels[[0, 3, 4]] = -100
+    loss, models = SEQUENCES.get(name) or (LOSSES[name], 2 if name in ("teacher", "tvd") else 1)
     rows, write_logits = [], chunked_head.write_logits
     monkeypatch.setattr(
         chunked_head, "write_logits", lambda logits, *head: rows.append(len(logits)) or write_logits(logits, *head)
@@ -53,14 +99,14 @@ def test_counted_rows(name, engine, device, monkeypatch):
     def run(**options):
         inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
         rows.clear()
-        value = LOSSES[name](*inputs, labels, **options)
-        return value.detach(), *torch.autograd.grad(value, inputs)
+        value, *logged = output if isinstance(output := loss(*inputs, labels, **options), tuple) else (output,)
+        grads = torch.autograd.grad(value, inputs)
+        return *(row.detach() for row in (value, *logged) if row is not None), *grads
 
     expected = run()
     for bound in (5, 6, 40):
         for found, wanted in zip(run(counted_rows=bound), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
-        models = 2 if name in ("teacher", "tvd") else 1
         assert sum(rows) == models * min(bound, 16 if name == "multi-token" else 8)
     if device == "cpu":
         with pytest.raises(ValueError, match=r"counted_rows: got 4, allowed: at least the 5 rows"):
@@ -69,7 +115,21 @@ def test_counted_rows(name, engine, device, monkeypatch):
         assert run(counted_rows=4)[0].isnan()
     with pytest.raises(ValueError, match=r"counted_rows: got -1, allowed: None or a number of rows"):
         run(counted_rows=-1)
-    assert LOSSES[name](x, weight, torch.full_like(labels, -100), counted_rows=0) == 0
+    labels[:] = -100
+    for found, wanted in zip(run(counted_rows=0), run(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(interpreting(), reason="the same there")
+def test_options_that_a_loss_lacks():
+    """The error says which call has them."""
+    inputs = case()
+    for loss in [*LOSSES.values(), *(loss for loss, _ in SEQUENCES.values())]:
+        with pytest.raises((TypeError, ValueError), match="token_weights'; cross entropy alone weighs tokens"):
+            loss(*inputs, token_weights=torch.ones(8))
+    for option, advice in {"counted_rows": "the rows that count", "softcap": "itself", "logit_scale": "itself"}.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'; .*{advice}$"):
+            logits_loss(torch.sum, *inputs[:2], **{option: 3})
 
 
 @pytest.mark.skipif(interpreting(), reason="torch's products decide there, which numpy computes")

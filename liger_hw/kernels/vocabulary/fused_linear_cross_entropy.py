@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
@@ -41,10 +40,12 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import (
     CrossEntropyOutput,
     Formula,
     Targets,
+    check_accum_dtype,
     check_call,
     check_counted_rows,
     counted,
     output_of,
+    placed,
     prepare_token_weights,
     row_losses,
     shard_rows,
@@ -135,7 +136,7 @@ def _prepare(call):
     head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True, logits_dtype=call.logits_dtype)
     check_invariant(call)
     check_call(call, "x", "ce_weight", vocabulary_of(call))
-    check(call.accum_dtype in (None, torch.float32), "accum_dtype", call.accum_dtype, "None or torch.float32")
+    check_accum_dtype(call.accum_dtype)
     check_counted_rows(call.counted_rows, call.target, call.ignore_index)
     token_weights = prepare_token_weights(call.token_weights, call.target, call.ignore_index, wide_dtype(head[0]))
     return head, Formula.of(call, call.use_token_scaling), token_weights
@@ -244,15 +245,14 @@ def _by_counted_rows(with_kernels, call):
     taken = {"x": x, "target": target, "token_weights": token_weights}
     output = _by_chunks(with_kernels, call._replace(**taken, counted_rows=None))
 
-    def placed(value, fill=0):
-        by_row = value is not None and value.ndim
-        return value.new_full((rows,), fill).index_copy(0, order, value) if by_row else value
+    def by_row(value, fill=0):
+        return placed(value, order, rows, fill) if value is not None and value.ndim else value
 
     loss, z_loss, accuracy, predicted = (output, None, None, None) if torch.is_tensor(output) else output
-    loss = placed(loss) * factor.to(loss.dtype)
+    loss = by_row(loss) * factor.to(loss.dtype)
     if torch.is_tensor(output):
         return loss
-    return CrossEntropyOutput(loss, placed(z_loss), placed(accuracy), placed(predicted, -1))
+    return CrossEntropyOutput(loss, by_row(z_loss), by_row(accuracy), by_row(predicted, -1))
 
 
 def _by_chunks(with_kernels, call):

@@ -25,11 +25,13 @@ from liger_hw.kernels.vocabulary.chunked_head import (
     prepare_head,
     wide_dtype,
 )
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_accum_dtype, check_counted_rows, counted, placed
 from liger_hw.kernels.vocabulary.selective_log_softmax import formula as by_autograd
 from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
     RowStatistics,
     Scaling,
+    SelectedLogProbs,
     check_tokens,
     empty_rows,
     output_of,
@@ -53,7 +55,7 @@ def fused_linear_selective_log_softmax(
     chunk_memory: float = 512 * MiB, return_entropy: bool = False, return_lse: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
     return_is_top1: bool = False, return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
-    invariant: bool = False,
+    invariant: bool = False, counted_rows: int | None = None, accum_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Compute `selective_log_softmax(F.linear(x, weight, bias), tokens)`, in memory for a chunk of the logits.
 
@@ -71,6 +73,7 @@ def fused_linear_selective_log_softmax(
         return_is_top1, return_mean_logits, return_log_sum_sq_probs: also return these, of `SelectedLogProbs`, without a
             gradient. Each reads the chunk's logits once more. Not of a vocabulary sharded over ranks.
         invariant: as in `fused_linear_cross_entropy`, of every result of a row and of its gradient, in any dtype.
+        counted_rows, accum_dtype: as in `fused_linear_cross_entropy`; with more rows the log-probabilities are NaN.
 
     Returns:
         log-probabilities (...) in fp32 (fp64 for fp64 inputs); a `SelectedLogProbs` if any `return_*` is set.
@@ -95,6 +98,8 @@ def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, logits_dtype=call.logits_dtype)
     check_invariant(call)
     check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
+    check_accum_dtype(call.accum_dtype)
+    check_counted_rows(call.counted_rows, call.tokens, call.ignore_index)
     for name, asked in RowStatistics.of(call)._asdict().items():
         check(call.group is None or not asked, f"return_{name}", asked, "False where ranks share the vocabulary")
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
@@ -157,12 +162,27 @@ def _fused_linear_selective_log_softmax_backward(
     return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
 
 
+def _by_counted_rows(with_kernels, call, x, tokens):
+    """Compute a call on as many rows as may count; the others get 0."""
+    factor, few, x, order = counted(
+        call.counted_rows, tokens, call.ignore_index, x, torch.arange(len(tokens), device=tokens.device)
+    )
+    output = _by_chunks(with_kernels, call._replace(x=x, tokens=few, counted_rows=None))
+    rows = SelectedLogProbs(output) if torch.is_tensor(output) else output
+    log_probs, *others = (r if r is None else placed(r, order, len(tokens)).reshape(call.tokens.shape) for r in rows)
+    log_probs = log_probs * factor.to(log_probs.dtype)
+    return log_probs if torch.is_tensor(output) else SelectedLogProbs(log_probs, *others)
+
+
 def _by_chunks(with_kernels, call):
     if needs_distribution(call):
         return distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    dtype, invariant = call.logits_dtype, call.invariant
-    plan = Plan(int(call.chunk_memory), with_kernels, False, *call.group or (), logits_dtype=dtype, invariant=invariant)
+    if call.counted_rows is not None and call.counted_rows < len(tokens):
+        return _by_counted_rows(with_kernels, call, x, tokens)
+    dtype, invariant, accumulates = call.logits_dtype, call.invariant, call.accum_dtype is not None
+    shard = call.group or ()
+    plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=dtype, invariant=invariant)
     options = scaling, plan, call.return_entropy, RowStatistics.of(call), call.return_lse
     return output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 

@@ -169,6 +169,15 @@ def counted(bound, target, ignore_index, *rows):
     return factor, *(row if row is None else row.index_select(0, order) for row in (target, *rows))
 
 
+def placed(values, order, rows, fill=0):
+    """Return `rows` values by row: those of `counted` at their places, `fill` elsewhere."""
+    return values.new_full((rows, *values.shape[1:]), fill).index_copy(0, order, values)
+
+
+def check_accum_dtype(accum_dtype):
+    check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
+
+
 def prepare_token_weights(token_weights, target, ignore_index, dtype):
     """Return checked weights (N,) in `dtype`, 0 for ignored rows; None stays None."""
     if token_weights is None:
