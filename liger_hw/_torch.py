@@ -167,10 +167,10 @@ def without_saved_tensors_hooks():
 
 @contextmanager
 def without_modes():
-    """Leave every mode of dispatch and of functions within the block."""
+    """Leave every mode of dispatch and of functions within the block; autograd records there."""
     left = [torch._C._pop_torch_function_stack() for _ in range(function_modes())]
     try:
-        with without_dispatch_modes():
+        with without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for mode in reversed(left):

@@ -17,7 +17,7 @@ class ActivationMatch(Match):
         activation = dict(self.options)["activation"]
 
         def forward(self, *args, **kwargs):
-            if len(args) != 1 or kwargs or not unchanged(self) or not args[0].is_floating_point() or args[0].ndim == 0:
+            if len(args) != 1 or kwargs or not unchanged(self) or not witnesses.cover(args[0]) or args[0].ndim == 0:
                 return original.forward(self, *args, **kwargs)
             return activate(args[0], activation)
 

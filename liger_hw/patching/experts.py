@@ -46,7 +46,7 @@ class ExpertsMatch(Match):
 
 def _forward_of(original, up_first, activation, unchanged):
     def forward(self, *args, **kwargs):
-        if len(args) == 3 and not kwargs and unchanged(self) and _can_mix(self, *args):
+        if len(args) == 3 and not kwargs and unchanged(self) and witnesses.cover(args[0]) and _can_mix(self, *args):
             x, index, routing_weights = args
             return experts.experts(x, *_weights(self), index, routing_weights, activation, up_first)
         return original.forward(self, *args, **kwargs)
@@ -61,7 +61,7 @@ def _gate_of(original, op_name, options, names, unchanged):
     interleaved, split = names["split"] == "interleaved", gates.HALVES[names["split"]]
 
     def _apply_gate(self, gate_up_out):
-        if not unchanged(self):
+        if not unchanged(self) or not witnesses.cover(gate_up_out):
             return original._apply_gate(self, gate_up_out)
         if takes_whole_rows:
             return op(gate_up_out, interleaved=interleaved, **options, **gates.numbers(self, names))

@@ -40,7 +40,7 @@ class GatedNormMatch(Match):
             weight = getattr(self, weight_name)
             proved = (
                 unchanged(self) and len(args) in (1, 2) and set(kwargs) <= {"gate"} and weight.dtype == args[0].dtype
-                and weight.dtype in witnesses.DTYPES
+                and witnesses.cover(args[0])
             )  # fmt: skip
             if not proved or gate is None or gate.shape != args[0].shape or gate.dtype != weight.dtype:
                 return original.forward(self, *args, **kwargs)

@@ -284,7 +284,8 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain = None, []
     attribute = None
-    for instruction in [*dis.get_instructions(instructions), None]:
+    listed = [*dis.get_instructions(instructions), None]
+    for instruction, after in zip(listed, [*listed[1:], None]):
         name, previous, attribute = instruction and instruction.opname, attribute, None
         if name in SKIPPED:
             continue
@@ -324,6 +325,8 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.refuse(f"writes the variable {argument!r} of an enclosing function")
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             code.refuse("writes to an entry of a tensor or container")
+        elif name == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START":
+            code.refuse("catches exceptions")  # which rows of another size may raise
         elif name in ("YIELD_VALUE", "IMPORT_NAME") and not _is_harmless(name, argument):
             code.refuse(f"imports {argument}")
 

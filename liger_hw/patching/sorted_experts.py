@@ -21,7 +21,13 @@ class SortedExpertsMatch(Match):
 
         def forward(self, *args, **kwargs):
             weights = [getattr(self, names[role]) for role in ("first", "second")]
-            usual = unchanged(self) and len(args) == 1 and not kwargs and is_plain(*args, *weights)
+            usual = (
+                len(args) == 1
+                and not kwargs
+                and unchanged(self)
+                and witnesses.cover(*args)
+                and is_plain(*args, *weights)
+            )
             if not usual:
                 return original.forward(self, *args, **kwargs)
             return _compute(args[0], *weights, op, options)

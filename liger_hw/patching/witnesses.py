@@ -6,9 +6,11 @@ for one token or for fp16, `nan_to_num`. Two witnesses show that it does not:
 1. Bits: rows of each size that the code's constants suggest, of 1e4, with infinite and NaN values, one token and many,
    in training and in evaluation, in fp32, bf16 and fp16; and the gradients of ordinary rows.
 2. Operations: those of the module are arithmetic, or the reference has them too. They are the same for every dtype,
-   number of tokens and mode. The code compares no number of tokens and reads no state of a tensor but dtype and shape.
+   number of tokens and mode. The code does nothing with a number of tokens but shape tensors, and reads no state of a
+   tensor but dtype and shape.
 """
 
+import inspect
 import math
 import sys
 from collections import Counter
@@ -23,6 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
 SHAPES = ((2, 5), (1, 1))  # sequences and tokens
 OTHER_SHAPES = ((), (3,), (2, 1, 3))  # of other numbers of dimensions, which a module may refuse
+MOST_DIMENSIONS = 4  # with those of the columns
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0)
 MOST_SCALES = 8
 COPIES = {
@@ -43,8 +46,21 @@ NO_END = (None, sys.maxsize)  # values of the argument `end` of a slice
 STATE = {  # what a tensor tells beside its values, dtype, device and shape
     "is_cuda", "is_xpu", "is_mps", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_version",
     "data_ptr", "is_contiguous", "stride", "storage_offset", "nbytes", "is_inference", "storage", "untyped_storage",
-    "register_hook", "retain_grad", "numpy", "tolist", "item", "get_device",
+    "register_hook", "retain_grad", "numpy", "tolist", "item", "get_device", "__len__",
 }  # fmt: skip
+SHAPING = {  # functions that take sizes and positions
+    "view", "reshape", "expand", "repeat", "unflatten", "split", "narrow", "broadcast_to", "zeros", "ones", "empty",
+    "new_zeros", "new_ones", "new_empty", "__getitem__",
+}  # fmt: skip
+
+
+def cover(x):
+    """Tell whether rows of x's dtype and number of dimensions were compared.
+
+    For others the module's own forward runs, as a branch would not be seen. In fp64 many models round rows to fp32,
+    which no op does.
+    """
+    return x.dtype in DTYPES and x.ndim <= MOST_DIMENSIONS
 
 
 class _Operations(TorchDispatchMode):
@@ -73,46 +89,82 @@ def _takes_rows(name, args, leading):
     return dim % max(x.ndim, 1) < min(leading, x.ndim - 1)
 
 
-class _Length(int):
-    """A number of tokens that tells `Lengths` when code compares, hashes or prints it."""
+class _Length:
+    """A number of tokens that tells `Lengths` when code reads its value.
+
+    It is no int, because Python's own functions would take its value unseen.
+    """
+
+    def __init__(self, value, seen_by):
+        self.value, self.seen_by = value, seen_by
+
+    def __index__(self):
+        self.seen_by.reads.add(_calling_place())
+        return self.value
+
+
+class _Shape(tuple):
+    def numel(self):
+        return math.prod(self)
 
 
 class Lengths(torch.overrides.TorchFunctionMode):
-    """Notice comparisons of numbers of tokens, and reads of a tensor's state.
+    """Tell if code uses numbers of tokens, or reads the state of a tensor.
 
     Attributes:
         leading: how many first dimensions hold tokens.
         reason: the first of them, or None.
+        reads: the places in code where something read the value of such a number.
     """
 
     def __init__(self, leading):
         super().__init__()
-        self.leading, self.reason = leading, None
+        self.leading, self.reason, self.reads = leading, None, set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.reads.discard(_calling_place())  # torch itself read its argument, then asked this mode
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-        result = func(*args, **(kwargs or {}))
+        lengths = []
+        args, kwargs = _with_numbers((args, kwargs or {}), lengths)
+        if lengths and name not in SHAPING:
+            self.refuse("computes with the number of its tokens")
+        result = func(*args, **kwargs)
         if name in STATE:
             self.refuse(f"reads {name} of a tensor")
         if name == "__getitem__" and _takes_tokens(*args, self.leading):
             self.refuse("takes a part of its tokens")
         if name in ("shape", "size") and isinstance(result, torch.Size):
-            return torch.Size([*map(self.length, result[:-1]), *result[-1:]])
-        if name in ("numel", "__len__") or name == "size" and not _is_last(args, kwargs or {}):
-            return self.length(result)
+            return _Shape((*(_Length(number, self) for number in result[:-1]), *result[-1:]))
+        if name in ("numel", "nelement") or name == "size" and not _is_last(args, kwargs):
+            return _Length(result, self)
         return result
 
     def refuse(self, reason):
         """Keep the first reason."""
         self.reason = self.reason or reason
 
-    def length(self, value):
-        """Return a number of tokens whose comparisons are noticed."""
-        number = _Length(value)
-        number.seen_by = self
-        return number
+
+def _calling_place():
+    """Return the instruction that called the function that calls this one."""
+    frame = inspect.currentframe().f_back.f_back
+    return id(frame), frame.f_lasti
+
+
+def _with_numbers(value, lengths=None):
+    """Return arguments with numbers in the place of `_Length`s, which it appends to `lengths`."""
+    if isinstance(value, _Length):
+        if lengths is not None:
+            lengths.append(value)
+        return value.value
+    if isinstance(value, dict):
+        return {name: _with_numbers(item, lengths) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_with_numbers(bound, lengths) for bound in (value.start, value.stop, value.step)))
+    if type(value) in (tuple, list, _Shape):
+        return type(value)(_with_numbers(item, lengths) for item in value)
+    return value
 
 
 def _takes_tokens(x, index, leading):
@@ -135,25 +187,32 @@ def _is_last(args, kwargs):
     return dim in (-1, args[0].ndim - 1)
 
 
-def _noticed(operation):
-    def compare(self, *others):
-        self.seen_by.refuse("compares the number of its tokens")
-        return getattr(int, operation)(self, *others)
-
-    return compare
-
-
-def _derived(operation):
+def _noticed(operation, verb):
     def compute(self, *others):
-        result = getattr(int, operation)(int(self), *others)
-        return self.seen_by.length(result) if type(result) is int else result
+        self.seen_by.refuse(f"{verb} the number of its tokens")
+        return getattr(self.value, operation)(*map(_with_numbers, others))
 
     return compute
 
 
-for _operation in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "hash", "repr", "format"):
-    setattr(_Length, f"__{_operation}__", _noticed(f"__{_operation}__"))
-for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "truediv", "pow", "neg"):
+def _derived(operation):
+    def compute(self, *others):
+        result = getattr(self.value, operation)(*map(_with_numbers, others))
+        if result is NotImplemented:
+            self.seen_by.refuse("computes with the number of its tokens")
+        return _Length(result, self.seen_by) if type(result) is int else result
+
+    return compute
+
+
+for _operation in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "hash"):
+    setattr(_Length, f"__{_operation}__", _noticed(f"__{_operation}__", "compares"))
+for _operation in (
+    "repr", "format", "int", "float", "round", "truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod",
+    "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
+):  # fmt: skip
+    setattr(_Length, f"__{_operation}__", _noticed(f"__{_operation}__", "reads"))
+for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "neg"):
     setattr(_Length, f"__{_operation}__", _derived(f"__{_operation}__"))
 
 
@@ -296,8 +355,8 @@ def _object_to_operations(original, replacement, case, training, shapes, numbers
     try:
         probing.run(lambda: original(training, *args), lengths)
     except Exception:  # a model's own code may raise any exception
-        return "does not run"
-    return lengths.reason
+        return lengths.reason or "does not run"
+    return lengths.reason or ("reads the number of its tokens" if lengths.reads else None)
 
 
 def _operations(function, leading):

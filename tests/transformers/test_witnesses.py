@@ -74,6 +74,16 @@ class FirstTokens(MLP):
         return self.down_proj(self.product(x[:, :100]))
 
 
+class Catches(MLP):
+    def forward(self, x):
+        try:
+            x.view(77, -1)
+            factor = 0.5
+        except RuntimeError:
+            factor = 1.0
+        return self.down_proj(self.product(x) * factor)
+
+
 class DataDependent(MLP):
     def forward(self, x):
         return self.down_proj(self.product(x) if x.abs().max() < 1e9 else x)
@@ -161,6 +171,7 @@ def scaled(x, by=[1.0]):  # noqa: B006
 
 
 scaled.flag = ONE = torch.tensor(1.0)
+FACTORS = (1.0,) * 16 + (0.5,) * 16
 
 
 def other(name, factor, base=MLP):
@@ -183,6 +194,16 @@ STATE = {  # an expression in a forward -> words of the reason
     "scaled.flag": "reads the attribute 'flag' of the function scaled",
     "ONE": "reads the global 'ONE', whose contents may change",
     "{(3, 7): 0.5}.get(x.shape[:2], 1.0)": "compares the number of its tokens",
+    "{16: 0.5}.get(len(x), 1.0)": "reads __len__ of a tensor",
+    "1 + x.shape[0] // 16": "computes with the number of its tokens",
+    "1 + x.numel() // 51200": "computes with the number of its tokens",
+    "FACTORS[x.shape[0]]": "reads the number of its tokens",
+    "divmod(x.shape[0], 16)[0] + 1": "reads the number of its tokens",
+    "1 + (x.shape[0] >> 4)": "reads the number of its tokens",
+    "1 + int(float(x.size(0)) / 16)": "reads the number of its tokens",
+    "0.5 if 'Size([16' in str(x.shape) else 1.0": "reads the number of its tokens",
+    "1 + sum(i == 15 for i in range(x.shape[0]))": "reads the number of its tokens",
+    "1 + bytes(x.shape[0]).count(1)": "reads the number of its tokens",
     "getattr(self, 'fac' + 'tor'[:x.ndim], 1.0)": "computes the name of an attribute",
     "getattr(x, 'factor', 1.0)": "looks up 'factor' of x by name",
     "getattr(self.down_proj.weight, 'factor', 1.0)": "looks up 'factor' of down_proj.weight by name",
@@ -243,6 +264,7 @@ LEFT = {  # class -> words of the reason
     OneToken: "compares the number of its tokens",
     LongInputs: "compares the number of its tokens",
     FirstTokens: "takes a part of its tokens",
+    Catches: "catches exceptions",
     DataDependent: "which the op does not",
     Counted: "writes the attribute 'steps'",
     KeepsActivations: "calls append()",
@@ -339,3 +361,30 @@ def test_hooks_on_all_modules_do_not_see_probes():
         assert seen
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_patch_within_a_mode_of_autograd(mode):
+    with mode():
+        summary = liger_hw.patch(tiny.model("llama"))
+    assert not summary.left
+
+
+@pytest.mark.parametrize("factor", ["2.0 if x.dtype == torch.float64 else 1.0", "2.0 if x.dim() > 4 else 1.0"])
+def test_rows_that_no_witness_saw_run_the_own_forward(factor):
+    plain = other("Seldom", factor)()
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    x = torch.randn(1, 1, 1, 3, 32)
+    assert torch.equal(patched(x), plain(x))
+    assert torch.equal(patched.double()(x[0].double()), plain.double()(x[0].double()))
+
+
+def test_lengths_that_shape_tensors_are_no_objection():
+    class Flat(MLP):
+        def forward(self, x):
+            batch, length, width = x.shape
+            y = self.product(x.reshape(batch * length, width)).view(*x.shape[:-1], -1)
+            return self.down_proj(y).view(x.size())
+
+    assert liger_hw.patch(Flat()).replaced

@@ -64,7 +64,7 @@ def install(*requirements: str, keep_torch: bool = True, **variables: str) -> in
 
 def test(*args):
     """Run the tests for this machine, a few of each matrix."""
-    whole = [f"--ignore={path}" for path in (*PROGRAMS, *MODELS)]
+    whole = [f"--ignore={path}" for path in (*PROGRAMS, *MODELS, *COMPILED)]
     # A test of kernels takes one vendor or architecture, in turn. Two runs, because the import of Triton chooses its
     # interpreter; the second has the tests that need it.
     return each(
