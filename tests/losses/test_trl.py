@@ -285,6 +285,40 @@ def test_selected_log_probabilities():
     torch.testing.assert_close(found.entropy, entropy_from_logits(logits))
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("num_items", [None, 11])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation_trainer(beta, num_items, softcap):
+    """Its loss and the student's entropy, of hidden states; it keeps its own function (docs/trainers.md says why)."""
+    distillation_trainer = pytest.importorskip("trl.trainer.distillation_trainer")
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(s, generator=generator) for s in ((2, 5, 8), (2, 5, 6), (31, 8), (31, 6), (31,), (31,))]
+    mask, counts = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]), 6
+    found = []
+    for is_ours in (False, True):
+        x, teacher_x, w, teacher_w, b, teacher_b = (t.clone().requires_grad_() for t in tensors)
+        if is_ours:
+            labels = torch.where(mask != 0, 0, -100)
+            options = {"softcap": softcap, "logit_scale": 0.7}
+            output = distillation_loss(
+                x, w, teacher_x, teacher_w, labels, b, teacher_b, beta=beta, temperature=0.9, hard_weight=0.0,
+                soft_weight=1.0, teacher_softcap=softcap, teacher_logit_scale=1.3, counted_rows=counts, **options,
+            )  # fmt: skip
+            loss = output.loss if num_items is None else output.loss * counts / num_items
+            rows = liger_hw.fused_linear_selective_log_softmax(
+                x, w, labels, b, temperature=0.9, return_entropy=True, counted_rows=counts, **options
+            )
+            entropy = rows.entropy.sum()
+        else:
+            scales, caps = (0.7, 1.3), (softcap, softcap)
+            loss, entropy, _ = distillation_trainer._chunked_divergence_loss(
+                x, teacher_x, w, teacher_w, mask, beta, num_items, b, teacher_b, *scales, *caps, 0.9
+            )
+        found.append((loss, entropy, *torch.autograd.grad(loss, (x, w, b))))
+    for theirs, ours in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_orpo_trainer():
     """Return both trainers' loss, gradients and metrics of one model and the same pairs."""
     from transformers import LlamaConfig, LlamaForCausalLM
