@@ -17,10 +17,11 @@ def losses(x, weight, bias, ref_weight, tokens):
     """Yield a name, and a loss with what is logged beside it, of each loss that such a head serves."""
     advantages, old = torch.tensor([1.0, -1.0, 0.5, 2.0]).to(x.device), torch.full(tokens.shape, -3.5).to(x.device)
     reference = {"ref_x": x.detach().flip(0), "ref_weight": ref_weight}
-    for options in ({"entropy_coef": 0.1}, {"importance_sampling_level": "sequence", "loss_type": "grpo"}):
+    gspo = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+    for options in ({"entropy_coef": 0.1}, gspo, {"counted_rows": 18}, gspo | {"counted_rows": 19}):
         mask = tokens != -100
         yield "policy", liger_hw.policy_loss(x, weight, tokens, advantages, mask, bias, old, **reference, **options)
-    for loss_type, more in (("sigmoid", reference | {"alpha": 0.3}), ("simpo", {}), ("aot", reference)):
+    for loss_type, more in (("sigmoid", reference | {"alpha": 0.3}), ("simpo", {"counted_rows": 18}), ("aot", reference)):
         yield loss_type, liger_hw.preference_loss(x, weight, tokens, bias, loss_type, softcap=5.0, **more)
     yield "means of logits", liger_hw.preference_loss(x, weight, tokens, bias, logit_scale=0.7)
     yield "kto", liger_hw.unpaired_preference_loss(x, weight, tokens, advantages > 0, bias, **reference)
