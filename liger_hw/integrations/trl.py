@@ -12,8 +12,11 @@ import importlib
 
 import torch
 
+from liger_hw.kernels.vocabulary.chunked_head import MiB
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_accum_dtype
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.vocabulary.selective_log_softmax import SelectedLogProbs
+from liger_hw.losses.arguments import check_numbers
 
 OPTIONAL = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # also names of `SelectedLogProbs`
 FUNCTION = "_ChunkedLogProbFunction"  # the name under which `trl.trainer.utils` calls it
@@ -24,10 +27,11 @@ class ChunkedLogProbs:
 
     Args:
         original: TRL's own, for calls that the op does not serve.
+        options: of `fused_linear_selective_log_softmax`, in every call.
     """
 
-    def __init__(self, original):
-        self.original = original
+    def __init__(self, original, options):
+        self.original, self.options = original, options
 
     def apply(
         self, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
@@ -36,7 +40,7 @@ class ChunkedLogProbs:
         """Compute log-probabilities of hidden (N, H) under weight (V, H), with TRL's arguments.
 
         Args:
-            chunk_size: without effect: a memory budget decides.
+            chunk_size: without effect: `chunk_memory` decides.
             others: TRL's.
 
         Returns:
@@ -52,7 +56,7 @@ class ChunkedLogProbs:
             )
         asked = {f"return_{name}": name in outputs for name in OPTIONAL}
         output = fused_linear_selective_log_softmax(
-            hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale, **asked
+            hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale, **self.options, **asked
         )
         output = output if any(asked.values()) else SelectedLogProbs(output)
         return output.log_probs, output.entropy, output.log_sum_sq_probs, output.mean_logits, output.is_top1
@@ -69,14 +73,21 @@ def original_function():
     return module, function
 
 
-def accelerate_trl():
+def accelerate_trl(chunk_memory: float = 512 * MiB, accum_dtype: torch.dtype | None = None):
     """Let TRL's trainers compute log-probabilities by this library, until `restore_trl`.
+
+    Args:
+        chunk_memory: bytes that a chunk of logits may take.
+        accum_dtype: torch.float32 adds up the chunks' gradients of the head in fp32, as TRL does, for 4 bytes a value.
 
     Raises:
         RuntimeError: this TRL does not compute them in a function of its own; 1.15 and later do.
+        ValueError: an option is out of its range.
     """
+    check_numbers("a positive number of bytes", above=0, chunk_memory=chunk_memory)
+    check_accum_dtype(accum_dtype)
     module, function = original_function()
-    setattr(module, FUNCTION, ChunkedLogProbs(function))
+    setattr(module, FUNCTION, ChunkedLogProbs(function, {"chunk_memory": chunk_memory, "accum_dtype": accum_dtype}))
 
 
 def restore_trl():

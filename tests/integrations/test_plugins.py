@@ -307,6 +307,19 @@ def test_trl_log_probabilities(trl, outputs, softcap):
     assert utils._ChunkedLogProbFunction is TheirChunkedLogProb
 
 
+def test_trl_options_reach_the_op(trl, monkeypatch):
+    ours, utils = trl
+    seen, op = [], ours.fused_linear_selective_log_softmax
+    monkeypatch.setattr(ours, "fused_linear_selective_log_softmax", lambda *a, **o: seen.append(o) or op(*a, **o))
+    ours.accelerate_trl(chunk_memory=2**10, accum_dtype=torch.float32)
+    found = utils._ChunkedLogProbFunction.apply(*arguments(("entropy",)))[0]
+    torch.testing.assert_close(found, TheirChunkedLogProb.apply(*arguments(("entropy",)))[0])
+    assert seen[0]["chunk_memory"] == 2**10 and seen[0]["accum_dtype"] == torch.float32
+    for name, value in {"chunk_memory": 0, "accum_dtype": torch.bfloat16}.items():
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            ours.accelerate_trl(**{name: value})
+
+
 @pytest.mark.parametrize("why", ["outputs", "dtypes", "sharded", "cast_lm_head_to_fp32"])
 def test_trl_serves_options_that_the_op_lacks(trl, why):
     ours, utils = trl

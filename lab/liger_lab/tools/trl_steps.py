@@ -34,7 +34,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "trainers.md"
 REAL = {"hidden": 2048, "vocabulary": 128256, "sequences": 8, "length": 1024}
 TINY = {"hidden": 64, "vocabulary": 300, "sequences": 4, "length": 24}
 EXACT, PLAIN, TRL, OURS, LIGER, BODY = "fp64", "plain", "TRL", "liger_hw", "liger-kernel", "body"
-PATCHED = "liger_hw, patched"
+PATCHED, FP32_SUM = "liger_hw, patched", "liger_hw, accum_dtype=torch.float32"
 SECONDS = 8.0  # the aim for all rounds of one trainer
 BETA = 0.1
 
@@ -213,6 +213,8 @@ class Steps:
         self.module, original = original_function()
         accelerate_trl()
         self.heads = {PLAIN: WholeLogits, TRL: original, OURS: getattr(self.module, FUNCTION)}
+        accelerate_trl(accum_dtype=torch.float32)
+        self.heads[FP32_SUM] = getattr(self.module, FUNCTION)
         self.heads[LIGER] = SimpleNamespace(apply=peer)
         restore_trl()
 
