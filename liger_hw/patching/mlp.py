@@ -14,7 +14,7 @@ from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
-from liger_hw.patching.projection import is_projection, project_down, return_new_memory
+from liger_hw.patching.projection import is_projection, project_both, project_down, return_new_memory
 from liger_hw.patching.reading import foreign, read
 
 PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
@@ -75,11 +75,13 @@ def compute(module, names, x, unit_or_reference, options):
 
 def _gate_and_up(module, names, x):
     """Return gate and up from two projections or halves; up None without a gate."""
-    gate = getattr(module, names["gate"])(x)
-    if "up" in names:
-        up = names["up"] and getattr(module, names["up"])(x)
+    gate = getattr(module, names["gate"])
+    if names.get("up"):
+        gate, up = project_both(gate, getattr(module, names["up"]), x)
+    elif "up" in names:
+        gate, up = gate(x), None
     else:
-        gate, up = gates.HALVES["up first" if names.get("up_first") else "gate first"](gate)
+        gate, up = gates.HALVES["up first" if names.get("up_first") else "gate first"](gate(x))
     scale = names.get("gate_scale")
     return gate if scale is None else gate * getattr(module, scale), up
 

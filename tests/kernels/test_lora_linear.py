@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_hw import dequantize_4bit, use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear
+from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear, lora_linear_pair, shares_dx
 from liger_hw.kernels.linear.lora_linear.products import MOST_ROWS, adapter_project
 from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check, compare, run
@@ -281,3 +281,104 @@ def test_refuses_4_bits(backend, device):
                 lora_linear(x, wrong, *others)
         with torch.autocast(torch.device(device).type, torch.bfloat16), pytest.raises(ValueError, match="^weight: "):
             lora_linear(x, weight, *others)
+
+
+def layers(dtype, device, ranks=(4, 3), **options):
+    """Make x and two layers' arguments of different widths, ranks and scalings."""
+    (x, *gate), (_, *up) = (
+        tensors(lora_linear, 6, 64, features=features, rank=rank, dtype=dtype, device=device, **options)
+        for features, rank in zip((24, 40), ranks)
+    )
+    return x, (*gate, 0.5), (*up, 2.0)
+
+
+def both_layers(function):
+    """Make a function of flat arguments of one of two layers."""
+
+    def call(x, *tensors):
+        return function(x, (*tensors[:4], 0.5), (*tensors[4:], 2.0))
+
+    return call
+
+
+def one_by_one(x, gate, up, op=lora_linear.reference):
+    return op(x, *gate), op(x, *up)
+
+
+@pytest.mark.parametrize(
+    "dtype, adapters", [*zip(DTYPES, DTYPES), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_two_layers_with_one_gradient_of_x(dtype, adapters, backend, device):
+    x, gate, up = layers(dtype, device, adapters=adapters)
+    inputs = [x, *gate[:4], *up[:4]]
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+    with use_backend(backend):
+        assert shares_dx(x, gate, up)
+        found = run(both_layers(lora_linear_pair), inputs, {})
+        separate = run(both_layers(lambda *args: one_by_one(*args, lora_linear)), inputs, {})
+    exact, expected = (run(both_layers(one_by_one), tensors, {}) for tensors in (wide, inputs))
+    compare(exact, expected, found, "two layers", inputs)
+    results = 2  # computed as by two calls; so are the gradients of B
+    assert all(map(torch.equal, found[:results], separate[:results]))
+    assert all(torch.equal(found[i], separate[i]) for i in (results + 2, results + 4)) and len(found) == results + 5
+
+
+def test_two_layers_keep_no_more_than_each(backend, device):
+    x, gate, up = layers(torch.bfloat16, device, adapters=torch.float32)
+    with use_backend(backend):
+        together = saved_bytes(lambda: lora_linear_pair(x, gate, up))
+        assert together == saved_bytes(lambda: one_by_one(x, gate, up, lora_linear))
+
+
+@pytest.mark.parametrize("wanted", range(16))
+def test_gradients_asked_for_of_two_layers(wanted, backend, device):
+    x, gate, up = layers(torch.float32, device)
+    for i, tensor in enumerate((*gate[2:4], *up[2:4])):
+        tensor.requires_grad_(bool(wanted >> i & 1))
+    inputs = [x, *gate[:4], *up[:4]]
+    with use_backend(backend):
+        assert shares_dx(x, gate, up)
+        found = run(both_layers(lora_linear_pair), inputs, {})
+    expected = run(both_layers(one_by_one), inputs, {})
+    assert len(found) == len(expected) == 3 + wanted.bit_count()
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_two_layers_in_4_bits_and_under_autocast(backend, device):
+    dtype = torch.float16
+    (x, *gate), whole_gate = in_4_bits(lora_linear, dtype, device)
+    (_, *up), whole_up = in_4_bits(lora_linear, dtype, device, features=40)
+    gate[1], up[1] = gate[1].detach(), up[1].detach()
+    leaves = [x, *gate[2:], *up[2:]]
+
+    def call(function, gate_weight, up_weight, autocast=False):
+        def call(x, gate_a, gate_b, up_a, up_b):
+            with torch.autocast(torch.device(device).type, dtype, enabled=autocast):
+                return function(x, (gate_weight, gate[1], gate_a, gate_b, 0.5), (up_weight, up[1], up_a, up_b, 2.0))
+
+        return call
+
+    with use_backend(backend):
+        expected = run(call(lora_linear_pair, whole_gate, whole_up), leaves, {})
+        assert all(map(torch.equal, run(call(lora_linear_pair, gate[0], up[0]), leaves, {}), expected))
+        wide = [t.detach().float().requires_grad_() for t in leaves]
+        cast = run(call(lora_linear_pair, whole_gate.float(), whole_up.float(), True), wide, {})
+    for a, b in zip(cast, expected):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-2, atol=1e-2)
+
+
+def test_layers_that_run_alone(backend, device):
+    """A layer that trains its weight or bias, another dtype, a large rank, and x without a gradient."""
+    x, gate, up = layers(torch.float32, device)
+    trained = up[0].detach().clone().requires_grad_()
+    others = [
+        (x.detach(), gate, up), (x, gate, (trained, *up[1:])), (x, gate, (up[0], trained[:, 0], *up[2:])),
+        (x, gate, (*up[:2], up[2].half(), up[3].half(), 2.0)), layers(torch.float32, device, ranks=(40, 32)),
+    ]  # fmt: skip
+    with use_backend(backend):
+        assert shares_dx(x, gate, up) and not any(shares_dx(*other) for other in others)
+        with torch.no_grad():
+            assert not shares_dx(x, gate, up)
+    with use_backend("reference"):
+        assert not shares_dx(x, gate, up)

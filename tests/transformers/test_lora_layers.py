@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import liger_hw
-from liger_hw.patching import swapping
+from liger_hw.kernels.linear.lora_linear import lora_linear_pair
+from liger_hw.patching import projection, swapping
 from liger_hw.testing.parity import compare
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
@@ -52,13 +53,13 @@ def pair(dtype=torch.float32, adapters=torch.float32, **options):
     return plain, patched
 
 
-def step(wrapped, dtype, call=lambda module, x: module(x), autocast=None):
-    """Return a result and the gradients of the input and of what the model trains."""
+def step(wrapped, dtype, call=lambda module, x: module(x), autocast=None, module=None):
+    """Return a result of `module`, or the layer, and the gradients of the input and of what the model trains."""
     torch.manual_seed(1)
-    device = layer_of(wrapped).base_layer.weight.device
+    device = next(wrapped.parameters()).device
     x = torch.randn(2, 7, COLS, dtype=torch.float64).to(device, dtype).requires_grad_()
     with autocasting(device, autocast):
-        y = call(layer_of(wrapped), x)
+        y = call(module or layer_of(wrapped), x)
     if y.requires_grad:
         y.backward(torch.randn(y.shape, dtype=torch.float64).to(y))
     trained = [p for p in wrapped.parameters() if p.requires_grad]
@@ -199,3 +200,80 @@ def test_every_adapter_of_a_layer_counts():
             wrapped.base_model.set_adapter(name)
             is_served = layer_of(wrapped).liger_adapted(torch.ones(2, COLS)) is not None
             assert is_served == (name != unknown)
+
+
+class MLP(torch.nn.Module):
+    """A gated MLP, as in a Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(COLS, FEATURES, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(FEATURES, COLS, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def gated(dtype, adapters, change, **options):
+    torch.manual_seed(3)
+    options = {"target_modules": ["gate", "up", "down"], "rank_pattern": {"up": 6}} | options
+    wrapped = peft.get_peft_model(torch.nn.Sequential(MLP()), config(**options))
+    cast(wrapped, dtype, adapters)
+    change(wrapped, wrapped.base_model.model[0])
+    return wrapped
+
+
+def with_second(wrapped, mlp):
+    torch.manual_seed(4)
+    wrapped.add_adapter("second", config(r=3, target_modules=["gate", "up", "down"]))
+    cast(wrapped, mlp.gate.base_layer.weight.dtype, mlp.gate.lora_A["default"].weight.dtype)
+    wrapped.base_model.set_adapter(BOTH)
+
+
+def twice(module, args, out):
+    return 2 * out
+
+
+# state -> options of the adapter, change of (model, MLP), whether gate and up share their gradient of x
+GATED = {
+    "one adapter": ({}, lambda wrapped, mlp: None, True),
+    "two adapters": ({}, with_second, True),
+    "scaled": ({}, lambda wrapped, mlp: mlp.up.scale_layer(3), True),
+    "frozen factors": ({}, lambda wrapped, mlp: mlp.gate.lora_A.requires_grad_(False), True),
+    "dropout": ({"lora_dropout": 0.2}, lambda wrapped, mlp: None, False),
+    "DoRA": ({"use_dora": True}, lambda wrapped, mlp: None, False),
+    "large ranks": ({"r": 40, "rank_pattern": {}}, lambda wrapped, mlp: None, False),
+    "disabled": ({}, lambda wrapped, mlp: wrapped.base_model.disable_adapter_layers(), False),
+    "merged": ({}, lambda wrapped, mlp: mlp.gate.merge(), False),
+    "trained weight": ({}, lambda wrapped, mlp: mlp.up.base_layer.requires_grad_(), False),
+    "no adapter on up": ({"target_modules": ["gate", "down"]}, lambda wrapped, mlp: None, False),
+    "a hook": ({}, lambda wrapped, mlp: mlp.up.register_forward_hook(twice), False),
+    "a hook inside": ({}, lambda wrapped, mlp: mlp.gate.lora_A.default.register_forward_hook(twice), False),
+}  # fmt: skip
+
+
+WAYS = [(state, "plain") for state in GATED]
+WAYS += [(state, way) for state in ("one adapter", "two adapters") for way in ("recomputed", "autocast")]
+
+
+@pytest.mark.parametrize("state, way", WAYS)
+def test_gate_and_up(state, way, backend, device, monkeypatch):
+    options, change, is_shared = GATED[state]
+    dtypes = (torch.float16, torch.float32) if way != "autocast" else (torch.float32,) * 2
+    plain, patched = (gated(*dtypes, change, **options).to(device) for _ in range(2))
+    liger_hw.patch(patched)
+    calls = []
+    monkeypatch.setattr(projection, "lora_linear_pair", lambda *args: calls.append(0) or lora_linear_pair(*args))
+
+    def call(mlp, x):
+        torch.manual_seed(5)
+        return checkpoint(mlp, x, use_reentrant=False) if way == "recomputed" else mlp(x)
+
+    autocast = torch.float16 if way == "autocast" else None
+    with liger_hw.use_backend(backend):
+        expected, found = (
+            step(wrapped, dtypes[0], call, autocast, wrapped.base_model.model[0]) for wrapped in (plain, patched)
+        )
+    assert len(calls) == is_shared * (2 if way == "recomputed" else 1) and len(found) == len(expected) >= 2
+    for a, b in zip(found, expected):
+        assert a is b is None or (a - b).abs().max() <= 0.01 * b.abs().max()

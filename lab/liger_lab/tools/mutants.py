@@ -181,6 +181,12 @@ MUTANTS = {
         ("the gradient of a bias in fp32 rounded", "dy.sum(0, dtype=sum_dtype)", "dy.sum(0)"),
         ("the middle bits of u left out", "torch.cat([hi, hi, mid], 1)", "torch.cat([hi, hi, 0 * mid], 1)"),
         ("the dropped values' gradients kept", "y if mask is None else y.mul_(mask)", "y"),
+        ("dx of one layer of two", "return y.addmm_(rows, matrix)", "return y"),
+        (
+            "terms in another order",
+            "for pair in pairs for term in pair",
+            "for us in zip(*pairs) for term in us",
+        ),
     ],
     "dequantize_4bit": [
         ("the first value in the low bits", "high * scale, low * scale", "low * scale, high * scale"),

@@ -31,7 +31,14 @@ import torch
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, differentiable, op, uncast
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
-from liger_hw.kernels.linear.lora_linear.products import adapter_project, add_products, gradients
+from liger_hw.kernels.linear.lora_linear.products import (
+    LARGEST_RANK,
+    adapter_project,
+    add_product,
+    add_products,
+    gradients,
+    joined,
+)
 from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
 from liger_hw.kernels.mlp.glu import validate as validate_glu
@@ -209,12 +216,17 @@ def _cast(x, dtype, tensors):
     return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
 
 
-@lora_linear.register("triton")
-def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
+def _prepare(x, weight, bias, lora_a, lora_b, dropout=0.0):
+    """Check the arguments; return them as autocast casts them, the weight as `_stored` does."""
     dtype = _validate(x, weight, bias, lora_a, lora_b, dropout)
     stored, state = _stored(weight)
-    rows, *tensors = _cast(x, dtype, [x, stored, bias, lora_a, lora_b])
-    stored, bias_cast, a, b = tensors
+    rows, stored, *others = _cast(x, dtype, [x, stored, bias, lora_a, lora_b])
+    return rows, stored, state, *others
+
+
+@lora_linear.register("triton")
+def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
+    rows, stored, state, bias_cast, a, b = _prepare(x, weight, bias, lora_a, lora_b, dropout)
     if dropout == 1:
         return lora_linear.reference(x, weight, bias, lora_a, lora_b, scaling, dropout)
     mask = None
@@ -223,6 +235,66 @@ def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
         scaling = scaling / (1 - dropout)
     y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling, _sum_dtype(bias_cast))
     return y if state is None else y.to(x.dtype)
+
+
+# Two layers that share x ----------------------------------------------------------------------------------------------
+
+
+def shares_dx(x, *layers):
+    """Tell whether `lora_linear_pair` computes two layers of (weight, bias, lora_a, lora_b, scaling)."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        return False  # without dx nothing is shared
+    frozen = [t for weight, bias, *_ in layers for t in (_stored(weight)[0], bias) if t is not None]
+    factors = [lora_a for _, _, lora_a, *_ in layers]
+    return (
+        not any(t.requires_grad for t in frozen)
+        and factors[0].dtype == factors[1].dtype
+        and sum(len(lora_a) for lora_a in factors) <= LARGEST_RANK
+        and lora_linear.choose(x.device, x.dtype) == "triton"
+    )
+
+
+def lora_linear_pair(x, gate, up):
+    """Compute lora_linear(x, *gate) and lora_linear(x, *up), with one gradient of x.
+
+    The layers are those that `shares_dx` allows. Autograd would add up a dx of each: three passes over one more, and
+    each dx is rounded. Here du A of both is one product, to which both products with W add, and dA is one product.
+    """
+    rows, *gate_tensors = _prepare(x, *gate[:4])
+    rows, *up_tensors = _prepare(rows, *up[:4])
+    results = _lora_linear_pair.apply(rows, *gate_tensors, gate[4], *up_tensors, up[4])
+    return tuple(y if state is None else y.to(x.dtype) for y, state in zip(results, (gate_tensors[1], up_tensors[1])))
+
+
+@differentiable("gate up gate_u up_u")
+def _lora_linear_pair(
+    x: torch.Tensor, gate_weight: torch.Tensor, gate_state: tuple | None, gate_bias: torch.Tensor | None,
+    gate_a: torch.Tensor, gate_b: torch.Tensor, gate_scaling: float, up_weight: torch.Tensor, up_state: tuple | None,
+    up_bias: torch.Tensor | None, up_a: torch.Tensor, up_b: torch.Tensor, up_scaling: float,
+):  # fmt: skip
+    first = gate_weight, gate_state, gate_bias, gate_a, gate_b, None, gate_scaling, None
+    gate, gate_u = _lora_linear(x, *first)
+    up, up_u = _lora_linear(x, up_weight, up_state, up_bias, up_a, up_b, None, up_scaling, None)
+    return gate, up, gate_u, up_u
+
+
+@_lora_linear_pair.backward()
+def _(
+    x, gate_weight, gate_state, gate_a, gate_b, gate_scaling, up_weight, up_state, up_a, up_b, up_scaling, gate_u, up_u,
+    dgate, dup, *, x_grad, gate_a_grad, gate_b_grad, up_a_grad, up_b_grad,
+):  # fmt: skip
+    with uncast(dgate):
+        dgate, dup, rows = (t.reshape(-1, t.shape[-1]) for t in (dgate, dup, x))
+        gate_db = gradients(rows, None, gate_a, dgate, gate_u, gate_b, False, gate_b_grad)[1]
+        up_db = gradients(rows, None, up_a, dup, up_u, up_b, False, up_b_grad)[1]
+        gate_du, up_du = adapter_project(dgate, gate_b, gate_scaling), adapter_project(dup, up_b, up_scaling)
+        du, lora_a, dx = joined(rows, gate_du, up_du, gate_a), torch.cat([gate_a, up_a]), None
+        if x_grad:
+            dx = add_products(dgate, _whole(gate_weight, gate_state), None, du, lora_a)
+            dx = add_product(dx, dup, _whole(up_weight, up_state)).view(x.shape)
+        da = gradients(rows, du, lora_a, None, None, None, gate_a_grad or up_a_grad, False)[0]
+        gate_da, up_da = (None, None) if da is None else da.split([len(gate_a), len(up_a)])
+        return dx, gate_da, gate_db, up_da, up_db
 
 
 # The end of a gated MLP -----------------------------------------------------------------------------------------------

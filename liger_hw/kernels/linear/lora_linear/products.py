@@ -254,6 +254,23 @@ def add_products(rows, matrix, bias, u, second, mask=None):
     return y if mask is None else y.addcmul_(update, mask)
 
 
+def add_product(y, rows, matrix):
+    """Return y + rows matrix, in place where the dtypes are one."""
+    if y.dtype == matrix.dtype:
+        return y.addmm_(rows, matrix)
+    return y.add_(torch.mm(rows.to(matrix.dtype), matrix))
+
+
+def joined(x, first, second, factor):
+    """Return u of two adapters whose A are joined.
+
+    Its terms are side by side, as those of `first` and `second`.
+    """
+    parts = 3 if _is_split(x, factor) else 1
+    pairs = zip(first.chunk(parts, 1), second.chunk(parts, 1))
+    return torch.cat([term for pair in pairs for term in pair], 1)
+
+
 def gradients(rows, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad):
     """Return du^T rows and dy^T u, the gradients of A and B, or None."""
     if not _is_split(rows, lora_a):
