@@ -110,19 +110,23 @@ def test_launch(line, tmp_path):
 
 
 def test_measured_on_two_ranks(tmp_path):
-    """The tool that measures examples runs them on each rank of torchrun, and rank 0 writes."""
+    """The tool that measures examples starts the ranks of each run, and goes on after one that fails."""
     pytest.importorskip("accelerate")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    file, lines = tmp_path / "examples.json", ("medusa --stage 2", "medusa")
-    words = ["liger_lab.tools.examples", "run", str(file), *lines, "--", "--tiny", "--steps", "1"]
-    done = subprocess.run([*launch, *words], capture_output=True, text=True)
+    file, lines = tmp_path / "examples.json", ("medusa --stage two", "medusa --stage 2")
+    words = ["run", str(file), "--gpus", "2", *lines, "--", "--tiny", "--steps", "1"]
+    done = subprocess.run([sys.executable, "-m", "liger_lab.tools.examples", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
-    runs = [
-        (run["options"], run["provider"], run["gpus"]) for run in found["results"] if run["provider"] != "liger-kernel"
-    ]
-    assert runs == [(options, name, 2) for options in ("--stage 2", "") for name in ("plain", "liger_hw")]
-    assert found["command"] == "torchrun --nproc-per-node 2 -m liger_lab.tools.examples run ... -- --tiny --steps 1"
+    assert found["command"] == "python -m liger_lab.tools.examples run ... --gpus 2 -- --tiny --steps 1"
+    runs = [run for run in found["results"] if run["provider"] != "liger-kernel"]
+    assert [run["provider"] for run in runs] == ["plain", "liger_hw"] * 2
+    assert all("error" in run for run in runs[:2]) and "invalid int value: 'two'" in done.stdout
+    assert all(run["options"] == "--stage 2" and run["gpus"] == 2 for run in runs[2:])
+
+
+def test_a_run_ends_at_its_limit():
+    tool = importlib.import_module("liger_lab.tools.examples")
+    assert tool._one("medusa", ["--tiny"], 2, 1) == {"error": "TimeoutError: 1 seconds"}
 
 
 def test_the_notebook(monkeypatch, tmp_path, capsys):

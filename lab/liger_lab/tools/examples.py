@@ -1,17 +1,17 @@
 """Measure the examples, and write the table of examples/README.md.
 
     python -m liger_lab.tools.examples run lab/results/examples-h200.json [EXAMPLE ...] [-- --steps 8 --shape 1b]
-    torchrun --nproc-per-node 2 -m liger_lab.tools.examples run FILE "medusa --stage 2" ...
+    python -m liger_lab.tools.examples run FILE --gpus 2 "medusa --stage 2" ...
     python -m liger_lab.tools.examples table lab/results/examples-h200.json ...
 
 `run` adds to the file and replaces results of the same example and provider. An EXAMPLE may have options; arguments
-after -- go to all of them. Under torchrun each is sharded over its processes.
+after -- go to all of them. With several GPUs torchrun starts each.
 """
 
-import importlib
+import argparse
 import json
-import multiprocessing
-import os
+import re
+import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -23,58 +23,54 @@ FOLDER = Path(__file__).resolve().parents[3] / "examples"
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "common")
 PEER = "liger-kernel"
 PROVIDERS = ("plain", "liger_hw", PEER)
-LIMIT = 300  # seconds of a run, whose ranks may wait for one that failed
 
 
-def measure(file: Path, names, options) -> None:
-    """Run every example with every provider in its own process; rank 0 writes the results."""
-    from liger_lab.bench.run_file import write
+def measure(file: Path, lines, gpus, limit, options) -> None:
+    """Run every example with every provider in its own processes; write each result."""
+    import torch
 
-    context = multiprocessing.get_context("spawn")  # not fork: packages may use the device when they are imported
+    from liger_lab.bench.run_file import environment, write
+
     measured = json.loads(file.read_text()) if file.exists() else {"results": []}
     providers = [name for name in PROVIDERS if name != PEER or find_spec("liger_kernel")]
-    runs = [(line, provider) for line in names or EXAMPLES for provider in providers]
-    for number, (line, provider) in enumerate(runs):
-        answer = Path(tempfile.mkdtemp()) / "result.json"
-        arguments = line, ["--provider", provider, *options], answer, number
-        process = context.Process(target=_one, args=arguments)
-        process.start()
-        process.join(LIMIT)
-        process.kill()
-        if os.environ.get("RANK", "0") != "0":
-            continue
-        result = json.loads(answer.read_text()) if answer.exists() else {"error": "it did not run"}
+    for line, provider in [(line, provider) for line in lines or EXAMPLES for provider in providers]:
+        result = _one(line, ["--provider", provider, *options], gpus, limit)
         name, *more = line.split()
         key = {"example": name, "options": " ".join(more), "provider": provider}
-        environment = result.pop("environment", {})
         others = [r for r in measured["results"] if {k: r.get(k, "") for k in key} != key]
-        measured = measured | environment | {"results": [*others, key | result]}
+        device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        device = torch.device(device.type, 0) if device.type != "cpu" else device
+        words = ["...", *(["--gpus", str(gpus)] if gpus > 1 else []), "--", *options]
+        command = {"command": f"python -m liger_lab.tools.examples run {' '.join(words)}"}
+        measured = measured | environment(device) | command | {"results": [*others, key | result]}
         write(measured, file)
 
 
-def _one(line, options, answer, number) -> None:
-    """Run an example on a port of its own, apart from the last one's ranks."""
-    import torch
+def _one(line, options, gpus, limit) -> dict:
+    """Run an example in new processes; return its result, or the first error printed.
 
-    from liger_lab.bench.run_file import environment
-
-    sys.path.insert(0, str(FOLDER))
+    Args:
+        limit: seconds after which it is ended.
+    """
     name, *more = line.split()
-    ranks = os.environ.get("WORLD_SIZE")  # Lightning deletes it
-    if ranks:
-        port = int(os.environ["MASTER_PORT"]) + 1 + number
-        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
-    sys.argv = [name, *more, *options, "--json", str(answer), "--output", str(answer.parent)]
-    try:
-        result = importlib.import_module(name).main()
-    except Exception as error:  # a package may be absent, a library may fail; the others still run
-        result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    device = torch.device(device.type, 0) if device.type != "cpu" else device
-    command = f"python -m liger_lab.tools.examples run ... -- {' '.join(options[2:])}"
-    if ranks:
-        command = command.replace("python", f"torchrun --nproc-per-node {ranks}")
-    answer.write_text(json.dumps(result | {"environment": environment(device) | {"command": command}}))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "result.json")
+        words = [*launch, str(FOLDER / f"{name}.py"), *more, *options, "--json", str(answer), "--output", folder]
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        try:
+            printed, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            printed = f"TimeoutError: {limit} seconds\n{process.communicate()[0]}"
+        print(f"{line} {' '.join(options)}: status {process.returncode}", flush=True)
+        if answer.exists():
+            return json.loads(answer.read_text())
+    print(printed[-6000:], flush=True)
+    error = re.search(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exit)\b.*)", printed, re.MULTILINE)
+    return {"error": error[1][:200] if error else f"ended with status {process.returncode}"}
 
 
 def table(measured: dict) -> str:
@@ -117,11 +113,16 @@ def main(arguments) -> None:
         files = [json.loads(Path(each).read_text()) for each in (file, *rest)]
         merged = files[0] | {"results": [result for measured in files for result in measured["results"]]}
         return insert(FOLDER / "README.md", table(merged), "liger_lab.tools.examples")
-    names, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
-    unknown = [line for line in names if line.split()[0] not in EXAMPLES]
+    rest, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
+    parser = argparse.ArgumentParser("liger_lab.tools.examples run FILE")
+    parser.add_argument("lines", nargs="*", metavar="EXAMPLE")
+    parser.add_argument("--gpus", type=int, default=1, help="processes of torchrun (1)")
+    parser.add_argument("--limit", type=int, default=300, help="seconds of a run (300)")
+    args = parser.parse_args(rest)
+    unknown = [line for line in args.lines if line.split()[0] not in EXAMPLES]
     if unknown:
         raise SystemExit(f"EXAMPLE: got {', '.join(unknown)}, allowed: {', '.join(EXAMPLES)}")
-    measure(Path(file), names, options)
+    measure(Path(file), args.lines, args.gpus, args.limit, options)
 
 
 if __name__ == "__main__":
