@@ -55,6 +55,11 @@ def arguments(description, batch=4, seq=2048, steps=12, shape="1b", **options):
         "--provider", choices=(PLAIN, OURS, PEER), default=OURS, help="library that computes (liger_hw)"
     )
     parser.add_argument("--checkpointing", action="store_true", help="recompute the layers' activations")
+    parser.add_argument(
+        "--bf16-states",
+        action="store_true",
+        help="train weights and AdamW's states in bf16 on GPUs, without fp32 copies",
+    )
     parser.add_argument("--batch", type=int, help=f"sequences in a batch ({batch})")
     parser.add_argument("--seq", type=int, help=f"tokens in a sequence ({seq})")
     parser.add_argument("--steps", type=int, help=f"optimiser steps ({steps})")
@@ -213,6 +218,8 @@ class Meter(TrainerCallback):
         self.seconds, self.losses, self.gradient_norms, self.started = [], [], [], 0.0
 
     def on_step_begin(self, *_, **__):
+        if not self.seconds and device().type != "cpu":  # a rank may have built the whole model before it is sharded
+            torch.accelerator.reset_peak_memory_stats()
         demo.synchronize(device())
         self.started = time.perf_counter()
 
@@ -258,8 +265,9 @@ def trainer_arguments(args, **more):
     return {
         "output_dir": args.output, "max_steps": args.steps, "per_device_train_batch_size": args.batch,
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "optim": "adamw_torch_fused", "learning_rate": 1e-4,
-        "lr_scheduler_type": "constant", "bf16": not on_cpu, "use_cpu": on_cpu, "disable_tqdm": True, "seed": 0,
-        "gradient_checkpointing": False, "fsdp": gpus() > 1, "fsdp_config": {"version": 2},
+        "lr_scheduler_type": "constant", "bf16": not (on_cpu or args.bf16_states), "use_cpu": on_cpu,
+        "disable_tqdm": True, "seed": 0, "gradient_checkpointing": False, "fsdp": gpus() > 1,
+        "fsdp_config": {"version": 2},
     } | more  # fmt: skip
 
 

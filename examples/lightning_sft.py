@@ -9,7 +9,7 @@ import logging
 import common
 import lightning
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 
 class Training(lightning.LightningModule):
@@ -42,6 +42,10 @@ def main():
     strategy = args.strategy
     if strategy == "fsdp":  # alone it would gather the whole model at once
         strategy = FSDPStrategy(auto_wrap_policy={type(model.model.layers[0])})
+    elif strategy == "deepspeed_stage_3" and args.bf16_states:
+        strategy = DeepSpeedStrategy(stage=3)
+        states = dict.fromkeys(("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states"), True)
+        strategy.config["bf16"] = states
     lightning.Trainer(
         max_steps=args.steps, accelerator="auto", devices=common.gpus(), strategy=strategy,
         precision="32-true" if common.device().type == "cpu" else "bf16-true", logger=False,
