@@ -303,9 +303,10 @@ def _lines(title, panels, xlabel, ticks, pyplot):
             line = [(x, y) for name, x, y in points if name == provider]
             axis.plot(*zip(*line), "o-", color=COLOURS[provider], label=provider, markersize=4)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
         axis.minorticks_off()
         if axis.get_ylim()[1] > 10:
+            axis.yaxis.get_major_locator().set_params(integer=True)
             axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.set_ylim(bottom=0)
         axis.grid(True)
