@@ -20,7 +20,7 @@ MEASURED = [
         "distributed-2xh200",
         "distributed-2xh200-zero3",
         "zero3-h200",
-        "llama-8b-h200-b",
+        "checkpointing-8b-h200",
         "llama-1b-h200",
         "train-h200",
         "models-h200",
