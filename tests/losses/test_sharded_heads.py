@@ -21,7 +21,8 @@ def losses(x, weight, bias, ref_weight, tokens):
     for options in ({"entropy_coef": 0.1}, gspo, {"counted_rows": 18}, gspo | {"counted_rows": 19}):
         mask = tokens != -100
         yield "policy", liger_hw.policy_loss(x, weight, tokens, advantages, mask, bias, old, **reference, **options)
-    for loss_type, more in (("sigmoid", reference | {"alpha": 0.3}), ("simpo", {"counted_rows": 18}), ("aot", reference)):
+    kinds = ("sigmoid", reference | {"alpha": 0.3}), ("simpo", {"counted_rows": 18}), ("aot", reference)
+    for loss_type, more in kinds:
         yield loss_type, liger_hw.preference_loss(x, weight, tokens, bias, loss_type, softcap=5.0, **more)
     yield "means of logits", liger_hw.preference_loss(x, weight, tokens, bias, logit_scale=0.7)
     yield "kto", liger_hw.unpaired_preference_loss(x, weight, tokens, advantages > 0, bias, **reference)
