@@ -157,6 +157,15 @@ def test_the_recipe_names_the_first_step_that_fits(capsys):
     assert cli.main(["plan", *arguments, "3", "--recipe"]) == 1 and "no step fits" in capsys.readouterr().out
 
 
+def test_a_plan_of_one_gpu_names_the_command_that_measures_lora(capsys):
+    assert cli.main(["plan", "--model", "llama-8b", "--gpu-memory", "23.5", "--checkpointing"]) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("This is full fine-tuning.")
+    (command,) = re.findall("`liger-hw (.*)`", last)
+    assert cli._parse(command.replace("MODEL", "llama-8b").split()).lora
+    assert "LoRA" not in printed(capsys, "--model", "llama-8b", "--gpus", "2", "--gpu-memory", "79", "--checkpointing")
+
+
 def test_tensor_parallelism_splits_matrices_and_the_vocabulary():
     sizes, one, two = plan.read_model("llama-8b"), run(), run(parallel="tp:2")
     vectors = sizes.hidden * (2 * sizes.layers + 1) + sizes.vocabulary * sizes.hidden

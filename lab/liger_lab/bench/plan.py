@@ -492,6 +492,11 @@ def report(run: PlannedRun, memory: float, nvlink: float, network: float, tflops
     }  # fmt: skip
 
 
+WITHOUT_LORA = (
+    "This is full fine-tuning. LoRA takes less, and is not planned: measure it by `liger-hw bench train MODEL --lora`."
+)
+
+
 def show(planned: dict) -> str:
     """Format a `report` as text."""
     sizes, run = Sizes(**planned["run"]["sizes"]), planned["run"]
@@ -512,7 +517,7 @@ def show(planned: dict) -> str:
         if planned["sent_bytes"][name]:
             sent = planned["sent_bytes"][name] / 1e9
             lines.append(f"{label}: {sent:,.1f} GB sent a step, {times[name] * 1e3:,.1f} ms without overlap")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([WITHOUT_LORA] if run["gpus"] == 1 else [])])
 
 
 STEPS = (  # each step's name, and its options; the cheapest first
