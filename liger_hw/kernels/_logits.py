@@ -8,6 +8,7 @@ from liger_hw.tuning import Config, power_of_2, row_warps
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)  # start of a running maximum: with -inf a row of -inf would compute inf - inf
+LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)  # the same where any logit may be the largest
 
 
 def row_gradient_config(cols, itemsize, device):
@@ -93,21 +94,23 @@ def padded_columns(X, at, beyond, cols: tl.constexpr, COLS: tl.constexpr, POLICY
 
 
 @triton.jit
-def online_softmax(z, vector_max, sum_exp, VECTOR: tl.constexpr):
-    """Add scores to the running maximum and sum of exponentials of each vector.
+def online_softmax(z, vector_max, sum_exp, VECTOR: tl.constexpr, unit=1.0):
+    """Add scores to the running maximum and sum of powers 2^(unit z) of each vector.
 
-    A lane has whole vectors. So none waits for another, and a column takes one exponential instead of two.
+    A lane has whole vectors. So none waits for another, and a column takes one exponential instead of two. The unit
+    multiplies differences: times log2(e) a logit near the largest number would overflow.
     """
     z = tl.reshape(z, (z.shape[0] // VECTOR, VECTOR))
     new_max = tl.maximum(vector_max, tl.max(z, 1))
-    return new_max, sum_exp * tl.exp2(vector_max - new_max) + tl.sum(tl.exp2(z - new_max[:, None]), 1)
+    moved = sum_exp * tl.exp2((vector_max - new_max) * unit)
+    return new_max, moved + tl.sum(tl.exp2((z - new_max[:, None]) * unit), 1)
 
 
 @triton.jit
-def row_softmax(vector_max, sum_exp):
-    """Return a row's maximum and sum of exponentials from those of its vectors."""
+def row_softmax(vector_max, sum_exp, unit=1.0):
+    """Return a row's maximum and sum of powers from those of its vectors."""
     row_max = tl.max(vector_max, 0)
-    return row_max, tl.sum(sum_exp * tl.exp2(vector_max - row_max), 0)
+    return row_max, tl.sum(sum_exp * tl.exp2((vector_max - row_max) * unit), 0)
 
 
 @triton.jit

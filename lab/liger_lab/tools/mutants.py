@@ -316,7 +316,7 @@ MUTANTS = {
     ],
     "cross_entropy_tvd": [
         ("slope without the distribution's share", "(_slope(q, p) - q * tl.load(STATE + 4))", "_slope(q, p)"),
-        ("teacher's powers by the student's peak", "tl.load(STATE + 2)) / tl.load", "tl.load(STATE)) / tl.load"),
+        ("teacher's powers by the student's peak", "(t - tl.load(STATE + 2))", "(t - tl.load(STATE))"),
     ],
     "soft_targets": [
         ("rows that do not add up to 1", "(mass * tl.exp2(log_q) - p)", "(tl.exp2(log_q) - p)"),

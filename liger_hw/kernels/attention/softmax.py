@@ -27,12 +27,10 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, uncast, widen
-from liger_hw.kernels._logits import LOG2_E
+from liger_hw.kernels._logits import LOG2_E, LOWEST_FINITE
 from liger_hw.kernels._math import in_row, in_tile, row_block, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
-
-LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)  # of fp32: with -inf, -inf would give NaN
 
 
 def _validate(x):

@@ -18,7 +18,7 @@ from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._logits import (
     LN_2,
     LOG2_E,
-    LOWEST,
+    LOWEST_FINITE,
     online_softmax,
     padded_columns,
     padded_rows,
@@ -104,8 +104,7 @@ def _row(X, row, stride):
 
 @triton.jit
 def _scores(X, at, cols: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
-    """Load columns in units of ln 2, -inf beyond the row."""
-    return padded_columns(X, at, float("-inf"), cols, COLS, POLICY) * LOG2_E
+    return padded_columns(X, at, float("-inf"), cols, COLS, POLICY)  # -inf beyond the row
 
 
 @triton.jit
@@ -125,30 +124,30 @@ def cross_entropy_tvd_forward(
     distance = ce
     if y != ignore_index:
         VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
-        s_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        s_max = tl.full((COLS // VECTOR,), LOWEST_FINITE, tl.float32)
         s_sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         t_max, t_sum_exp = s_max, s_sum_exp
         for start in range(0, cols, COLS):
             s_max, s_sum_exp = online_softmax(
-                _scores(S_ROW, start + lane, cols, COLS, "evict_last"), s_max, s_sum_exp, VECTOR
+                _scores(S_ROW, start + lane, cols, COLS, "evict_last"), s_max, s_sum_exp, VECTOR, LOG2_E
             )
             t_max, t_sum_exp = online_softmax(
-                _scores(T_ROW, start + lane, cols, COLS, "evict_last"), t_max, t_sum_exp, VECTOR
+                _scores(T_ROW, start + lane, cols, COLS, "evict_last"), t_max, t_sum_exp, VECTOR, LOG2_E
             )
-        s_row_max, s_row_sum_exp = row_softmax(s_max, s_sum_exp)
-        t_row_max, t_row_sum_exp = row_softmax(t_max, t_sum_exp)
+        s_row_max, s_row_sum_exp = row_softmax(s_max, s_sum_exp, LOG2_E)
+        t_row_max, t_row_sum_exp = row_softmax(t_max, t_sum_exp, LOG2_E)
         distances, slopes = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
         for start in range(0, cols, COLS):
             at = last - start + lane
-            q = tl.exp2(_scores(S_ROW, at, cols, COLS, "evict_first") - s_row_max) * (1.0 / s_row_sum_exp)
-            p = tl.exp2(_scores(T_ROW, at, cols, COLS, "evict_first") - t_row_max) * (1.0 / t_row_sum_exp)
+            q = tl.exp2((_scores(S_ROW, at, cols, COLS, "evict_first") - s_row_max) * LOG2_E) * (1.0 / s_row_sum_exp)
+            p = tl.exp2((_scores(T_ROW, at, cols, COLS, "evict_first") - t_row_max) * LOG2_E) * (1.0 / t_row_sum_exp)
             distances += tl.abs(q - p)
             slopes += _slope(q, p)
         distance = 0.5 * tl.sum(distances, 0)
         valid_target = (y >= 0) & (y < cols)
-        z_y = tl.load(S_ROW + y, valid_target, other=0.0).to(tl.float32) * LOG2_E
-        ce = tl.where(valid_target, (tl.log2(s_row_sum_exp) - (z_y - s_row_max)) * LN_2, float("nan"))
+        z_y = tl.load(S_ROW + y, valid_target, other=0.0).to(tl.float32)
+        ce = tl.where(valid_target, tl.log2(s_row_sum_exp) * LN_2 - (z_y - s_row_max), float("nan"))
         STATE += row * 5
         tl.store(STATE, s_row_max)
         tl.store(STATE + 1, s_row_sum_exp)
@@ -174,8 +173,9 @@ def cross_entropy_tvd_backward(
         tl.store(DS_ROW + at, tl.zeros((COLS,), tl.float32), in_row(at, padded, COLS))
     else:
         STATE += row * 5
-        q = tl.exp2(_scores(_row(S, row, s_stride), at, cols, COLS, "") - tl.load(STATE)) / tl.load(STATE + 1)
-        p = tl.exp2(_scores(_row(T, row, t_stride), at, cols, COLS, "") - tl.load(STATE + 2)) / tl.load(STATE + 3)
+        s, t = _scores(_row(S, row, s_stride), at, cols, COLS, ""), _scores(_row(T, row, t_stride), at, cols, COLS, "")
+        q = tl.exp2((s - tl.load(STATE)) * LOG2_E) / tl.load(STATE + 1)
+        p = tl.exp2((t - tl.load(STATE + 2)) * LOG2_E) / tl.load(STATE + 3)
         coef_ce = tl.load(D_CE + row).to(tl.float32)
         coef_ce = tl.where((y >= 0) & (y < cols), coef_ce, float("nan"))
         ds = coef_ce * (q - tl.where(at == y, 1.0, 0.0))
