@@ -61,7 +61,7 @@ def sigmoid(x, dtype: tl.constexpr):
 def tanh(x):
     """Compute tanh with an absolute error of about 1e-7.
 
-    libdevice has one for CUDA alone, and the interpreter has none.
+    libdevice's differs between vendors, and the interpreter has none.
     """
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 

@@ -16,6 +16,7 @@ import liger_hw
 from liger_hw import dispatch, integrations
 from liger_hw.integrations import uninstall
 from liger_hw.kernels import load_all
+from liger_hw.patching import flags
 from liger_lab.tools import phone
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +183,26 @@ def test_the_objects_of_the_reference_exist():
         path = ROOT / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         assert re.search(rf"^(class|def) {thing}\b", text, re.MULTILINE), name
+
+
+def test_the_call_that_leaves_out_a_failed_op():
+    """Every op that `patch` was seen to put into a model has a row, with the flag that controls it."""
+    load_all()
+    page = (ROOT / "docs/start/amd.md").read_text().partition("| failed op | call |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in page.splitlines() if "model" in line]
+    flag_of_op = {op: call for ops, call in rows for op in re.findall(r"`(\w+)`", ops)}
+    parts = {  # ops whose flag `flag_of` reads from the kind of their module, or that another op calls
+        "gated_rms_norm": "rms_norm", "lora_glu_linear": "lora", "dequantize_4bit": "lora",
+        "fused_linear_selective_log_softmax": "fused_linear_cross_entropy",
+    }  # fmt: skip
+    for op, call in flag_of_op.items():
+        flag = parts.get(op, flags.FLAG_OF.get(op, op))
+        assert op in dispatch.OPS and re.findall(r"(\w+)=", call) == [flag], (op, call)
+    models = json.loads((ROOT / "docs/models.json").read_text())["models"]
+    replaced = {text.partition("(")[0] for model in models for text in model["replaced"]}
+    assert replaced - {"activate"} <= flag_of_op.keys()
+    assert {"lora_linear", "lora_glu_linear", *flags.LOSSES} <= flag_of_op.keys()
+    assert set(re.findall(r"(\w+)=(?:True|False)", page)) == flags.FLAGS.keys()
 
 
 def test_the_commands_of_the_readme_exist():

@@ -16,11 +16,11 @@ from liger_lab.levels import doctor
 
 def add(commands) -> None:
     command = add_command(
-        commands, "doctor", run, "check the ops or a model on this machine; the report is for an issue",
+        commands, "doctor", run, "check the ops or a model on this machine; write a report to send",
         "Run the parity cases of every op here and compare the driver's facts, spilled registers, the copy rate and a "
         "time of each op with expectations. On a CPU, run plain torch and the kernels in Triton's interpreter. With "
         "the name of a model, run each kernel beside the class of the model that it replaces. The report is "
-        "doctor.json or doctor-model.json; attach it to an issue.",
+        "doctor.json or doctor-model.json; docs/guides/your_gpu.md says where to send it.",
         {"rms_norm swiglu": "two ops", "qwen3": "the kernels that replace classes of this model type"},
         "about a minute for each op on two CPU cores, and for a model; a GPU also compiles the kernels first.",
     )  # fmt: skip

@@ -63,7 +63,7 @@ def tune(args) -> int | None:
     lines = [_tuned(report), f"winners: {table}"]
     if args.contribute:
         file = contribution.contribute(table, device, Path())
-        lines += [f"{file}: put it into liger_hw/tuning/tables/ and open a pull request, or attach it to an issue"
+        lines += [f"{file}: put it into liger_hw/tuning/tables/, and send it (docs/guides/your_gpu.md)"
                   if file else "nothing to contribute: no winner beat its heuristic"]  # fmt: skip
     show(args, {"table": str(table), "configurations": report}, *lines)
     return 130 if interrupted else None

@@ -29,6 +29,7 @@ COPY = 0.6  # least share of the data sheet's bandwidth; an H200 copies at 0.88 
 SHARE = 0.5  # least share of the copy rate, by bytes that must move; an H200's kernels reach 0.6 to 1.0 at most shapes
 LEAST = 2**28  # bytes; the doctor times shapes that move at least this many, so that memory decides their time
 PLAIN = "plain torch"
+SEND = "docs/guides/your_gpu.md says where"
 CODE = set("ptx cubin amdgcn hsaco spv zebin".split())  # outputs of Triton that a report may hold
 
 
@@ -275,7 +276,7 @@ def _seconds(case, device, clock) -> float:
 def _advice(findings, device) -> list[str]:
     lines = []
     if failures(findings):
-        lines.append("wrong results: please open an issue and attach the report")
+        lines.append(f"wrong results: please send the report ({SEND})")
     if device.type == "cpu":
         seen = (
             "the kernels in Triton's interpreter" if AVAILABLE else "no kernel, because the package triton is missing"
@@ -288,7 +289,7 @@ def _advice(findings, device) -> list[str]:
         return lines
     slow = [time["op"] for time in findings["times"] if time.get("share", 1) < SHARE]
     if not all(check["as_expected"] for check in findings["checks"]):
-        lines.append("not everything is as expected: the report says what; an issue with it attached is welcome")
+        lines.append("not everything is as expected: the report says what; please send it ({SEND})")
     lines.append(f"`liger-hw tune{''.join(f' {op}' for op in slow)} --contribute` searches better launches for this "
                  "machine and writes a table that can be shipped")  # fmt: skip
     return lines
