@@ -71,7 +71,8 @@ def fused_linear_selective_log_softmax(
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
         group, logits_dtype: as in `fused_linear_cross_entropy`.
         return_is_top1, return_mean_logits, return_log_sum_sq_probs: also return these, of `SelectedLogProbs`, without a
-            gradient. Each reads the chunk's logits once more. Not of a vocabulary sharded over ranks.
+            gradient. The first two read the chunk's logits once more (without the mean, those rows alone whose token
+            may be the likeliest), the third once. Not of a vocabulary sharded over ranks.
         invariant: as in `fused_linear_cross_entropy`, of every result of a row and of its gradient, in any dtype.
         counted_rows, accum_dtype: as in `fused_linear_cross_entropy`; with more rows the log-probabilities are NaN.
 
