@@ -146,7 +146,7 @@ def test_every_example_is_tested():
     assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, *(line.split()[0] for line in ON_RANKS), "common"}
 
 
-def test_the_table_is_written_from_results():
+def test_the_table_and_pictures_are_written_from_results(tmp_path):
     tool = importlib.import_module("liger_lab.tools.examples")
 
     def result(provider, tokens, memory):
@@ -165,6 +165,10 @@ def test_the_table_is_written_from_results():
     lines = tool.table(found).splitlines()
     row = "| `trainer_sft.py` | 1.24B | 4x2048 | 1,000, 20.0 GiB | 1,500, 10.0 GiB | does not run | 1.50x |"
     assert lines[-1] == row and "trl_sft" not in lines[-2]
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(found | {"results": [run | {"gpus": 2} for run in found["results"]]}))
+    tool.main(["pictures", str(file)])
+    assert all((tmp_path / f"a-{kind}.png").read_bytes()[1:4] == b"PNG" for kind in ("speed", "memory"))
     readme = importlib.import_module("liger_lab.tools.readme")
     before, begin, rest = (FOLDER / "README.md").read_text().partition(readme.BEGIN.format("liger_lab.tools.examples"))
     assert begin and readme.END in rest, "there is no place for the table"

@@ -60,7 +60,7 @@ def figures(benchmark: dict):
     hosts = {f"{op} {shape}, {mode.removeprefix('host ')}": records
              for (op, shape, mode), records in grouped.items() if mode.startswith("host")}  # fmt: skip
     if hosts:
-        yield "host", _bars(
+        yield "host", bars(
             "Host time of one call (shorter is better)", hosts, pyplot,
             lambda record: record["median"], lambda record: f"{record['median']:.1f} us",
         )  # fmt: skip
@@ -78,7 +78,7 @@ def overview(full: dict):
 
 
 def _shares(title, shapes, pyplot):
-    return _bars(
+    return bars(
         f"{title}, kernels alone: share of this machine's limit (longer is better)", shapes, pyplot,
         lambda record: formatting.kernels_share(record) or 0.0,
         lambda record: f"{formatting.kernels_time(record)}  {formatting.percent(formatting.kernels_share(record))}",
@@ -86,7 +86,7 @@ def _shares(title, shapes, pyplot):
 
 
 def _memories(title, shapes, pyplot):
-    return _bars(
+    return bars(
         f"{title}: peak memory above the inputs, of each shape's largest", shapes, pyplot,
         lambda record: record["peak_bytes"], lambda record: size(record["peak_bytes"]), scaled=True,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def _roofline(points, ceilings, pyplot):
     return figure
 
 
-def _bars(title, shapes, pyplot, value, label, scaled=False):
+def bars(title, shapes, pyplot, value, label, scaled=False):
     """Draw a group of horizontal bars for each shape, one bar for each provider."""
     providers = [name for name in COLOURS if any(name in records for records in shapes.values())]
     count = sum(len(records) for records in shapes.values())
@@ -221,7 +221,7 @@ def training_figures(benchmark: dict):
              if any("median" in r and "sweep" not in r for r in records.values())}  # fmt: skip
     longest = {label: records for label, records in runs.items() if any("longest" in r for r in records.values())}
     if timed:
-        yield "tokens per second", _bars(
+        yield "tokens per second", bars(
             "Tokens per second, of each setting's fastest (longer is better)", timed, pyplot,
             lambda record: record["tokens_per_second"], lambda record: f"{record['tokens_per_second']:,.0f}",
             scaled=True,
@@ -229,12 +229,12 @@ def training_figures(benchmark: dict):
     with_memory = {label: measured for label, records in timed.items()
                    if (measured := {name: r for name, r in records.items() if r["peak_bytes"]})}  # fmt: skip
     if with_memory:
-        yield "training memory", _bars(
+        yield "training memory", bars(
             "Peak memory of a step, of each setting's largest (shorter is better)", with_memory, pyplot,
             lambda record: record["peak_bytes"], lambda record: model_size(record["peak_bytes"]), scaled=True,
         )  # fmt: skip
     if longest:
-        yield "longest context", _bars(
+        yield "longest context", bars(
             "Longest context of one sequence that trains (longer is better)", longest, pyplot,
             lambda record: record["longest"], lambda record: f"{record['longest']:,} tokens", scaled=True,
         )  # fmt: skip

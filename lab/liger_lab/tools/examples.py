@@ -3,9 +3,11 @@
     python -m liger_lab.tools.examples run lab/results/examples-h200.json [EXAMPLE ...] [-- --steps 8 --shape 1b]
     python -m liger_lab.tools.examples run FILE --gpus 2 "medusa --stage 2" ...
     python -m liger_lab.tools.examples table lab/results/examples-h200.json ...
+    python -m liger_lab.tools.examples pictures FILE
 
 `run` adds to the file and replaces results of the same example and provider. An EXAMPLE may have options; arguments
 after -- go to all of them. With several GPUs torchrun starts each.
+`pictures` draws what FILE holds, beside it.
 """
 
 import argparse
@@ -105,14 +107,43 @@ def table(measured: dict) -> str:
     return f"{lead}\n\n{markdown(header, rows)}"
 
 
+def pictures(file: Path) -> None:
+    """Draw the tokens per second and the peak memory of a file, beside it."""
+    from liger_lab.bench import charts
+    from liger_lab.bench.formatting import model_size
+
+    measured = json.loads(file.read_text())
+    settings = {}
+    for run in measured["results"]:
+        if "error" not in run:
+            line = re.sub(r" --(?:steps|text|batch) \S+", "", f"{run['example']} {run.get('options', '')}".strip())
+            name = {"plain": "eager", PEER: "liger"}.get(run["provider"], run["provider"])
+            settings.setdefault(f"{line}, {run['batch']}x{run['seq']}", {})[name] = run
+    settings = {line: runs for line, runs in settings.items() if charts.OURS in runs}
+    gpus = max(run["gpus"] for runs in settings.values() for run in runs.values())
+    where = f"one of {gpus} {measured['device']['name']}, of each example's largest"
+    drawn = {
+        "speed": ("Tokens per second", "tokens_per_second", lambda tokens: f"{tokens:,.0f}"),
+        "memory": ("Peak memory", "peak_bytes", model_size),
+    }
+    for kind, (title, value, text) in drawn.items():
+        figure = charts.bars(
+            f"{title} of {where}", settings, charts.pictures_style(), lambda run, value=value: run[value],
+            lambda run, value=value, text=text: text(run[value]), scaled=True,
+        )  # fmt: skip
+        file.with_name(f"{file.stem}-{kind}.png").write_bytes(charts.picture(figure, "png"))
+
+
 def main(arguments) -> None:
-    if len(arguments) < 2 or arguments[0] not in ("run", "table"):
+    if len(arguments) < 2 or arguments[0] not in ("run", "table", "pictures"):
         raise SystemExit(__doc__)
     command, file, *rest = arguments
     if command == "table":
         files = [json.loads(Path(each).read_text()) for each in (file, *rest)]
         merged = files[0] | {"results": [result for measured in files for result in measured["results"]]}
         return insert(FOLDER / "README.md", table(merged), "liger_lab.tools.examples")
+    if command == "pictures":
+        return pictures(Path(file))
     rest, options = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
     parser = argparse.ArgumentParser("liger_lab.tools.examples run FILE")
     parser.add_argument("lines", nargs="*", metavar="EXAMPLE")
