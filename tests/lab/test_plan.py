@@ -86,13 +86,13 @@ def test_the_longest_context_is_the_measured_one(provider):
 
 @pytest.mark.parametrize("name, billions", [
     ("llama-1b", 1.236), ("llama-3b", 3.213), ("llama-8b", 8.030), ("llama-70b", 70.554), ("llama-405b", 405.853),
-    ("qwen2.5-0.5b", 0.494), ("qwen3-4b", 4.022), ("mistral-7b", 7.248),
+    ("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.616), ("qwen3-4b", 4.022), ("mistral-7b", 7.248),
 ])  # fmt: skip
 def test_published_sizes(name, billions):
     assert plan.read_model(name).parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-1b", "llama-8b", "qwen2.5-0.5b", "qwen3-4b", "mistral-7b"])
+@pytest.mark.parametrize("name", ["llama-1b", "llama-8b", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-4b", "mistral-7b"])
 def test_parameters_are_those_of_transformers(name):
     """Of one layer, as all layers are equal, and a small vocabulary, which takes less time."""
     transformers = pytest.importorskip("transformers")

@@ -74,6 +74,7 @@ SETTINGS = {
     "llama-1b": Setting(demo.MODELS["1b"], (1024, 4096)),
     "llama-8b": Setting(demo.MODELS["8b"], (4096,)),
     "qwen2.5-0.5b": _family("qwen2", 896, 4864, 24, 14, 2, 151936, batch=8, **TIED),
+    "qwen2.5-7b": _family("qwen2", 3584, 18944, 28, 28, 4, 152064),
     "qwen3-4b": _family("qwen3", 2560, 9728, 36, 32, 8, 151936, head_dim=128, **TIED),
     "gemma2-2b": _family("gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256, **TIED),
     "gemma3-4b": _family(  # its language model
