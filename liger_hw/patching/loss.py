@@ -378,6 +378,8 @@ def match_loss(model, lora, **losses):
         return [], None
     if not computes_a_loss(model):
         return [], "its forward computes no cross entropy"
+    if not isinstance(inspect.getattr_static(type(model), "loss_function", None), property):
+        return [], "its class has a loss_function of its own: logits are computed as before"
     if replaced := foreign(_loss_pins(), ("torch", "transformers")):
         return [], f"a program replaced {replaced}, which the loss calls: logits are computed as before"
     owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
@@ -392,12 +394,18 @@ def match_loss(model, lora, **losses):
 
 def head_of(model):
     """Return the head of `model`, or of its only child with a head, or None."""
-    head = model.get_output_embeddings()
+    head = _output_embeddings(model)
     if head is not None:
         return head
-    heads = [m.get_output_embeddings() for m in model.children() if hasattr(m, "get_output_embeddings")]
-    heads = [head for head in heads if head is not None]
+    heads = [head for child in model.children() if (head := _output_embeddings(child)) is not None]
     return heads[0] if len(heads) == 1 and computes_a_loss(model) else None
+
+
+def _output_embeddings(module):
+    try:
+        return module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    except Exception:  # a model's own code may raise any exception
+        return None
 
 
 def computes_a_loss(model):

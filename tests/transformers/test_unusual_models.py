@@ -1,6 +1,7 @@
 """Models that are not as expected: a clear message, and a model that is right."""
 
 import copy
+import functools
 import json
 import logging
 import textwrap
@@ -244,3 +245,41 @@ def test_transformers_heads_for_later_tokens():
     for p, q in zip(plain[1].parameters(), patched[1].parameters()):
         assert p.grad is not None
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
+
+
+def own_loss(self, logits, labels, vocab_size, **options):
+    return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1)) * 2
+
+
+def refuses(self):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("member", ["loss_function", "get_output_embeddings", "static"])
+def test_members_that_other_models_have_as_properties(member):
+    members = {
+        "loss_function": {"loss_function": own_loss},
+        "static": {"loss_function": staticmethod(functools.partial(own_loss, None))},
+        "get_output_embeddings": {"get_output_embeddings": refuses},
+    }[member]
+    plain = tiny.model("llama")
+    plain.__class__ = type("Unusual", (type(plain),), members)
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    ids = torch.arange(3, 11)[None]
+    expected, actual = (model(input_ids=ids, labels=ids) for model in (plain, patched))
+    torch.testing.assert_close(actual.loss, expected.loss)
+    torch.testing.assert_close(actual.logits, expected.logits)
+
+
+def test_a_module_that_refuses_attributes_is_patched_and_restored():
+    norm = tiny.model("llama").model.norm
+
+    def refuse(self, name, value):
+        raise AttributeError("frozen")
+
+    frozen = type("Frozen", (type(norm),), {"__setattr__": refuse})
+    norm.__class__ = frozen
+    assert liger_hw.patch(norm).replaced
+    liger_hw.unpatch(norm)
+    assert type(norm) is frozen
