@@ -21,8 +21,10 @@ import torch
 from packaging.version import Version
 
 import liger_hw
+from liger_hw import integrations
 from liger_hw.patching import loss
 from liger_hw.patching.patch import _log_once
+from liger_hw.patching.swapping import is_swapped
 
 for package in ("transformers", "accelerate"):
     if find_spec(package) is None:
@@ -30,6 +32,7 @@ for package in ("transformers", "accelerate"):
 
 import trainer_files  # noqa: E402
 import transformers  # noqa: E402
+from trainer_files import WORDS  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"liger_hw: [1-9]\d* modules patched, \d+ left alone \(\w+\)")
@@ -40,9 +43,9 @@ ARGUMENTS = {  # of transformers' TrainingArguments, which each framework's conf
 }  # fmt: skip
 
 
-def documented(heading):
+def documented(heading, page="trainers"):
     """Return the blocks of code in a section of the page."""
-    page = (ROOT / "docs" / "trainers.md").read_text()
+    page = (ROOT / f"docs/{page}.md").read_text()
     (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)^## ", page, re.M | re.S)
     blocks = re.findall(r"^```\w+\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", section, re.M | re.S)
     return [fenced or textwrap.dedent(indented) for fenced, indented in blocks]
@@ -340,3 +343,48 @@ def test_trl(mode, training):
     if training.startswith(LOSSES):  # the row of the page's table
         ours = mode == ("stand-in" if old else "accelerated")
         assert found["peak"] < 0.9 * plain["peak"] if ours else found["peak"] < 1.1 * plain["peak"]
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_trl_with_lora_on_one_small_gpu(name, folder, tmp_path):
+    """A whole program, its adapter merged without this library, and metrics without all logits."""
+    needs("trl")
+    if Version(version("trl")) < Version("1.15"):
+        pytest.skip("TRL computes log-probabilities in a function of its own from 1.15")
+    program, _, merge, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
+    rows = [{"text": word, "prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
+    kept = ["text"] if name == "SFT" else ["prompt", "chosen", "rejected"]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({key: row[key] for key in kept}) for row in rows))
+    settings = (
+        f"bf16=False, use_cpu=True, max_steps={STEPS}, report_to=[], save_strategy='no', per_device_eval_batch_size=1"
+    )
+    for old, new in {
+        "SFT": name, "bf16=True": settings, "torch.bfloat16": "torch.float32", "my-org/my-8b-model": "model",
+        "texts.jsonl": str(tmp_path / "texts.jsonl"), "1e-4": "1e-2", '"adapter"': repr(str(tmp_path / "adapter")),
+    }.items():  # fmt: skip
+        program, merge = program.replace(old, new), merge.replace(old, new)
+    merge = merge.replace('"merged"', repr(str(tmp_path / "merged")))
+    exec(metrics, own := {})
+    if name == "SFT":
+        more = "eval_dataset=dataset, compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, callbacks"
+        program = program.replace("callbacks", more) + "evaluation = trainer.evaluate()\n"
+    found = {}
+    for way, text in (("patched", program), ("plain", without(program, "accelerate_trl()", "LigerHwCallback()"))):
+        names = dict(own)
+        try:
+            exec(text, names)
+        finally:
+            integrations.restore_trl()
+        trainer = names["trainer"]
+        assert any(map(is_swapped, trainer.model.modules())) == (way == "patched")
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        assert len(logs) == STEPS
+        found[way] = {key: [log[key] for log in logs] for key in ("loss", "grad_norm", "entropy")}
+        if name == "SFT":
+            evaluation = names["evaluation"]
+            found[way] |= {"accuracy": [evaluation["eval_accuracy"]], "eval_loss": [evaluation["eval_loss"]]}
+    assert_alike(found["patched"], found["plain"])
+    exec(merge, names)
+    ids = torch.arange(3, 40)[None]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
