@@ -176,7 +176,7 @@ def test_the_tables_of_the_documents(monkeypatch, tmp_path, capsys):
     text = page_file.read_text()
     before, _, after = text.partition("## Intel")
     assert amd in before and intel in after
-    assert "| interpreted | 2 | 2026-01-05 00:00 |  | torch 2.11.0 |" in text
+    assert "| interpreted | 2 | 2026-01-02 03:04 | 2026-01-05 00:00 | abc |  | torch 2.11.0 |" in text
     for level, says in evidence.SAYS.items():
         assert f"| {level} | {says} |" in text
     (newer,) = re.findall("no run has seen (.*) yet", text)

@@ -39,7 +39,7 @@ def tables(runs: dict, cells: list) -> dict[str, str]:
     texts["levels"] = markdown(["level", "what it means"], [[level, text] for level, text in evidence.SAYS.items()])
     if newer := page.newer(cells):
         texts["levels"] += f"\n\nOf this package's ops no run has seen {', '.join(f'`{name}`' for name in newer)} yet."
-    texts["runs"] = markdown(["level", "runs", "last", "on", "versions"], _runs(runs))
+    texts["runs"] = markdown(["level", "runs", "first", "last", "commits", "on", "versions"], _runs(runs))
     return texts
 
 
@@ -61,10 +61,15 @@ def waves(paths: list[Path]) -> str:
 
 def _runs(runs: dict) -> list[list[str]]:
     """Return one line for all runs that differ only in date, commit and tests."""
-    dates_of = {}
-    for level, date, on, versions, *_ in page.run_rows(runs):
-        dates_of.setdefault((level, on, versions), []).append(date)
-    return [[level, str(len(dates)), max(dates), on, versions] for (level, on, versions), dates in dates_of.items()]
+    runs_of = {}
+    for level, date, on, versions, commit, _ in page.run_rows(runs):  # by date
+        runs_of.setdefault((level, on, versions), []).append((date, commit))
+    lines = []
+    for (level, on, versions), entries in runs_of.items():
+        (first, oldest), (last, newest) = entries[0], entries[-1]
+        commits = oldest if oldest == newest else f"{oldest} to {newest}"
+        lines.append([level, str(len(entries)), first, last, commits, on, versions])
+    return lines
 
 
 def main(arguments) -> int:
