@@ -64,7 +64,10 @@ class Match:
     def guard(self, original):
         """Return the function that tells whether an instance of `original` is still what was matched."""
         pins, shadowed = self.pins(original)
-        return guard(pins, self.pinned, shadowed, self.bypassed)
+        hidden = {
+            name: {pin.name for pin in read(cls).pins if pin.owner is cls} - {"forward"} for name, cls in self.bypassed
+        }
+        return guard(pins, self.pinned, {None: shadowed, **hidden}, self.bypassed)
 
     def members(self, original, unchanged):
         """Return name -> value of the subclass of `original` that computes with the op.

@@ -206,13 +206,14 @@ def only_harmless_modes():
     )
 
 
-def guard(pins, attributes=(), shadowed=(), bypassed=()):
+def guard(pins, attributes, shadowed, bypassed):
     """Return a function of a module that tells whether it is still what was matched.
 
     Args:
         pins: `Pin`s.
         attributes: `AttributePin`s.
-        shadowed: names that the class defines and its code reads: an attribute of the instance would hide them.
+        shadowed: child, or None for the module itself -> names that its class defines and its code reads: an attribute
+            of the instance would hide them.
         bypassed: (child, its class) pairs: the replacement skips these children, unless something watches them.
     """
     # a parametrization may change its state at each read of a parameter, and a replacement may read it twice
@@ -237,7 +238,9 @@ def guard(pins, attributes=(), shadowed=(), bypassed=()):
         else:
             same = f"fact({current}) == v{index}"
         conditions.append(same)
-    conditions += [f"{name!r} not in module.__dict__" for name in sorted(shadowed)]
+    for child, names in shadowed.items():
+        holder = "module" if child is None else f"module._modules[{child!r}]"
+        conditions += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
     return _generate("module", conditions, values)
 
 

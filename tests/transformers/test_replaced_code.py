@@ -438,3 +438,27 @@ def test_parametrizations_compute_as_often(family):
         tiny.call(model, **tiny.tokens()).loss.backward()
         counts.append([m.reads for m in model.modules() if isinstance(m, Counted)])
     assert counts[0] == counts[1]
+
+
+class Scaled(torch.nn.Module):
+    scale = 1.0
+
+    def curve(self, x):
+        return torch.nn.functional.silu(x)
+
+    def forward(self, x):
+        return self.curve(x * self.scale)
+
+
+@pytest.mark.parametrize("name, value", [("scale", 3.0), ("curve", torch.tanh)])
+def test_an_attribute_that_hides_one_of_an_activations_class(name, value):
+    plain = tiny.model("llama")
+    for layer in plain.model.layers:
+        layer.mlp.act_fn = Scaled()
+    patched = copy.deepcopy(plain)
+    assert "swiglu" in str(liger_hw.patch(patched))
+    ids = torch.arange(3, 11)[None]
+    for model in (plain, patched):
+        for layer in model.model.layers:
+            setattr(layer.mlp.act_fn, name, value)
+    torch.testing.assert_close(patched(ids).logits, plain(ids).logits)
