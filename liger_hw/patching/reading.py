@@ -231,7 +231,7 @@ def _read_class_attribute(cls, name, code, waiting):
         waiting += _functions_to_read(value)
     elif isinstance(value, functools.cached_property):
         code.refuse(f"writes its attribute {name!r}")
-    elif not is_constant(value):
+    elif not is_constant(value) or isinstance(value, type) and _is_of_a_model(value):
         code.refuse(f"reads the class attribute {name!r}, whose contents may change")
     code.pins.append(Pin(cls, name, value))
 
@@ -260,7 +260,7 @@ def _read_function(function, code, waiting):
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     for instructions in _all_code(function.__code__):
         _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
-        _read_lookups(instructions, first, code)
+        _read_lookups(instructions, first, function.__globals__, code)
 
 
 def _function_pins(function):
@@ -331,7 +331,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.refuse(f"imports {argument}")
 
 
-def _read_lookups(instructions, first, code):
+def _read_lookups(instructions, first, namespace, code):
     """Note names that getattr and hasattr look up; refuse those that code computes."""
     listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
     for place, instruction in enumerate(listed):
@@ -349,8 +349,16 @@ def _read_lookups(instructions, first, code):
             code.refuse("computes the name of an attribute")
         elif holder.argval in first:
             code.looked_up.add((*fields, name.argval))
-        elif not holder.opname.startswith("LOAD_GLOBAL"):
+        elif not (holder.opname == "LOAD_GLOBAL" and _is_known_module(namespace.get(holder.argval))):
             code.refuse(f"looks up {name.argval!r} of {holder.argval} by name")
+
+
+def _is_of_a_model(cls):
+    return not is_known(cls) and _package(cls) not in sys.stdlib_module_names
+
+
+def _is_known_module(value):
+    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in KNOWN_PACKAGES
 
 
 def _is_harmless(name, argument):
@@ -396,6 +404,8 @@ def _read_chain(kind, chain, namespace, cells, code, waiting):
 def _read_value(value, name, code, waiting):
     """Read the functions of a global value, and refuse what the code does not show."""
     if isinstance(value, types.MethodType):
+        if isinstance(value.__self__, type) and not is_known(value.__func__):
+            code.refuse(f"calls the class method {value.__func__.__qualname__}")
         value = value.__func__
     code.refuse_state(getattr(value, "__name__", None))
     if isinstance(value, types.FunctionType) and _package(value) in sys.stdlib_module_names and not is_known(value):
@@ -409,6 +419,8 @@ def _read_value(value, name, code, waiting):
     elif isinstance(value, type):
         if issubclass(value, torch.autograd.Function) and not is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
+        elif _is_of_a_model(value) and name != "__class__":  # a cell of that name serves super()
+            code.refuse(f"uses the class {value.__name__}, whose attributes may change")
     elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         if not is_known(value):
             code.refuse(f"calls {_package(value)}.{value.__name__}")

@@ -17,6 +17,9 @@ from liger_hw.patching.rotary import find_rotation
 class MLP(nn.Module):
     limit = None
 
+    class Nested:
+        one = 1.0
+
     def __init__(self):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
@@ -174,6 +177,14 @@ scaled.flag = ONE = torch.tensor(1.0)
 FACTORS = (1.0,) * 16 + (0.5,) * 16
 
 
+class Factors:
+    one = 1.0
+
+    @classmethod
+    def factor(cls):
+        return cls.one
+
+
 def other(name, factor, base=MLP):
     """Return a class whose result has a factor, the value of an expression."""
     source = f"lambda self, x: self.down_proj(self.product(x) * ({factor}))"
@@ -208,6 +219,12 @@ STATE = {  # an expression in a forward -> words of the reason
     "getattr(x, 'factor', 1.0)": "looks up 'factor' of x by name",
     "getattr(self.down_proj.weight, 'factor', 1.0)": "looks up 'factor' of down_proj.weight by name",
     "self.down_proj.in_features / 48": "reads down_proj.in_features",
+    "getattr(copy, 'other', 1.0)": "looks up 'other' of copy by name",
+    "getattr(Factors, 'other', 1.0)": "uses the class Factors, whose attributes may change",
+    "Factors.factor()": "calls the class method Factors.factor",
+    "Factors().one": "uses the class Factors, whose attributes may change",
+    "(lambda c: c.one)(Factors)": "uses the class Factors, whose attributes may change",
+    "self.Nested.one": "reads the class attribute 'Nested', whose contents may change",
     "len(vars(self).get('factors', 'x'))": "calls vars()",
     "len(self.down_proj._buffers) + 1": "reads _buffers",
 }
