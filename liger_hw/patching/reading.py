@@ -53,7 +53,8 @@ GLOBAL_STATE = {  # functions of torch whose result a program may change between
     "get_world_size", "device_count", "current_device", "is_current_stream_capturing", "backends",
 }  # fmt: skip
 READS_UNSEEN = {  # attributes by which code reads others without their names
-    "__dict__", "__getattribute__", "__getattr__", "_parameters", "_buffers", "_modules", "parameters", "buffers",
+    *(name for name in vars(torch.nn.Module()) if name.startswith("_")),  # its parameters, children, hooks
+    "__dict__", "__getattribute__", "__getattr__", "parameters", "buffers",
     "modules", "children", "named_parameters", "named_buffers", "named_modules", "named_children", "state_dict",
     "get_parameter", "get_buffer", "get_submodule", "attrgetter", "methodcaller",
 }  # fmt: skip

@@ -227,6 +227,7 @@ STATE = {  # an expression in a forward -> words of the reason
     "self.Nested.one": "reads the class attribute 'Nested', whose contents may change",
     "len(vars(self).get('factors', 'x'))": "calls vars()",
     "len(self.down_proj._buffers) + 1": "reads _buffers",
+    "1 + len(self._forward_hooks)": "reads _forward_hooks",
 }
 
 
