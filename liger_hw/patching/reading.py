@@ -232,7 +232,7 @@ def _read_class_attribute(cls, name, code, waiting):
         waiting += _functions_to_read(value)
     elif isinstance(value, functools.cached_property):
         code.refuse(f"writes its attribute {name!r}")
-    elif not is_constant(value) or isinstance(value, type) and _is_of_a_model(value):
+    elif not is_constant(value) or isinstance(value, type) and _is_model_class(value):
         code.refuse(f"reads the class attribute {name!r}, whose contents may change")
     code.pins.append(Pin(cls, name, value))
 
@@ -354,7 +354,7 @@ def _read_lookups(instructions, first, namespace, code):
             code.refuse(f"looks up {name.argval!r} of {holder.argval} by name")
 
 
-def _is_of_a_model(cls):
+def _is_model_class(cls):
     return not is_known(cls) and _package(cls) not in sys.stdlib_module_names
 
 
@@ -420,7 +420,7 @@ def _read_value(value, name, code, waiting):
     elif isinstance(value, type):
         if issubclass(value, torch.autograd.Function) and not is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
-        elif _is_of_a_model(value) and name != "__class__":  # a cell of that name serves super()
+        elif _is_model_class(value) and name != "__class__":  # a cell of that name serves super()
             code.refuse(f"uses the class {value.__name__}, whose attributes may change")
     elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         if not is_known(value):
