@@ -174,10 +174,27 @@ def provide(args, model, **flags):
     return model
 
 
-def provide_trl(args):
-    """Accelerate TRL's function of log-probabilities, which it has since 1.15."""
+def provide_trl(args, meter, *models):
+    """Patch models for TRL; return callbacks and adapters of its trainer."""
+    more = {"callbacks": [meter]}
     if args.provider == OURS:
-        integrations.accelerate_trl()
+        integrations.accelerate_trl()  # TRL's function of log-probabilities, which it has since 1.15
+    adapted = args.lora or getattr(args, "qlora", False)
+    if adapted:
+        more["peft_config"] = lora_config()
+    if adapted and args.provider == OURS:  # patches after TRL has added the adapters
+        more["callbacks"].append(integrations.LigerHwCallback())
+    else:
+        for model in models:
+            provide(args, model)
+    return more
+
+
+def lora_config():
+    """Return the adapters of --lora and of QLoRA, for all layers but the head."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def train_ranks(args, example, model, rows, step, replicas):
@@ -255,8 +272,12 @@ class Meter(TrainerCallback):
 
 
 def count(model) -> int:
-    """Count the parameters, of which DeepSpeed leaves a rank empty ones."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    """Count the parameters.
+
+    DeepSpeed leaves a rank empty ones; bitsandbytes packs two in a byte.
+    """
+    packed = {p: p.quant_state.shape.numel() for p in model.parameters() if getattr(p, "quant_state", None)}
+    return sum(packed.get(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters())
 
 
 def trainer_arguments(args, **more):

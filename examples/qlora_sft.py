@@ -6,31 +6,33 @@ python examples/qlora_sft.py --checkpointing --model my-org/my-8b-model --text .
 
 import common
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 
 def main():
     args = common.arguments(__doc__, shape="8b")
-    dtype = torch.float32 if common.device().type == "cpu" else torch.bfloat16
-    if not args.model:
-        save_random_model(args)
-    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=dtype, quantization_config=in_4_bits, device_map={"": common.device()}
-    )
-    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=args.checkpointing)
-    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = prepare_model_for_kbit_training(load(args), use_gradient_checkpointing=args.checkpointing)
+    model = get_peft_model(model, common.lora_config())
     common.provide(args, model)  # liger_hw.patch(model)
     return common.train(args, "qlora_sft", model, common.sequences(args, common.tokenizer_of(args)))
 
 
-def save_random_model(args):
+def load(args):
+    """Load the model in 4 bits, by default random weights."""
+    dtype = torch.float32 if common.device().type == "cpu" else torch.bfloat16
+    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        args.model or random_model(args), dtype=dtype, quantization_config=in_4_bits, device_map={"": common.device()}
+    )
+
+
+def random_model(args):
     """Write a folder for `from_pretrained`, which makes 4 bits of the weights that it reads."""
-    model, tokenizer = common.model_and_tokenizer(args)
-    args.model = f"{args.output}/random"
-    model.save_pretrained(args.model)
-    tokenizer.save_pretrained(args.model)
+    model, _ = common.model_and_tokenizer(args)
+    folder = f"{args.output}/random"
+    model.save_pretrained(folder)
+    return folder
 
 
 if __name__ == "__main__":

@@ -13,21 +13,22 @@ def letters_and_spaces(completions, **_):
 
 
 def main():
-    args = common.arguments(__doc__, batch=8, seq=256)
+    args = common.arguments(__doc__, batch=8, seq=256, lora=False)
     args.batch = -(-args.batch // COMPLETIONS) * COMPLETIONS
     model, tokenizer = common.model_and_tokenizer(args)
-    common.provide(args, model)  # liger_hw.patch(model)
-    common.provide_trl(args)  # liger_hw.integrations.accelerate_trl()
     meter = common.Meter(args)
+    patched = common.provide_trl(args, meter, model)  # liger_hw.patch(model), liger_hw.integrations.accelerate_trl()
     prompts = [{"prompt": row["prompt"][-args.seq :]} for row in common.preferences(args)]
-    settings = common.trainer_arguments(args, num_generations=COMPLETIONS, max_completion_length=args.seq)
+    settings = common.trainer_arguments(
+        args, num_generations=COMPLETIONS, max_completion_length=args.seq, gradient_checkpointing=args.checkpointing
+    )
     GRPOTrainer(
         model,
         letters_and_spaces,
         GRPOConfig(**settings),
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
-        callbacks=[meter],
+        **patched,
     ).train()
     return meter.finish("trl_grpo", model)
 

@@ -14,12 +14,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from liger_hw import integrations
+from liger_hw.patching.patch import _log_once
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
     "cuda_graph": "transformers",
     "trainer_sft": "accelerate", "qlora_sft": "bitsandbytes", "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl",
-    "lightning_sft": "lightning",
+    "lightning_sft": "lightning", "trl_sft --lora --checkpointing": "trl", "trl_sft --qlora": "bitsandbytes",
+    "trl_dpo --lora": "trl", "trl_grpo --lora": "trl",
 }  # fmt: skip
 ON_RANKS = {  # command line -> the package that it needs
     "trainer_sft --checkpointing": "accelerate", "orpo": "accelerate", "vision_sft": "accelerate",
@@ -31,8 +33,9 @@ ONLY_ON_GPUS = ("lightning_sft --strategy fsdp", "lightning_sft --strategy deeps
 BY_FSDP2 = ("trainer_sft", "orpo", "medusa", "vision_sft", "fsdp2_sft")
 
 
-def run(name, provider, monkeypatch, tmp_path):
-    arguments = ["--tiny", "--steps", "3", "--provider", provider, "--output", str(tmp_path)]
+def run(line, provider, monkeypatch, tmp_path):
+    name, *options = line.split()
+    arguments = [*options, "--tiny", "--steps", "3", "--provider", provider, "--output", str(tmp_path)]
     if name == "trl_grpo":  # generates token by token
         arguments += ["--seq", "8"]
     monkeypatch.setattr(sys, "argv", [name, *arguments, "--json", str(tmp_path / "result.json")])
@@ -40,22 +43,23 @@ def run(name, provider, monkeypatch, tmp_path):
     return importlib.import_module(name).main()
 
 
-@pytest.mark.parametrize("name", NEEDS)
-def test_example(name, monkeypatch, tmp_path, capsys):
-    for package in ("transformers", "tokenizers", NEEDS[name]):
+@pytest.mark.parametrize("line", NEEDS)
+def test_example(line, monkeypatch, tmp_path, capsys, caplog):
+    for package in ("transformers", "tokenizers", NEEDS[line], *(["trl", "peft"] if " " in line else [])):
         if find_spec(package) is None:
             pytest.skip(f"the package {package} is not installed")
+    caplog.set_level("INFO", "liger_hw"), _log_once.cache_clear()
     if torch.accelerator.is_available():
         pytest.skip("compares fp32 runs of a CPU")
     try:
-        plain, patched = (run(name, provider, monkeypatch, tmp_path) for provider in ("plain", "liger_hw"))
+        plain, patched = (run(line, provider, monkeypatch, tmp_path) for provider in ("plain", "liger_hw"))
     finally:
-        if NEEDS[name] == "trl":
+        if line.startswith("trl"):
             integrations.restore_trl()
     assert len(plain["losses"]) == 3 and plain["tokens_per_second"] > 0
     for key in ("losses", "gradient_norms"):
         torch.testing.assert_close(torch.tensor(patched[key]), torch.tensor(plain[key]), rtol=1e-5, atol=1e-6)
-    assert "rms_norm" in capsys.readouterr().out and (tmp_path / "result.json").exists()
+    assert "rms_norm" in capsys.readouterr().out + caplog.text and (tmp_path / "result.json").exists()
 
 
 def learn_alike_on_ranks(name, options, folder):
@@ -143,7 +147,7 @@ def test_the_notebook(monkeypatch, tmp_path, capsys):
 
 
 def test_every_example_is_tested():
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDS, *(line.split()[0] for line in ON_RANKS), "common"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*(line.split()[0] for line in (*NEEDS, *ON_RANKS)), "common"}
 
 
 def test_the_table_and_pictures_are_written_from_results(tmp_path):

@@ -336,8 +336,11 @@ def test_trl(mode, training):
             torch.tensor([math.nan if value is None else value for value in run["values"][name]], dtype=torch.float64)
             for run in (found, plain)
         )
+        # GRPO's second step clips every token: AdamW then moves weights by signs of noise, and the plain run's own norm
+        # in the third step is 4e-5 another with one thread than with two
+        rtol = 2e-4 if name == "grad_norm" and training == "grpo" else 1e-5
         torch.testing.assert_close(  # rewards are differences of log-probabilities of 100, whose eps is 1e-5
-            values, expected, rtol=1e-5, atol=1e-5, equal_nan=True,
+            values, expected, rtol=rtol, atol=1e-5, equal_nan=True,
             msg=lambda m, name=name: f"{training} of trl {version('trl')}, {mode}, {name}: {m}",
         )  # fmt: skip
     if training.startswith(LOSSES):  # the row of the page's table
