@@ -24,6 +24,7 @@ from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match, remember
 from liger_hw.patching.projection import Adapted, is_plain_linear
 from liger_hw.patching.reading import Pin, read
+from liger_hw.patching.shared_inputs import result_of
 from liger_hw.patching.summary import Summary
 from liger_hw.patching.swapping import is_swapped, patched_class, swap
 
@@ -58,7 +59,10 @@ class LoraMatch(Match):
             adapted = None if args or kwargs or not unchanged(self) else served(self, x)
             if adapted is None:
                 return original.forward(self, x, *args, **kwargs)
-            return lora_linear(x, *adapted[:-1]) if adapted.magnitudes is None else _dora(x, *adapted)
+            if adapted.magnitudes is not None:
+                return _dora(x, *adapted)
+            y = result_of(self, x, adapted)
+            return lora_linear(x, *adapted[:-1]) if y is None else y
 
         return {"forward": forward, "liger_adapted": adapted}
 

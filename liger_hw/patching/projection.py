@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from liger_hw._torch import backward_hooks, forward_hooks, has_global_module_hooks, is_plain
-from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear_pair, shares_dx
+from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear_group, share_dx
 from liger_hw.kernels.mlp.glu import unit
 from liger_hw.kernels.mlp.glu_linear import glu_linear
 from liger_hw.patching.hooks import is_intercepted, only_gathers
@@ -45,7 +45,7 @@ def project_down(down, gate, up, activation, producers):
     in_place = return_new_memory(producers)
     if is_plain_linear(down) and is_plain(gate, up):
         return glu_linear(gate, up, down.weight, down.bias, activation, in_place=in_place)
-    adapter = _adapter(down, gate) if is_plain(up) else None
+    adapter = adapter_of(down, gate) if is_plain(up) else None
     if adapter is not None:
         return lora_glu_linear(gate, up, *adapter, activation, in_place)
     return down(unit(gate, up, activation, in_place=in_place))
@@ -53,13 +53,13 @@ def project_down(down, gate, up, activation, producers):
 
 def project_both(gate, up, x):
     """Return gate(x) and up(x), by one function where both are patched layers of PEFT."""
-    adapters = _adapter(gate, x), _adapter(up, x)
-    if None not in adapters and shares_dx(x, *adapters):
-        return lora_linear_pair(x, *adapters)
+    adapters = adapter_of(gate, x), adapter_of(up, x)
+    if None not in adapters and share_dx(x, *adapters):
+        return lora_linear_group(x, *adapters)
     return gate(x), up(x)
 
 
-def _adapter(module, x):
+def adapter_of(module, x):
     """Return (weight, bias, lora_a, lora_b, scaling) if they compute a call of `module`, or None.
 
     They do in a patched layer of PEFT without dropout and DoRA.

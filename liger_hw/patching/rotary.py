@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 from liger_hw.patching import witnesses
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import code_guard
@@ -9,6 +11,7 @@ from liger_hw.patching.probing import agree
 from liger_hw.patching.reading import Pin, read_function, read_globals
 from liger_hw.patching.rebinding import innermost, model_methods, with_globals
 from liger_hw.patching.rotation import by_op, case_of, prove_rotation, replacement
+from liger_hw.patching.shared_inputs import Sharing, groups_in
 
 NO_ROTATION = "the op rope does not compute the rotation of {}"
 
@@ -47,12 +50,16 @@ def _methods(cls, names):
 
 def _guarded(original, name, copied, unchanged):
     """Return a method that calls the copy, or the class's method if code was replaced."""
+    groups = groups_in(innermost(copied))
 
     @functools.wraps(copied)
     def method(self, *args, **kwargs):
-        if unchanged():
+        if not unchanged():
+            return getattr(original, name)(self, *args, **kwargs)
+        if not groups or torch.compiler.is_compiling():
             return copied(self, *args, **kwargs)
-        return getattr(original, name)(self, *args, **kwargs)
+        with Sharing(self, groups):
+            return copied(self, *args, **kwargs)
 
     return method
 

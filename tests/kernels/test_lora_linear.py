@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_hw import dequantize_4bit, use_backend
 from liger_hw._triton import interpreting
-from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear, lora_linear_pair, shares_dx
+from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear, lora_linear_group, products, share_dx
 from liger_hw.kernels.linear.lora_linear.products import MOST_ROWS, adapter_project
 from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check, compare, run
@@ -313,8 +313,8 @@ def test_two_layers_with_one_gradient_of_x(dtype, adapters, backend, device):
     inputs = [x, *gate[:4], *up[:4]]
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
     with use_backend(backend):
-        assert shares_dx(x, gate, up)
-        found = run(both_layers(lora_linear_pair), inputs, {})
+        assert share_dx(x, gate, up)
+        found = run(both_layers(lora_linear_group), inputs, {})
         separate = run(both_layers(lambda *args: one_by_one(*args, lora_linear)), inputs, {})
     exact, expected = (run(both_layers(one_by_one), tensors, {}) for tensors in (wide, inputs))
     compare(exact, expected, found, "two layers", inputs)
@@ -323,10 +323,33 @@ def test_two_layers_with_one_gradient_of_x(dtype, adapters, backend, device):
     assert all(torch.equal(found[i], separate[i]) for i in (results + 2, results + 4)) and len(found) == results + 5
 
 
+def test_many_rows_of_three_layers(backend, device, monkeypatch):
+    """One product computes u of all, where a layer alone has a product of its own."""
+    monkeypatch.setattr(products, "MOST_ROWS", 4)
+    x, gate, up = layers(torch.bfloat16, device, adapters=torch.float32)
+    third = (*gate[:2], *(torch.randn_like(t).requires_grad_() for t in gate[2:4]), 3.0)
+    inputs = [x, *gate[:4], *up[:4], *third[:4]]
+
+    def call(function):
+        def call(x, *tensors):
+            scalings = gate[4], up[4], third[4]
+            return function(x, *((*tensors[4 * i : 4 * i + 4], scaling) for i, scaling in enumerate(scalings)))
+
+        return call
+
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+    with use_backend(backend):
+        assert share_dx(x, gate, up, third)
+        found = run(call(lora_linear_group), inputs, {})
+    alone = call(lambda x, *layers: tuple(lora_linear.reference(x, *layer) for layer in layers))
+    exact, expected = (run(alone, tensors, {}) for tensors in (wide, inputs))
+    compare(exact, expected, found, "three layers", inputs)
+
+
 def test_two_layers_keep_no_more_than_each(backend, device):
     x, gate, up = layers(torch.bfloat16, device, adapters=torch.float32)
     with use_backend(backend):
-        together = saved_bytes(lambda: lora_linear_pair(x, gate, up))
+        together = saved_bytes(lambda: lora_linear_group(x, gate, up))
         assert together == saved_bytes(lambda: one_by_one(x, gate, up, lora_linear))
 
 
@@ -337,8 +360,8 @@ def test_gradients_asked_for_of_two_layers(wanted, backend, device):
         tensor.requires_grad_(bool(wanted >> i & 1))
     inputs = [x, *gate[:4], *up[:4]]
     with use_backend(backend):
-        assert shares_dx(x, gate, up)
-        found = run(both_layers(lora_linear_pair), inputs, {})
+        assert share_dx(x, gate, up)
+        found = run(both_layers(lora_linear_group), inputs, {})
     expected = run(both_layers(one_by_one), inputs, {})
     assert len(found) == len(expected) == 3 + wanted.bit_count()
     for a, b in zip(found, expected):
@@ -360,10 +383,10 @@ def test_two_layers_in_4_bits_and_under_autocast(backend, device):
         return call
 
     with use_backend(backend):
-        expected = run(call(lora_linear_pair, whole_gate, whole_up), leaves, {})
-        assert all(map(torch.equal, run(call(lora_linear_pair, gate[0], up[0]), leaves, {}), expected))
+        expected = run(call(lora_linear_group, whole_gate, whole_up), leaves, {})
+        assert all(map(torch.equal, run(call(lora_linear_group, gate[0], up[0]), leaves, {}), expected))
         wide = [t.detach().float().requires_grad_() for t in leaves]
-        cast = run(call(lora_linear_pair, whole_gate.float(), whole_up.float(), True), wide, {})
+        cast = run(call(lora_linear_group, whole_gate.float(), whole_up.float(), True), wide, {})
     for a, b in zip(cast, expected):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-2, atol=1e-2)
 
@@ -377,8 +400,8 @@ def test_layers_that_run_alone(backend, device):
         (x, gate, (*up[:2], up[2].half(), up[3].half(), 2.0)), layers(torch.float32, device, ranks=(40, 32)),
     ]  # fmt: skip
     with use_backend(backend):
-        assert shares_dx(x, gate, up) and not any(shares_dx(*other) for other in others)
+        assert share_dx(x, gate, up) and not any(share_dx(*other) for other in others)
         with torch.no_grad():
-            assert not shares_dx(x, gate, up)
+            assert not share_dx(x, gate, up)
     with use_backend("reference"):
-        assert not shares_dx(x, gate, up)
+        assert not share_dx(x, gate, up)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import liger_hw
-from liger_hw.kernels.linear.lora_linear import lora_linear_pair
+from liger_hw.kernels.linear.lora_linear import lora_linear_group
 from liger_hw.patching import projection, swapping
 from liger_hw.testing.parity import compare
 
@@ -263,7 +263,7 @@ def test_gate_and_up(state, way, backend, device, monkeypatch):
     plain, patched = (gated(*dtypes, change, **options).to(device) for _ in range(2))
     liger_hw.patch(patched)
     calls = []
-    monkeypatch.setattr(projection, "lora_linear_pair", lambda *args: calls.append(0) or lora_linear_pair(*args))
+    monkeypatch.setattr(projection, "lora_linear_group", lambda *args: calls.append(0) or lora_linear_group(*args))
 
     def call(mlp, x):
         torch.manual_seed(5)

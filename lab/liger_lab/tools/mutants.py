@@ -184,8 +184,8 @@ MUTANTS = {
         ("dx of one layer of two", "return y.addmm_(rows, matrix)", "return y"),
         (
             "terms in another order",
-            "for pair in pairs for term in pair",
-            "for us in zip(*pairs) for term in us",
+            "for part in range(parts) for chunk in chunks",
+            "for chunk in chunks for part in range(parts)",
         ),
     ],
     "dequantize_4bit": [

@@ -30,6 +30,7 @@ import torch
 
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, differentiable, op, uncast
+from liger_hw.dispatch.function import Function
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.linear.lora_linear.products import (
     LARGEST_RANK,
@@ -38,6 +39,7 @@ from liger_hw.kernels.linear.lora_linear.products import (
     add_products,
     gradients,
     joined,
+    project_by_each,
 )
 from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
@@ -237,64 +239,80 @@ def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
     return y if state is None else y.to(x.dtype)
 
 
-# Two layers that share x ----------------------------------------------------------------------------------------------
+# Layers that share x --------------------------------------------------------------------------------------------------
 
 
-def shares_dx(x, *layers):
-    """Tell whether `lora_linear_pair` computes two layers of (weight, bias, lora_a, lora_b, scaling)."""
+def share_dx(x, *layers):
+    """Tell whether `lora_linear_group` computes layers of (weight, bias, lora_a, lora_b, scaling)."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return False  # without dx nothing is shared
     frozen = [t for weight, bias, *_ in layers for t in (_stored(weight)[0], bias) if t is not None]
     factors = [lora_a for _, _, lora_a, *_ in layers]
     return (
         not any(t.requires_grad for t in frozen)
-        and factors[0].dtype == factors[1].dtype
+        and all(lora_a.dtype == factors[0].dtype for lora_a in factors)
         and sum(len(lora_a) for lora_a in factors) <= LARGEST_RANK
         and lora_linear.choose(x.device, x.dtype) == "triton"
     )
 
 
-def lora_linear_pair(x, gate, up):
-    """Compute lora_linear(x, *gate) and lora_linear(x, *up), with one gradient of x.
+def lora_linear_group(x, *layers):
+    """Compute lora_linear(x, *layer) of each layer, with one gradient of x.
 
-    The layers are those that `shares_dx` allows. Autograd would add up a dx of each: three passes over one more, and
-    each dx is rounded. Here du A of both is one product, to which both products with W add, and dA is one product.
+    The layers are those that `share_dx` allows. Autograd would add up a dx of each: three passes over one more, and
+    each dx is rounded. Here du A of all is one product, to which the products with W add, and u and dA are one product.
     """
-    rows, *gate_tensors = _prepare(x, *gate[:4])
-    rows, *up_tensors = _prepare(rows, *up[:4])
-    results = _lora_linear_pair.apply(rows, *gate_tensors, gate[4], *up_tensors, up[4])
-    return tuple(y if state is None else y.to(x.dtype) for y, state in zip(results, (gate_tensors[1], up_tensors[1])))
+    rows, states, tensors, scalings = x, [], [], []
+    for weight, bias, lora_a, lora_b, scaling in layers:
+        rows, stored, state, *others = _prepare(rows, weight, bias, lora_a, lora_b)
+        states.append(state)
+        tensors += [stored, *others]
+        scalings.append(scaling)
+    results = _LoraLinearGroup.apply(rows, states, scalings, *tensors)
+    return tuple(y if state is None else y.to(x.dtype) for y, state in zip(results, states))
 
 
-@differentiable("gate up gate_u up_u")
-def _lora_linear_pair(
-    x: torch.Tensor, gate_weight: torch.Tensor, gate_state: tuple | None, gate_bias: torch.Tensor | None,
-    gate_a: torch.Tensor, gate_b: torch.Tensor, gate_scaling: float, up_weight: torch.Tensor, up_state: tuple | None,
-    up_bias: torch.Tensor | None, up_a: torch.Tensor, up_b: torch.Tensor, up_scaling: float,
-):  # fmt: skip
-    first = gate_weight, gate_state, gate_bias, gate_a, gate_b, None, gate_scaling, None
-    gate, gate_u = _lora_linear(x, *first)
-    up, up_u = _lora_linear(x, up_weight, up_state, up_bias, up_a, up_b, None, up_scaling, None)
-    return gate, up, gate_u, up_u
+class _LoraLinearGroup(Function):
+    """Compute layers whose tensors are weight, bias, A and B."""
 
+    @staticmethod
+    def forward(ctx, x, states, scalings, *tensors):
+        rows = x.reshape(-1, x.shape[-1])
+        weights, biases, factors_a, factors_b = (tensors[i::4] for i in range(4))
+        projected = project_by_each(rows, factors_a, scalings)
+        ctx.states, ctx.scalings = states, scalings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *weights, *factors_a, *factors_b, *projected)
+        return tuple(
+            add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(*x.shape[:-1], len(lora_b))
+            for weight, state, bias, u, lora_b in zip(weights, states, biases, projected, factors_b)
+        )
 
-@_lora_linear_pair.backward()
-def _(
-    x, gate_weight, gate_state, gate_a, gate_b, gate_scaling, up_weight, up_state, up_a, up_b, up_scaling, gate_u, up_u,
-    dgate, dup, *, x_grad, gate_a_grad, gate_b_grad, up_a_grad, up_b_grad,
-):  # fmt: skip
-    with uncast(dgate):
-        dgate, dup, rows = (t.reshape(-1, t.shape[-1]) for t in (dgate, dup, x))
-        gate_db = gradients(rows, None, gate_a, dgate, gate_u, gate_b, False, gate_b_grad)[1]
-        up_db = gradients(rows, None, up_a, dup, up_u, up_b, False, up_b_grad)[1]
-        gate_du, up_du = adapter_project(dgate, gate_b, gate_scaling), adapter_project(dup, up_b, up_scaling)
-        du, lora_a, dx = joined(rows, gate_du, up_du, gate_a), torch.cat([gate_a, up_a]), None
-        if x_grad:
-            dx = add_products(dgate, _whole(gate_weight, gate_state), None, du, lora_a)
-            dx = add_product(dx, dup, _whole(up_weight, up_state)).view(x.shape)
-        da = gradients(rows, du, lora_a, None, None, None, gate_a_grad or up_a_grad, False)[0]
-        gate_da, up_da = (None, None) if da is None else da.split([len(gate_a), len(up_a)])
-        return dx, gate_da, gate_db, up_da, up_db
+    @staticmethod
+    def backward(ctx, *incoming):
+        x, *saved = ctx.saved_tensors
+        rows, count, dx = x.reshape(-1, x.shape[-1]), len(incoming), None
+        needed = [ctx.needs_input_grad[3 + 4 * i :] for i in range(count)]  # of the weight, bias, A and B
+        parts = [saved[i::count] for i in range(count)]  # weight, A, B and u
+        layers = [layer for layer in zip(parts, ctx.states, ctx.scalings, incoming, needed) if layer[3] is not None]
+        factors, projected, gradients_b = [], [], []
+        with uncast(x):
+            for (_, lora_a, lora_b, u), _, scaling, dy, (_, _, _, b_grad, *_) in layers:
+                dy = dy.reshape(-1, len(lora_b))
+                factors.append(lora_a)
+                projected.append(adapter_project(dy, lora_b, scaling))
+                gradients_b.append(gradients(rows, None, lora_a, dy, u, lora_b, False, b_grad)[1])
+            du, lora_a = joined(rows, projected, factors[0]), torch.cat(factors)
+            if ctx.needs_input_grad[0]:
+                for (weight, *_), state, _, dy, _ in layers:
+                    dy, matrix = dy.reshape(-1, dy.shape[-1]), _whole(weight, state)
+                    dx = add_products(dy, matrix, None, du, lora_a) if dx is None else add_product(dx, dy, matrix)
+                dx = dx.view(x.shape)
+            da = gradients(rows, du, lora_a, None, None, None, any(grad[2] for *_, grad in layers), False)[0]
+            gradients_a = [None] * len(layers) if da is None else da.split([len(lora_a) for lora_a in factors])
+        result = iter(zip(gradients_a, gradients_b))
+        results = [(None, None) if dy is None else next(result) for dy in incoming]
+        return dx, None, None, *(gradient for pair in results for gradient in (None, None, *pair))
 
 
 # The end of a gated MLP -----------------------------------------------------------------------------------------------

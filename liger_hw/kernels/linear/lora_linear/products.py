@@ -207,6 +207,25 @@ def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     )  # fmt: skip
 
 
+def project_by_each(x, factors, scales):
+    """Return adapter_project(x, A^T, scale) for several A; one product reads many rows once."""
+    if x.shape[0] <= MOST_ROWS or not all(_is_split(x, factor) for factor in factors):
+        return [adapter_project(x, factor.t(), scale) for factor, scale in zip(factors, scales)]
+    products = _wide_product(x, torch.cat([_stacked_summands(factor, x.dtype) for factor in factors]).t())
+    parts = products.split([3 * len(factor) for factor in factors], 1)
+    return [_scaled_summands(part, scale, x.dtype) for part, scale in zip(parts, scales)]
+
+
+@raw(lambda factor, dtype: factor.new_empty(3 * factor.shape[0], factor.shape[1], dtype=dtype))
+def _stacked_summands(factor: torch.Tensor, dtype: torch.dtype, *, summands):
+    _split(factor.contiguous(), summands, stacked=True)
+
+
+@raw(lambda products, dtype: torch.empty_like(products, dtype=dtype, memory_format=torch.contiguous_format))
+def _scaled_summands(products: torch.Tensor, scale: float, dtype: torch.dtype, *, summands):
+    _split(products, summands, parts=3, scale=scale)
+
+
 @raw(lambda u, second: u.new_empty(u.shape[0], second.shape[1]))
 def adapter_expand(u: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, *, y):
     """Compute y = u second + bias by the kernel.
@@ -261,14 +280,14 @@ def add_product(y, rows, matrix):
     return y.add_(torch.mm(rows.to(matrix.dtype), matrix))
 
 
-def joined(x, first, second, factor):
-    """Return u of two adapters whose A are joined.
+def joined(x, projected, factor):
+    """Return u of adapters whose A are joined.
 
-    Its terms are side by side, as those of `first` and `second`.
+    Its terms are side by side, as those of each of `projected`.
     """
     parts = 3 if _is_split(x, factor) else 1
-    pairs = zip(first.chunk(parts, 1), second.chunk(parts, 1))
-    return torch.cat([term for pair in pairs for term in pair], 1)
+    chunks = [u.chunk(parts, 1) for u in projected]
+    return torch.cat([chunk[part] for part in range(parts) for chunk in chunks], 1)
 
 
 def gradients(rows, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad):
