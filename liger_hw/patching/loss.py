@@ -18,6 +18,7 @@ from liger_hw._torch import is_replica, is_wrapped_by_fsdp1
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
 from liger_hw.patching.head import armed, match_heads, patched_heads
 from liger_hw.patching.lazy_logits import Forward, LazyLogits
 from liger_hw.patching.lora import PeftConfig
@@ -31,7 +32,9 @@ CE_OPTIONS = ("label_smoothing", "lse_square_scale", "return_token_accuracy", "r
 # of the loss without logits; they change no value of a loss of logits
 CHUNKS = ("accum_dtype", "chunk_memory", "counted_rows")
 PRODUCTS = ("invariant", "logits_dtype")  # of the head's products: their loss needs hidden states
-LINEAR_CE_OPTIONS = (*CE_OPTIONS, *CHUNKS, *PRODUCTS, "use_token_scaling", "ce_weight", "token_weights")
+LINEAR_CE_OPTIONS = (
+    *CE_OPTIONS, *CHUNKS, *PRODUCTS, "use_token_scaling", "ce_weight", "token_weights", "return_entropy",
+)  # fmt: skip
 WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
@@ -49,7 +52,7 @@ WITHOUT_LOGITS = (
     "False or None where logits are in memory: the loss needs the head's hidden states, which a hook on the head, a "
     "second loss of the logits, FSDP1 around the head or fused_linear_cross_entropy=False of the patch keep from it"
 )
-BY_PRODUCTS = ("token_accuracy", "predicted_tokens")
+BY_PRODUCTS = ("token_accuracy", "predicted_tokens", "entropy")
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("loss_weights", "weight"), (None,)),
     "return_z_loss": (False, None),
@@ -97,7 +100,8 @@ def causal_lm_loss(
         ValueError: an option that no op supports, or labels that do not fit an option.
     """
     refuse_unserved(kwargs)
-    kwargs.pop(SERVED, []).append(True)
+    served = kwargs.pop(SERVED, [])
+    served.append({})
     targets, token_weights = shift_labels, kwargs.get("token_weights")
     if token_weights is not None:
         formula.check_token_weights(token_weights, (labels if targets is None else targets).shape)
@@ -117,10 +121,10 @@ def causal_lm_loss(
         options["token_weights"] = token_weights.reshape(-1).to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
     if not _op_divides_by(divisor):
-        total = _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head)
+        total = _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head, served[-1])
         # without a label that counts the gradients are 0, and the infinite one of a division by 0 would make them NaN
         return torch.where((targets != ignore_index).any(), total, total.detach()) / divisor
-    loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head)
+    loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head, served[-1])
     if divisor is not None and not torch.is_tensor(divisor):
         return loss
     counts = (targets != ignore_index).any()
@@ -149,8 +153,12 @@ def _is_given(option):
     return option is not None and option is not False
 
 
-def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
-    """Compute the loss of rows, and store its by-products with uncomputed logits."""
+def _cross_entropy(logits, targets, vocab_size, options, fuses_head, by_products):
+    """Compute the loss of rows, and store its other results.
+
+    Args:
+        by_products: dict for those of logits in memory; uncomputed logits have one of their own.
+    """
 
     def fused(x, weight, bias, scale, softcap, group):
         return fused_linear_cross_entropy(
@@ -164,17 +172,17 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head):
     output = logits.fuse(fused, ordinary, casts) if fuses_head else ordinary(_computed(logits))
     if torch.is_tensor(output):
         return output
-    if isinstance(logits, UNCOMPUTED):
-        for name in BY_PRODUCTS:
-            value = getattr(CrossEntropyOutput(*output), name)
-            if value is not None:
-                logits.by_products[name] = value
+    stored = logits.by_products if isinstance(logits, UNCOMPUTED) else by_products
+    for name in BY_PRODUCTS:
+        value = getattr(CrossEntropyOutput(*output), name)
+        if value is not None:
+            stored[name] = value
     return output[0]
 
 
 def _unfused_cross_entropy(
     logits, targets, ce_weight=None, use_token_scaling=False, accum_dtype=None, chunk_memory=1, counted_rows=None,
-    token_weights=None, invariant=False, logits_dtype=None, **options,
+    token_weights=None, invariant=False, logits_dtype=None, return_entropy=False, **options,
 ):  # fmt: skip
     """Compute `fused_linear_cross_entropy`'s loss from logits in memory."""
     for name, value in (("invariant", invariant), ("logits_dtype", logits_dtype)):
@@ -183,6 +191,15 @@ def _unfused_cross_entropy(
     fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
     formula.check_counted_rows(counted_rows, targets, options["ignore_index"])
+    if return_entropy:
+        ignored = options["ignore_index"]
+        output = _unfused_cross_entropy(
+            logits, targets, ce_weight, use_token_scaling, token_weights=token_weights, **options
+        )
+        with torch.no_grad():
+            rows = selective_log_softmax(logits, targets, ignore_index=ignored, return_entropy=True).entropy
+        by_name = {"loss": output} if torch.is_tensor(output) else output._asdict()
+        return CrossEntropyOutput(**by_name | {"entropy": formula.mean_over_labels(rows, targets != ignored)})
     if not use_token_scaling and token_weights is None:
         return cross_entropy(logits, targets, ce_weight, **options)
     call = cross_entropy.arguments(logits, targets, ce_weight, **options)
@@ -244,7 +261,7 @@ class CausalLMMatch(ModelMatch):
                 outputs = original.forward(self, *args, **kwargs)
             check(served, ", ".join(asked), "a value", UNSERVED)
             if not lazily:
-                return outputs
+                return _with_by_products(outputs, served[0] if asked and len(served) == 1 else {})
             return _finish(outputs, skips, is_replica(self))
 
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
@@ -316,15 +333,18 @@ def _finish(outputs, skips, in_replica):
         outgoing = UnreadableLogits() if isinstance(lazy, TracedLogits) else lazy
     if is_tuple:
         outputs = tuple(outgoing if value is lazy else value for value in outputs)
-        return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
-    if in_replica and skips:
+    elif in_replica and skips:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy is not None:
         outputs.logits = outgoing
-    return _with_by_products(outputs, extras) if extras else outputs
+    return _with_by_products(outputs, extras)
 
 
 def _with_by_products(outputs, extras):
+    if isinstance(outputs, tuple):
+        return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
+    if not extras:
+        return outputs
     if torch.compiler.is_compiling():  # Dynamo cannot trace the creation of a class
         for name, value in extras.items():
             setattr(outputs, name, value)

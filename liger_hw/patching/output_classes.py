@@ -1,8 +1,8 @@
 """Define output classes of language models that also hold by-products of the fused loss.
 
-`Liger<Name>` exists for any output class `<Name>` of transformers. It adds two fields: `token_accuracy` (the share of
-labels that equal the likeliest token, fp32 scalar) and `predicted_tokens` (int64, one per label, -1 where the label is
-ignored).
+`Liger<Name>` exists for any output class `<Name>` of transformers. It adds three fields: `token_accuracy` (the share of
+labels that equal the likeliest token, fp32 scalar), `predicted_tokens` (int64, one per label, -1 where the label is
+ignored) and `entropy` (the mean entropy of labels' distributions in nats, fp32 scalar).
 """
 
 import dataclasses
@@ -15,12 +15,21 @@ from transformers import modeling_outputs, models
 
 @functools.cache
 def with_by_products(output_class):
-    """Return the subclass of `output_class` with the two fields."""
+    """Return the subclass of `output_class` with the three fields."""
     name = f"Liger{output_class.__name__}"
-    fields = [(field, object, dataclasses.field(default=None)) for field in ("token_accuracy", "predicted_tokens")]
+    names = "token_accuracy", "predicted_tokens", "entropy"
+    fields = [(field, object, dataclasses.field(default=None)) for field in names]
     subclass = dataclasses.make_dataclass(name, fields, bases=(output_class,), namespace={"__module__": __name__})
-    subclass.__doc__ = f"`{output_class.__name__}` with `token_accuracy` and `predicted_tokens`."
+    subclass.__doc__ = f"`{output_class.__name__}` with `token_accuracy`, `predicted_tokens` and `entropy`."
     return subclass
+
+
+def without_by_products(outputs):
+    """Return a model's outputs as an instance of the class of transformers."""
+    if type(outputs).__module__ != __name__:
+        return outputs
+    names = {field.name for field in dataclasses.fields(type(outputs).__base__)}
+    return type(outputs).__base__(**{name: value for name, value in outputs.items() if name in names})
 
 
 def __getattr__(name):

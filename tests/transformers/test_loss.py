@@ -183,17 +183,19 @@ def test_options_of_the_ops_pass_through_the_model(fused):
     plain, patched = tiny.pair()
     inputs, skip = tiny.tokens(), None if fused else False
     options = {"label_smoothing": 0.2, "return_token_accuracy": True, "return_predicted_tokens": True}
-    options["lse_square_scale"] = 0.01
+    options |= {"lse_square_scale": 0.01, "return_entropy": True}
     found = tiny.call(patched, **inputs, **options, skip_logits=skip)
     logits = plain(**inputs).logits[:, :-1].flatten(0, 1)
     targets = inputs["labels"][:, 1:].flatten()
     expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.2)
     expected = expected + 0.01 * logits.logsumexp(-1).square()[targets != -100].mean()
     torch.testing.assert_close(found.loss, expected)
-    if fused:
-        right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
-        torch.testing.assert_close(found.token_accuracy, right)
-        assert found.predicted_tokens.shape == (34,)
+    right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
+    torch.testing.assert_close(found.token_accuracy, right)
+    entropy = torch.distributions.Categorical(logits=logits[targets != -100]).entropy().mean()
+    torch.testing.assert_close(found.entropy, entropy)
+    assert found.predicted_tokens.shape == (34,)
+    assert tiny.call(patched, **inputs, **options, skip_logits=skip, return_dict=False)[-1] == found.entropy
 
 
 COUNTED = int((tiny.tokens()["labels"][:, 1:] != -100).sum())

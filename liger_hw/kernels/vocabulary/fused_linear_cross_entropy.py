@@ -51,6 +51,8 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import (
     shard_rows,
     weighted,
 )
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, selected_rows
 from liger_hw.kernels.vocabulary.sharded_head import (
     all_columns,
     check_invariant,
@@ -71,6 +73,7 @@ def fused_linear_cross_entropy(
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None, logits_dtype: torch.dtype | None = None,
     invariant: bool = False, counted_rows: int | None = None, token_weights: torch.Tensor | None = None,
+    return_entropy: bool = False,
 ):  # fmt: skip
     """Compute `cross_entropy(F.linear(x, weight, bias), target)`, in memory for a chunk of the logits.
 
@@ -108,6 +111,8 @@ def fused_linear_cross_entropy(
             on a CPU, and elsewhere loss and gradients are NaN. None: products of all rows.
         token_weights: (N,) numbers that multiply each row's loss, z-loss included; constants. A mean's divisor stays
             the number of rows. The weights of ignored rows may be any. None: 1.
+        return_entropy: also return the entropy of the distribution after `softcap` and `logit_scale`. It reads a
+            chunk's logits once more.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), () or for "none" (N,); a `CrossEntropyOutput` if any `return_*` is set.
@@ -128,7 +133,12 @@ def fused_linear_cross_entropy(
     (x, weight, bias), formula, token_weights = _prepare(call)
     logits = all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
     loss, z_loss, predicted = row_losses(logits, Targets.of(call, ce_weight, reduction), formula)
-    return output_of(call, *weighted(token_weights, loss, z_loss), predicted)
+    entropy = selected_rows(logits.detach(), target, _scaling_of(formula))[1] if return_entropy else None
+    return output_of(call, *weighted(token_weights, loss, z_loss), predicted, entropy)
+
+
+def _scaling_of(formula):
+    return Scaling(formula.ignore_index, formula.softcap, formula.logit_scale, 1.0)
 
 
 def _prepare(call):
@@ -154,11 +164,12 @@ def _(x, weight, *options, **named):
     return Cost(inputs, 2 * inputs, product, 2 * product)
 
 
-def _empty_rows(x, predict):
-    """Return memory for each row's loss, z-loss, partition (see `forward_rows`) and predicted token."""
+def _empty_rows(x, predict, entropy_needed):
+    """Return memory for each row's loss, z-loss, partition (see `forward_rows`), predicted token and entropy."""
     loss = x.new_empty(x.shape[0], dtype=wide_dtype(x))
     predicted = loss.new_empty(loss.shape if predict else 0, dtype=torch.int64)
-    return loss, torch.empty_like(loss), loss.new_empty(x.shape[0], 2), predicted
+    entropy = loss.new_empty(loss.shape if entropy_needed else 0)
+    return loss, torch.empty_like(loss), loss.new_empty(x.shape[0], 2), predicted, entropy
 
 
 def _rows(plan):
@@ -168,22 +179,25 @@ def _rows(plan):
     return kernels if plan.with_kernels else by_autograd
 
 
-def _fake_forward(x, weight, bias, predict, needed):
-    return *_empty_rows(x, predict), *empty_gradients(x, weight, bias, needed, True)
+def _fake_forward(x, weight, bias, predict, entropy_needed, needed):
+    return *_empty_rows(x, predict, entropy_needed), *empty_gradients(x, weight, bias, needed, True)
 
 
-@raw(_fake_forward, returns="loss z_loss partition predicted x_gradient weight_gradient bias_gradient")
+@raw(_fake_forward, returns="loss z_loss partition predicted entropy x_gradient weight_gradient bias_gradient")
 def _fused_linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, formula: Formula, plan: Plan,
-    predict: bool, token_weights: torch.Tensor | None, needed: Sequence[bool],
+    predict: bool, entropy_needed: bool, token_weights: torch.Tensor | None, needed: Sequence[bool],
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     """Compute each row's losses, and the `needed` gradients of their sum."""
-    loss, z_loss, partition, predicted = _empty_rows(x, predict)
+    loss, z_loss, partition, predicted, entropy = _empty_rows(x, predict, entropy_needed)
 
     def step(part, logits, gradients):
         part_targets = targets._replace(target=targets.target[part])
+        if entropy_needed:  # the cross entropy, which overwrites the logits, writes the other results anew
+            rows = loss[part], entropy[part], z_loss[part], partition[part]
+            row_functions(plan).forward_rows(logits, part_targets.target, _scaling_of(formula), *rows)
         row_weights = None if token_weights is None else token_weights[part]
         if gradients.scales:
             largest = targets.largest_gradient(formula, plan.vocabulary or len(weight))
@@ -202,10 +216,10 @@ def _fused_linear_cross_entropy(
             loss[part] /= factor
             z_loss[part] /= factor
 
-    return loss, z_loss, partition, predicted, *ChunkedHead(x, weight, bias, plan).run(step, needed, True)
+    return loss, z_loss, partition, predicted, entropy, *ChunkedHead(x, weight, bias, plan).run(step, needed, True)
 
 
-@_fused_linear_cross_entropy.backward(empty_gradients_or_none, without_gradient="z_loss predicted")
+@_fused_linear_cross_entropy.backward(empty_gradients_or_none, without_gradient="z_loss predicted entropy")
 def _fused_linear_cross_entropy_backward(
     x, weight, bias, targets, partition, dloss, formula, plan, *, x_grad, weight_grad, bias_grad
 ):  # fmt: skip
@@ -221,17 +235,17 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
     """Autograd function of the rows' summed loss, with gradients computed in the forward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, formula, plan, predict, token_weights, needs_grad):
-        loss, z_loss, _, predicted, *gradients = _fused_linear_cross_entropy(
-            x, weight, bias, targets, formula, plan, predict, token_weights, needs_grad
+    def forward(ctx, x, weight, bias, targets, formula, plan, predict, entropy_needed, token_weights, needs_grad):
+        loss, z_loss, _, predicted, entropy, *gradients = _fused_linear_cross_entropy(
+            x, weight, bias, targets, formula, plan, predict, entropy_needed, token_weights, needs_grad
         )
         again = "call it again, or use reduction='none' and reduce its result (of a model: pass skip_logits=False)"
         FusedLinearCrossEntropySumFunction.keep(
             ctx, gradients, "fused_linear_cross_entropy", (x.dtype, weight.dtype, weight.dtype), plan.with_kernels,
             again=again,
         )  # fmt: skip
-        ctx.mark_non_differentiable(z_loss, predicted)
-        return loss.sum(), z_loss, predicted
+        ctx.mark_non_differentiable(z_loss, predicted, entropy)
+        return loss.sum(), z_loss, predicted, entropy
 
 
 def _by_counted_rows(with_kernels, call):
@@ -248,11 +262,11 @@ def _by_counted_rows(with_kernels, call):
     def by_row(value, fill=0):
         return placed(value, order, rows, fill) if value is not None and value.ndim else value
 
-    loss, z_loss, accuracy, predicted = (output, None, None, None) if torch.is_tensor(output) else output
+    loss, *others = (output,) if torch.is_tensor(output) else output
     loss = by_row(loss) * factor.to(loss.dtype)
-    if torch.is_tensor(output):
+    if not others:
         return loss
-    return CrossEntropyOutput(loss, by_row(z_loss), by_row(accuracy), by_row(predicted, -1))
+    return CrossEntropyOutput(loss, *(by_row(value, fill) for value, fill in zip(others, (0, 0, -1, 0))))
 
 
 def _by_chunks(with_kernels, call):
@@ -266,12 +280,14 @@ def _by_chunks(with_kernels, call):
     dtype, invariant = call.logits_dtype, call.invariant
     plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=dtype, invariant=invariant)
     predict = call.return_predicted_tokens or call.return_token_accuracy
-    arguments = x, weight, bias, targets, formula, plan, predict
+    arguments = x, weight, bias, targets, formula, plan, predict, call.return_entropy
     if call.reduction == "none":
-        loss, z_loss, predicted = _fused_linear_cross_entropy.apply(*arguments, None, (False, False, False))
-        return output_of(call, *weighted(token_weights, loss, z_loss), predicted)
-    needed = needed_gradients(x, weight, bias)
-    return output_of(call, *FusedLinearCrossEntropySumFunction.apply(*arguments, token_weights, needed))
+        *losses, predicted, entropy = _fused_linear_cross_entropy.apply(*arguments, None, (False, False, False))
+        losses = weighted(token_weights, *losses)
+    else:
+        needed = needed_gradients(x, weight, bias)
+        *losses, predicted, entropy = FusedLinearCrossEntropySumFunction.apply(*arguments, token_weights, needed)
+    return output_of(call, *losses, predicted, entropy if call.return_entropy else None)
 
 
 fused_linear_cross_entropy.register("triton", bound=True)(functools.partial(_by_chunks, True))

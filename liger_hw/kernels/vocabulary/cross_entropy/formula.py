@@ -32,6 +32,7 @@ class CrossEntropyOutput(NamedTuple):
         token_accuracy: share of the rows not ignored whose largest logit is the target's; by row under "none".
         predicted_tokens: (N,) int64, the column of each row's largest logit, -1 where the row is ignored. Of a row
             with NaN, whose loss is NaN, any column.
+        entropy: mean entropy in nats of the rows not ignored, without a gradient; by row under "none".
 
     Examples:
         >>> logits, labels = torch.rand(3, 10), torch.tensor([1, 2, 3])
@@ -43,6 +44,7 @@ class CrossEntropyOutput(NamedTuple):
     z_loss: torch.Tensor | None = None
     token_accuracy: torch.Tensor | None = None
     predicted_tokens: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
 
 class Formula(NamedTuple):
@@ -225,31 +227,45 @@ def shard_rows(call, rows_name, weight_name, **rule):
     The divisor of a mean is that of all ranks. Rows stay whole where a rank's mean of them cannot be added to others'.
     """
     weighted_mean = call.reduction == "mean" and call.num_items is None and getattr(call, weight_name) is not None
-    n = "N" if weighted_mean or call.return_token_accuracy and call.reduction != "none" else "n"
+    means = call.return_token_accuracy or getattr(call, "return_entropy", False)
+    n = "N" if weighted_mean or means and call.reduction != "none" else "n"
     if call.reduction == "mean" and is_dtensor(call.target) and call.num_items is None and not weighted_mean:
         call = call._replace(num_items=(call.target != call.ignore_index).sum().full_tensor().clamp(min=1))
     row_dims = n if call.reduction == "none" else ""
-    rule |= {"target": n, weight_name: "V", "returns": (row_dims, row_dims, row_dims, n)}
+    rule |= {"target": n, weight_name: "V", "returns": (row_dims, row_dims, row_dims, n, row_dims)}
     return call, {rows_name: f"{n} {'V' if rows_name == 'logits' else 'H'}"} | rule
 
 
-def output_of(call, loss, z_loss, predicted):
-    """Return a call's loss, or a CrossEntropyOutput; `loss` may hold rows or a total."""
+def mean_over_labels(rows, counted):
+    """Return the mean of the rows that count; the others are 0."""
+    return rows.sum() / counted.sum().clamp(min=1)
+
+
+def output_of(call, loss, z_loss, predicted, entropy=None):
+    """Return a call's loss, or a CrossEntropyOutput; `loss` may hold rows or a total.
+
+    Args:
+        entropy: (N,), 0 where the row is ignored, or None where the call asks for none.
+    """
     by_row = call.reduction == "none"
     if not by_row and loss.ndim:
         loss = loss.sum()
-    if not (call.return_z_loss or call.return_token_accuracy or call.return_predicted_tokens):
+    asked = call.return_z_loss, call.return_token_accuracy, call.return_predicted_tokens, entropy is not None
+    if not any(asked):
         return loss
-    accuracy = None
+    counted, accuracy = call.target != call.ignore_index, None
+
+    def reduced(rows):
+        return rows if by_row or rows is None else mean_over_labels(rows, counted)
+
     if call.return_token_accuracy:
-        counted = call.target != call.ignore_index
-        accuracy = ((predicted == call.target) & counted).float()
-        accuracy = accuracy if by_row else accuracy.sum() / counted.sum().clamp(min=1)
+        accuracy = reduced(((predicted == call.target) & counted).float())
     if call.return_z_loss and not by_row and z_loss.ndim:
         z_loss = z_loss.sum()
     return CrossEntropyOutput(
-        loss, z_loss if call.return_z_loss else None, accuracy, predicted if call.return_predicted_tokens else None
-    )
+        loss, z_loss if call.return_z_loss else None, accuracy, predicted if call.return_predicted_tokens else None,
+        reduced(entropy),
+    )  # fmt: skip
 
 
 def row_losses(logits, targets, formula, predict=True):
