@@ -7,6 +7,7 @@ _NAMES = {
     "liger_hw.stand_in.megatron": ("apply_liger_kernel_to_megatron",),
     "trainer_callback": ("LigerHwActivationsCallback", "LigerHwCallback"),
     "lightning_callback": ("LigerHwLightningCallback",),
+    "token_metrics": ("TokenMetrics",),
     "trl": ("accelerate_trl", "restore_trl"),
     "hub_kernels": ("register_hub_kernels", "unregister_hub_kernels"),
 }

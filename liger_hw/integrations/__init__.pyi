@@ -2,6 +2,7 @@
 from liger_hw.integrations.hub_kernels import register_hub_kernels as register_hub_kernels
 from liger_hw.integrations.hub_kernels import unregister_hub_kernels as unregister_hub_kernels
 from liger_hw.integrations.lightning_callback import LigerHwLightningCallback as LigerHwLightningCallback
+from liger_hw.integrations.token_metrics import TokenMetrics as TokenMetrics
 from liger_hw.integrations.trainer_callback import LigerHwActivationsCallback as LigerHwActivationsCallback
 from liger_hw.integrations.trainer_callback import LigerHwCallback as LigerHwCallback
 from liger_hw.integrations.trl import accelerate_trl as accelerate_trl
