@@ -118,7 +118,7 @@ class LossInForward(GradientsInForward):
     def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
         with without_saved_tensors_hooks():
             (value, *logged), gradients = compute(needs_grad)
-        LossInForward.keep(ctx, gradients, op, (x.dtype, weight.dtype, weight.dtype), with_kernels)
+        LossInForward.keep(ctx, gradients, op, (x.dtype, weight.dtype, weight.dtype), with_kernels, weight=weight)
         ctx.mark_non_differentiable(*logged)
         return value, *logged
 

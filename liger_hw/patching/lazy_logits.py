@@ -32,6 +32,7 @@ from liger_hw._torch import (
     written_arguments,
 )
 from liger_hw.dispatch import Function
+from liger_hw.kernels.vocabulary._in_forward import refuse_written, version_of
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
 from liger_hw.patching.record import (
     APPLY,
@@ -380,6 +381,8 @@ class HeadFunction(FunctionOfLazyLogits):
         ctx.call = HeadCall(forward, source, ctx.needs_input_grad[:3])
         ctx.set_materialize_grads(False)  # None stays None, as after F.linear
         ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
+        reads_weight = ctx.needs_input_grad[0] and source.autocast_dtype in (None, weight.dtype)  # else F.linear a copy
+        ctx.weight = version_of(weight if reads_weight else None)
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 
@@ -392,6 +395,7 @@ class HeadFunction(FunctionOfLazyLogits):
             ctx.call.kept = None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
+                refuse_written("the head", ctx.weight)
                 return *grad.cell.operand_gradients(), None
             grad = grad.cell.values
         _ = ctx.saved_tensors  # torch's error, if the graph was freed

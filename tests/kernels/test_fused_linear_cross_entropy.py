@@ -161,6 +161,20 @@ def test_backward_twice(plain, backend, device):
         assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(rows, (x, w))))
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_weight_written_before_the_backward(reduction, plain, backend, device):
+    x, w, y = case(device=device)
+    with use_backend("reference" if plain else backend):
+        losses = [fused_linear_cross_entropy(rows, w, y, reduction=reduction).sum() for rows in (x, x.detach())]
+        with torch.no_grad():
+            w.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[0].backward()
+        if reduction == "mean":  # "none" computes the logits again
+            losses[1].backward()  # as a linear layer, which reads the weight for the gradient of x alone
+
+
 def test_inputs_are_left(engine, device):
     x, w, y = case(device=device)
     before = x.detach().clone(), w.detach().clone()

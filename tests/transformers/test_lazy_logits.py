@@ -771,3 +771,24 @@ def test_a_copy_of_a_head_within_a_forward_is_not_armed():
     patched.model.norm.register_forward_hook(lambda *_: copies.append(copy.deepcopy(patched.lm_head)))
     assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
     assert type(copies[0](torch.ones(2, 3, 64))) is torch.Tensor
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_of_the_head_written_before_the_backward(autocast, frozen):
+    plain, patched, _ = _models()
+    errors = []
+    for model in (plain, patched):
+        model.model.requires_grad_(not frozen)
+        with torch.autocast("cpu", enabled=autocast):
+            loss = tiny.call(model, **tiny.tokens()).loss
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+    assert len(errors) == (0 if autocast or frozen else 2)
+    assert all("modified by an inplace operation" in error for error in errors)
+    if not errors:
+        torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=0.05, atol=2e-3)

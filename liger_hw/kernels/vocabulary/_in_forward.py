@@ -1,7 +1,10 @@
 """Autograd functions of scalar losses that compute their gradients in the forward, from the logits."""
 
+import weakref
+
 import torch
 
+from liger_hw._torch import version
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, raw
@@ -63,6 +66,24 @@ def _rounded(gradient, dloss, dtype):
     return torch.mul(gradient, dloss, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
+def version_of(weight):
+    """Return what `refuse_written` needs: a weak reference and the version, or None without a weight."""
+    return None if weight is None else (weakref.ref(weight), version(weight))
+
+
+def refuse_written(name, kept):
+    """Raise a RuntimeError if a head's weight was written to since `version_of`.
+
+    The gradients do not need it. But a linear layer, whose backward reads the weight, refuses such a program, too.
+    """
+    weight = None if kept is None else kept[0]()
+    if weight is not None and version(weight) != kept[1]:
+        raise RuntimeError(
+            f"the weight {tuple(weight.shape)} of {name} was modified by an inplace operation between its forward and "
+            "its backward: call backward before anything that writes to weights, such as optimizer.step()"
+        )
+
+
 class GradientsInForward(Function):
     """Base of functions that compute the gradients of a sum in the forward.
 
@@ -73,7 +94,7 @@ class GradientsInForward(Function):
     instead = f"{Function.instead} (of a model: pass skip_logits=False)"
 
     @staticmethod
-    def keep(ctx, gradients, op, dtypes, with_kernels=True, scale=None, again="call it again"):
+    def keep(ctx, gradients, op, dtypes, with_kernels=True, scale=None, again="call it again", weight=None):
         """Hold the gradients of the function's first arguments until the backward.
 
         Args:
@@ -82,11 +103,12 @@ class GradientsInForward(Function):
             dtypes: of the gradients that the backward returns. A gradient kept in a wider dtype (see `_fp16`) is
                 rounded to it after the multiplication.
             scale: (*gradients, incoming gradient) -> None, multiplies in place; None for contiguous gradients.
+            weight: of a head, for `refuse_written`.
         """
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*gradients)
         else:  # the backward must hold the only reference, or autograd copies the gradients
-            ctx.gradients = gradients
+            ctx.gradients, ctx.weight = gradients, version_of(weight if ctx.needs_input_grad[0] else None)
         ctx.op, ctx.dtypes, ctx.with_kernels, ctx.scale, ctx.again = op, dtypes, with_kernels, scale, again
 
     @staticmethod
@@ -100,6 +122,7 @@ class GradientsInForward(Function):
                 f"{ctx.again}"
             )
         else:
+            refuse_written(ctx.op, ctx.weight)
             gradients, ctx.gradients = list(ctx.gradients), None
             if any(gradient.dtype != dtype for gradient, dtype in zip(gradients, ctx.dtypes)):
                 for dtype in ctx.dtypes:  # frees each wide gradient before it rounds the next

@@ -242,7 +242,7 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
         again = "call it again, or use reduction='none' and reduce its result (of a model: pass skip_logits=False)"
         FusedLinearCrossEntropySumFunction.keep(
             ctx, gradients, "fused_linear_cross_entropy", (x.dtype, weight.dtype, weight.dtype), plan.with_kernels,
-            again=again,
+            again=again, weight=weight,
         )  # fmt: skip
         ctx.mark_non_differentiable(z_loss, predicted, entropy)
         return loss.sum(), z_loss, predicted, entropy
