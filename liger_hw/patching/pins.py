@@ -123,6 +123,8 @@ def attribute_pins(module, code, exempt=(), children=()):
     for head, *rest in code.chains:
         if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
             raise Incomparable(f"reads {'.'.join((head, *rest))}")
+    if compared := next((name for name in module._modules if (name,) in code.compared), None):
+        raise Incomparable(f"compares {compared} with another object")
     for *path, name in code.looked_up:
         if path and path[0] not in vars(module):
             raise Incomparable(f"looks up {name!r} of {'.'.join(path)} by name")

@@ -85,6 +85,7 @@ class Code:
         constants: numbers that they contain.
         registries: dictionaries among the globals, of which the code takes an entry by name: ACT2FN["silu"].
         chains: attributes that they read from their first argument: ("config", "limit") for self.config.limit.
+        compared: chains whose value they compare.
         looked_up: those that they read by getattr or hasattr, which may appear later.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
         reason: why a probe cannot show what the methods compute, or None.
@@ -97,6 +98,7 @@ class Code:
     constants: set = field(default_factory=set)
     registries: list = field(default_factory=list)
     chains: set = field(default_factory=set)
+    compared: set = field(default_factory=set)
     looked_up: set = field(default_factory=set)
     without_autocast: bool = False
     reason: str | None = None
@@ -285,11 +287,9 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain = None, []
     attribute = None
-    listed = [*dis.get_instructions(instructions), None]
-    for instruction, after in zip(listed, [*listed[1:], None]):
+    listed = [*(i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED), None]
+    for instruction, before, after in zip(listed, [None, *listed], [*listed[1:], None]):
         name, previous, attribute = instruction and instruction.opname, attribute, None
-        if name in SKIPPED:
-            continue
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
             code.attributes.add(attribute)
@@ -305,6 +305,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             continue
         if kind == "self":
             code.chains.update([tuple(chain)] if chain else ())
+            code.compared.update([tuple(chain)] if name in ("COMPARE_OP", "CONTAINS_OP") else ())
         elif kind:
             _read_chain(kind, chain, namespace, cells, code, waiting)
         kind, chain = None, []
@@ -320,6 +321,8 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             kind = "self"
         elif name == "BINARY_OP" and instruction.argrepr in OPERATORS:
             code.attributes.add(OPERATORS[instruction.argrepr])
+        elif name == "IS_OP" and before.opname != "LOAD_CONST":
+            code.refuse("compares objects by identity")  # also such that a program exchanges later
         elif name in STORES:
             code.refuse(f"writes the {STORES[name]} {argument!r}")
         elif name in ("STORE_DEREF", "DELETE_DEREF") and argument in cells:

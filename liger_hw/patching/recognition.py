@@ -19,7 +19,7 @@ from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
 from liger_hw.patching.probing import direct_parameters, positional_inputs
 from liger_hw.patching.projection import is_projection
-from liger_hw.patching.reading import read
+from liger_hw.patching.reading import is_known, read
 from liger_hw.patching.rotary import find_rotation, match_rotary
 from liger_hw.patching.sorted_experts import match_sorted_experts
 from liger_hw.patching.swapping import patched_class
@@ -106,6 +106,8 @@ def _with_pins(module, match, memory):
             child = memory.code(cls)
             if child.reason:
                 return Recognition(reason=f"the code of its {name} {child.reason}")
+            if ("training",) in child.chains and not is_known(cls):
+                return Recognition(reason=f"the code of its {name} reads training")
             if name not in exempt:
                 pinned += attribute_pins(module._modules[name], child, children=(name,))
     except Incomparable as error:

@@ -301,6 +301,7 @@ def _rows(case, dtype, shapes, constants):
         yield f"a row with {value}", (x, *rest)
     x, *rest = case(dtype, shapes[0])
     yield "rows of zeros", (torch.zeros_like(x), *rest)
+    yield "rows in a parameter", (torch.nn.Parameter(x), *rest)  # code may ask for the class of a tensor
 
 
 def _scaled(args, scale):

@@ -462,3 +462,15 @@ def test_an_attribute_that_hides_one_of_an_activations_class(name, value):
         for layer in model.model.layers:
             setattr(layer.mlp.act_fn, name, value)
     torch.testing.assert_close(patched(ids).logits, plain(ids).logits)
+
+
+class InTraining(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.silu(x) if self.training else torch.nn.functional.silu(x) * 1.0
+
+
+def test_an_activation_that_reads_its_own_mode_is_left_alone():
+    model = tiny.model("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = InTraining()
+    assert "the code of its act_fn reads training" in str(liger_hw.patch(model))

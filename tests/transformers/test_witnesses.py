@@ -228,6 +228,11 @@ STATE = {  # an expression in a forward -> words of the reason
     "len(vars(self).get('factors', 'x'))": "calls vars()",
     "len(self.down_proj._buffers) + 1": "reads _buffers",
     "1 + len(self._forward_hooks)": "reads _forward_hooks",
+    "2.0 if self.gate_proj is self.up_proj else 1.0": "compares objects by identity",
+    "2.0 if self.gate_proj.weight is self.up_proj.weight else 1.0": "compares objects by identity",
+    "2.0 if self.gate_proj == self.up_proj else 1.0": "compares up_proj with another object",
+    "2.0 if isinstance(x, nn.Parameter) else 1.0": "rows in a parameter",
+    "2.0 if type(x) is nn.Parameter else 1.0": "rows in a parameter",
 }
 
 
