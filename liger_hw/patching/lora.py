@@ -260,15 +260,19 @@ def served(lora, x):
     """Return the arguments with which `lora_linear` computes the layer for `x`, or None."""
     if lora.disable_adapters or lora.merged or type(x) not in PLAIN or x.device.type == "meta" or transforms_active():
         return None
+    if x.dtype not in KERNEL_DTYPES or x.ndim < 2:
+        return None
     parts = lora._modules  # an attribute of a module costs 0.5 us
     adapters = [_adapter(lora, name) for name in lora.active_adapters if name in parts["lora_A"]._modules]
     if not adapters or None in adapters or not getattr(lora, "cast_input_dtype_enabled", True):
         return None
     base, first = parts["base_layer"], adapters[0]
+    if first.dropout and not x.is_contiguous():
+        return None  # whose mask torch draws in another order
     if type(base) is torch.nn.Linear:
-        weight, bias = base._parameters.values()
-        fits = is_plain_linear(base) and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type))
-        device = weight.device
+        weight, bias = _weight_and_bias(base)
+        fits = weight is not None and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type))
+        device = weight is not None and weight.device
     elif not type(lora).liger_match.bypassed:
         return None  # a plain layer when it was matched, changed since
     else:
@@ -279,14 +283,26 @@ def served(lora, x):
     return _joined(weight, bias, adapters)
 
 
+def _weight_and_bias(linear):
+    """Return the parameters of a plain linear layer; (None, None) for another one.
+
+    Replicas of DataParallel, pruned and reparametrized layers hold theirs elsewhere.
+    """
+    parameters = linear._parameters
+    if tuple(parameters) == ("weight", "bias") and parameters["weight"] is not None and is_plain_linear(linear):
+        return parameters["weight"], parameters["bias"]
+    return None, None
+
+
 def _adapter(lora, name):
     """Return the `Adapted` of one adapter without its layer, None where PEFT must compute."""
     layer_a, layer_b, dropout = (lora._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
     rate, scaling = _rate(dropout), lora.scaling[name]
-    if rate is None or not isinstance(scaling, (int, float)) or not all(map(is_plain_linear, (layer_a, layer_b))):
+    (lora_a, bias_a), (lora_b, bias) = map(_weight_and_bias, (layer_a, layer_b))
+    if rate is None or not isinstance(scaling, (int, float)) or lora_a is None or lora_b is None:
         return None
-    (lora_a, bias_a), (lora_b, bias) = (layer._parameters.values() for layer in (layer_a, layer_b))
-    adapter = None if bias_a is not None else Adapted(None, bias, lora_a, lora_b, scaling, rate)
+    fits = bias_a is None and lora_a.dtype in KERNEL_DTYPES
+    adapter = Adapted(None, bias, lora_a, lora_b, scaling, rate) if fits else None
     return _with_magnitudes(lora, name, adapter) if variant(lora, name) else adapter
 
 

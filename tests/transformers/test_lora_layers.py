@@ -277,3 +277,59 @@ def test_gate_and_up(state, way, backend, device, monkeypatch):
     assert len(calls) == is_shared * (2 if way == "recomputed" else 1) and len(found) == len(expected) >= 2
     for a, b in zip(found, expected):
         assert a is b is None or (a - b).abs().max() <= 0.01 * b.abs().max()
+
+
+def registered_again(linear):
+    weight = linear.weight
+    del linear.weight
+    linear.register_parameter("weight", weight)
+
+
+def generated(linear):
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.weight = weight  # as a hypernetwork sets it
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_B"])
+@pytest.mark.parametrize("change", [torch.nn.utils.weight_norm, registered_again, generated])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_layers_with_their_weight_elsewhere(change, part):
+    plain, patched = pair()
+    for wrapped in (plain, patched):
+        holder = getattr(layer_of(wrapped), part)
+        change(holder if part == "base_layer" else holder["default"])
+    for a, b in zip(step(plain, torch.float32), step(patched, torch.float32), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_replicas_of_data_parallel():
+    plain, patched = pair()
+    results = []
+    for wrapped in (plain, patched):
+        replica = layer_of(wrapped)._replicate_for_data_parallel()
+        replica._modules = dict(replica._modules)
+        base = replica._modules["base_layer"] = layer_of(wrapped).base_layer._replicate_for_data_parallel()
+        for name, parameter in layer_of(wrapped).base_layer._parameters.items():
+            setattr(base, name, parameter * 1)  # a copy with a graph, as `torch.nn.parallel.replicate` sets it
+        results.append(step(wrapped, torch.float32, module=replica))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_dropout_of_rows_that_are_not_contiguous(backend, device):
+    plain, patched = (m.to(device) for m in pair(lora_dropout=0.3))
+
+    def call(module, x):
+        torch.manual_seed(6)
+        return module(x.transpose(0, 1))
+
+    with liger_hw.use_backend(backend):
+        for a, b in zip(step(plain, torch.float32, call), step(patched, torch.float32, call), strict=True):
+            torch.testing.assert_close(b, a)
+
+
+def test_dora_of_one_row():
+    plain, patched = pair(use_dora=True)
+    x = torch.randn(COLS)
+    torch.testing.assert_close(layer_of(patched)(x), layer_of(plain)(x))
