@@ -209,7 +209,10 @@ def test_the_parts_make_the_total(capsys):
     assert f"total                  {found['total_bytes'] / GIB:.2f} of 80.0" in text
     shown = [float(amount) for amount in re.findall(r"^[a-z][a-z ]+  +([\d.]+)$", text, re.MULTILINE)]
     assert sum(shown) == pytest.approx(found["total_bytes"] / GIB, abs=0.05)
-    assert cli.main(["plan", *arguments, "--gpu-memory", "20"]) == 1 and "does not fit" in capsys.readouterr().out
+    for words, hint in (arguments, "\n--recipe"), (arguments[:-1], "\nTry --checkpointing. --recipe"):
+        assert cli.main(["plan", *words, "--gpu-memory", "20"]) == 1
+        shown = capsys.readouterr().out
+        assert "does not fit" in shown and hint in shown
 
 
 def test_a_config_of_transformers(tmp_path, capsys):

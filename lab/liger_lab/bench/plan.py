@@ -495,6 +495,7 @@ def report(run: PlannedRun, memory: float, nvlink: float, network: float, tflops
 WITHOUT_LORA = (
     "This is full fine-tuning. LoRA takes less, and is not planned: measure it by `liger-hw bench train MODEL --lora`."
 )
+SMALLER = "--recipe, with a number of GPUs, lists the steps that save memory, and the first that fits."
 
 
 def show(planned: dict) -> str:
@@ -517,6 +518,8 @@ def show(planned: dict) -> str:
         if planned["sent_bytes"][name]:
             sent = planned["sent_bytes"][name] / 1e9
             lines.append(f"{label}: {sent:,.1f} GB sent a step, {times[name] * 1e3:,.1f} ms without overlap")
+    if not planned["fits"]:
+        lines.append(SMALLER if run["checkpointing"] else f"Try --checkpointing. {SMALLER}")
     return "\n".join([*lines, *([WITHOUT_LORA] if run["gpus"] == 1 else [])])
 
 
