@@ -1,5 +1,6 @@
 """`liger-hw bench distributed`: processes over gloo, what ends them, and the table."""
 
+import dataclasses
 import json
 import math
 import os
@@ -109,6 +110,22 @@ def test_a_sharded_model_is_the_model(provider, process_group):
     whole.load_state_dict(weights)
     ids = torch.randint(1000, (2, 24))
     torch.testing.assert_close(trained.step(ids), whole(input_ids=ids, labels=ids).loss.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
+def test_a_tied_head_stays_tied(engine, process_group, monkeypatch):
+    if engine == "zero2":
+        pytest.importorskip("deepspeed")
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(name, value)
+    model = training.SETTINGS["tiny"].model
+    tied = dataclasses.replace(model, config=model.config | {"tie_word_embeddings": True})
+    monkeypatch.setitem(training.SETTINGS, "tiny", training.Setting(tied, (16,)))
+    trained = sharded.ENGINES[engine]([CELLS[0] | {"engine": engine}], CPU)
+    losses = [trained.step(trained.batch(CELLS[0], CPU)).item() for _ in range(2)]
+    assert losses[0] == losses[1]  # the rate is 0
+    llama = getattr(trained.model, "module", trained.model)
+    assert llama.lm_head.weight is llama.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("provider", ["eager", "liger_hw"])

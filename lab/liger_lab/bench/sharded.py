@@ -97,7 +97,9 @@ def _model(cells):
 
 def _model_on_meta(cells):
     with _parameters_on_meta():
-        return _model(cells)
+        model = _model(cells)
+    model.tie_weights()  # each registration within the block made another parameter
+    return model
 
 
 def _on_device(model, device):
@@ -182,6 +184,8 @@ class FSDP2:
                 fully_shard(layer, **options)
         fully_shard(root, **options)
         _on_device(root, device)
+        for model in (trained, reference) if reference else (trained,):
+            model.tie_weights()
         with torch.no_grad():
             shards = ((name, p.to_local(), p.ndim) for name, p in trained.named_parameters())
             _initialise(shards, trained.config, device)
@@ -227,6 +231,7 @@ class ZeRO:
             shards = [(name, p.ds_tensor, len(p.ds_shape)) for name, p in model.named_parameters()]
         else:
             model = _on_device(_model_on_meta(cells).to(dtype), device)
+            model.tie_weights()
             shards = [(name, p, p.ndim) for name, p in model.named_parameters()]
         with torch.no_grad():
             _initialise(shards, model.config, device)
