@@ -16,14 +16,17 @@ Resident bytes for each parameter of P, as (parameters + gradients + AdamW's two
     zero2  2 + (2 + 12) / s,  zero3  (2 + 2 + 12) / s                "model states" of ZeRO, arXiv:1910.02054, section 3
 
 AdamW's states of bitsandbytes in 8 bits, with ddp, take 2 + 2 x 4 / 256 bytes (a byte each, and an fp32 scale for 256
-of them) instead of 4. --offload optimizer moves the states, DeepSpeed's fp32 copy and the gradients of zero2 and zero3
-to the host; --offload parameters also the weights of zero3. No peak of these two has been measured.
+of them) instead of 4. GaLore's, with ddp, of a layer's matrix of m x n take 4 r max(m, n) and its projection
+2 r min(m, n), r = 128; of the rest 4 as AdamW's. --offload optimizer moves the states, DeepSpeed's fp32 copy and the
+gradients of zero2 and zero3 to the host; --offload parameters also the weights of zero3, which no peak was measured of.
 
 Buffers of the engine, in bytes (b = 2: bf16; r = 4 for mixed, 2 for bf16):
 
     fsdp2  b R from the forward to the end of the backward, b A of the layer in work, b A of the prefetched layer, and
            r A of the last reduce-scatter's input (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
-    zero2  two buckets of 5e8 elements (reduce_bucket_size with overlap_comm)
+    zero2  two buckets of 5e8 elements (reduce_bucket_size with overlap_comm) in the backward; in the optimizer instead
+           the shard's gradients flat, 2 / s, and in fp32, 4 / s
+    galore the square root and the update of the embedding, 4 V H, in the optimizer; the SVD's memory is in RESERVE
     zero3  one such bucket, and from 2 GPUs 1e9 live parameters (stage3_max_live_parameters); the gradients' shards are
            there in the whole step. The numbers are DeepSpeed's defaults, and not above P. Offloaded parameters are
            live on one GPU, too
@@ -93,7 +96,8 @@ BUCKET, LIVE = 5 * 10**8, 10**9  # elements: DeepSpeed's defaults
 ENGINES = ("fsdp2", "zero2", "zero3", "ddp")
 PROVIDERS = (OURS, EAGER)
 OUTSIDE = ("activations", "objective", "lora", "qlora", "precision")  # options that no formula covers
-OPTIMIZERS = ("adamw", "adamw8bit")
+OPTIMIZERS = ("adamw", "adamw8bit", "galore")
+RANK = 128  # of GaLore, as in `training.OPTIMIZERS`
 OFFLOADS = ("optimizer", "parameters")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 STEP = 256  # the longest sequence is a multiple of it
@@ -280,7 +284,7 @@ def make_run(
         check(dtype == only, "--dtype", f"{dtype} with {engine}", f"{only}: {why}")
     check_known("provider", provider, PROVIDERS)
     check_known("optimizer", optimizer, OPTIMIZERS)
-    check(engine == "ddp" or optimizer == "adamw", "--optimizer", f"{optimizer} with {engine}", "adamw8bit with ddp")
+    check(engine == "ddp" or optimizer == "adamw", "--optimizer", f"{optimizer} with {engine}", f"{optimizer} with ddp")
     if offload is not None:
         check_known("offload", offload, OFFLOADS)
         allowed = ("zero2", "zero3") if offload == "optimizer" else ("zero3",)
@@ -312,8 +316,18 @@ def kept_bytes(run: PlannedRun) -> int:
 
 def state_bytes(run: PlannedRun) -> float:
     """Return the optimizer's bytes of one parameter, with DeepSpeed's fp32 copy."""
+    if run.optimizer == "galore":
+        return galore_bytes(run.sizes) / run.sizes.parameters()
     states = 2 + 2 * 4 / 256 if run.optimizer == "adamw8bit" else 2 * (4 if run.mixed else 2)
     return states + (4 if run.engine.startswith("zero") else 0)
+
+
+def galore_bytes(sizes: Sizes) -> int:
+    """Return the bytes of GaLore's states and projections of all parameters."""
+    widths = [sizes.query_width] * 2 + [sizes.key_width] * 2 + [sizes.intermediate] * 3  # q, o, k, v, gate, up, down
+    pairs = [sorted((width, sizes.hidden)) for width in widths]
+    others = sizes.parameters() - sizes.layers * sum(small * large for small, large in pairs)
+    return 4 * others + sizes.layers * sum(2 * RANK * small + 4 * RANK * large for small, large in pairs)
 
 
 def host_bytes(run: PlannedRun) -> float:
@@ -379,13 +393,16 @@ def moments(run: PlannedRun) -> dict[str, dict[str, float]]:
         layer_buffers = 0
         if fsdp:
             layer_buffers = 2 * layer * (2 if index else 1) + (wide * layer if after else 0)
-        gradients = resident.get("gradients", gradient * layer * after)
+        gradients = resident.get("gradients", gradient * layer * after) + head_gradient
         return resident | {
-            "gradients": gradients + (head_gradient if engine != "zero2" else 0),
+            "gradients": gradient * every if engine == "zero2" else gradients,
             "unsharded and buffers": buffers + layer_buffers, "kept activations": kept * (index + 1),
             "layer in the backward": in_work,
         }  # fmt: skip
 
+    step_buffers = 0 if fsdp or engine == "zero2" else buffers
+    if run.optimizer == "galore":
+        step_buffers += 4 * sizes.vocabulary * sizes.hidden
     prefetched = 2 * layer if fsdp and not ours else 0  # at the loss of eager the backward has begun
     last = sizes.layers - 1
     by_moment = {
@@ -396,7 +413,8 @@ def moments(run: PlannedRun) -> dict[str, dict[str, float]]:
         "backward of the last layer": at_layer(last), "backward of the second last layer": at_layer(max(last - 1, 0)),
         "backward of the first layer": at_layer(0),
         "optimizer": resident | {
-            "gradients": gradient * every, "unsharded and buffers": 0 if fsdp else buffers,
+            "gradients": gradient * every * (4 if engine == "zero2" else 1),  # flat and in fp32, too
+            "unsharded and buffers": step_buffers,
         },
     }  # fmt: skip
     if fsdp:  # the gradients of the root in bf16, its reduce-scatter's input and output, and the embedding's gradient
@@ -532,6 +550,7 @@ STEPS = (  # each step's name, and its options; the cheapest first
     ("ZeRO-3", {"parallel": "zero3", "checkpointing": True}),
     ("FSDP2, fp32 states", {"parallel": "fsdp2", "checkpointing": True}),
     ("FSDP2, all in bf16", {"parallel": "fsdp2", "checkpointing": True, "dtype": "bf16"}),
+    ("GaLore, DDP", {"parallel": "ddp", "checkpointing": True, "optimizer": "galore"}),
     ("8-bit optimizer, DDP", {"parallel": "ddp", "checkpointing": True, "optimizer": "adamw8bit"}),
     ("optimizer on the host", {"parallel": "zero3", "checkpointing": True, "offload": "optimizer"}),
     ("parameters, too", {"parallel": "zero3", "checkpointing": True, "offload": "parameters"}),

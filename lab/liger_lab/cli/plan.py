@@ -36,7 +36,7 @@ def add(commands) -> None:
     option("--dtype", metavar="POLICY", help="mixed: fp32 parameters, gradients and states, bf16 layers; bf16: all in "
            "bf16 (mixed; bf16 with ddp)")  # fmt: skip
     option("--optimizer", default="adamw", metavar="NAME",
-           help="adamw, or adamw8bit: bitsandbytes' states of 8 bits, with ddp (adamw)")  # fmt: skip
+           help="adamw; with ddp also adamw8bit, bitsandbytes' states of 8 bits, or galore, of rank 128")  # fmt: skip
     option("--offload", metavar="WHAT", help="what the host holds: optimizer, with zero2 or zero3; parameters, with "
            "zero3, and the optimizer")  # fmt: skip
     option("--recipe", action="store_true",
