@@ -30,9 +30,8 @@ from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.hooks import only_gathers
 from liger_hw.patching.lazy_logits import HeadFunction
-from liger_hw.patching.lora import variant
+from liger_hw.patching.lora import HELPERS, layer_pins, variant
 from liger_hw.patching.match import Match
-from liger_hw.patching.reading import Pin, read
 from liger_hw.patching.swapping import patched_class, swap
 from liger_hw.patching.traced_logits import TracedLogits
 
@@ -154,7 +153,7 @@ class LoraHeadMatch(Match):
     kind = "lora_head"
 
     def pins(self, original):
-        return [Pin(original, "forward", original.forward), *read(torch.nn.Linear).pins], set()
+        return layer_pins(original), set(HELPERS)
 
     def members(self, original, unchanged):
         def forward(self, x, *args, **kwargs):
@@ -199,7 +198,10 @@ def _is_one_product(lora, x):
 
 
 def _is_linear(module):
-    return type(module) is torch.nn.Linear or getattr(module, "liger_is_head", False)
+    """Tell whether a module computes as a linear layer, plain or patched."""
+    cls = type(module)
+    patched = next((base for base in cls.__mro__ if "liger_is_head" in vars(base)), None)
+    return cls is torch.nn.Linear or patched is not None and cls.forward is patched.forward
 
 
 def match_head(head):

@@ -33,7 +33,10 @@ logger = logging.getLogger("liger_hw")
 LAYER = "peft.tuners.lora.layer"
 CLASSES = (LAYER, "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
 DORA = ("peft.tuners.lora.variants", "DoraLinearVariant"), ("peft.tuners.lora.dora", "DoraLinearLayer")
-READ = ("forward", "_check_forward_args", "_cast_input_dtype", "merged", "disable_adapters", "active_adapters")
+HELPERS = ("_check_forward_args", "_cast_input_dtype")
+READ = ("forward", "__call__", *HELPERS, "merged", "disable_adapters", "active_adapters")
+DORA_METHODS = ("get_weight_norm", "get_lora_weight")
+DORA_READS = ("transpose", "dequantize_module_weight", "ENABLE_DORA_CACHING")  # of its module
 NOT_A_LINEAR = "LoRA around {}, not a plain linear layer"
 NOT_QUANTISED = "LoRA around {} before its weight is quantised: patch again after that"
 PROBE_HIDDEN, PROBE_FEATURES, PROBE_RANK = 32, 24, 4
@@ -46,9 +49,8 @@ class LoraMatch(Match):
     kind = "lora"
 
     def pins(self, original):
-        pins = [Pin(original, name, getattr(original, name)) for name in READ]
-        pins += [Pin(cls, "forward", cls.forward) for cls in (*_dora_classes(), *dict(self.bypassed).values())]
-        return [*pins, *read(torch.nn.Linear).pins, *read(torch.nn.Dropout).pins], set()
+        pins = [Pin(cls, "forward", cls.forward) for cls in dict(self.bypassed).values()]
+        return pins + layer_pins(original) + _dora_pins(), set(HELPERS)
 
     def members(self, original, unchanged):
         def adapted(self, x):
@@ -65,6 +67,24 @@ class LoraMatch(Match):
             return lora_linear(x, *adapted[:-1]) if y is None else y
 
         return {"forward": forward, "liger_adapted": adapted}
+
+
+def layer_pins(original):
+    """Return `Pin`s of what a layer of PEFT runs."""
+    pins = [Pin(original, name, getattr(original, name)) for name in READ]
+    for cls in (torch.nn.Linear, torch.nn.Dropout, torch.nn.Identity):
+        pins += [*read(cls).pins, Pin(cls, "__call__", cls.__call__)]
+    return pins
+
+
+def _dora_pins():
+    if not (classes := _dora_classes()):
+        return []
+    variant_class, layer_class = classes
+    module = sys.modules[layer_class.__module__]
+    reads = [(variant_class, "forward"), *((layer_class, name) for name in ("forward", "__call__", *DORA_METHODS))]
+    reads += [(torch.linalg, "norm"), *((module, name) for name in DORA_READS)]
+    return [Pin(owner, name, getattr(owner, name)) for owner, name in reads if hasattr(owner, name)]
 
 
 class PeftConfig:
@@ -309,13 +329,15 @@ def _adapter(lora, name):
 def _with_magnitudes(lora, name, adapter):
     """Return the `Adapted` of DoRA; None with dropout, which the layer's weight also sees."""
     attribute = dict(type(lora).liger_match.names).get("magnitudes")
-    if attribute is None or variant(lora, name) != DORA[0][1] or adapter is None or adapter.bias is not None:
+    if attribute is None or adapter is None or adapter.bias is not None or adapter.dropout:
         return None
     layer = lora._modules[attribute]._modules.get(name)
-    if adapter.dropout or type(layer).__name__ != DORA[1][1]:
+    if [type(lora.lora_variant[name]), type(layer)] != _dora_classes():
         return None
     magnitudes = layer.weight
     if is_intercepted(layer) or not is_plain(magnitudes) or layer.fan_in_fan_out:
+        return None
+    if any(method in layer.__dict__ for method in DORA_METHODS):
         return None
     return adapter._replace(magnitudes=magnitudes) if magnitudes.device == adapter.lora_a.device else None
 

@@ -12,6 +12,7 @@ from liger_hw.patching import projection, swapping
 from liger_hw.testing.parity import compare
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
+dora, layer = (pytest.importorskip(f"peft.tuners.lora.{name}") for name in ("dora", "layer"))
 
 COLS, FEATURES = 40, 24
 BOTH = ["default", "second"]
@@ -333,3 +334,60 @@ def test_dora_of_one_row():
     plain, patched = pair(use_dora=True)
     x = torch.randn(COLS)
     torch.testing.assert_close(layer_of(patched)(x), layer_of(plain)(x))
+
+
+def doubled(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+class OtherNorms(dora.DoraLinearLayer):
+    def get_weight_norm(self, *args, **kwargs):
+        return super().get_weight_norm(*args, **kwargs) * 2
+
+
+OtherNorms.__name__ = "DoraLinearLayer"
+
+
+def set_class(wrapped):
+    layer_of(wrapped).lora_magnitude_vector["default"].__class__ = OtherNorms
+
+
+def set_norms(wrapped):
+    magnitudes = layer_of(wrapped).lora_magnitude_vector["default"]
+    magnitudes.get_weight_norm = doubled(magnitudes.get_weight_norm)
+
+
+def set_cast(wrapped):
+    layer_of(wrapped)._cast_input_dtype = lambda x, dtype: x * 2
+
+
+@pytest.mark.parametrize("change", [set_class, set_norms, set_cast])
+def test_code_replaced_on_a_layer(change):
+    plain, patched = pair(use_dora=True)
+    for wrapped in (plain, patched):
+        change(wrapped)
+    for a, b in zip(step(plain, torch.float32), step(patched, torch.float32), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+REPLACED = {
+    "cast": (layer.Linear, "_cast_input_dtype", lambda self, x, dtype: x * 2),
+    "identity": (torch.nn.Identity, "forward", lambda self, x: x * 3),
+    "norms": (dora.DoraLinearLayer, "get_weight_norm", doubled(dora.DoraLinearLayer.get_weight_norm)),
+    "torch's norm": (torch.linalg, "norm", doubled(torch.linalg.norm)),
+    "transposition": (dora, "transpose", lambda weight, is_transposed: weight * 2),
+    "cached norms": (dora, "ENABLE_DORA_CACHING", True),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_code_of_peft_replaced(name, monkeypatch):
+    plain, patched = pair(use_dora=True)
+    monkeypatch.setattr(*REPLACED[name])
+    results = []
+    for wrapped in (plain.eval(), patched.eval()):
+        results.append(step(wrapped, torch.float32))
+        layer_of(wrapped).lora_A["default"].weight.data.mul_(1.5)
+        results[-1] += step(wrapped, torch.float32)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
