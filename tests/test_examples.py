@@ -113,6 +113,19 @@ def test_launch(line, tmp_path):
     assert result["gpus"] == 2 and any(line == json.dumps(result) for line in done.stdout.splitlines())
 
 
+def test_accelerate_launches_its_configuration(tmp_path):
+    if find_spec("deepspeed") is None or find_spec("accelerate") is None:
+        pytest.skip("the check `distributed`, which installs deepspeed and accelerate, launches the examples")
+    result = tmp_path / "result.json"
+    words = ["--tiny", "--steps", "1", "--output", str(tmp_path), "--json", str(result)]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(FOLDER / "fsdp2.yaml")]
+    done = subprocess.run(
+        [sys.executable, *launch, str(FOLDER / "trainer_sft.py"), *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(result.read_text())["gpus"] == 2
+
+
 def test_measured_on_two_ranks(tmp_path):
     """The tool that measures examples starts the ranks of each run, and goes on after one that fails."""
     pytest.importorskip("accelerate")
