@@ -15,6 +15,7 @@ import peft
 import torch
 import trainer_files
 import transformers
+import trl
 from datasets import Dataset
 from test_trainers_as_documented import LINE, documented, without
 from trainer_files import WORDS
@@ -52,6 +53,11 @@ TRAININGS = {  # trainer, rows, arguments of its configuration and of the traine
     "reward": ("Reward", PAIRS, {}, CLASSIFIER),
     "reward lora": ("Reward", PAIRS, {}, CLASSIFIER | LORA),
 }
+if hasattr(trl, "DistillationTrainer"):
+    TRAININGS |= {
+        f"distillation {beta}": ("Distillation", PROMPTS, {"beta": beta, "max_completion_length": 8}, {})
+        for beta in (0.0, 0.5, 1.0)  # KL, JSD, reverse KL
+    }
 
 
 def train(name, rows, arguments, more):
@@ -65,12 +71,16 @@ def train(name, rows, arguments, more):
     more = more | {"processing_class": trainer_files.tokenizer()}
     if name in ("DPO", "KTO") and "peft_config" not in more:
         more["ref_model"] = trainer_files.model()
+    if name == "Distillation":
+        more["teacher_model"] = teacher = trainer_files.model()
+        for p in teacher.parameters():
+            p.data += torch.randn_like(p) / 10
     arguments = arguments | {
         "output_dir": tempfile.mkdtemp(), "max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1,
         "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True, "seed": 0,
         "learning_rate": 1e-2, "use_liger_kernel": MODE == "stand-in",
     }  # fmt: skip
-    if name == "GRPO":
+    if name in ("GRPO", "Distillation"):
         arguments["temperature"] = 1.0
     model_class = more.pop("model", transformers.Qwen3ForCausalLM)
     names = {
