@@ -49,7 +49,9 @@ def rows(call, *arguments, **more):
 
 def weighted(x, weight, others, labels, **options):
     loss = liger_hw.fused_linear_cross_entropy
-    each = loss(x.flatten(0, 1), weight, labels.flatten(), reduction="none", token_weights=OLD.flatten(), **options)
+    each = loss(
+        x.flatten(0, 1), weight, labels.flatten(), reduction="none", token_weights=OLD.flatten().to(x.device), **options
+    )
     return (each * ADVANTAGES.to(each).repeat(LENGTH)).sum()
 
 
@@ -80,12 +82,12 @@ def teacher(x, weight, others, labels, **options):
 
 def stored(x, weight, others, labels, given=(STORED, None), **options):
     given = STORED.topk(5) if given is None else given
-    values = given[0].to(x.dtype if x.dtype == torch.float64 else torch.float32)
-    return liger_hw.offline_distillation_loss(x, weight, values, given[1], labels=labels, **options)
+    values = given[0].to(x.device, x.dtype if x.dtype == torch.float64 else torch.float32)
+    top_k = given[1] if given[1] is None else given[1].to(x.device)
+    return liger_hw.offline_distillation_loss(x, weight, values, top_k, labels=labels, **options)
 
 
 def multi_token(x, weight, others, labels, **options):
-    options |= {"counted_rows": 2 * COUNTED} if "counted_rows" in options else {}
     return liger_hw.multi_token_loss(torch.stack((x, x.flip(0))), weight, labels, **options)
 
 
@@ -211,6 +213,7 @@ def assert_defined(case, names, found, dtype, wide=1e-4):
     """Compare with the definition; gradients of 16 bits are rounded once, their sums once a chunk."""
     (values, grads), (expected, expected_grads) = found, defined(case, names, dtype)
     for i, (a, b) in enumerate(zip(values, expected, strict=True)):
+        a = a if a is None else a.cpu()
         if a is not None:  # such as the means of capped logits
             torch.testing.assert_close(
                 a.double(), b.double(), rtol=wide, atol=wide, msg=lambda m, i=i: f"{names}, result {i}: {m}"
@@ -218,7 +221,7 @@ def assert_defined(case, names, found, dtype, wide=1e-4):
     room = wide if dtype == torch.float32 else 1e-2
     for i, (a, b) in enumerate(zip(grads, expected_grads, strict=True)):
         assert a.dtype == dtype
-        error = (a.double() - b).norm() / (b.norm() + 1e-6)
+        error = (a.double().cpu() - b).norm() / (b.norm() + 1e-6)
         assert error < room, f"{names}, gradient {i}: {error:.2g}"
 
 

@@ -94,7 +94,6 @@ def stored(t, **options):
 
 
 def multi_token(t, **options):
-    options |= {"counted_rows": 2 * options["counted_rows"]} if options else {}
     return liger_hw.multi_token_loss(torch.stack((t.x, t.other_x)), t.weight, t.labels, **options).loss
 
 
