@@ -1,5 +1,7 @@
 """Token accuracy and entropy in the logs of a Trainer: those of the logits, and no other loss."""
 
+import functools
+
 import pytest
 import torch
 
@@ -147,3 +149,22 @@ def test_a_loss_that_knows_neither_is_an_error(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             build(tmp_path, Metered, **options).train()
+
+
+def reads(function):
+    """Count the operations that would make the host wait for an accelerator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    waits = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+    return sum(event.count for event in profile.key_averages() if event.key in waits)
+
+
+def test_a_step_reads_no_more_values_than_the_trainers(tmp_path):
+    counts = []
+    for kind in (transformers.Trainer, Metered):
+        trainer = build(tmp_path, kind)
+        batch = next(iter(trainer.get_train_dataloader()))
+        step = functools.partial(trainer.compute_loss, trainer.model.train(), batch)
+        counts.append(reads(functools.partial(step, num_items_in_batch=torch.tensor(30))))
+    assert counts[0] == counts[1]
+    assert reads(step().item) == 1
