@@ -42,11 +42,11 @@ def only_gathers(hook):
 def is_zero3_hook(hook):
     """Tell whether `hook` is DeepSpeed's, by which ZeRO-3 gathers and frees weights."""
     hook = without_compiler_disabled(hook)
-    if _module_of(hook) == "deepspeed.utils.nvtx" and hook.__closure__:  # its decorator, which keeps no name
+    if module_of(hook) == "deepspeed.utils.nvtx" and hook.__closure__:  # its decorator, which keeps no name
         hook = hook.__closure__[0].cell_contents
-    return _module_of(hook) == "deepspeed.runtime.zero.parameter_offload"
+    return module_of(hook) == "deepspeed.runtime.zero.parameter_offload"
 
 
-def _module_of(hook):
+def module_of(hook):
     """Return the module that defines a function; functools.wraps copies `__module__` to others."""
     return getattr(hook, "__globals__", {}).get("__name__")

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from liger_hw._torch import backward_hooks, forward_hooks, has_global_module_hooks, is_plain
+from liger_hw._torch import backward_hooks, constant_result, forward_hooks, has_global_module_hooks, is_plain
 from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear_group, share_dx
 from liger_hw.kernels.mlp.glu import unit
 from liger_hw.kernels.mlp.glu_linear import glu_linear
-from liger_hw.patching.hooks import is_intercepted, only_gathers
+from liger_hw.patching.hooks import is_intercepted, module_of, only_gathers, original_class
 
 LINEAR_FORWARD = nn.Linear.forward
 # classes whose forward returns a new tensor, which they keep nowhere; adapters hold such a layer as `base_layer`
@@ -80,14 +80,23 @@ def _returns_new_memory(module):
     A hook, a forward of the program's own or an unknown class may keep the output, or return a tensor that the program
     keeps: a parameter, the input, an activation to patch in.
     """
-    cls = type(module)
-    known = cls is nn.Linear and cls.forward is LINEAR_FORWARD or (cls.__module__, cls.__name__) in PRODUCERS
+    cls = original_class(module)
+    known = cls is nn.Linear and cls.forward is LINEAR_FORWARD or _is_producer(cls)
     if not known or "forward" in module.__dict__:
+        return False
+    variants = getattr(module, "lora_variant", {}).values()
+    if not all(type(variant).__module__.startswith("peft.") for variant in variants):
         return False
     if not all(map(only_gathers, (*forward_hooks(module), *backward_hooks(module)))):
         return False
     base = module._modules.get("base_layer")
     return base is None or _returns_new_memory(base)
+
+
+@constant_result
+def _is_producer(cls):
+    """Tell whether a class is one of `PRODUCERS`, with the forward that its module defines."""
+    return (cls.__module__, cls.__name__) in PRODUCERS and module_of(cls.forward) == cls.__module__
 
 
 def is_plain_linear(module):

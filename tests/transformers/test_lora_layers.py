@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import tiny
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -391,3 +392,39 @@ def test_code_of_peft_replaced(name, monkeypatch):
         results[-1] += step(wrapped, torch.float32)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a)
+
+
+class Keeps:
+    """A LoRA variant of a program that keeps its results."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def forward(self, module, active_adapter, x, result, **options):
+        self.kept.append(result + module.lora_B[active_adapter](module.lora_A[active_adapter](x)))
+        return self.kept[-1]
+
+
+@pytest.mark.parametrize("through", ["forward of the class", "variant"])
+def test_outputs_that_a_program_keeps_are_not_written_over(through, backend, device, monkeypatch):
+    wrapped = peft.get_peft_model(
+        tiny.model("llama", num_hidden_layers=1), config(target_modules=["gate_proj", "up_proj"])
+    )
+    liger_hw.patch(wrapped.to(device))
+    kept, original = [], layer.Linear.forward
+    if through == "variant":
+        for module in wrapped.modules():
+            if isinstance(module, layer.LoraLayer):
+                module.lora_variant["default"] = Keeps(kept)
+    else:
+
+        def forward(self, *args, **kwargs):
+            kept.append(original(self, *args, **kwargs))
+            return kept[-1]
+
+        monkeypatch.setattr(layer.Linear, "forward", forward)
+    with liger_hw.use_backend(backend):
+        loss = wrapped(**{name: rows.to(device) for name, rows in tiny.tokens().items()}).loss
+        before = [rows.detach().clone() for rows in kept]
+        loss.backward()
+    assert len(kept) == 2 and all(map(torch.equal, kept, before))
