@@ -300,11 +300,22 @@ class Activations:
             self.plan.measured_peak_bytes = max(done.peaks.values())
             self.phase = Phase.RUN
             logger.info("liger_hw.activations:\n%s", self.plan)
+            if self.memory.counts and scale * self.plan.measured_seconds > self.measured.seconds:
+                self._reject_operations()
 
     def _reject(self, record, position):
         """Recompute an operation from now on: its kept result differed from the recomputed one."""
         self.rejected.setdefault(record.structure, set()).add(position)
         self.rejects_anew = True
+
+    def _reject_operations(self):
+        """Plan again without results of operations: the plan is slower than to recompute everything.
+
+        Python numbers the operations of a layer that keeps results, and a slow host cannot hide that.
+        """
+        for _, record in self.measured.calls:
+            self.rejected.setdefault(record.structure, set()).update(range(len(record.operations)))
+        self._make_plan()
 
     def _give_up(self):
         """Return to recomputing every layer, after the memory ran out."""

@@ -5,7 +5,7 @@
 A pass whose backward has not run is repeated. Three events lead elsewhere:
 
 - more tokens than before: to WARM_UP, without a plan;
-- another plan than before, after TIME or PROVE, or because memory outside the layers has grown: to PROVE;
+- another plan than before, after TIME, PROVE or CHECK, or because memory outside the layers has grown: to PROVE;
 - nothing fits the budget any more, or the memory ran out under the plan: to STOPPED, for good.
 
 Under a plan, a pass of a kind that was not timed yet is a TIME pass, too. It delays the next phase by one pass.

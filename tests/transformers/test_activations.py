@@ -278,6 +278,22 @@ def test_the_phases_of_the_first_passes(stack):
     assert "needs 2 more" in lefts[0] and "needs 1 more" in lefts[1] and "the next pass makes it" in lefts[3]
 
 
+def test_a_plan_slower_than_recomputing_keeps_no_operation(stack):
+    expected = step(stack)
+    activations = liger_hw.activations(stack, 3 * 2 * RESULT, 0)
+    for _ in range(4):
+        step(stack)
+    assert activations.current.phase.value == "prove" and any(layer.choice.actions for layer in activations.plan.layers)
+    activations.memory = types.SimpleNamespace(counts=True, allocated=int, peak=int, failures=int)  # as of a device
+    activations.measured.seconds = 1e-9
+    phases = []
+    for _ in range(4):
+        assert_same_bits(step(stack), expected)
+        phases.append(activations.current.phase.value)
+    assert phases == ["check", "prove", "check", "run"]
+    assert not any(layer.choice.actions for layer in activations.plan.layers)
+
+
 def test_a_second_backward(stack):
     """A graph that is kept gives the same gradients again."""
     expected = step(stack)
