@@ -291,6 +291,15 @@ def test_absent_peers(monkeypatch):
     assert set(peers.choose([], gpu)) == set(peers.PEERS)
 
 
+def test_unsloth_in_training(monkeypatch):
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match="got unsloth, which needs an accelerator and pip install unsloth"):
+        training.choose(["unsloth"], device)
+    monkeypatch.setattr(training, "find_spec", lambda name: name)
+    assert training.choose(["unsloth", "liger_hw"], torch.device("meta")) == ["unsloth", "liger_hw"]
+    assert {*training.PEERS} <= {*charts.COLOURS}
+
+
 def test_no_peer_is_imported():
     code = "import sys, liger_lab.bench.peers; print({'liger_kernel', 'quack', 'cut_cross_entropy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

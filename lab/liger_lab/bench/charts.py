@@ -12,7 +12,7 @@ GIB = 2**30
 COLOURS = {
     OURS: "#e4572e", LOSS_ALONE: "#f0a78f", LOSS_COMPILED: "#b5651d", "liger": "#3d7ea6", "compile": "#5b9e6f",
     "torch": "#b08fc7", "eager": "#8b93a1", "cce": "#c9a227", "quack": "#2f4b6e", "loss_parallel": "#5b9e6f",
-    FLOOR: "#d5d9e0",
+    "unsloth": "#7a9e3d", FLOOR: "#d5d9e0",
 }  # fmt: skip
 WIDE = """
 main { max-width: 76rem; } td, th { padding: .3rem .55rem; font-size: .85rem; white-space: nowrap; }

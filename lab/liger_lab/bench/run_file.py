@@ -16,7 +16,7 @@ from liger_hw.console import installed_version
 
 PACKAGES = (
     "torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "transformers", "peft", "bitsandbytes",
-    "deepspeed", "trl", "accelerate", "lightning",
+    "deepspeed", "trl", "accelerate", "lightning", "unsloth",
 )  # fmt: skip
 
 

@@ -28,13 +28,13 @@ from liger_lab.bench.measure import spread
 from liger_lab.bench.peers import LOSS_ALONE, LOSS_COMPILED, OURS
 from liger_lab.bench.run_file import environment, saved_at_end, write
 
-EAGER, COMPILE, LIGER = "eager", "compile", "liger"
-PEERS = (EAGER, COMPILE, LIGER)
+EAGER, COMPILE, LIGER, UNSLOTH = "eager", "compile", "liger", "unsloth"
+PEERS = (EAGER, COMPILE, LIGER, UNSLOTH)
 RANK = 16  # of adapters
 SWEEPS = {"batch": (1, 2**10), "seq": (1024, 2**20)}  # what is doubled -> its first and last value
 WARM_UP = 3  # steps before the first size of a process, which compile; later sizes need one
 DISK_BUFFER = 6 * 10**8  # elements of each buffer for weights on a disk: the head of Llama-8B has 5.3e8
-PLANNING = 5  # steps in which `liger_hw.activations` measures, plans and checks
+PLANNING = 7  # steps in which `liger_hw.activations` measures, plans and checks, a second plan at most
 POSITIONS = 2**22  # the longest context that the search tries
 IMAGE_SIDE = 32  # patches of 14 pixels: an image of 448x448
 
@@ -110,6 +110,8 @@ def choose(names, device) -> list[str]:
         check_known("peer", name, (*PEERS, OURS))
         if name == LIGER and (device.type == "cpu" or find_spec("liger_kernel") is None):
             raise ValueError("--against: got liger, which needs an accelerator and pip install liger-kernel")
+        if name == UNSLOTH and (device.type == "cpu" or find_spec("unsloth") is None):
+            raise ValueError("--against: got unsloth, which needs an accelerator and pip install unsloth")
     if not names:
         names = [EAGER] if device.type == "cpu" else [EAGER, COMPILE, *([LIGER] if find_spec("liger_kernel") else [])]
     return [*dict.fromkeys(name for name in names if name != OURS), OURS]
@@ -199,7 +201,9 @@ def run(runs, device, progress, file: Path) -> dict:
 
 def _in_a_process(group: list[dict]) -> Iterator[dict]:
     """Yield the results of a group of runs, from one new process."""
-    context = process_context(__name__)
+    # unsloth changes transformers at its import, which must come first
+    is_unsloth = group[0]["provider"] == UNSLOTH
+    context = multiprocessing.get_context("spawn") if is_unsloth else process_context(__name__)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=main, args=(group, sender))
     process.start()
@@ -236,6 +240,8 @@ def process_context(module: str):
 
 def main(group: list[dict], answers) -> None:
     """Make the runs of a group; send the result of each through the connection `answers`."""
+    if group[0]["provider"] == UNSLOTH:
+        import_module("liger_lab.bench.unsloth")
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -361,6 +367,9 @@ def build(planned: dict, positions: int, device) -> Trained | ZeroOffload:
     text.use_cache, text.max_position_embeddings = False, positions
     kind = AutoModelForImageTextToText if setting.images else AutoModelForCausalLM
     torch.manual_seed(0)
+    if planned["provider"] == UNSLOTH:
+        model = import_module("liger_lab.bench.unsloth").build(config, rank, planned, device, dtype)
+        return Trained(model.train(), device, fp16, planned.get("optimizer", "adamw"))
     with device:
         model = kind.from_config(config, dtype=torch.float32 if fp16 and not rank else dtype)
     if planned["checkpointing"]:
@@ -388,23 +397,28 @@ def _with_adapters(model, rank, planned, device):
     import peft
 
     if "qlora" in planned:
-        import bitsandbytes
-
-        for name, linear in [*model.named_modules()]:
-            if type(linear) is torch.nn.Linear and linear is not model.get_output_embeddings():
-                new = bitsandbytes.nn.Linear4bit(
-                    linear.in_features, linear.out_features, linear.bias is not None, model.dtype, quant_type="nf4",
-                    device="meta",
-                )  # fmt: skip
-                new.weight = bitsandbytes.nn.Params4bit(
-                    linear.weight.detach(), requires_grad=False, quant_type="nf4", module=new
-                )
-                new.bias = linear.bias
-                model.set_submodule(name, new.to(device))  # this quantises
-        model.is_loaded_in_4bit = True
+        quantise(model, device)
     if planned.get("kbit"):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
+
+
+def quantise(model, device) -> None:
+    """Store every linear layer but the head in 4 bits, as transformers does."""
+    import bitsandbytes
+
+    for name, linear in [*model.named_modules()]:
+        if type(linear) is torch.nn.Linear and linear is not model.get_output_embeddings():
+            new = bitsandbytes.nn.Linear4bit(
+                linear.in_features, linear.out_features, linear.bias is not None, model.dtype, quant_type="nf4",
+                device="meta",
+            )  # fmt: skip
+            new.weight = bitsandbytes.nn.Params4bit(
+                linear.weight.detach(), requires_grad=False, quant_type="nf4", module=new
+            )
+            new.bias = linear.bias
+            model.set_submodule(name, new.to(device))  # this quantises
+    model.is_loaded_in_4bit = True
 
 
 def change(provider: str, model) -> None:
