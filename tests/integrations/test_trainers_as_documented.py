@@ -94,12 +94,12 @@ def logged(folder, *names):
     return values
 
 
-def assert_alike(patched, plain):
+def assert_alike(patched, plain, rtol=1e-5):
     assert plain["loss"][0] != plain["loss"][-1]
     print({name: [round(value, 6) for value in values] for name, values in plain.items()})
     for name, values in plain.items():
         torch.testing.assert_close(
-            torch.tensor(patched[name]), torch.tensor(values), rtol=1e-5, atol=1e-6,
+            torch.tensor(patched[name]), torch.tensor(values), rtol=rtol, atol=1e-6,
             msg=lambda m, name=name: f"{name}: {m}",
         )  # fmt: skip
 
@@ -351,13 +351,20 @@ def test_trl(mode, training):
         assert found["peak"] < 0.9 * plain["peak"] if ours else found["peak"] < 1.1 * plain["peak"]
 
 
-@pytest.mark.parametrize("name", ["SFT", "DPO"])
-def test_trl_with_lora_on_one_small_gpu(name, folder, tmp_path):
+@pytest.mark.parametrize(("name", "bits"), [("SFT", 32), ("DPO", 32), ("SFT", 4), ("DPO", 4)])
+def test_trl_with_lora_on_one_small_gpu(name, bits, folder, tmp_path):
     """A whole program, its adapter merged without this library, and metrics without all logits."""
-    needs("trl")
+    needs("trl" if bits == 32 else "bitsandbytes"), needs("trl")
     if Version(version("trl")) < Version("1.15"):
         pytest.skip("TRL computes log-probabilities in a function of its own from 1.15")
-    program, _, merge, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
+    program, in_4_bits, _, merge, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
+    load = "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)\n"
+    assert load in program
+    model = "model"
+    if bits == 4:  # bitsandbytes 0.50 reads layers of fewer columns than a block wrong on a CPU
+        program, model = program.replace(load, in_4_bits.replace('{"": 0}', '"cpu"')), str(tmp_path / "wide")
+        trainer_files.model(hidden_size=64, intermediate_size=64, head_dim=32).save_pretrained(model)
+        trainer_files.tokenizer().save_pretrained(model)
     rows = [{"text": word, "prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
     kept = ["text"] if name == "SFT" else ["prompt", "chosen", "rejected"]
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({key: row[key] for key in kept}) for row in rows))
@@ -365,13 +372,13 @@ def test_trl_with_lora_on_one_small_gpu(name, folder, tmp_path):
         f"bf16=False, use_cpu=True, max_steps={STEPS}, report_to=[], save_strategy='no', per_device_eval_batch_size=1"
     )
     for old, new in {
-        "SFT": name, "bf16=True": settings, "torch.bfloat16": "torch.float32", "my-org/my-8b-model": "model",
+        "SFT": name, "bf16=True": settings, "torch.bfloat16": "torch.float32", "my-org/my-8b-model": model,
         "texts.jsonl": str(tmp_path / "texts.jsonl"), "1e-4": "1e-2", '"adapter"': repr(str(tmp_path / "adapter")),
     }.items():  # fmt: skip
         program, merge = program.replace(old, new), merge.replace(old, new)
     merge = merge.replace('"merged"', repr(str(tmp_path / "merged")))
     exec(metrics, own := {})
-    if name == "SFT":
+    if (name, bits) == ("SFT", 32):
         more = "eval_dataset=dataset, compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, callbacks"
         program = program.replace("callbacks", more) + "evaluation = trainer.evaluate()\n"
     found = {}
@@ -386,9 +393,11 @@ def test_trl_with_lora_on_one_small_gpu(name, folder, tmp_path):
         logs = [log for log in trainer.state.log_history if "loss" in log]
         assert len(logs) == STEPS
         found[way] = {key: [log[key] for log in logs] for key in ("loss", "grad_norm", "entropy")}
-        if name == "SFT":
+        if (name, bits) == ("SFT", 32):
             evaluation = names["evaluation"]
             found[way] |= {"accuracy": [evaluation["eval_accuracy"]], "eval_loss": [evaluation["eval_loss"]]}
+    if bits == 4:  # TRL casts the adapters to bf16, whose eps is 7.8e-3
+        return assert_alike(found["patched"], found["plain"], 1e-2)
     assert_alike(found["patched"], found["plain"])
     exec(merge, names)
     ids = torch.arange(3, 40)[None]

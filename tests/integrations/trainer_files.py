@@ -34,11 +34,12 @@ def tokenizer():
 
 def model(cls=transformers.Qwen3ForCausalLM, **more):
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        head_dim=8, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        **more,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = transformers.Qwen3Config(**sizes | more)
     return cls(config)
 
 

@@ -20,8 +20,8 @@ FRAMEWORKS = {  # name -> requirements, arguments of pytest
     "llama-factory": (["llamafactory==0.9.5"], ["-k", "llama_factory", AS_DOCUMENTED]),
     "ms-swift": (["ms-swift==4.6.0"], ["-k", "ms_swift", AS_DOCUMENTED]),
     "axolotl": (["axolotl==0.19.0"], ["-k", "axolotl", AS_DOCUMENTED]),
-    "trl-1.12": (["trl==1.12.0", "peft", "requests"], ["-k", "trl", AS_DOCUMENTED]),
-    "trl-1.16": (["trl==1.16.0", "peft", "requests"], ["-k", "trl", AS_DOCUMENTED]),
+    "trl-1.12": (["trl==1.12.0", "peft", "requests", "bitsandbytes"], ["-k", "trl", AS_DOCUMENTED]),
+    "trl-1.16": (["trl==1.16.0", "peft", "requests", "bitsandbytes"], ["-k", "trl", AS_DOCUMENTED]),
     "lightning": (["transformers", "accelerate", "lightning"], ["-k", "lightning", AS_DOCUMENTED]),
 }
 # PyPI's wheels of these need a CUDA build of torch, and break the import of transformers beside another. No test has
