@@ -1,4 +1,4 @@
-"""Patched models under DeepSpeed learn as the plain model on one device; `make deepspeed` installs it."""
+"""Patched models under DeepSpeed learn as the plain model on one device; the check `distributed` installs it."""
 
 import copy
 import functools
