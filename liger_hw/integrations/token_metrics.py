@@ -12,7 +12,7 @@ from liger_hw.patching.output_classes import without_by_products
 NAMES = ("token_accuracy", "entropy")
 NOT_PATCHED = (
     "a causal model whose loss is patched, given labels: call liger_hw.patch(model), or add LigerHwCallback() to the "
-    "trainer's callbacks"
+    "trainer's callbacks. And one that is not compiled under DDP: its outputs lose the two"
 )
 NO_LABELS = "none: it takes the labels away from the model's loss, which knows both numbers"
 SMOOTHING = f"0.0 ({NO_LABELS[6:]}): override compute_loss and add {{'label_smoothing': ...}} to the inputs"
@@ -27,7 +27,7 @@ class TokenMetrics:
 
     Raises:
         ValueError: a step's model is not patched, or its loss gets no labels (`label_smoothing_factor`,
-            `compute_loss_func`, nn.DataParallel).
+            `compute_loss_func`, nn.DataParallel), or it is compiled under DDP.
 
     Examples:
         >>> from transformers import Trainer
