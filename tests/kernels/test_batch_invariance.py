@@ -114,6 +114,22 @@ def test_rows(name, backend, device):
     assert_rows_alike(batch, backend)
 
 
+WITHOUT_LAUNCH = {"embedding", "kl_div", "tvd"}  # whose smallest case without a reduction the reference computes
+
+
+@pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="on a CPU, without the interpreter")
+@pytest.mark.parametrize("name", [name for name in WITH_ROWS if name not in WITHOUT_LAUNCH])
+def test_rows_of_emulated_machine_code(name):
+    for package in ("tinygrad", "elftools"):  # the emulation's decoders
+        pytest.importorskip(package)
+    from liger_lab.levels.crosscompile import DEVICES
+    from liger_lab.levels.emulation import executed_on
+
+    with executed_on(DEVICES["gfx942"]) as executed:
+        assert_rows_alike(batch_of(name, "cpu"), "amd:gfx942")
+    assert executed
+
+
 def head_of(name, device, dtype, features, vocabulary, **options):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, features, generator=generator) for n in (7, vocabulary))
