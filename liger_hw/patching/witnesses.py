@@ -298,10 +298,10 @@ def _rows(case, dtype, shapes, constants):
         x, *rest = case(dtype, shapes[0])
         x = x.clone()
         x.view(-1, x.shape[-1])[0, 0] = value
-        yield f"a row with {value}", (x, *rest)
+        in_parameter = "" if value else " in a parameter"  # code may ask for the class of a tensor
+        yield f"a row with {value}{in_parameter}", (torch.nn.Parameter(x) if in_parameter else x, *rest)
     x, *rest = case(dtype, shapes[0])
     yield "rows of zeros", (torch.zeros_like(x), *rest)
-    yield "rows in a parameter", (torch.nn.Parameter(x), *rest)  # code may ask for the class of a tensor
 
 
 def _scaled(args, scale):

@@ -231,8 +231,8 @@ STATE = {  # an expression in a forward -> words of the reason
     "2.0 if self.gate_proj is self.up_proj else 1.0": "compares objects by identity",
     "2.0 if self.gate_proj.weight is self.up_proj.weight else 1.0": "compares objects by identity",
     "2.0 if self.gate_proj == self.up_proj else 1.0": "compares up_proj with another object",
-    "2.0 if isinstance(x, nn.Parameter) else 1.0": "rows in a parameter",
-    "2.0 if type(x) is nn.Parameter else 1.0": "rows in a parameter",
+    "2.0 if isinstance(x, nn.Parameter) else 1.0": "a row with 0.0 in a parameter",
+    "2.0 if type(x) is nn.Parameter else 1.0": "a row with 0.0 in a parameter",
 }
 
 
