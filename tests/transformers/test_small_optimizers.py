@@ -1,8 +1,12 @@
 """Patched models learn as plain ones with optimizers of few states: GaLore, and bitsandbytes in 8 bits or paged."""
 
+import copy
+
 import pytest
 import tiny
 import torch
+
+from liger_hw.testing import parity
 
 RATE = 1e-3
 
@@ -32,19 +36,30 @@ OPTIMIZERS = {
 }
 
 
+def learned(model, name):
+    """Return the losses of three steps, and the parameters after them."""
+    optimizer, losses = OPTIMIZERS[name](model), []
+    for seed in range(3):
+        loss = tiny.call(model, **tiny.tokens(seed=seed)).loss
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, [p.detach() for p in model.parameters()]
+
+
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "galore"])
 def test_three_steps(name):
-    losses, start = [], [p.detach().clone() for p in tiny.model().parameters()]
-    models = tiny.pair()
-    for model in models:
-        optimizer = OPTIMIZERS[name](model)
-        for seed in range(3):
-            loss = tiny.call(model, **tiny.tokens(seed=seed)).loss
-            loss.backward()
-            optimizer.step(), optimizer.zero_grad()
-            losses.append(loss.detach())
-    torch.testing.assert_close(torch.stack(losses[3:]), torch.stack(losses[:3]), rtol=1e-5, atol=0)
-    for before, plain, patched in zip(start, *(model.parameters() for model in models), strict=True):
-        assert not torch.equal(before, plain)
-        torch.testing.assert_close(patched, plain, rtol=0, atol=RATE / 10)  # 2e-5 where an 8-bit state differs
+    start = [p.detach().clone() for p in tiny.model().parameters()]
+    (losses, parameters), (patched_losses, patched) = (learned(model, name) for model in tiny.pair())
+    torch.testing.assert_close(patched_losses, losses, rtol=1e-5, atol=0)
+    assert not any(map(torch.equal, start, parameters))
+    torch.testing.assert_close(patched, parameters, rtol=0, atol=RATE / 10)  # 2e-5 where an 8-bit state differs
+
+
+def test_three_steps_of_galore():
+    """Roundings may turn its directions, those of an SVD, so both models are held to one in fp64."""
+    plain, patched = tiny.pair()
+    exact = copy.deepcopy(plain).double()
+    results = [[*losses, *parameters] for losses, parameters in (learned(m, "galore") for m in (exact, plain, patched))]
+    parity.compare(*results, "GaLore", [torch.zeros(1)])
