@@ -91,6 +91,7 @@ def _serve(pipe, place, rank, count):
             function, args, backend = pipe.recv()
         except EOFError:
             return
+        before = dict(os.environ)
         try:
             torch.manual_seed(0)
             with use_backend(backend):
@@ -98,3 +99,6 @@ def _serve(pipe, place, rank, count):
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
+        for name in os.environ.keys() - before:  # as accelerate's of DeepSpeed, which the next function would obey
+            del os.environ[name]
+        os.environ |= before
