@@ -368,6 +368,30 @@ def test_gradients_asked_for_of_two_layers(wanted, backend, device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+class Stopped(torch.autograd.Function):
+    """Return no gradient, as a program's function may."""
+
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, dy: None)
+
+
+@pytest.mark.parametrize("stopped", [(True, True), (True, False), (False, True)])
+def test_layers_whose_results_get_no_gradient(stopped, backend, device):
+    x, gate, up = layers(torch.float32, device)
+    tensors = [x, *gate[2:4], *up[2:4]]
+
+    def gradients_of(results):
+        loss = sum((Stopped.apply(y) if stop else y).sum() for y, stop in zip(results, stopped))
+        return torch.autograd.grad(loss, tensors, allow_unused=True)
+
+    with use_backend(backend):
+        found = gradients_of(lora_linear_group(x, gate, up))
+    for a, b in zip(found, gradients_of(one_by_one(x, gate, up)), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_two_layers_in_4_bits_and_under_autocast(backend, device):
     dtype = torch.float16
     (x, *gate), whole_gate = in_4_bits(lora_linear, dtype, device)

@@ -295,6 +295,8 @@ class _LoraLinearGroup(Function):
         needed = [ctx.needs_input_grad[3 + 4 * i :] for i in range(count)]  # of the weight, bias, A and B
         parts = [saved[i::count] for i in range(count)]  # weight, A, B and u
         layers = [layer for layer in zip(parts, ctx.states, ctx.scalings, incoming, needed) if layer[3] is not None]
+        if not layers:  # a later function returned no gradient
+            return (None,) * len(ctx.needs_input_grad)
         factors, projected, gradients_b = [], [], []
         with uncast(x):
             for (_, lora_a, lora_b, u), _, scaling, dy, (_, _, _, b_grad, *_) in layers:
