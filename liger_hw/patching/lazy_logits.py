@@ -124,6 +124,8 @@ class HeadCall:
     def __init__(self, forward, source, learns):
         self.forward, self.learns, self._source = forward, learns, weakref.ref(source)
         self.by_products, self.has_a_loss, self.kept, self.gradient_stays = {}, False, None, False
+        if torch.is_anomaly_enabled():  # torch then reads every gradient, in search of NaN
+            self.kept = source
         self.lock = threading.RLock()
 
     def keep(self, gradient_stays=False):

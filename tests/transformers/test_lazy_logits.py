@@ -699,6 +699,15 @@ def test_a_gradient_that_a_hook_keeps_has_values_after_the_backward():
     torch.testing.assert_close(kept[0] + 0, plain.grad)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_reads_gradients_of_logits_that_are_gone():
+    plain, patched, inputs = _models()
+    for model in (plain, patched):
+        with torch.autograd.detect_anomaly():
+            tiny.call(model, **inputs).loss.backward()
+    _gradients_alike(plain, patched)
+
+
 def test_saving(tmp_path):
     plain, patched, inputs = _models()
     outs = [tiny.call(model, **inputs) for model in (plain, patched)]
