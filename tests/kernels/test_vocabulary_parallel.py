@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks, device
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from liger_hw import fused_linear_cross_entropy, fused_linear_selective_log_softmax
 from liger_hw._triton import interpreting
@@ -199,7 +201,7 @@ def test_masked_columns(forced, ranks):
 
 
 def communication(op):
-    """Count what ranks exchange: a few numbers a row in the forward, and the gradient of `x` once."""
+    """Count what ranks exchange: targets and a few numbers a row in the forward, and the gradient of `x` once."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -221,8 +223,12 @@ def communication(op):
     assert gathered == [2 * 16 * 4] * 4, (
         "peak, total, the target's distance and whether it is here, in each of 4 chunks"
     )
-    others = {str(kind): count for kind, count in counts.get_comm_counts().items() if "allgather" not in str(kind)}
-    assert list(others.values()) == [1] and "all_reduce" in next(iter(others)), others
+    others = sorted(
+        str(kind).partition(".")[2] for kind, count in counts.get_comm_counts().items() for _ in range(count)
+    )
+    assert others[-1:] == ["all_reduce"] and len(others) == 2 and "all" in others[0] and "gather" in others[0], (
+        f"{others}: the targets once, and the gradient of x once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,6 +284,29 @@ def refusals():
     if device().type == "cpu":  # a GPU does not read targets to check them
         with pytest.raises(ValueError, match="^target: got .*, allowed: 0 to 5"):
             fused_linear_cross_entropy(x, shard, target + 6)
+
+    for placement in (Shard(1), _StridedShard(0, split_factor=2)):
+        weight = DTensor.from_local(normal(6, 8), mesh, [placement], run_check=False)
+        with pytest.raises(ValueError, match="^weight: got a DTensor with .*FSDP2"):
+            fused_linear_cross_entropy(x, weight, target)
+
+
+def other_batches():
+    """Compute losses outside the forward of a head that FSDP2 sharded: each rank has rows of its own."""
+    head = fully_shard(torch.nn.Linear(8, 6, bias=False, device=device()))
+    x, target = normal(4, 8, requires_grad=True), numbers(0, 1, 2, -100)
+    for op in (fused_linear_cross_entropy, fused_linear_selective_log_softmax):
+        result = op(x, head.weight, target + dist.get_rank() * (target == 1))
+        values = getattr(result, "log_probs", result)
+        assert values.isnan().all()
+        values.sum().backward()
+        assert x.grad[1].isnan().all() and head.weight.grad.to_local().isnan().any()
+        x.grad = head.weight.grad = None
+
+
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_targets_that_differ_between_ranks_make_results_nan(forced, ranks):
+    ranks(2, other_batches, backend=forced)
 
 
 def test_wrong_arguments(ranks):

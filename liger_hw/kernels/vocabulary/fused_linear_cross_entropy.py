@@ -96,9 +96,9 @@ def fused_linear_cross_entropy(
         chunk_memory: bytes that a chunk of logits may take. Larger is faster until the chunk holds a few thousand rows.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
         group: process group whose ranks hold equal parts of the vocabulary, in the order of ranks: `weight` and `bias`
-            are this rank's rows, and every other argument is the same on all ranks. A weight that is a DTensor
-            with Shard(0) needs none, and its parts may differ by torch's rule. Loss and gradient of `x` are then those
-            of the whole vocabulary, on every rank.
+            are this rank's rows, and every other argument is the same on all ranks; results are NaN if `target` is
+            not. A weight that is a DTensor with Shard(0) needs none, and its parts may differ by torch's rule. Loss and
+            gradient of `x` are then those of the whole vocabulary, on every rank.
         logits_dtype: torch.float32 computes the logits of `x.float()` and `weight.float()`, and their gradient, in
             fp32, without a wide copy of either; autocast then casts nothing. None: logits in the dtype of `x`, or in
             fp32 where one of `x` and `weight` is fp32 and the other has 16 bits. fp64 inputs stay in fp64.

@@ -25,8 +25,11 @@ def needs_distribution(call):
 def distributed(op, call):
     """Call `op` on DTensors; return plain tensors.
 
-    The plain tensors of the call, other than the head, are the same on all ranks. The gradient of `x` is summed over
-    the ranks once, after all chunks.
+    The plain tensors of the call, other than the head, are the same on all ranks; results are NaN if the targets are
+    not. The gradient of `x` is summed over the ranks once, after all chunks.
+
+    Raises:
+        ValueError: `weight` is a DTensor sharded over another dimension than the vocabulary.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,15 +43,46 @@ def distributed(op, call):
         part = {"weight": [Shard(0)], "bias": [Shard(0)]}
     else:
         mesh = call.weight.device_mesh
-    whole = [Replicate()] * mesh.ndim
+        _check_placements(call.weight)
+    whole, factor = [Replicate()] * mesh.ndim, _one_if_equal(mesh, tensors.values())
     tensors = {
         name: x if is_dtensor(x) else DTensor.from_local(x, mesh, part.get(name, whole), run_check=False)
         for name, x in tensors.items()
     }
     outputs = op(**(call._asdict() | tensors | {"group": None}))
-    if torch.is_tensor(outputs):
-        return outputs.to_local()
-    return type(outputs)._make(output if output is None else output.to_local() for output in outputs)
+    results = [
+        output if output is None else output.to_local() * factor if output.is_floating_point() else output.to_local()
+        for output in ([outputs] if torch.is_tensor(outputs) else outputs)
+    ]
+    return results[0] if torch.is_tensor(outputs) else type(outputs)._make(results)
+
+
+def _one_if_equal(mesh, tensors):
+    """Return 1, or NaN where plain tensors of integers, the targets, differ between ranks.
+
+    Ranks with different batches, as where FSDP2 sharded the head, would compute a loss of neither.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    factor = 1.0
+    for x in tensors:
+        if not x.is_floating_point() and not is_dtensor(x):
+            gathered = DTensor.from_local(x[None], mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()
+            factor = torch.where((gathered == x).all(), factor, float("nan"))
+    return factor
+
+
+def _check_placements(weight):
+    """Refuse a weight sharded over the hidden dimension, as FSDP2 may do outside a forward."""
+    from torch.distributed.tensor import Shard
+
+    for placement in weight.placements:
+        fits = placement.is_replicate() or type(placement) is Shard and placement.dim == 0
+        allowed = (
+            "Shard(0) or Replicate() beside a plain x; under FSDP2 compute the loss in the forward of a module that "
+            "has the model, where the weight is whole"
+        )
+        check(fits, "weight", f"a DTensor with {placement}", allowed)
 
 
 def all_columns(logits, shard):
