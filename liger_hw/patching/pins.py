@@ -180,21 +180,31 @@ class _TensorMethods:
 
     Attributes:
         current: the class's dictionary.
-        count: how many names it had when none of the new ones hid a method in C++.
+        new: names in it of methods in C++ that code reads.
+        sizes: how many names were in it, and in code, when `new` was found.
+        count: the first of them, if `new` is empty; else None, so that every call compares.
     """
 
     def __init__(self):
         self.current = vars(torch.Tensor)
         self.known = frozenset(self.current)
-        self.count = len(self.known)
+        self.count, self.new, self.sizes = len(self.known), [], None
 
     def are_unchanged(self):
-        """Tell whether no new name hides a method, and remember the count if so."""
-        new = (name for name in self.current.keys() - self.known if hasattr(TensorBase, name))
-        if any(name in reading.attributes_read or name.startswith("__") for name in new):
-            return False
-        self.count = len(self.current)
-        return True
+        """Tell whether no new name hides a method in C++.
+
+        A program may put back what it replaced, as DeepSpeed does with `__new__` once it has built a model in shards.
+        """
+        sizes = len(self.current), len(reading.attributes_read)
+        if sizes == self.sizes and self._are_torchs():
+            return True
+        names = (name for name in self.current.keys() - self.known if hasattr(TensorBase, name))
+        self.new = [name for name in names if name in reading.attributes_read or name.startswith("__")]
+        self.sizes, self.count = sizes, None if self.new else sizes[0]
+        return self._are_torchs()
+
+    def _are_torchs(self):
+        return all(self.current.get(name) is getattr(TensorBase, name) for name in self.new)
 
 
 TENSOR_METHODS = _TensorMethods()

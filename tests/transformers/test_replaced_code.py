@@ -93,6 +93,19 @@ def test_the_product_of_zero3_is_torchs(patched_before, monkeypatch):
     assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
 
 
+@pytest.mark.parametrize("name", ["__new__", "pow"])
+def test_methods_of_tensors_that_were_put_back(name, monkeypatch):
+    """DeepSpeed leaves torch's own `__new__` in torch.Tensor once it has built a model in shards."""
+    _, patched = tiny.pair()
+    own = getattr(torch.Tensor, name)
+    monkeypatch.setattr(torch.Tensor, name, own)
+    assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+    monkeypatch.setattr(torch.Tensor, name, lambda *args, **kwargs: own(*args, **kwargs))
+    assert not tiny.is_lazy(tiny.call(patched, **tiny.tokens())), "a later change counts"
+    monkeypatch.setattr(torch.Tensor, name, own)
+    assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+
+
 def test_a_patched_model_that_is_patched_again_sees_replaced_code(monkeypatch):
     plain, patched = tiny.pair()
     liger_hw.unpatch(patched)
