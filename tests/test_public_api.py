@@ -40,10 +40,10 @@ def model():
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 
 
-@pytest.mark.parametrize("name", liger_hw.__all__)
-def test_the_example_of_a_public_name_runs(name, model):
+@pytest.mark.parametrize("package, name", [pair for pair in NAMES if pair[0] in ("liger_hw", "liger_hw.integrations")])
+def test_the_example_of_a_public_name_runs(package, name, model):
     try:
-        text = inspect.getdoc(getattr(liger_hw, name))
+        text = inspect.getdoc(getattr(importlib.import_module(package), name))
     except ModuleNotFoundError as error:
         pytest.skip(f"{error.name} is not installed")
     if model is None and "model" in text.partition("Examples:")[2]:

@@ -117,6 +117,10 @@ def register_hub_kernels():
 
     Raises:
         RuntimeError: the installed kernels and transformers are incompatible.
+
+    Examples:
+        >>> liger_hw.integrations.register_hub_kernels()  # doctest: +SKIP
+        >>> AutoModelForCausalLM.from_pretrained(name, use_kernels=True)  # doctest: +SKIP
     """
     if _replaced:
         return
@@ -148,7 +152,11 @@ def register_hub_kernels():
 
 
 def unregister_hub_kernels():
-    """Undo `register_hub_kernels`, for models that are kernelized from now on."""
+    """Undo `register_hub_kernels`, for models that are kernelized from now on.
+
+    Examples:
+        >>> liger_hw.integrations.unregister_hub_kernels()
+    """
     while _replaced:
         owner, name, original = _replaced.pop()
         if original is None:

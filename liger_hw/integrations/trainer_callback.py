@@ -21,6 +21,9 @@ class LigerHwCallback(TrainerCallback):
 
     Raises:
         ValueError: as `liger_hw.patch`; activations, which `LigerHwActivationsCallback` plans beside this callback.
+
+    Examples:
+        >>> callback = liger_hw.integrations.LigerHwCallback(rope=False)  # Trainer(model, callbacks=[callback])
     """
 
     def __init__(self, **flags):
@@ -45,6 +48,9 @@ class LigerHwActivationsCallback(TrainerCallback):
 
     Raises:
         ValueError: as `liger_hw.activations`, when training begins.
+
+    Examples:
+        >>> callback = liger_hw.integrations.LigerHwActivationsCallback("60GiB")  # beside LigerHwCallback()
     """
 
     def __init__(self, budget="auto", host_budget=None):

@@ -83,6 +83,9 @@ def accelerate_trl(chunk_memory: float = 512 * MiB, accum_dtype: torch.dtype | N
     Raises:
         RuntimeError: this TRL does not compute them in a function of its own; 1.15 and later do.
         ValueError: an option is out of its range.
+
+    Examples:
+        >>> liger_hw.integrations.accelerate_trl()  # doctest: +SKIP
     """
     check_numbers("a positive number of bytes", above=0, chunk_memory=chunk_memory)
     check_accum_dtype(accum_dtype)
@@ -91,6 +94,10 @@ def accelerate_trl(chunk_memory: float = 512 * MiB, accum_dtype: torch.dtype | N
 
 
 def restore_trl():
-    """Undo `accelerate_trl`."""
+    """Undo `accelerate_trl`.
+
+    Examples:
+        >>> liger_hw.integrations.restore_trl()  # doctest: +SKIP
+    """
     module, function = original_function()
     setattr(module, FUNCTION, function)

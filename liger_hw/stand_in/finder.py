@@ -116,7 +116,12 @@ _FINDER = _Finder()
 
 
 def is_installed():
-    """Tell whether `import liger_kernel` gives the stand-in."""
+    """Tell whether `import liger_kernel` gives the stand-in.
+
+    Examples:
+        >>> liger_hw.integrations.is_installed()
+        False
+    """
     return _FINDER in sys.meta_path
 
 
@@ -135,6 +140,11 @@ def install(replace=None, children=False):
     Raises:
         RuntimeError: liger_kernel itself is installed and `replace` is False.
         ValueError: LIGER_HW_STAND_IN has another value.
+
+    Examples:
+        >>> liger_hw.integrations.install()
+        >>> import liger_kernel  # this library
+        >>> liger_hw.integrations.uninstall()
     """
     if replace is None:
         value = os.environ.get(VARIABLE, "")
@@ -158,7 +168,11 @@ def install(replace=None, children=False):
 
 
 def uninstall():
-    """Undo `install`: let Python find an installed or imported liger_kernel again."""
+    """Undo `install`: let Python find an installed or imported liger_kernel again.
+
+    Examples:
+        >>> liger_hw.integrations.uninstall()
+    """
     if is_installed():
         sys.meta_path.remove(_FINDER)
         _evict()

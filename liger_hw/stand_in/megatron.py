@@ -157,6 +157,9 @@ def apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=False, swiglu=Fa
 
     Raises:
         ImportError: megatron-core is not installed, or lacks a name above.
+
+    Examples:
+        >>> liger_hw.integrations.apply_liger_kernel_to_megatron()  # doctest: +SKIP
     """
     replacements = []  # (module or class, name, replacement)
     if rms_norm:
