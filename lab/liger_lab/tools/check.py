@@ -136,7 +136,11 @@ def distributed(*args):
     files = [f"tests/transformers/test_{name}.py" for name in ("deepspeed", "small_optimizers")]
     files += [f"tests/lab/test_{name}.py" for name in ("bench", "distributed_bench")]
     names = "deepspeed or small_optimizers or launch or two_ranks or offloaded or every_optimizer"
-    return run("-m", "pytest", *files, "tests/test_examples.py", "-k", names, *args)
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(sys.prefix, "torch_extensions"))
+    for lock in cache.glob("*/lock"):  # a run that ended while it compiled leaves it, and the next waits for ever
+        lock.unlink()
+    words = "-m", "pytest", *files, "tests/test_examples.py", "-k", names
+    return run(*words, *args, TORCH_EXTENSIONS_DIR=str(cache))
 
 
 def prerelease(*args):
