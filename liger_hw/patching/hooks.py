@@ -9,8 +9,6 @@ from liger_hw._torch import (
     without_compiler_disabled,
 )
 
-INTERCEPTING = {"forward", "_call_impl", "_compiled_call_impl"}  # attributes of an instance that replace its call
-
 
 def is_intercepted(module):
     """Tell whether calling `module` also runs hooks or a forward set on the instance.
@@ -18,7 +16,8 @@ def is_intercepted(module):
     A replacement must then call `module` instead of computing its result: hooks may read the input, change the output
     or gather the weight (ZeRO-3, offloading). ZeRO-3's hooks do nothing on a module without parameters.
     """
-    if not INTERCEPTING.isdisjoint(module.__dict__):
+    state = module.__dict__
+    if "forward" in state or "_call_impl" in state or "_compiled_call_impl" in state:  # they replace its call
         return True
     if not has_hooks(module):
         return False

@@ -22,8 +22,8 @@ from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match, remember
-from liger_hw.patching.projection import Adapted, is_plain_linear
-from liger_hw.patching.reading import Pin, read
+from liger_hw.patching.projection import Adapted
+from liger_hw.patching.reading import MISSING, Pin, read
 from liger_hw.patching.shared_inputs import result_of
 from liger_hw.patching.summary import Summary
 from liger_hw.patching.swapping import is_swapped, patched_class, swap
@@ -309,8 +309,10 @@ def _weight_and_bias(linear):
     Replicas of DataParallel, pruned and reparametrized layers hold theirs elsewhere.
     """
     parameters = linear._parameters
-    if tuple(parameters) == ("weight", "bias") and parameters["weight"] is not None and is_plain_linear(linear):
-        return parameters["weight"], parameters["bias"]
+    if type(linear) is torch.nn.Linear and len(parameters) == 2 and not is_intercepted(linear):
+        weight, bias = parameters.get("weight"), parameters.get("bias", MISSING)
+        if weight is not None and is_plain(weight, bias):
+            return weight, bias
     return None, None
 
 

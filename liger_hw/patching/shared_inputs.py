@@ -14,6 +14,7 @@ import torch
 
 from liger_hw._torch import tensor_version
 from liger_hw.kernels.linear.lora_linear import lora_linear_group, share_dx
+from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.projection import adapter_of
 
 _thread = threading.local()
@@ -63,8 +64,10 @@ class Sharing:
         modules = self.module._modules
         names = next((names for names in self.groups if modules.get(names[0]) is layer), ())
         layers = [modules.get(name) for name in names]
-        adapters = [adapter_of(child, x) for child in layers]
-        if not layers or None in adapters or not all(map(_finds_again, layers, adapters)) or not share_dx(x, *adapters):
+        if not layers or adapted.dropout or adapted.magnitudes is not None or is_intercepted(layer):
+            return None
+        adapters = [adapted[:5], *(adapter_of(child, x) for child in layers[1:])]
+        if None in adapters or not all(map(_finds_again, layers, adapters)) or not share_dx(x, *adapters):
             return None
         results = lora_linear_group(x, *adapters)
         for child, adapter, y in list(zip(layers, adapters, results))[1:]:
