@@ -54,10 +54,12 @@ lint: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m liger_lab.tools.sizes --brief
 
+# a dry run prints the same steps for each vendor, and needs no GPU
+gpu: VENDOR = $(if $(filter --dry-run,$(ARGS)),$(ACCELERATOR:none=nvidia),$(ACCELERATOR))
 gpu:
-	@test $(ACCELERATOR) != none || { echo "make gpu: got no GPU on this machine; ACCELERATOR=nvidia, amd or intel" \
+	@test $(VENDOR) != none || { echo "make gpu: got no GPU on this machine; ACCELERATOR=nvidia, amd or intel" \
 		"says which it is"; exit 1; }
-	PYTHON=$(PYTHON) VENV=$(VENV) lab/gpu/$(ACCELERATOR).sh $(ARGS)
+	PYTHON=$(PYTHON) VENV=$(VENV) lab/gpu/$(VENDOR).sh $(ARGS)
 
 docs: $(READY)
 	$(RUN) -m mkdocs build --strict --config-file lab/mkdocs.yml $(ARGS)
