@@ -51,6 +51,11 @@ def is_plain(*tensors) -> bool:
     return True
 
 
+def has_memory(x) -> bool:
+    """Tell whether `x` has memory of its own, as bitsandbytes' parameters and no DTensor."""
+    return type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def is_dtensor(x) -> bool:
     """Tell whether `x` is a DTensor; a plain tensor imports nothing."""
     if is_plain(x):

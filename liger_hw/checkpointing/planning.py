@@ -86,9 +86,10 @@ def make_plan(measured, budget, host_bytes, pcie_bandwidth, rejected, counts) ->
 
 def _typical(records) -> LayerRecord:
     """Return one record of layers that run the same operations: the median of their times."""
-    first, seconds = records[0], median(record.seconds for record in records)
+    first = records[0]
+    times = {name: median(getattr(record, name) for record in records) for name in ("seconds", "other_seconds")}
     operations = [
         replace(op, seconds=median(record.operations[place].seconds for record in records))
         for place, op in enumerate(first.operations)
     ]
-    return replace(first, operations=operations, seconds=seconds)
+    return replace(first, operations=operations, **times)

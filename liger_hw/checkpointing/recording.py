@@ -7,9 +7,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from liger_hw._torch import is_plain, saved_tensors_hooks
+from liger_hw._torch import has_memory, is_plain, saved_tensors_hooks
 from liger_hw.checkpointing.forward_mode import ForwardMode
-from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
+from liger_hw.checkpointing.operations import (
+    FREE,
+    MUTATES,
+    NUMBERED,
+    kind_of,
+    memory_of,
+    random_state,
+    tensors_in,
+    written,
+)
 
 
 @dataclass
@@ -40,6 +49,7 @@ class LayerRecord:
         saved_bytes: memory that the layer's own backward needs, without its inputs and parameters.
         input_bytes: memory of the hidden states that enter it.
         seconds: time of the forward.
+        other_seconds: of further operations that a recomputation runs: they write to arguments, so no plan keeps them.
         collective: it communicates with other ranks.
         input_can_leave: the hidden states can be offloaded until the backward.
     """
@@ -48,8 +58,14 @@ class LayerRecord:
     saved_bytes: int = 0
     input_bytes: int = 0
     seconds: float = 0.0
+    other_seconds: float = 0.0
     collective: bool = False
     input_can_leave: bool = False
+
+    @property
+    def recomputing_seconds(self):
+        """Return the time of a recomputation of the whole layer."""
+        return sum(op.seconds for op in self.operations) + self.other_seconds
 
     def scaled(self, factor):
         """Return the record of a call with `factor` times the tokens."""
@@ -57,7 +73,8 @@ class LayerRecord:
             replace(op, nbytes=round(factor * op.nbytes), seconds=factor * op.seconds) for op in self.operations
         ]
         sizes = (round(factor * size) for size in (self.saved_bytes, self.input_bytes))
-        return LayerRecord(operations, *sizes, factor * self.seconds, self.collective, self.input_can_leave)
+        times = (factor * seconds for seconds in (self.seconds, self.other_seconds))
+        return LayerRecord(operations, *sizes, *times, self.collective, self.input_can_leave)
 
     @property
     def structure(self):
@@ -103,6 +120,7 @@ class LayerRecorder(ForwardMode):
         super().__init__(hooked)
         self.layer = layer
         self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
+        self.others, self.last_other = [], 0  # (start, end) of operations that write to arguments
         self.input_bytes, self.input_can_leave = hidden.nbytes, can_leave
         self.parts = {}  # memory of a parameter -> the part of the layer
         self.producers = {}  # memory -> the operation that allocated it, or None
@@ -116,7 +134,7 @@ class LayerRecorder(ForwardMode):
             packed = pack(x)
             if type(x) is torch.Tensor and memory_of(x) in self.producers:
                 self.saved.append((x.detach(), weakref.ref(packed)))
-            self.last = len(self.operations)
+            self.last, self.last_other = len(self.operations), len(self.others)
             return packed
 
         self.hooks = torch.autograd.graph.saved_tensors_hooks(record, unpack)
@@ -125,7 +143,7 @@ class LayerRecorder(ForwardMode):
 
     def begin(self):
         parameters = self.layer.named_parameters()  # FSDP has just made them whole
-        self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in parameters if is_plain(p)}
+        self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in parameters if has_memory(p)}
         self.start = self.clock.now()
 
     def leave_forward(self):
@@ -148,11 +166,13 @@ class LayerRecorder(ForwardMode):
                 if isinstance(producer := self.producers.get(memory_of(x)), Operation):
                     producer.keepable = False
         random_before = random_state(operation, self.clock.device) if numbered else None
-        start = self.clock.now() if numbered else None
+        start = self.clock.now() if kind is not FREE else None
         results = operation(*args, **kwargs)
-        end = self.clock.now() if numbered else None
+        end = self.clock.now() if kind is not FREE else None
+        if kind is MUTATES:
+            self.others.append((start, end))
         self.collective |= "c10d" in getattr(operation, "namespace", "")
-        inputs = {memory_of(x) for x in tensors_in([*args, *kwargs.values()]) if is_plain(x)}
+        inputs = {memory_of(x) for x in tensors_in([*args, *kwargs.values()]) if has_memory(x)}
         outputs = [x for x in tensors_in(results) if not is_plain(x) or x.numel()]
         memory = {memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
         new = {address: size for address, size in memory.items() if address not in inputs}
@@ -176,7 +196,8 @@ class LayerRecorder(ForwardMode):
         for operation, (start, end) in zip(self.operations, self.times):
             operation.seconds = self.clock.between(start, end)
         seconds = self.clock.between(self.start, self.end)
-        operations = self.operations[: self.last]
+        other_seconds = sum(self.clock.between(*times) for times in self.others[: self.last_other])
         return LayerRecord(
-            operations, self.saved_bytes, self.input_bytes, seconds, self.collective, self.input_can_leave
-        )
+            self.operations[: self.last], self.saved_bytes, self.input_bytes, seconds, other_seconds, self.collective,
+            self.input_can_leave,
+        )  # fmt: skip

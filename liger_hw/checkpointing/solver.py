@@ -99,7 +99,7 @@ def choices_of(record, limits, layers, rejected=()) -> list[Choice]:
             chosen_actions = [(position, action) for (position, _), action in item_actions if action != RECOMPUTE]
             chosen = tuple(sorted(pair for pair in chosen_actions if pair != (INPUT, KEEP)))  # an input stays anyway
             choices.append(Choice(chosen, int(kept[row]), int(offloaded[row]), float(saved[row])))
-    whole = Choice(None, record.saved_bytes + record.input_bytes, 0, sum(op.seconds for op in record.operations))
+    whole = Choice(None, record.saved_bytes + record.input_bytes, 0, record.recomputing_seconds)
     lean = [choice for choice in dict.fromkeys([nothing(record), *choices]) if choice.nbytes < whole.nbytes]
     return sorted([*lean, whole], key=lambda choice: choice.nbytes)
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import json
 import pickle
 import types
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_hw
 from liger_hw.checkpointing import memory, passes
+from liger_hw.checkpointing.recording import DeviceClock
 from liger_hw.checkpointing.solver import KEEP, OFFLOAD
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -292,6 +294,43 @@ def test_a_plan_slower_than_recomputing_keeps_no_operation(stack):
         phases.append(activations.current.phase.value)
     assert phases == ["check", "prove", "check", "run"]
     assert not any(layer.choice.actions for layer in activations.plan.layers)
+
+
+class AddsProducts(Layer):
+    """Writes a product over a result, as the adapters of LoRA do."""
+
+    def forward(self, x):
+        y = self.up(x)
+        return x + self.down(y * y.cos().addmm_(x, self.up.weight.t()))
+
+
+def test_operations_that_write_to_arguments_take_time(monkeypatch):
+    """A layer kept whole saves their time, too, and one that keeps results runs them again."""
+    ticks = itertools.count()
+    monkeypatch.setattr(DeviceClock, "now", lambda clock: next(ticks))
+    model = Stack()
+    model.layers = torch.nn.ModuleList(AddsProducts() for _ in range(3))
+    activations = liger_hw.activations(model, PLENTY, 0)
+    for _ in range(4):
+        step(model)
+    for layer in activations.plan.layers:
+        assert layer.record.other_seconds == 1 and layer.choice.actions is None
+        assert layer.choice.seconds == len(layer.record.operations) + 1
+
+
+def test_weights_of_a_class_of_their_own_are_not_kept():
+    """bitsandbytes' packed weights are parameters, which a layer's backward reads without holding them."""
+    peft, quantised = (pytest.importorskip(name) for name in ("peft", "quantised"))
+    saved = []
+    for change in (lambda each: each, quantised.in_4_bits):
+        config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+        adapted = peft.get_peft_model(change(model(num_hidden_layers=1)), config)
+        adapted.enable_input_require_grads()
+        liger_hw.patch(adapted)
+        activations = liger_hw.activations(adapted, PLENTY, 0)
+        train(adapted, 4, tokens())
+        saved.append(activations.plan.layers[0].record.saved_bytes)
+    assert saved[1] == saved[0] > 0
 
 
 def test_a_second_backward(stack):

@@ -1,12 +1,12 @@
 """Patched models with adapters: every layer, quantised ones too, with activations recomputed, merged and unmerged."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import torch.nn.utils.parametrize
+from quantised import FourBits, Int8Linear, in_4_bits, in_8_bits
 
 import liger_hw
 from liger_hw import dequantize_4bit
@@ -207,58 +207,17 @@ def test_merged_and_unmerged(target, patch_first):
     tiny.assert_learns_alike(plain, patched, **tiny.tokens())
 
 
-class Int8Linear(torch.nn.Linear):
-    """A Linear whose weight is neither floating point nor trainable, like a quantised layer."""
-
-    def __init__(self, linear):
-        torch.nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
-        weight = linear.weight.detach()
-        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
-        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
-
-    def forward(self, x):
-        return x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).T
-
-
-def quantised(model, head=False):
-    """`model` with every projection quantised, and the rest as `peft.prepare_model_for_kbit_training` leaves it."""
-    for name, module in list(model.named_modules()):
-        if type(module) is torch.nn.Linear and (head or "lm_head" not in name):
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, Int8Linear(module))
-    model.is_loaded_in_8bit = True
+def prepare_for_training(model):
     return peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched", "adapted"])
 @pytest.mark.parametrize("head", [False, True], ids=["", "quantised head"])
 def test_quantised(head, patch_first):
-    plain, patched = pair(patch_first, prepare=lambda model: quantised(model, head))
+    plain, patched = pair(patch_first, prepare=lambda model: prepare_for_training(in_8_bits(model, head)))
     assert sum(isinstance(m, Int8Linear) for m in patched.modules()) == 14 + head
     assert swapped(patched) > 5
     tiny.assert_learns_alike(plain, patched, fused=not head, **tiny.tokens())
-
-
-class FourBits(torch.nn.Linear):
-    """A layer with the arithmetic and the attributes of bitsandbytes' Linear4bit."""
-
-    def __init__(self, linear, compute_dtype):
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
-        self.bias = linear.bias
-        self.compute_dtype, self.compute_type_is_set = compute_dtype, True
-        blocks = linear.weight.detach().float().view(-1, 32)
-        absmax = blocks.abs().amax(1)
-        numbers = (7.5 + 7.5 * blocks / absmax[:, None]).round().to(torch.uint8).view(-1, 2)
-        self.weight = torch.nn.Parameter(numbers[:, :1] << 4 | numbers[:, 1:], requires_grad=False)
-        self.weight.quant_state = SimpleNamespace(
-            quant_type="nf4", absmax=absmax, code=torch.linspace(-1, 1, 16), blocksize=32, state2=None, offset=None,
-            dtype=linear.weight.dtype, shape=linear.weight.shape,
-        )  # fmt: skip
-
-    def forward(self, x):
-        weight = dequantize_4bit.reference(*dequantize_arguments(self.weight)).to(self.compute_dtype)
-        return torch.nn.functional.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)
 
 
 def of_bitsandbytes(linear, compute_dtype):
@@ -282,12 +241,7 @@ def on_the_op(model):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_quantised_in_4_bits(make, checkpointing):
     def prepare(model):
-        for name, module in list(model.named_modules()):
-            if type(module) is torch.nn.Linear and "lm_head" not in name:
-                parent, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(parent), attribute, make(module, torch.float32))
-        model.is_loaded_in_4bit = True
-        return peft.prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+        return peft.prepare_model_for_kbit_training(in_4_bits(model, make), checkpointing, {"use_reentrant": False})
 
     plain, patched = pair(False, prepare=prepare)
     assert on_the_op(patched) == 14
