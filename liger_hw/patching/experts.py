@@ -35,23 +35,30 @@ class ExpertsMatch(Match):
 
     def members(self, original, unchanged):
         options, names = dict(self.options), dict(self.names)
-        if self.op == "clamped_swiglu" or names["split"] == "interleaved":
-            return {"_apply_gate": _gate_of(original, self.op, options, names, unchanged)}
+        gate = {} if names["split"] is None else {"_apply_gate": _gate_of(original, self.op, options, names, unchanged)}
+        if not self.is_whole:
+            return gate
         activation = gates.activation_name(self.op, options)
-        forward = _forward_of(original, names["split"] == "up first", activation, unchanged)
-        if names["split"] is None:
-            return {"forward": forward}
-        return {"_apply_gate": _gate_of(original, self.op, options, names, unchanged), "forward": forward}
+        return gate | _forward_of(original, names["split"] == "up first", activation, unchanged)
+
+    @property
+    def is_whole(self):
+        """Tell whether `experts` computes the whole forward, not the gated unit alone."""
+        return self.op != "clamped_swiglu" and dict(self.names)["split"] != "interleaved"
 
 
 def _forward_of(original, up_first, activation, unchanged):
-    def forward(self, *args, **kwargs):
-        if len(args) == 3 and not kwargs and unchanged(self) and witnesses.cover(args[0]) and _can_mix(self, *args):
-            x, index, routing_weights = args
-            return experts.experts(x, *_weights(self), index, routing_weights, activation, up_first)
-        return original.forward(self, *args, **kwargs)
+    def mixed(self, x, index, routing_weights, **lora):
+        """Return the output of `experts`, or None where the module must compute."""
+        if unchanged(self) and witnesses.cover(x) and _can_mix(self, x, index, routing_weights, bool(lora)):
+            return experts.experts(x, *_weights(self), index, routing_weights, activation, up_first, **lora)
+        return None
 
-    return forward
+    def forward(self, *args, **kwargs):
+        y = mixed(self, *args) if len(args) == 3 and not kwargs else None
+        return original.forward(self, *args, **kwargs) if y is None else y
+
+    return {"forward": forward, "liger_mixed": mixed}
 
 
 def _gate_of(original, op_name, options, names, unchanged):
@@ -77,8 +84,11 @@ def _weights(module):
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)
 
 
-def _can_mix(module, x, index, routing_weights):
-    """Tell whether `experts` computes this module's output for x, and a backward may follow."""
+def _can_mix(module, x, index, routing_weights, has_lora):
+    """Tell whether `experts` computes this module's output for x, and a backward may follow.
+
+    With LoRA it also serves without a backward, where PEFT would merge the weights of all experts.
+    """
     from transformers.integrations import moe
 
     weights = _weights(module)
@@ -93,8 +103,7 @@ def _can_mix(module, x, index, routing_weights):
         and all(w is not None and w.dtype == x.dtype for w in weights)
         and index.dtype in (torch.int64, torch.int32)
         and routing_weights.dtype in (x.dtype, torch.float32)
-        and torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in (x, *weights))
+        and (has_lora or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights)))
         and experts.experts.choose(x.device, x.dtype) not in ("cpu", "reference")
     )
 

@@ -16,8 +16,8 @@ FLAGS = {
 }
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 FLAG_OF = {  # op or activation whose flag has another name -> that flag
-    "clamped_swiglu": "swiglu", "silu": "swiglu", "lora_linear": "lora", "l2_norm": "rms_norm",
-    "gelu_tanh": "geglu", "gelu_erf": "geglu", "gelu_new": "geglu", "quick_gelu": "geglu",
+    "clamped_swiglu": "swiglu", "silu": "swiglu", "lora_linear": "lora", "experts with LoRA": "lora",
+    "l2_norm": "rms_norm", "gelu_tanh": "geglu", "gelu_erf": "geglu", "gelu_new": "geglu", "quick_gelu": "geglu",
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_
 from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
 from liger_hw.patching.hooks import is_intercepted
+from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
 from liger_hw.patching.match import Match, remember
 from liger_hw.patching.projection import Adapted
 from liger_hw.patching.reading import MISSING, Pin, read
@@ -131,6 +132,8 @@ def match_lora(module, remember):
     layers = sys.modules.get(LAYER)
     if layers is None or not isinstance(module, layers.LoraLayer):
         return None
+    if is_wrapper(module):
+        return match_parameter(module, remember)
     base, cls = module.base_layer, type(module)
     is_plain_base = type(base) is torch.nn.Linear
     has_4_bits = isinstance(base, torch.nn.Linear) and hasattr(base, "compute_dtype")

@@ -12,8 +12,8 @@ class Match:
     """An op, its options and the module's attributes with which it computes the module.
 
     Attributes:
-        kind: "norm", "gated_norm", "mlp", "activation", "experts", "sorted_experts", "rope", "lora", "head",
-            "lora_head", "causal_lm" or "skip_logits".
+        kind: "norm", "gated_norm", "mlp", "activation", "experts", "sorted_experts", "rope", "lora",
+            "lora_parameter", "head", "lora_head", "causal_lm" or "skip_logits".
         op: the name of the op, or "" where `kind` already determines it.
         options: keyword arguments of the op, as sorted pairs.
         names: (role, attribute of the module) pairs; the attribute is None where the module has no such part.
