@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(self, model):
         self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), RATE)
+        self.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
 
     def backward(self, loss, last):
         """Accumulate gradients; exchange them between ranks in the last backward of a step."""
@@ -119,13 +119,16 @@ def fsdp1(model, policy="layers", **options):
 def fsdp2(model, unit=(), reshard=None, layers=True, **options):
     """Make each layer a unit, the modules named by `unit` another, and the rest the root."""
     options["mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
-    inner = next(m for m in model.modules() if hasattr(m, "layers"))
-    for layer in inner.layers if layers else ():
+    for layer in layers_of(model) if layers else ():
         fully_shard(layer, **options)
     modules = [model.get_submodule(name) for name in unit]
     if modules:
         fully_shard(modules, reshard_after_forward=reshard, **options)
     return FSDP2(fully_shard(model, reshard_after_forward=reshard, **options))
+
+
+def layers_of(model):
+    return next(m for m in model.modules() if hasattr(m, "layers")).layers
 
 
 def accelerate_fsdp2(model, **options):
@@ -135,7 +138,7 @@ def accelerate_fsdp2(model, **options):
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
-        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__], **options,
+        transformer_cls_names_to_wrap=[type(layers_of(model)[0]).__name__], **options,
     )  # fmt: skip
     state = SimpleNamespace(fsdp_plugin=plugin)
     rounds = plugin.mixed_precision_policy is not None

@@ -18,6 +18,7 @@ from engines import (
     prepare,
 )
 from ranks import device
+from test_adapters_on_ranks import adapt
 
 import liger_hw
 from liger_hw.patching.hooks import is_zero3_hook
@@ -53,7 +54,8 @@ class DeepSpeed(Engine):
     def gradients(self):
         from deepspeed.utils import safe_get_full_grad
 
-        return [safe_get_full_grad(p).to(device()) for p in self.model.parameters()]
+        grads = [safe_get_full_grad(p) if p.requires_grad else None for p in self.model.parameters()]
+        return [None if grad is None else grad.to(device()) for grad in grads]
 
     def step(self):
         self.model.step()
@@ -160,6 +162,13 @@ def test_planned_activations_of_zero(stage, plan, ranks):
     """Layers of ZeRO-3 gather weights, in the same order on all ranks only where each recomputes all of them."""
     engine = functools.partial(zero, stage=stage)
     ranks(2, learn_the_same_with_planned_activations, engine, *PLANS[plan], stage == 3)
+
+
+@pytest.mark.parametrize("checkpointed", [None, False])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_of_zero(stage, checkpointed, check):
+    """Stage 3 gathers the weights of layers by hooks, so these run PEFT's forward."""
+    check(functools.partial(zero, stage=stage), change=adapt, checkpointed=checkpointed)
 
 
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
