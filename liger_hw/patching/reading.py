@@ -343,7 +343,11 @@ def _read_lookups(instructions, first, namespace, code):
             continue
         holder, *after = listed[place + 1 :]
         fields = [i.argval for i in itertools.takewhile(lambda i: i.opname == "LOAD_ATTR", after)]
-        name, *default = itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), after[len(fields) :])
+        arguments = list(itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), after[len(fields) :]))
+        if not arguments:  # a call gives the object
+            code.refuse("computes the object whose attribute it looks up")
+            continue
+        name, *default = arguments
         is_constant_name = name.opname == "LOAD_CONST" and isinstance(name.argval, str)
         if (
             not is_constant_name

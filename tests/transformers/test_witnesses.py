@@ -216,6 +216,7 @@ STATE = {  # an expression in a forward -> words of the reason
     "1 + sum(i == 15 for i in range(x.shape[0]))": "reads the number of its tokens",
     "1 + bytes(x.shape[0]).count(1)": "reads the number of its tokens",
     "getattr(self, 'fac' + 'tor'[:x.ndim], 1.0)": "computes the name of an attribute",
+    "getattr(dict(), 'factor', 1.0)": "computes the object whose attribute it looks up",
     "getattr(x, 'factor', 1.0)": "looks up 'factor' of x by name",
     "getattr(self.down_proj.weight, 'factor', 1.0)": "looks up 'factor' of down_proj.weight by name",
     "self.down_proj.in_features / 48": "reads down_proj.in_features",
