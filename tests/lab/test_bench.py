@@ -553,6 +553,22 @@ def test_every_optimizer(smaller, name):
     assert formatting.setting(runs[0]) == f"tiny 1x8, {name}"
 
 
+def test_accumulation(smaller):
+    """The gradients of a step are the mean of its batches, all of whose tokens count."""
+    pytest.importorskip("transformers")
+    found = []
+    for batches in (1, 3):
+        (planned,) = training.plan(["tiny"], ["eager"], [1], [8], None, 1, torch.float32, accumulation=batches)
+        trained = training.build(planned, 8, torch.device("cpu"))
+        batch = training._batch(trained, 1, 8, torch.device("cpu"))
+        result = training._timed(trained, batch, 1, 0)
+        assert result["tokens_per_second"] * result["median"] == pytest.approx(8e3 * batches)
+        trained.step(batch)
+        found.append([parameter.grad.clone() for parameter in trained.model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    assert formatting.setting(planned) == "tiny 1x8, 3 batches a step"
+
+
 @pytest.mark.skipif(ACCELERATOR is not None, reason="an accelerator's offload is measured, not tested")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offloaded_to_the_cpu(smaller, dtype):
@@ -612,6 +628,7 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["tiny", "--optimizer", "galore"], "needs galore-torch, which is not installed here"),
         (["tiny", "--optimizer", "galore", "--offload"], "--offload: got --optimizer as well"),
         (["tiny", "--offload", "--compile", "model"], "--offload: got --compile as well"),
+        (["tiny", "--offload", "--accumulation", "2"], "--offload: got --accumulation as well"),
         (["tiny", "--lora", "--kbit"], "--lora: got --kbit as well"),
         (["tiny", "--kbit"], "--kbit: got no --qlora"),
         (["tiny", "--qlora"], "needs bitsandbytes, which is not installed here: pip install bitsandbytes"),

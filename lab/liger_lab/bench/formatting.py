@@ -204,7 +204,8 @@ def options(run: dict) -> str:
     """Return the end of a run's label: ", dpo, activations within 100GiB", for example."""
     texts = {
         "objective": "{}", "lora": "LoRA of rank {}", "qlora": "QLoRA of rank {}", "kbit": "the rest in fp32",
-        "precision": "{}", "offload": "offloaded: {}", "optimizer": "{}", "activations": "activations within {}",
+        "precision": "{}", "offload": "offloaded: {}", "optimizer": "{}",
+        "accumulation": "{} batches a step", "activations": "activations within {}",
         "compiled": "compiled {}", "limit": "limited to {}",
     }  # fmt: skip
     return "".join(f", {text.format(run[name])}" for name, text in texts.items() if run.get(name))

@@ -140,6 +140,7 @@ def plan(
             kbit: `peft.prepare_model_for_kbit_training` prepares the model, and keeps the rest in fp32.
             offload: DeepSpeed's ZeRO-3 keeps weights and optimizer on the "cpu", or in this folder of a disk.
             optimizer: a name of OPTIMIZERS, if another than AdamW.
+            accumulation: batches of a step, whose gradients add up.
             limit: memory of the device that torch may allocate, such as "24GiB".
 
     Raises:
@@ -289,17 +290,18 @@ OPTIMIZERS = {
 class Trained:
     """Hold a model with its optimizer; fp16 trains under autocast with a loss scale."""
 
-    def __init__(self, model, device, fp16: bool, optimizer: str):
-        self.model = model
-        self.optimizer = OPTIMIZERS[optimizer](model)
+    def __init__(self, model, device, fp16: bool, planned: dict):
+        self.model, self.batches = model, planned.get("accumulation", 1)
+        self.optimizer = OPTIMIZERS[planned.get("optimizer", "adamw")](model)
         self.autocast = torch.autocast(device.type, torch.float16, enabled=fp16)
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
 
     def step(self, batch: dict):
         self.optimizer.zero_grad()
-        with self.autocast:
-            loss = self.model(**batch).loss
-        self.scaler.scale(loss).backward()
+        for _ in range(self.batches):
+            with self.autocast:
+                loss = self.model(**batch).loss
+            self.scaler.scale(loss / self.batches).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()
@@ -310,6 +312,8 @@ class Trained:
 
 class ZeroOffload:
     """Train by DeepSpeed's ZeRO-3 with weights and optimizer on the CPU or a disk."""
+
+    batches = 1
 
     def __init__(self, model, planned):
         import deepspeed
@@ -369,7 +373,7 @@ def build(planned: dict, positions: int, device) -> Trained | ZeroOffload:
     torch.manual_seed(0)
     if planned["provider"] == UNSLOTH:
         model = import_module("liger_lab.bench.unsloth").build(config, rank, planned, device, dtype)
-        return Trained(model.train(), device, fp16, planned.get("optimizer", "adamw"))
+        return Trained(model.train(), device, fp16, planned)
     with device:
         model = kind.from_config(config, dtype=torch.float32 if fp16 and not rank else dtype)
     if planned["checkpointing"]:
@@ -385,7 +389,7 @@ def build(planned: dict, positions: int, device) -> Trained | ZeroOffload:
         getattr(torch, device.type).set_per_process_memory_fraction(share, device)
     if planned.get("offload"):
         return ZeroOffload(model, planned)
-    return Trained(model, device, fp16, planned.get("optimizer", "adamw"))
+    return Trained(model, device, fp16, planned)
 
 
 def _with_adapters(model, rank, planned, device):
@@ -493,7 +497,7 @@ def _batch(trained, batch, seq, device) -> dict:
 
 
 def _timed(trained, batch, steps, warm_up) -> dict:
-    device, tokens = batch["input_ids"].device, batch["input_ids"].numel()
+    device, tokens = batch["input_ids"].device, batch["input_ids"].numel() * trained.batches
     for _ in range(warm_up):
         trained.step(batch)
     seconds = []

@@ -15,8 +15,8 @@ from liger_lab.cli import common
 SUBJECTS = ("train", "distributed", "losses")  # `liger-hw bench SUBJECT` is a command of its own
 ACCELERATOR_OPTIONS = ("longest", "sweep", "snapshot", "memory_limit")  # options of `bench train`
 APART = {  # its options that exclude others
-    "longest": ("sweep", "snapshot", "offload"), "lora": ("qlora", "kbit", "offload"), "qlora": ("offload",),
-    "offload": ("activations", "compile", "optimizer"),
+    "longest": ("sweep", "snapshot", "offload", "accumulation"), "lora": ("qlora", "kbit", "offload"),
+    "qlora": ("offload",), "offload": ("activations", "compile", "optimizer", "accumulation"),
 }  # fmt: skip
 OPTIMIZERS = {  # of --optimizer -> package
     "adamw8bit": "bitsandbytes", "paged_adamw8bit": "bitsandbytes", "galore": "galore_torch",
@@ -99,6 +99,7 @@ def add(commands) -> None:
            help="with --qlora: peft.prepare_model_for_kbit_training keeps the rest of the model in fp32")  # fmt: skip
     option("--optimizer", choices=OPTIMIZERS,
            help="bitsandbytes' AdamW of 8 bits, its paged one, or GaLore of rank 128 (torch's AdamW)")  # fmt: skip
+    option("--accumulation", type=common.positive, metavar="N", help="batches of a step, whose gradients add up (1)")
     option("--offload", nargs="?", const="cpu", metavar="FOLDER",
            help="keep weights and optimizer on the CPU, by DeepSpeed's ZeRO-3, or in a folder of a disk")  # fmt: skip
     option("--memory-limit", metavar="SIZE",
@@ -240,7 +241,7 @@ def bench_train(args) -> int | None:
         args.models or training.DEFAULT, providers, args.batch, args.seq, checkpointing, args.steps,
         _dtype(args, device), args.longest, args.sweep, activations=args.activations, compiled=args.compile,
         snapshots=str(args.report) if args.snapshot else None, lora=args.lora, qlora=args.qlora, kbit=args.kbit,
-        offload=args.offload, optimizer=args.optimizer, limit=args.memory_limit,
+        offload=args.offload, optimizer=args.optimizer, accumulation=args.accumulation, limit=args.memory_limit,
     )  # fmt: skip
     file = args.report / ("longest.json" if args.longest else "train.json")
     with terminal.progress() as progress:
