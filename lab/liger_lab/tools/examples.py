@@ -7,7 +7,7 @@
 
 `run` adds to the file and replaces results of the same example and provider. An EXAMPLE may have options; arguments
 after -- go to all of them. With several GPUs torchrun starts each.
-`pictures` draws what FILE holds, beside it.
+`pictures` draws what FILE holds, beside it; also a file of `liger-hw bench train`.
 """
 
 import argparse
@@ -110,18 +110,21 @@ def table(measured: dict) -> str:
 def pictures(file: Path) -> None:
     """Draw the tokens per second and the peak memory of a file, beside it."""
     from liger_lab.bench import charts
-    from liger_lab.bench.formatting import model_size
+    from liger_lab.bench.formatting import model_size, setting
 
     measured = json.loads(file.read_text())
-    settings = {}
+    settings, from_examples = {}, "example" in measured["results"][0]
     for run in measured["results"]:
         if "error" not in run:
-            line = re.sub(r" --(?:steps|text|batch) \S+", "", f"{run['example']} {run.get('options', '')}".strip())
-            name = {"plain": "eager", PEER: "liger"}.get(run["provider"], run["provider"])
-            settings.setdefault(f"{line}, {run['batch']}x{run['seq']}", {})[name] = run
+            line, name = "" if from_examples else setting(run), run["provider"]
+            if from_examples:
+                line = re.sub(r" --(?:steps|text|batch) \S+", "", f"{run['example']} {run.get('options', '')}".strip())
+                line = f"{line}, {run['batch']}x{run['seq']}"
+            settings.setdefault(line, {})[{"plain": "eager", PEER: "liger"}.get(name, name)] = run
     settings = {line: runs for line, runs in settings.items() if charts.OURS in runs}
-    gpus = max(run["gpus"] for runs in settings.values() for run in runs.values())
-    where = f"one of {gpus} {measured['device']['name']}, of each example's largest"
+    gpus = max(run.get("gpus", 1) for runs in settings.values() for run in runs.values())
+    where = f"one of {gpus} {measured['device']['name']}".removeprefix("one of 1 ")
+    where += ", of each example's largest" * from_examples
     drawn = {
         "speed": ("Tokens per second", "tokens_per_second", lambda tokens: f"{tokens:,.0f}"),
         "memory": ("Peak memory", "peak_bytes", model_size),
@@ -129,7 +132,7 @@ def pictures(file: Path) -> None:
     for kind, (title, value, text) in drawn.items():
         figure = charts.bars(
             f"{title} of {where}", settings, charts.pictures_style(), lambda run, value=value: run[value],
-            lambda run, value=value, text=text: text(run[value]), scaled=True,
+            lambda run, value=value, text=text: text(run[value]), scaled=from_examples,
         )  # fmt: skip
         file.with_name(f"{file.stem}-{kind}.png").write_bytes(charts.picture(figure, "png"))
 
