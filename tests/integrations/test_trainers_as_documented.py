@@ -357,7 +357,7 @@ def test_trl_with_lora_on_one_small_gpu(name, bits, folder, tmp_path):
     needs("trl" if bits == 32 else "bitsandbytes"), needs("trl")
     if Version(version("trl")) < Version("1.15"):
         pytest.skip("TRL computes log-probabilities in a function of its own from 1.15")
-    program, in_4_bits, _, merge, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
+    program, in_4_bits, dpo, _, merge, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
     load = "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)\n"
     assert load in program
     model = "model"
@@ -403,3 +403,25 @@ def test_trl_with_lora_on_one_small_gpu(name, bits, folder, tmp_path):
     ids = torch.arange(3, 40)[None]
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    if name == "SFT":
+        goes_on_with_dpo(dpo, names, tmp_path)
+
+
+def goes_on_with_dpo(dpo, names, folder):
+    """Train the saved adapter by the page's program; its first step's reference is the adapter itself."""
+    pairs = [{"prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    settings = f"use_cpu=True, max_steps={STEPS}, logging_steps=1, report_to=[], save_strategy='no'"
+    for old, new in {
+        "bf16=True": settings, "bfloat16": "float32", "5e-6": "1e-2", "pairs.jsonl": str(folder / "pairs.jsonl"),
+        '"adapter"': repr(str(folder / "adapter")), '"dpo-adapter"': repr(str(folder / "dpo-adapter")),
+    }.items():  # fmt: skip
+        dpo = dpo.replace(old, new)
+    logs = []
+    for text in (dpo, without(dpo, "LigerHwCallback()")):
+        exec(text, names)
+        logs.append([log for log in names["trainer"].state.log_history if "loss" in log])
+    found, plain = ({key: [log[key] for log in run] for key in ("loss", "grad_norm")} for run in logs)
+    assert abs(plain["loss"][0] - math.log(2)) < 1e-5 and len({*plain["loss"]}) > 1
+    assert_alike(found, plain)
+    assert (folder / "dpo-adapter/adapter_model.safetensors").exists()
