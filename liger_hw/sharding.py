@@ -127,8 +127,10 @@ class Layout:
         """Return this rank's part of an argument."""
         from torch.distributed.tensor import Partial, Replicate
 
-        tensor, dims = self.tensors[name], self.dims[name]
-        tensor = tensor.redistribute(self.mesh, self._placements(dims, Replicate()))
+        given, dims = self.tensors[name], self.dims[name]
+        tensor = given.redistribute(self.mesh, self._placements(dims, Replicate()))
+        if tensor.requires_grad and any(placement.is_partial() for placement in given.placements):
+            tensor.register_hook(_added_up)
         finish_collective(tensor)
         return tensor.to_local(grad_placements=self._placements(dims, Partial()))
 
@@ -156,6 +158,13 @@ class Layout:
         return DTensor.from_local(
             result.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
+
+
+def _added_up(grad):
+    """Add up a gradient's partial sums, of which torch 2.10 would keep this rank's alone."""
+    from torch.distributed.tensor import Replicate
+
+    return grad.redistribute(grad.device_mesh, [Replicate() if p.is_partial() else p for p in grad.placements])
 
 
 def _named(name, shape, pattern):
