@@ -166,7 +166,9 @@ class LoraHeadMatch(Match):
                 states = lora_a(self.lora_dropout[name](x.to(lora_a.weight.dtype)))
                 hidden.append(states * self.scaling[name])
                 weight.append(self.lora_B[name].weight)
-            return HeadFunction.apply(torch.cat(hidden, -1), torch.cat(weight, 1), self.base_layer.bias, armed_forward)
+            kept = [w for rows, w in zip(hidden, weight) if rows.requires_grad]  # PEFT's layers keep these
+            hidden, weight = torch.cat(hidden, -1), torch.cat(weight, 1)
+            return HeadFunction.apply(hidden, weight, self.base_layer.bias, armed_forward, kept)
 
         return {"forward": forward, "liger_is_head": True}
 

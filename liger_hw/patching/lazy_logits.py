@@ -378,27 +378,29 @@ class HeadFunction(FunctionOfLazyLogits):
     """Autograd function of F.linear(hidden, weight, bias) that returns `LazyLogits`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, forward):
+    def forward(ctx, hidden, weight, bias, forward, parts=None):
         source = Source(hidden, weight, bias)
         ctx.call = HeadCall(forward, source, ctx.needs_input_grad[:3])
         ctx.set_materialize_grads(False)  # None stays None, as after F.linear
         ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
         reads_weight = ctx.needs_input_grad[0] and source.autocast_dtype in (None, weight.dtype)  # else F.linear a copy
-        ctx.weight = version_of(weight if reads_weight else None)
+        # parts: weights whose columns `weight` has, of the layers whose input needs a gradient
+        ctx.weights = [version_of(part) for part in parts or [weight] if reads_weight]
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 
     @staticmethod
     def backward(ctx, grad):
         if grad is None:
-            return None, None, None, None
+            return (None,) * 5
         source = ctx.call.kept
         if not backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
             ctx.call.kept = None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
-                refuse_written("the head", ctx.weight)
-                return *grad.cell.operand_gradients(), None
+                for weight in ctx.weights:
+                    refuse_written("the head", weight)
+                return *grad.cell.operand_gradients(), None, None
             grad = grad.cell.values
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
         source = source or ctx.call.source()
@@ -410,7 +412,7 @@ class HeadFunction(FunctionOfLazyLogits):
             (grad @ w).to(hidden.dtype) if learns[0] else None,
             (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if learns[1] else None,
             rows.sum(0).to(bias.dtype) if learns[2] else None,
-            None,
+            *(None, None),
         )
 
 

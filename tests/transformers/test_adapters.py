@@ -64,6 +64,27 @@ def test_any_layer(options, fused, patch_first):
     tiny.assert_learns_alike(plain, patched, fused=fused, **tiny.tokens())
 
 
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]], ids=" ".join)
+@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "lora_B.default"])
+def test_a_part_of_an_adapted_head_written_before_the_backward(part, targets):
+    """The backward fails where PEFT's does, else gives its gradients: hidden states are frozen but for q_proj."""
+    errors = []
+    plain, patched = models = pair(False, target_modules=targets, lora_dropout=0.0)
+    for model in models:
+        loss = tiny.call(model, **tiny.tokens()).loss
+        with torch.no_grad():
+            model.base_model.model.lm_head.get_submodule(part).weight.mul_(1.5)
+        try:
+            loss.backward()
+            errors.append(None)
+        except RuntimeError as error:
+            errors.append("modified by an inplace operation" in str(error))
+    assert errors in ([None, None], [True, True])
+    for p, q in zip(plain.parameters(), patched.parameters(), strict=True):
+        if errors[0] is None and p.requires_grad:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
+
+
 def pair_with_head(**options):
     return pair(False, target_modules=["q_proj", "lm_head"], **options)
 
