@@ -32,6 +32,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 CALL = torch.nn.Module.__call__, torch.nn.Module._call_impl  # of every module, unless its class replaces one
 OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)
 LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, which a program may replace
+FORBID_MEMORY = getattr(torch._C, "_set_storage_access_error_msg", None)  # in builds with CUDA only
 
 
 def constant_result(function):
@@ -249,13 +250,17 @@ def written_arguments(operation, args, kwargs):
             yield args[position] if position < len(args) else kwargs.get(argument.name)
 
 
-def tensor_without_memory(cls, shape, strides, dtype, device):
+def tensor_without_memory(cls, shape, strides, dtype, device, message):
     """Return a tensor of a subclass of torch.Tensor that has no memory.
 
-    C code that asks for memory to write to gets an error. `strides` of None are those of a contiguous tensor.
+    C code that asks for its memory gets an error with `message`; in builds without CUDA torch's if it would write, else
+    the address 0. `strides` of None are those of a contiguous tensor.
     """
     tensor = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    if FORBID_MEMORY is not None:
+        FORBID_MEMORY(tensor, message)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 

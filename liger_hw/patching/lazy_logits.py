@@ -47,6 +47,7 @@ from liger_hw.patching.record import (
 )
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
+NO_MEMORY = f"the logits were not computed and have no memory: read them by an operation of torch first, or {ADVICE}"
 
 
 class Forward:
@@ -192,7 +193,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def __new__(cls, cell):
-        tensor = tensor_without_memory(cls, cell.shape, cell.strides, cell.dtype, cell.device)
+        tensor = tensor_without_memory(cls, cell.shape, cell.strides, cell.dtype, cell.device, NO_MEMORY)
         tensor.cell = cell
         return tensor if cell.values is None else tensor.computed()
 
