@@ -459,10 +459,11 @@ def _measured(trained, planned, device, warm_up) -> dict:
     budget = planned.get("activations") if planned["provider"] == OURS else None
     if planned["seq"] is None:
         return {"longest": _longest(trained, device, budget)}
-    if budget:
-        liger_hw.activations(trained.model, budget)
+    activations = liger_hw.activations(trained.model, budget)
     batch = _batch(trained, planned["batch"], planned["seq"], device)
     result = _timed(trained, batch, planned["steps"], warm_up + (PLANNING if budget else 0))
+    if activations is not None and activations.plan is not None:
+        result["plan"] = _summary(activations.plan)
     if "precision" in planned:
         result["loss_scale"] = trained.loss_scale()
     if "snapshots" in planned:
@@ -472,6 +473,12 @@ def _measured(trained, planned, device, warm_up) -> dict:
         curve = snapshots.record(lambda: trained.step(batch), device, file, stacks)
         result |= {"memory": curve, "snapshot": name}
     return result
+
+
+def _summary(plan) -> dict:
+    """Return the predictions of a plan, and the measurements of its own pass."""
+    names = "peak_bytes", "seconds", "measured_peak_bytes", "measured_seconds", "held_bytes", "offloaded_bytes"
+    return {name: getattr(plan, name) for name in names} | {"text": str(plan)}
 
 
 def _batch(trained, batch, seq, device) -> dict:
