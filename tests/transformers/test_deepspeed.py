@@ -206,6 +206,7 @@ def test_offloading_to_a_disk(ranks, tmp_path):
 
     if not AsyncIOBuilder().is_compatible():
         pytest.skip("DeepSpeed's disk access needs libaio with its headers")
+    AsyncIOBuilder().load()  # compiled here for minutes, once: a rank would count as hung
     ranks(1, learn_from_a_disk, str(tmp_path))
 
 
