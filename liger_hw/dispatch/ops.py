@@ -83,7 +83,7 @@ class Op:
         defaults = reference.__defaults__
         self.arguments = namedtuple(f"{self.name}_arguments", self._parameters, defaults=defaults)
         self.implementations, self._chosen, self._rule = {"reference": self._checked(reference)}, {}, None
-        self._names = {}
+        self._logged = set()
         self.function = self._function()
         for name in ("reference", "implementations", "dtypes", "arguments", "choose", "register", "shards", "cost"):
             setattr(self.function, name, getattr(self, name))
@@ -133,14 +133,8 @@ class Op:
             ValueError: kernels are forced and would round that `dtype`.
             NotImplementedError: the backend that is forced has no implementation.
         """
-        key = device, dtype or self.dtypes[0], backends.forced()
-        name = self._names.get(key)
-        if name is None:
-            name = self._names[key] = self._choose(*key)
-        return name
-
-    def _choose(self, device, dtype, forced):
-        reason = "the most specific one for this device"
+        dtype = dtype or self.dtypes[0]
+        forced, reason = backends.forced(), "the most specific one for this device"
         if forced is not None:
             reason = f"{forced!r} is forced"
         elif not AVAILABLE:
@@ -153,7 +147,10 @@ class Op:
                 refuse_dtype(self._first, dtype, self.dtypes)
         for candidate in names:
             if candidate in self.implementations:
-                logger.debug("%s of %s on %s: implementation %r, %s", self.name, dtype, device, candidate, reason)
+                choice = device, dtype, forced, candidate
+                if choice not in self._logged:
+                    self._logged.add(choice)
+                    logger.debug("%s of %s on %s: implementation %r, %s", self.name, dtype, device, candidate, reason)
                 return candidate
         raise NotImplementedError(
             f"{self.name} has no implementation for backend {forced!r}, which is forced here "
@@ -174,7 +171,6 @@ class Op:
         def decorator(implementation):
             self.implementations[backend] = self._checked(implementation, bound)
             self._chosen.clear()
-            self._names.clear()
             return implementation
 
         return decorator
