@@ -140,8 +140,8 @@ def test_the_summary_joins_gpus_with_equal_evidence():
 def test_the_documents_match_the_evidence():
     assert hardware.main(["--check"]) == 0, "python -m liger_lab.tools.hardware"
     _, found = evidence.read([HERE.parent / "lab/results"])
-    executed = {cell.op for cell in found if cell.level == EXECUTED}
-    assert f"executed and timed {len(executed)} of {OPS} ops" in (HERE.parent / "README.md").read_text()
+    executed, measured = (len({cell.op for cell in found if cell.level == level}) for level in (EXECUTED, MEASURED))
+    assert f"executed {executed} of {OPS} ops and timed {measured}" in (HERE.parent / "README.md").read_text()
 
 
 def test_the_table_of_a_vendor_whose_name_has_two_words(monkeypatch):
