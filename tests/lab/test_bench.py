@@ -631,6 +631,8 @@ def test_failed_training_is_reported(trained, monkeypatch, capsys):
         (["tiny", "--offload", "--accumulation", "2"], "--offload: got --accumulation as well"),
         (["tiny", "--lora", "--kbit"], "--lora: got --kbit as well"),
         (["tiny", "--kbit"], "--kbit: got no --qlora"),
+        (["llama-1b", "--against", "unsloth"], "--against: got unsloth, allowed: with --lora"),
+        (["qwen3-4b", "--lora", "--against", "unsloth"], "--against: got unsloth, allowed: with --lora"),
         (["tiny", "--qlora"], "needs bitsandbytes, which is not installed here: pip install bitsandbytes"),
         (["tiny", "--offload"], "needs deepspeed, which is not installed here: pip install deepspeed"),
     ],

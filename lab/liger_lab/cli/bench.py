@@ -67,7 +67,9 @@ def add(commands) -> None:
     dtype(option)
 
     option = command(
-        "bench train", bench_train, "eager,compile,liger; liger_hw: none", "measure training steps of whole models",
+        "bench train", bench_train,
+        "eager,compile,liger; liger_hw: none; unsloth: by name alone, with --lora or --qlora of Llamas",
+        "measure training steps of whole models",
         "Time steps of Hugging Face models of published sizes with random weights, plain, compiled and patched, with "
         "their peak memory. With --longest, search the longest sequence that fits. It writes train.json and "
         "train.html, or longest.json.",
@@ -216,6 +218,9 @@ def _check_train(args, device) -> None:
                 raise ValueError(f"--{name}: got --{other} as well, allowed: one of the two")
     if args.kbit and not args.qlora:
         raise ValueError("--kbit: got no --qlora, allowed: with --qlora")
+    llamas = args.models and all(name.startswith("llama") for name in args.models)
+    if "unsloth" in _peers(args) and not (llamas and given & {"lora", "qlora"}):
+        raise ValueError("--against: got unsloth, allowed: with --lora or --qlora of llama-1b or llama-8b alone")
     for name in given & {"compile", "offload"}:
         if "compile" in _peers(args):
             raise ValueError(f"--against: got compile with --{name}, allowed: one of the two")
