@@ -8,6 +8,7 @@ s = GPUs that share the shards (GPUs / t):
     P  parameters of one GPU of a group of t: matrices of layers and the head / t, norms and the embedding whole
     R  parameters outside the layers: embedding, head (none if tied), last norm
     A = (P - R) / L, the parameters of a layer
+    E  experts of a mixture                     k  experts of a token    I  intermediate size of one expert
 
 Resident bytes for each parameter of P, as (parameters + gradients + AdamW's two states):
 
@@ -38,11 +39,16 @@ Kept activations, in bytes of a token of a layer, where nothing is recomputed:
                                                                   SiLU(gate) and the product
     statistics: 4 for each head / t (attention's log-sum-exp) and 4 for each row that a norm sees
     a norm of q and k keeps 2 (Q + K) / t more, eager's 6 (Q + K) / t
+    experts, instead of the MLP's: liger_hw k (4 I + 12), gate, up and indices; eager k (4 H + 8 I + 36), also the
+    gathered input and the output of each pair of a token and an expert; both 4 E, the router's probabilities
 
 With activation checkpointing a layer keeps its input, 2 H, and the layer in the backward keeps the above once more.
 In its MLP's backward it also holds the gradient of its output, 2 H, liger_hw 2 I / t (dy, over which y is
 recomputed; under zero3 y is kept, 2 I / t more), eager 4 I / t (two gradients beside the product's), and the gradient
-of the last projection's weight.
+of the last projection's weight. Experts, beside 2 H a token and E H I values of such a gradient: liger_hw first the
+product and the gathered gradient of each pair, 2 k (I + H) a token and one gradient, then 2 k H and all three; eager
+6 k H a token, then all three gradients less 4 k I, as most of what it kept is free. No peak of experts was measured
+with checkpointing or on several GPUs; plain and patched steps on one GPU reach these formulas to 0.1%.
 
 Loss layer, in bytes; M rows are a chunk, as `kernels.chunked_head.chunk_rows` chooses them:
 
@@ -101,7 +107,8 @@ RANK = 128  # of GaLore, as in `training.OPTIMIZERS`
 OFFLOADS = ("optimizer", "parameters")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 STEP = 256  # the longest sequence is a multiple of it
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose measured peaks the formulas reach
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # whose measured peaks the formulas reach
+MIXTURES = ("mixtral", "qwen3_moe")  # of FAMILIES
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -109,12 +116,16 @@ def _named() -> dict[str, tuple[str, dict]]:
     """Return name -> (family, config) of covered `bench train` models and of larger Llamas."""
     known = {name: (setting.model.family, setting.model.config) for name, setting in training.SETTINGS.items()}
     known = {name: entry for name, entry in known.items() if entry[0] in FAMILIES}
-    larger = {  # Llama-3.2-3B, Llama-3.1-70B and Llama-3.1-405B
+    larger = {  # Llama-3.2-3B, Llama-3.1-70B and Llama-3.1-405B; Mixtral-8x7B and Qwen3-30B-A3B
         "llama-3b": demo.llama(3072, 8192, 28, 24, 8, 128256, head_dim=128, tie_word_embeddings=True),
         "llama-70b": demo.llama(8192, 28672, 80, 64, 8, 128256),
         "llama-405b": demo.llama(16384, 53248, 126, 128, 8, 128256),
     }
-    return known | {name: ("llama", config) for name, config in larger.items()}
+    mixtral = demo.llama(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2)
+    qwen = demo.llama(2048, 6144, 48, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+                      num_experts_per_tok=8)  # fmt: skip
+    mixtures = {"mixtral-8x7b": ("mixtral", mixtral), "qwen3-30b-a3b": ("qwen3_moe", qwen)}
+    return known | {name: ("llama", config) for name, config in larger.items()} | mixtures
 
 
 MODELS = _named()
@@ -122,7 +133,7 @@ MODELS = _named()
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder with gated MLPs."""
+    """Sizes of a decoder with gated MLPs, or with gated experts in every layer."""
 
     hidden: int
     intermediate: int
@@ -134,6 +145,8 @@ class Sizes:
     tied: bool
     projection_bias: bool  # of q, k and v
     norms_heads: bool  # a norm of each head of q and k
+    experts: int = 0  # E, whose intermediate size is `intermediate`; 0: an MLP
+    chosen: int = 1  # k
 
     @property
     def query_width(self) -> int:
@@ -148,7 +161,8 @@ class Sizes:
     def layer_parameters(self, parts: int = 1) -> int:
         """Return A, of one GPU of a tensor-parallel group of `parts`."""
         projected = self.query_width + 2 * self.key_width
-        matrices = self.hidden * (projected + self.query_width + 3 * self.intermediate)
+        matrices = self.hidden * (projected + self.query_width + 3 * self.intermediate * max(self.experts, 1))
+        matrices += self.hidden * self.experts  # the router
         matrices += projected * self.projection_bias
         return matrices // parts + 2 * self.hidden + 2 * self.head_size * self.norms_heads
 
@@ -163,6 +177,11 @@ class Sizes:
     def parameters(self, parts: int = 1) -> int:
         """Return P."""
         return self.layers * self.layer_parameters(parts) + self.other_parameters(parts)
+
+    def active_parameters(self) -> int:
+        """Return the parameters that compute with one token."""
+        idle = max(self.experts - self.chosen, 0) * 3 * self.intermediate
+        return self.parameters() - self.layers * self.hidden * idle
 
 
 def read_model(model: str) -> Sizes:
@@ -193,10 +212,19 @@ def read_model(model: str) -> Sizes:
         fits = isinstance(config.get(field), int) and config[field] > 0
         check(fits, "--model", f"{model} with {field} {config.get(field)}", f"a positive {field}")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    width, chosen = config["intermediate_size"], config.get("num_experts_per_tok") or 0
+    if family in MIXTURES:
+        width = config.get("moe_intermediate_size") or width
+        dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+        check(not dense, "--model", f"{model} with layers without experts", "experts in every layer")
+        fits = 0 < chosen <= experts
+        check(fits, "--model", f"{model} with {experts} experts, {chosen} a token", "num_experts, num_experts_per_tok")
     return Sizes(
-        hidden, config["intermediate_size"], config["num_hidden_layers"], heads,
+        hidden, width, config["num_hidden_layers"], heads,
         config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads, config["vocab_size"],
-        config.get("tie_word_embeddings", False), family == "qwen2", family == "qwen3",
+        config.get("tie_word_embeddings", False), family == "qwen2", family in ("qwen3", "qwen3_moe"),
+        *((experts, chosen) if family in MIXTURES else ()),
     )  # fmt: skip
 
 
@@ -272,6 +300,9 @@ def make_run(
     check(gpus % parts == 0, "--gpus", gpus, f"a multiple of {parts}, the GPUs of --parallel {parallel}")
     across = per_node % parts if parts <= per_node else parts % per_node
     check(not across, "--parallel", parallel, f"groups that fill nodes of {per_node} GPUs evenly (--gpus-per-node)")
+    mixture = "a mixture of experts, which no formula covers"
+    check(parts == 1 or not sizes.experts, "--parallel", f"{parallel} of {mixture}", "another")
+    check(optimizer != "galore" or not sizes.experts, "--optimizer", f"galore of {mixture}", "another")
     for what in ("heads", "key_heads", "intermediate", "vocabulary"):
         size = getattr(sizes, what)
         label = what.replace("_", " ")
@@ -307,11 +338,31 @@ def kept_bytes(run: PlannedRun) -> int:
     attention = 2 * 2 * (sizes.query_width + sizes.key_width) // parts
     ours = run.provider == OURS
     rows, mlp = (8 * sizes.hidden, 4) if ours else (16 * sizes.hidden, 8)
+    kept = mlp * sizes.intermediate // parts
+    if sizes.experts:
+        kept = sizes.chosen * (kept + (12 if ours else 4 * sizes.hidden + 36)) + 4 * sizes.experts
     statistics = 4 * sizes.heads // parts + 2 * 4
     if sizes.norms_heads:
         attention += (2 if ours else 6) * (sizes.query_width + sizes.key_width) // parts
         statistics += 4 * (sizes.heads + sizes.key_heads) // parts
-    return run.tokens * (rows + attention + mlp * sizes.intermediate // parts + statistics)
+    return run.tokens * (rows + attention + kept + statistics)
+
+
+def mlp_backward(run: PlannedRun) -> int:
+    """Return the bytes of an MLP's or the experts' backward, beside the kept."""
+    sizes, tokens, ours = run.sizes, run.tokens, run.provider == OURS
+    hidden, width = sizes.hidden, sizes.intermediate // run.parts
+    if not sizes.experts:
+        in_work = tokens * (2 if ours else 4) * width + 2 * hidden * width
+        if run.engine == "zero3" and ours:  # its hooks on the last projection need the input, which others recompute
+            in_work += 2 * tokens * width
+        return 2 * tokens * hidden + in_work
+    pairs, gradient = tokens * sizes.chosen, 2 * sizes.experts * hidden * width
+    if ours:
+        in_work = 2 * pairs * hidden + max(2 * pairs * width + gradient, 3 * gradient)
+    else:
+        in_work = max(6 * pairs * hidden, 3 * gradient - 4 * pairs * width)
+    return 2 * tokens * hidden + in_work
 
 
 def state_bytes(run: PlannedRun) -> float:
@@ -381,10 +432,7 @@ def moments(run: PlannedRun) -> dict[str, dict[str, float]]:
     hidden = 2 * run.tokens * sizes.hidden
     kept = hidden if run.checkpointing else kept_bytes(run)
     head_gradient = sizes.vocabulary // parts * sizes.hidden * 2
-    in_work = hidden + run.tokens * (2 if ours else 4) * sizes.intermediate // parts
-    in_work += 2 * sizes.hidden * sizes.intermediate // parts
-    if zero3 and ours:  # its hooks on the last projection need the input, which other engines let it compute anew
-        in_work += 2 * run.tokens * sizes.intermediate // parts
+    in_work = mlp_backward(run)
     if run.checkpointing:
         in_work += kept_bytes(run) - (hidden if ours else 0)  # its input counts among the kept
 
@@ -522,9 +570,10 @@ def show(planned: dict) -> str:
     rows = [[part, f"{amount / GIB:,.2f}"] for part, amount in planned["bytes"].items() if amount]
     rows.append(["total", f"{planned['total_bytes'] / GIB:,.2f} of {planned['gpu_bytes'] / GIB:,.1f}"])
     times = planned["seconds"]
+    active = f", {sizes.active_parameters() / 1e9:,.2f} for a token" if sizes.experts else ""
     lines = [
-        f"{sizes.parameters() / 1e9:,.2f} billion parameters, {run['batch']} x {run['seq']:,} tokens on each of "
-        f"{run['gpus']:,} GPUs, {run['provider']}",
+        f"{sizes.parameters() / 1e9:,.2f} billion parameters{active}, {run['batch']} x {run['seq']:,} tokens "
+        f"on each of {run['gpus']:,} GPUs, {run['provider']}",
         "", table(["memory of one GPU", "GiB"], rows), "",
         f"{'fits' if planned['fits'] else 'does not fit'}; peak: {planned['moment']}",
         f"longest sequence that fits: {planned['longest']:,} tokens",
@@ -559,8 +608,10 @@ STEPS = (  # each step's name, and its options; the cheapest first
 
 def recipe(model, gpus, gpus_per_node, batch, seq, memory: float) -> list[dict]:
     """Compute the memory and traffic of every step of STEPS, against `memory` bytes."""
-    rows = []
+    rows, mixture = [], read_model(model).experts
     for name, options in STEPS:
+        if mixture and options.get("optimizer") == "galore":
+            continue
         settings = {"provider": OURS, "checkpointing": False, "dtype": None} | options
         run = make_run(model, gpus, gpus_per_node, batch=batch, seq=seq, **settings)
         total = sum(peak(run)[1].values()) + RESERVE
@@ -666,9 +717,10 @@ def against(results: list[dict]) -> list[dict]:
         results: records of `bench train` and `bench distributed`.
 
     Records of other models, engines, losses, libraries and options, and without a peak are left out. `bench train`
-    measures parameters, states and a step's allocations, so its prediction is without WORKSPACE.
+    measures parameters, states and a step's allocations, so its prediction is without WORKSPACE. A later record of a
+    run replaces an earlier one.
     """
-    compared = []
+    compared = {}
     for record in results:
         covered = record["model"] in MODELS and record["provider"] in PROVIDERS
         covered &= record.get("engine", ENGINES[0]) in ENGINES
@@ -676,10 +728,11 @@ def against(results: list[dict]) -> list[dict]:
         covered &= "engine" in record or not record.get("offload")
         covered &= not any(record.get(name) for name in OUTSIDE)
         if covered and record.get("peak_bytes"):
-            moment, by_part = peak(run_from_record(record))
+            run = run_from_record(record)
+            moment, by_part = peak(run)
             predicted = sum(by_part.values()) - (0 if "engine" in record else WORKSPACE)
-            compared.append(record | {"predicted_bytes": predicted, "moment": moment})
-    return compared
+            compared[run, "engine" in record] = record | {"predicted_bytes": predicted, "moment": moment}
+    return list(compared.values())
 
 
 def show_against(compared: list[dict]) -> str:

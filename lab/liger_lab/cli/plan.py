@@ -20,8 +20,9 @@ def add(commands) -> None:
     )  # fmt: skip
     option = command.add_argument
     option("--model", metavar="MODEL",
-           help="llama-1b, -3b, -8b, -70b, -405b, qwen2.5-0.5b, -7b, qwen3-4b, mistral-7b; llama, mistral, qwen2 or "
-           "qwen3 in transformers' default configuration; or a config.json of these types")  # fmt: skip
+           help="llama-1b, -3b, -8b, -70b, -405b, qwen2.5-0.5b, -7b, qwen3-4b, mistral-7b, mixtral-8x7b, "
+           "qwen3-30b-a3b; llama, mistral, qwen2, qwen3, mixtral or qwen3_moe in transformers' default configuration; "
+           "or a config.json of these types")  # fmt: skip
     option("--gpus", type=lambda word: word if word == "auto" else common.positive(word), default=1, metavar="N",
            help="GPUs of all nodes, 1 to 4096; auto: the least power of two that fits (1)")  # fmt: skip
     option("--gpus-per-node", type=common.positive, default=8, metavar="N", help="GPUs of a node (8)")
