@@ -92,7 +92,11 @@ def batch_of(name, device):
 
 
 def bits(x):
-    return x.detach().view(torch.int32 if x.itemsize == 4 else torch.int16) if x.is_floating_point() else x
+    """Return the bits; every NaN has the same, as IEEE 754 leaves its sign and payload open."""
+    if not x.is_floating_point():
+        return x
+    x = x.detach().masked_fill(x.isnan(), torch.nan)
+    return x.view(torch.int32 if x.itemsize == 4 else torch.int16)
 
 
 WITH_ROWS = [name for name in CASES if OPS[name].shards.__self__._rule and name not in PRODUCTS | OF_ALL_ROWS]
