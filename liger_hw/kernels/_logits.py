@@ -127,13 +127,45 @@ def _tanh(x):
 
 @triton.jit
 def score(x, logit_scale, softcap):
-    """Return z in units of ln 2, and the number that the softcap multiplied."""
-    x = x.to(tl.float32)
+    """Return z in units of `unit_of`, and the number that the softcap multiplied.
+
+    With a softcap, z is in units of ln 2. Without one it is not multiplied by log2(e), as large logits would overflow.
+    """
     if softcap is None:
-        return x * (logit_scale * LOG2_E), 0.0
+        return scaled(x, logit_scale), 0.0
     else:
-        ratio = _tanh(x * (logit_scale / softcap))
+        ratio = _tanh(x.to(tl.float32) * (logit_scale / softcap))
         return ratio * (softcap * LOG2_E), ratio
+
+
+@triton.jit
+def scaled(x, logit_scale):
+    """Return x in fp32, multiplied by the logit_scale unless that is None."""
+    x = x.to(tl.float32)
+    return x if logit_scale is None else x * logit_scale
+
+
+@triton.jit
+def unit_of(softcap):
+    """Return the unit of a `score`."""
+    return 1.0 if softcap is None else LN_2
+
+
+@triton.jit
+def power_unit_of(softcap):
+    """Return the unit of a `score` in units of ln 2."""
+    return LOG2_E if softcap is None else 1.0
+
+
+@triton.jit
+def log_of(sum_exp, softcap):
+    """Return log(sum_exp) in units of a `score`."""
+    return tl.log2(sum_exp) * LN_2 if softcap is None else tl.log2(sum_exp)
+
+
+def needed_scale(logit_scale, softcap):
+    """Return None for a scale of 1 without a softcap, whose code a kernel omits."""
+    return None if logit_scale == 1.0 and softcap is None else logit_scale
 
 
 def padded_rows(x):

@@ -4,8 +4,6 @@ Each rank holds V / ranks consecutive columns. loss = log sum exp(x) - x_target,
 rank's columns, softmax - one-hot, needs no further communication. `kernels.vocabulary_parallel` computes both.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -17,8 +15,6 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling
 from liger_hw.kernels.vocabulary.vocabulary_parallel import Columns
-
-LN_2 = math.log(2)
 
 FORMULAS = ("pytorch", "megatron")  # smoothing alpha, or alpha V / (V - 1), which excludes the target
 MODES = ("global", "partition")  # mean for smoothing over all columns, or over the rank's columns
@@ -39,7 +35,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch
     def forward(ctx, logits, target, plan, scaling, alpha, mode):
         columns = Columns(plan, logits, target, scaling, smooths=alpha > 0 and mode == "global")
         statistics, cols = columns.statistics(), logits.shape[1]
-        loss = (1 - alpha) * LN_2 * statistics.distance
+        loss = (1 - alpha) * statistics.distance
         if columns.smooths:
             loss = loss + alpha / plan.vocabulary * statistics.smoothed
         elif alpha:
@@ -67,7 +63,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: (S, B, V / ranks), this rank's columns, in the order of ranks. Each has as many, which nothing checks.
-            The backward reads them, so do not write to them before. Beyond +-2.3e38 they count as infinite.
+            The backward reads them, so do not write to them before. With label smoothing in mode "partition" their sum
+            may become infinite near 3e38.
         target: (S, B) int64 or int32 in [0, V) or `ignore_index`, whose loss and gradient are 0. Another value is an
             error on a CPU, and elsewhere makes the token's loss and gradient NaN.
         group: a process group, or None for one rank.

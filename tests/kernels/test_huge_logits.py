@@ -5,7 +5,13 @@ from math import inf, nan
 import pytest
 import torch
 
-from liger_hw import cross_entropy_tvd, use_backend
+from liger_hw import (
+    cross_entropy,
+    cross_entropy_tvd,
+    fused_linear_selective_log_softmax,
+    selective_log_softmax,
+    use_backend,
+)
 
 HUGE, LARGEST = 3e38, torch.finfo(torch.float32).max
 
@@ -22,6 +28,12 @@ def huge_rows(cols, dtype, device):
     return x, torch.tensor([0, 3, 3, 3, 5, 5, 3, 7, 3, 3, 3, 4], device=device)
 
 
+def compare(results, dtype, backend):
+    for a, b in zip(results(backend), results("reference"), strict=True):
+        rounding = 1e-5 if b.dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(a.float(), b.float(), rtol=rounding, atol=rounding, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cols", [37, 64])
 def test_cross_entropy_tvd(cols, dtype, backend, device):
@@ -34,6 +46,52 @@ def test_cross_entropy_tvd(cols, dtype, backend, device):
             rows = cross_entropy_tvd(student, x.roll(1, 1), target)
             return *rows, *torch.autograd.grad(sum(row.sum() for row in rows), student)
 
-    for a, b in zip(results(backend), results("reference"), strict=True):
-        rounding = 1e-5 if b.dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(a.float(), b.float(), rtol=rounding, atol=rounding, equal_nan=True)
+    compare(results, dtype, backend)
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_scale": -0.5}, {"softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cols", [37, 64])
+def test_cross_entropy(cols, dtype, options, backend, device):
+    torch.manual_seed(0)
+    x, target = huge_rows(cols, dtype, device)
+
+    def results(name):
+        logits = x.clone().requires_grad_()
+        with use_backend(name):
+            rows = cross_entropy(logits, target, reduction="none", **options)
+            return rows, torch.autograd.grad(rows.sum(), logits)[0]
+
+    compare(results, dtype, backend)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"softcap": 30.0, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cols", [37, 64])
+def test_selective_log_softmax(cols, dtype, options, backend, device):
+    torch.manual_seed(0)
+    x, tokens = huge_rows(cols, dtype, device)
+
+    def results(name):
+        logits = x.clone().requires_grad_()
+        with use_backend(name):
+            rows = selective_log_softmax(logits, tokens, return_entropy=True, return_lse=True, **options)
+            gradient = torch.autograd.grad(rows.log_probs.sum() + rows.entropy.sum(), logits)[0]
+            return rows.log_probs, rows.entropy, rows.lse[:6], gradient  # of a row with inf it is NaN
+
+    compare(results, dtype, backend)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "temperature": 0.7}], ids=str)
+def test_statistics(options, backend, device):
+    x, tokens = (t[:6] for t in huge_rows(37, torch.float32, device))
+    head = torch.eye(37, device=device)
+
+    def results(name):
+        with use_backend(name):
+            rows = fused_linear_selective_log_softmax(
+                x, head, tokens, return_is_top1=True, return_log_sum_sq_probs=True, **options
+            )
+        return rows.log_probs, rows.is_top1.float(), rows.log_sum_sq_probs
+
+    compare(results, torch.float32, backend)

@@ -200,6 +200,25 @@ def test_masked_columns(forced, ranks):
     ranks(2, masked_columns, backend=forced)
 
 
+def huge_columns():
+    """Logits are so large that the difference of two overflows: within a rank, and between ranks."""
+    x, weight, target = normal(4, 8), 0 * normal(6, 8), numbers(0, 1, 2, 4)
+    bias = numbers(3e38, -3e38, 0.0, -3e38, 0.0, 2e38)
+    for op, options in (
+        (fused_linear_cross_entropy, {"reduction": "none"}),
+        (fused_linear_cross_entropy, {"reduction": "none", "label_smoothing": 0.1}),
+        (fused_linear_selective_log_softmax, {}),
+        (fused_linear_selective_log_softmax, {"temperature": 2.0, "return_entropy": True, "return_lse": True}),
+    ):
+        expected = op.reference(x, weight, target, bias, **options)
+        torch.testing.assert_close(of_shards(op, "group")(x, weight, target, bias, **options), expected)
+
+
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_huge_columns(forced, ranks):
+    ranks(2, huge_columns, backend=forced)
+
+
 def communication(op):
     """Count what ranks exchange: targets and a few numbers a row in the forward, and the gradient of `x` once."""
     from torch.distributed.tensor.debug import CommDebugMode

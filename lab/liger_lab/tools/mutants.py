@@ -286,7 +286,7 @@ MUTANTS = {
     "cross_entropy": [
         (
             "gradient without the z-loss",
-            "(coef_target + coef_all + 2.0 * LN_2 * coef_square * lse) * coef_loss",
+            "(coef_target + coef_all + 2.0 * unit * coef_square * lse) * coef_loss",
             "(coef_target + coef_all) * coef_loss",
         ),
         (
@@ -296,7 +296,11 @@ MUTANTS = {
         ),
     ],
     "selective_log_softmax": [
-        ("moment not moved to the new maximum", "(moment + (row_max - new_max) * sum_exp)", "moment"),
+        (
+            "moment not moved to the new maximum",
+            "(moment + moved * sum_exp) * tl.exp2(moved)",
+            "moment * tl.exp2(moved)",
+        ),
         ("entropy's gradient without the entropy", "log_sum_exp) * LN_2 + entropy, 0.0", "log_sum_exp) * LN_2, 0.0"),
         ("softcap's slope left out", "dx *= 1.0 - ratio * ratio", "dx *= 1.0"),
     ],

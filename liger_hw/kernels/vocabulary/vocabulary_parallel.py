@@ -8,7 +8,7 @@ One all-gather a chunk exchanges 4 to 9 numbers a row, after which every rank co
 The gradient needs no communication, and no rank holds the logits of another.
 
 Kernels: those of `selective_log_softmax` on a rank's columns, with the partition of all ranks in the backward, and the
-forward of `cross_entropy` for predicted tokens. Label smoothing runs in torch. Peaks are in units of ln 2.
+forward of `cross_entropy` for predicted tokens. Label smoothing runs in torch. Peaks have the kernels' units.
 """
 
 import math
@@ -24,7 +24,7 @@ from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling
 
 LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
-LOWEST = -3.0e38  # peak of a shard whose logits are all -inf, as in the kernels
+LOWEST = torch.finfo(torch.float32).min  # peak of a shard whose logits are all -inf, as in the kernels
 IGNORED = -1  # local index of a row that does not count
 SLICE_BYTES = {"cpu": 2**18}  # of fp32 logits that torch works on at once: they fit a CPU's cache
 LARGE_SLICE_BYTES = 2**25  # elsewhere, ten times beside a chunk
@@ -34,21 +34,19 @@ class Statistics(NamedTuple):
     """Statistics of rows over all ranks, (M,) each.
 
     Attributes:
-        peak, total: sum_j exp(z_j) = total exp(peak); the peak in units of ln 2.
-        distance: -log2 p_y; NaN for a target outside the vocabulary.
+        peak, total: sum_j exp(z_j) = total exp(peak unit), with the unit of `Columns`.
+        lse: log sum_j exp(z_j).
+        distance: -log p_y; NaN for a target outside the vocabulary.
         entropy: in nats. smoothed: sum_j w_j (lse - z_j). predicted: column of the largest logit. None: not asked for.
     """
 
     peak: torch.Tensor
     total: torch.Tensor
+    lse: torch.Tensor
     distance: torch.Tensor
     entropy: torch.Tensor | None
     smoothed: torch.Tensor | None
     predicted: torch.Tensor | None
-
-    @property
-    def lse(self):
-        return (self.peak + self.total.log2()) * LN_2
 
 
 class Columns:
@@ -58,6 +56,9 @@ class Columns:
         plan: a `Plan` with a shard; without a group the columns are the whole vocabulary.
         logits: (M, V_r). target: (M,) in the whole vocabulary. scaling: a `Scaling`.
         smooths: label smoothing is on. class_weight: (V,), or None for 1; only smoothing reads it here.
+
+    Attributes:
+        unit: of a score: ln 2 with a softcap, else 1 / temperature.
     """
 
     def __init__(self, plan, logits, target, scaling, smooths=False, class_weight=None):
@@ -69,6 +70,7 @@ class Columns:
         self.here = self.counts & (local >= 0) & (local < cols)
         self.index = torch.where(self.here, local, torch.where(self.counts, 0, IGNORED))
         self.scaling = Scaling(IGNORED, *scaling[1:])  # Dynamo of torch 2.11 loses the items of _replace
+        self.unit = 1 / scaling.temperature if scaling.softcap is None else LN_2
         columns = slice(plan.first, plan.first + cols)
         self.class_weight = None if class_weight is None else widen(class_weight[columns])
 
@@ -91,26 +93,31 @@ class Columns:
 
     def _combined(self, peaks, totals, distances, here, *others, entropy_needed, predict):
         peak = peaks.amax(0)
-        scale = (peaks - peak).exp2()
+        below = self._difference(peaks, peak)
+        scale = below.exp()
         total = (totals * scale).sum(0)
-        log_total = total.log2()
+        log_total = total.log()
         # a rank whose logits are all -inf knows no distance from them: its targets have probability 0
-        distances = torch.where(peaks == -torch.inf, torch.inf, distances + (peak - peaks))
+        distances = torch.where(peaks == -torch.inf, torch.inf, distances - below)
         distance = torch.where(here > 0, distances, 0).sum(0) + log_total
         distance = distance.masked_fill(self.outside, float("nan"))
         entropy = smoothed = predicted = None
         if entropy_needed:
             moments, *others = others
-            moments = torch.where(totals * scale > 0, (moments + (peaks - peak) * totals) * scale, 0)
-            entropy = (log_total - moments.sum(0) / total) * LN_2
+            moments = torch.where(totals * scale > 0, (moments + below * totals) * scale, 0)
+            entropy = log_total - moments.sum(0) / total
         if self.smooths:
             smoothed, weights, *others = others
-            smoothed = (smoothed + weights * (peak + log_total - peaks)).sum(0) * LN_2
+            smoothed = (smoothed + weights * (log_total - below)).sum(0)
         if predict:
             best, cols = others
             cols = torch.where(best == best.amax(0), cols, self.plan.vocabulary - 1).amin(0).long()
             predicted = torch.where(self.counts, cols, -1)
-        return Statistics(peak, total, distance, entropy, smoothed, predicted)
+        return Statistics(peak, total, self.lse(peak, total), distance, entropy, smoothed, predicted)
+
+    def lse(self, peak, total):
+        """Return log sum_j exp(z_j)."""
+        return peak * self.unit + total.log()
 
     def _by_kernels(self, entropy_needed, predict):
         nll, lse = (self.logits.new_empty(len(self.logits), dtype=torch.float32) for _ in range(2))
@@ -126,16 +133,16 @@ class Columns:
         peak, total = partition.unbind(-1)
         masked = (peak == -torch.inf) | (total == 0)  # all logits of the row on this rank are -inf
         peak, total = peak.masked_fill(masked, -torch.inf), total.masked_fill(masked, 0)
-        moment = total * (total.log2() - entropy * LOG2_E) if entropy_needed else None
-        return peak, total, nll * LOG2_E - total.log2(), moment, None, col
+        moment = total * (total.log() - entropy) if entropy_needed else None
+        return peak, total, nll - total.log(), moment, None, col
 
     def _by_torch(self, entropy_needed, predict):
         slices = []
         for part in self._slices():
-            z, _ = self._scaled(part)
+            z, _ = self._score(part)
             peak = z.amax(-1).clamp(min=LOWEST)
-            below = z - peak[:, None]
-            power = below.exp2()
+            below = self._difference(z, peak[:, None])
+            power = below.exp()
             distance = -below.gather(1, self.index[part].clamp(min=0)[:, None])[:, 0]
             moment = torch.where(power > 0, power * below, 0).sum(-1) if entropy_needed else None
             weighted = below if self.class_weight is None else below * self.class_weight
@@ -161,9 +168,9 @@ class Columns:
             kernels.backward_rows(self.logits, self.index, self.scaling, entropy, *row_values)
             return
         for part in self._slices():
-            z, ratio = self._scaled(part)
+            z, ratio = self._score(part)
             peak, total = partition[part].unbind(-1)
-            log_p = (z - peak[:, None] - total.log2()[:, None]) * LN_2
+            log_p = self._difference(z, peak[:, None]) - total.log()[:, None]
             p = log_p.exp()
             dz = (coef_power - coef_token)[part, None] * p
             if dentropy is not None:
@@ -181,14 +188,18 @@ class Columns:
         rows = max(size // (4 * self.logits.shape[1]), 1)
         return [slice(start, start + rows) for start in range(0, max(len(self.logits), 1), rows)]
 
-    def _scaled(self, part):
-        """Return z / temperature in units of ln 2, and the softcap's factor."""
-        z, softcap, ratio = widen(self.logits[part]) * self.scaling.logit_scale, self.scaling.softcap, None
+    def _score(self, part):
+        """Return the scores of rows, and the softcap's factor, as the kernels."""
+        z, softcap = widen(self.logits[part]) * self.scaling.logit_scale, self.scaling.softcap
         z = z.masked_fill(~self.counts[part, None], 0)
-        if softcap is not None:
-            ratio = (z / softcap).tanh()
-            z = ratio * softcap
-        return z * (LOG2_E / self.scaling.temperature), ratio
+        if softcap is None:
+            return z, None
+        ratio = (z / softcap).tanh()
+        return ratio * (softcap * LOG2_E / self.scaling.temperature), ratio
+
+    def _difference(self, z, peak):
+        """Return (z - peak) unit; halves, because a large difference may overflow."""
+        return (z * 0.5 - peak * 0.5) * (2 * self.unit)
 
 
 class CrossEntropyRows:
@@ -214,7 +225,7 @@ class CrossEntropyRows:
             coef_target, coef_each = coef_target / denominator, coef_each / denominator
             coef_square = coef_square / (denominator if count is None else count)
         if formula.token_scaling:
-            p_y = (-distance).exp2()
+            p_y = (-distance).exp()
             coef_target, coef_each, coef_square = coef_target * p_y, coef_each * p_y, coef_square * p_y
         coef_weights = coef_each * (self.plan.vocabulary if weight_sum is None else weight_sum)
         return coef_target, coef_each, coef_square, coef_target + coef_weights + 2 * coef_square * lse
@@ -229,8 +240,8 @@ class CrossEntropyRows:
         statistics = columns.statistics(predict=predicted is not None)
         factors = self._factors(statistics.lse, statistics.distance, targets, formula)
         coef_target, coef_each, coef_square, _ = factors
-        z_rows = coef_square * statistics.lse.square()
-        rows = coef_target * (statistics.distance * LN_2) + z_rows
+        z_rows = coef_square * statistics.lse * statistics.lse  # 0 without a z-loss, where the square may be infinite
+        rows = coef_target * statistics.distance + z_rows
         if columns.smooths:
             rows = rows + coef_each * statistics.smoothed
         loss.copy_(torch.where(columns.counts, rows, 0))
@@ -245,7 +256,7 @@ class CrossEntropyRows:
         columns = self._columns(logits, targets, formula)
         peak, total = partition.unbind(-1)
         distance = columns.statistics().distance if formula.token_scaling else None
-        factors = self._factors((peak + total.log2()) * LN_2, distance, targets, formula)
+        factors = self._factors(columns.lse(peak, total), distance, targets, formula)
         self._write_gradient(columns, partition, factors, dloss)
 
 
@@ -258,7 +269,7 @@ class SelectedRows:
     def forward_rows(self, logits, tokens, scaling, log_probs, entropy, lse, partition):
         columns = Columns(self.plan, logits, tokens, scaling)
         statistics = columns.statistics(entropy_needed=entropy is not None)
-        log_probs.copy_(torch.where(columns.counts, -statistics.distance * LN_2, 0))
+        log_probs.copy_(torch.where(columns.counts, -statistics.distance, 0))
         lse.copy_(torch.where(columns.counts, statistics.lse, 0))
         if entropy is not None:
             entropy.copy_(torch.where(columns.counts, statistics.entropy, 0))

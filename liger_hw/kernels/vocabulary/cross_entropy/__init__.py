@@ -12,7 +12,7 @@ D and M are 1. Under "mean", D is the sum of the targets' class weights (without
 Letters: N rows of V columns, target y. Traffic: the forward reads the logits (NV); the backward reads them and writes
 the gradient (2NV). With `in_place` one kernel does both: it reads a row twice, the second time from the last block to
 the first, as the last blocks are the likeliest to be in L2 still, and writes the gradient over it. Ignored rows are not
-read. Exponentials are powers of two, with log2(e) folded into the scale of the logits.
+read. Exponentials are powers of two.
 """
 
 import torch
@@ -48,7 +48,7 @@ def cross_entropy(
 
     Args:
         logits: (N, V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
-            between rows costs no copy. Kernels take logits beyond +-2.3e38 as infinite.
+            between rows costs no copy. With label smoothing a row's sum of logits may become infinite near 3e38.
         target: (N,) int64 or int32. A value outside [0, V) other than `ignore_index` is an error on a CPU. Elsewhere,
             and in a compiled graph, it makes that row's loss and gradient NaN, and so the reduced loss: nothing is read
             out of bounds, and the host waits for no check.

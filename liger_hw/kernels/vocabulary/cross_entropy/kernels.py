@@ -3,17 +3,21 @@
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._logits import (
-    LN_2,
-    LOWEST,
+    LOWEST_FINITE,
     alignment,
     body_mask,
     body_pointer,
     edge_columns,
+    log_of,
+    needed_scale,
     online_softmax,
+    power_unit_of,
     row_at,
     row_gradient_config,
     row_softmax,
+    scaled,
     score,
+    unit_of,
 )
 from liger_hw.kernels._math import two_on_a_core
 from liger_hw.launch import launch
@@ -58,7 +62,7 @@ def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_sm
     """
     LANES: tl.constexpr = x.shape[0] // VECTOR
     if PREDICT:  # before the softcap, which makes large logits equal; the first of equal ones wins, as in torch.argmax
-        a = tl.reshape(tl.where(mask, x.to(tl.float32) * logit_scale, float("-inf")), (LANES, VECTOR))
+        a = tl.reshape(tl.where(mask, scaled(x, logit_scale), float("-inf")), (LANES, VECTOR))
         block_best = tl.max(a, 1)
         block_col = tl.min(tl.where(a == block_best[:, None], tl.reshape(col, (LANES, VECTOR)), cols - 1), 1)
         better = (block_best > best) | ((block_best == best) & (block_col < best_col))
@@ -69,14 +73,15 @@ def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_sm
         if WEIGHT is not None:
             weighted *= tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
         sum_smoothed += tl.sum(tl.reshape(weighted, (LANES, VECTOR)), 1)
-    row_max, sum_exp = online_softmax(tl.where(mask, z, float("-inf")), row_max, sum_exp, VECTOR)
+    z = tl.where(mask, z, float("-inf"))
+    row_max, sum_exp = online_softmax(z, row_max, sum_exp, VECTOR, power_unit_of(softcap))
     return row_max, sum_exp, sum_smoothed, best, best_col
 
 
 @triton.jit
-def _over_lanes(row_max, sum_exp, sum_smoothed, best, best_col, cols: tl.constexpr):
+def _over_lanes(row_max, sum_exp, sum_smoothed, best, best_col, softcap, cols: tl.constexpr):
     """Reduce the lanes' values to the row's maximum, sums and largest logit's column."""
-    row_max, sum_exp = row_softmax(row_max, sum_exp)
+    row_max, sum_exp = row_softmax(row_max, sum_exp, power_unit_of(softcap))
     row_best = tl.max(best, 0)
     best_col = tl.min(tl.where(best == row_best, best_col, cols - 1), 0)
     return row_max, sum_exp, tl.sum(sum_smoothed, 0), row_best, best_col
@@ -123,11 +128,11 @@ def _gradient(
 ):
     """Return dx_j from coefficients that logit_scale has multiplied.
 
-    `coef_exp` multiplies 2^(z_j - row_max); `coef_target` is 0 except in the target's column. Peak and sum_exp are
+    `coef_exp` multiplies exp(z_j - row_max); `coef_target` is 0 except in the target's column. Peak and sum_exp are
     separate, as the rounding of a single log-sum-exp would be the same relative error in the whole row.
     """
     z, ratio = score(x, logit_scale, softcap)
-    dx = coef_exp * tl.exp2(z - row_max) - coef_target
+    dx = coef_exp * tl.exp2((z - row_max) * power_unit_of(softcap)) - coef_target
     if SMOOTH:
         if WEIGHT is not None:
             dx -= coef_each * tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
@@ -156,7 +161,7 @@ def _statistics(
     """Walk a row for its maximum z, sums and largest logit's column."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
-    row_max = tl.full((LANES,), LOWEST, tl.float32)
+    row_max = tl.full((LANES,), LOWEST_FINITE, tl.float32)
     best = tl.full((LANES,), float("-inf"), tl.float32)
     best_col = tl.full((LANES,), cols - 1, tl.int32)
     sum_exp = tl.zeros((LANES,), tl.float32)
@@ -170,7 +175,7 @@ def _statistics(
             SMOOTH, PREDICT, cols, VECTOR,
         )  # fmt: skip
     row_max, row_sum_exp, sum_smoothed, best, best_col = _over_lanes(
-        row_max, sum_exp, sum_smoothed, best, best_col, cols
+        row_max, sum_exp, sum_smoothed, best, best_col, softcap, cols
     )
     if not ALIGNED or cols % VECTOR != 0:
         edge, edge_valid = edge_columns(row, cols, VECTOR)
@@ -180,8 +185,8 @@ def _statistics(
             zeros + row_max, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols,
             VECTOR,
         )  # fmt: skip
-        new_max, edge_sum_exp, edge_sum_smoothed, best, best_col = _over_lanes(*lanes, cols)
-        row_sum_exp = row_sum_exp * tl.exp2(row_max - new_max) + edge_sum_exp
+        new_max, edge_sum_exp, edge_sum_smoothed, best, best_col = _over_lanes(*lanes, softcap, cols)
+        row_sum_exp = row_sum_exp * tl.exp2((row_max - new_max) * power_unit_of(softcap)) + edge_sum_exp
         row_max, sum_smoothed = new_max, sum_smoothed + edge_sum_smoothed
     return row_max, row_sum_exp, sum_smoothed, best_col
 
@@ -246,20 +251,21 @@ def cross_entropy_forward(
         valid_target = (y >= 0) & (y < cols)
         x_y = tl.load(row.first + y, valid_target, other=0.0)
         z_y, _ = score(x_y, logit_scale, softcap)
+        unit = unit_of(softcap)
         POLICY: tl.constexpr = "evict_last" if GRADIENT else ""  # `_write_gradient` reads the row again
         row_max, sum_exp, sum_smoothed, best_col = _statistics(
             row, WEIGHT, logit_scale, softcap, SMOOTH, PREDICT, cols, VECTOR, ALIGNED, POLICY, COLS, STAGES
         )
-        lse = row_max + tl.log2(sum_exp)
-        distance = (row_max - z_y) + tl.log2(sum_exp)  # the difference first: it is exact near the maximum
+        lse = row_max + log_of(sum_exp, softcap)
+        distance = (row_max - z_y) + log_of(sum_exp, softcap)  # the difference first: it is exact near the maximum
         coef_target, coef_each, coef_all, coef_square = _coefficients(
-            y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, valid_target, cols,
-            TOKEN_SCALING,
+            y, distance * power_unit_of(softcap), WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing,
+            lse_square_scale, valid_target, cols, TOKEN_SCALING,
         )  # fmt: skip
-        z_loss = coef_square * (lse * LN_2) * (lse * LN_2)
-        loss = coef_target * (distance * LN_2) + z_loss
+        z_loss = coef_square * (lse * unit) * (lse * unit)
+        loss = coef_target * (distance * unit) + z_loss
         if SMOOTH:
-            loss += (coef_all * lse - coef_each * sum_smoothed) * LN_2
+            loss += (coef_all * lse - coef_each * sum_smoothed) * unit
         tl.store(LOSS + index, loss)
         if Z_LOSS is not None:
             tl.store(Z_LOSS + index, z_loss)
@@ -269,10 +275,11 @@ def cross_entropy_forward(
         if PREDICT:
             tl.store(PREDICTED + index, best_col)
         if GRADIENT:
-            coef_exp = (coef_target + coef_all + 2.0 * LN_2 * coef_square * lse) * logit_scale / sum_exp
+            coef_exp = scaled(coef_target + coef_all + 2.0 * unit * coef_square * lse, logit_scale) / sum_exp
             _write_gradient(
-                row, x_y, y, valid_target, row_max, WEIGHT, coef_exp, coef_each * logit_scale,
-                coef_target * logit_scale, logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, BACKWARDS, COLS, STAGES,
+                row, x_y, y, valid_target, row_max, WEIGHT, coef_exp, scaled(coef_each, logit_scale),
+                scaled(coef_target, logit_scale), logit_scale, softcap, SMOOTH, cols, VECTOR, ALIGNED, BACKWARDS, COLS,
+                STAGES,
             )  # fmt: skip
 
 
@@ -302,17 +309,18 @@ def cross_entropy_backward(
     else:
         valid_target = (y >= 0) & (y < cols)
         row_max, sum_exp = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
-        lse = row_max + tl.log2(sum_exp)
+        unit = unit_of(softcap)
+        lse = row_max + log_of(sum_exp, softcap)
         distance = lse
         if TOKEN_SCALING:
             z_y, _ = score(tl.load(row.first + y, valid_target, other=0.0), logit_scale, softcap)
-            distance = (row_max - z_y) + tl.log2(sum_exp)
+            distance = (row_max - z_y) + log_of(sum_exp, softcap)
         coef_target, coef_each, coef_all, coef_square = _coefficients(
-            y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing, lse_square_scale, valid_target, cols,
-            TOKEN_SCALING,
+            y, distance * power_unit_of(softcap), WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing,
+            lse_square_scale, valid_target, cols, TOKEN_SCALING,
         )  # fmt: skip
-        coef_loss = tl.load(DLOSS + index * dloss_stride).to(tl.float32) * logit_scale
-        coef_exp = (coef_target + coef_all + 2.0 * LN_2 * coef_square * lse) * coef_loss / sum_exp
+        coef_loss = scaled(tl.load(DLOSS + index * dloss_stride), logit_scale)
+        coef_exp = (coef_target + coef_all + 2.0 * unit * coef_square * lse) * coef_loss / sum_exp
         coef_target, coef_each = coef_target * coef_loss, coef_each * coef_loss
         x, col = tl.load(row.middle + at, mask, other=0.0), row.head + at
         coef_y = tl.where(col == y, coef_target, 0.0)
@@ -359,8 +367,8 @@ def cross_entropy_scale(
 
 def _numbers(formula):
     """Return the formula's numbers for a kernel, which omits the code for each None."""
-    ignore_index, label_smoothing, *others = formula
-    return ignore_index, label_smoothing or None, *others
+    ignore_index, label_smoothing, square, softcap, logit_scale, token_scaling = formula
+    return ignore_index, label_smoothing or None, square, softcap, needed_scale(logit_scale, softcap), token_scaling
 
 
 def forward_rows(logits, targets, formula, loss, z_loss=None, partition=None, predicted=None, gradient=False):
@@ -368,7 +376,7 @@ def forward_rows(logits, targets, formula, loss, z_loss=None, partition=None, pr
 
     Args:
         logits: rows of unit stride. loss, z_loss: (N,) fp32.
-        partition: 2N fp32, for each row a peak, in units of ln 2, and a total: sum_j exp(z_j) = total exp(peak).
+        partition: 2N fp32, for each row a peak, in units of `unit_of`, and a total: sum_j exp(z_j) = total exp(peak).
         predicted: (N,) int64.
     """
     rows, cols = logits.shape

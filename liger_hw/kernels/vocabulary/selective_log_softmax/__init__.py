@@ -8,8 +8,7 @@ r"""Compute log-probabilities of given tokens from logits, for alignment and rei
     dx_j = dz_j logit_scale / temperature (1 - (z_j temperature / softcap)^2)
 
 Letters: N rows of V columns, token y. Traffic: the forward reads the logits (NV), the backward reads them and writes
-the gradient (2NV), on request over them. Ignored rows are not read. Exponentials are powers of two, with log2(e) folded
-into the scale of the logits.
+the gradient (2NV), on request over them. Ignored rows are not read. Exponentials are powers of two.
 """
 
 import torch

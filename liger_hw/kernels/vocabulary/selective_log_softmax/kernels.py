@@ -1,24 +1,29 @@
 """Compute the selective log-softmax with Triton kernels; the package's docstring has the formulas."""
 
-import math
-
 import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._logits import (
     LN_2,
-    LOWEST,
+    LOG2_E,
+    LOWEST_FINITE,
     alignment,
     body_mask,
     body_pointer,
     edge_columns,
+    needed_scale,
+    power_unit_of,
     row_at,
     row_gradient_config,
+    scaled,
     score,
+    unit_of,
 )
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+
+LEAST_POWER = tl.constexpr(-1e4)  # 2^-1e4 is 0 in fp32, as 2^-inf; times a sum of 0 it is 0, where -inf gives NaN
 
 
 @tuned
@@ -44,14 +49,27 @@ def selective_log_softmax_statistics_config(cols, itemsize, device):
 
 
 @triton.jit
-def _scaled(x, softcap, logit_scale, temperature):
-    """Return the softmax's logits in units of ln 2."""
-    return score(x, logit_scale, softcap)[0] * (1.0 / temperature)
+def _score(x, softcap, logit_scale, temperature):
+    """Return `score`, with a softcap divided by the temperature, which else divides the unit."""
+    z, ratio = score(x, logit_scale, softcap)
+    return z if softcap is None else z * (1.0 / temperature), ratio
 
 
 @triton.jit
-def _online_softmax(z, mask, row_max, sum_exp, moment, MOMENT: tl.constexpr, VECTOR: tl.constexpr):
-    """Add a block to each lane's running maximum and both sums of exponentials.
+def _unit(softcap, temperature):
+    """Return the unit of a `_score`."""
+    return unit_of(softcap) if softcap is not None else 1.0 / temperature
+
+
+@triton.jit
+def _power_unit(softcap, temperature):
+    """Return the unit of a `_score` in units of ln 2."""
+    return power_unit_of(softcap) if softcap is not None else LOG2_E / temperature
+
+
+@triton.jit
+def _online_softmax(z, mask, unit, row_max, sum_exp, moment, MOMENT: tl.constexpr, VECTOR: tl.constexpr):
+    """Add a block to each lane's running maximum and both sums of powers 2^(unit z).
 
     The second sum multiplies powers by their exponents. A lane reduces its x_y vectors alone, so that no lane waits for
     another before the row's end.
@@ -59,20 +77,23 @@ def _online_softmax(z, mask, row_max, sum_exp, moment, MOMENT: tl.constexpr, VEC
     LANES: tl.constexpr = z.shape[0] // VECTOR
     z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
     new_max = tl.maximum(row_max, tl.max(z, 1))
-    exp = tl.exp2(z - new_max[:, None])
+    exponent, moved = (z - new_max[:, None]) * unit, (row_max - new_max) * unit
+    exp = tl.exp2(exponent)
     if MOMENT:
-        moment = (moment + (row_max - new_max) * sum_exp) * tl.exp2(row_max - new_max)
-        moment += tl.sum(tl.where(exp > 0, exp * (z - new_max[:, None]), 0.0), 1)
-    return new_max, sum_exp * tl.exp2(row_max - new_max) + tl.sum(exp, 1), moment
+        moved = tl.maximum(moved, LEAST_POWER)
+        moment = (moment + moved * sum_exp) * tl.exp2(moved)
+        moment += tl.sum(tl.where(exp > 0, exp * exponent, 0.0), 1)
+    return new_max, sum_exp * tl.exp2(moved) + tl.sum(exp, 1), moment
 
 
 @triton.jit
-def _over_lanes(lane_max, sum_exp, moment, MOMENT: tl.constexpr):
+def _over_lanes(lane_max, sum_exp, moment, unit, MOMENT: tl.constexpr):
     """Reduce the lanes' values to the row's maximum and sums."""
     row_max = tl.max(lane_max, 0)
-    rescale = tl.exp2(lane_max - row_max)
+    moved = tl.maximum((lane_max - row_max) * unit, LEAST_POWER)
+    rescale = tl.exp2(moved)
     if MOMENT:
-        moment = tl.sum((moment + (lane_max - row_max) * sum_exp) * rescale, 0)
+        moment = tl.sum((moment + moved * sum_exp) * rescale, 0)
     return row_max, tl.sum(sum_exp * rescale, 0), moment
 
 
@@ -84,15 +105,17 @@ def _statistics(
     """Walk a row for its maximum z and both sums of exponentials."""
     LANES: tl.constexpr = COLS // VECTOR
     lane = tl.arange(0, COLS)
-    row_max = tl.full((LANES,), LOWEST, tl.float32)
+    unit = _power_unit(softcap, temperature)
+    row_max = tl.full((LANES,), LOWEST_FINITE, tl.float32)
     sum_exp = tl.zeros((LANES,), tl.float32)
     moment = tl.zeros((LANES,), tl.float32)
     if not ALIGNED or cols % VECTOR != 0:
         edge, edge_valid = edge_columns(row, cols, VECTOR)
-        edge_z = _scaled(tl.load(row.first + edge, edge_valid, other=0.0), softcap, logit_scale, temperature)
+        edge_x = tl.load(row.first + edge, edge_valid, other=0.0)
+        edge_z = _score(edge_x, softcap, logit_scale, temperature)[0]
         none = tl.zeros((2,), tl.float32)
-        edge_stats = _online_softmax(edge_z, edge_valid, none + LOWEST, none, none, MOMENT, VECTOR)
-        edge_max, edge_sum_exp, edge_moment = _over_lanes(*edge_stats, MOMENT)
+        edge_stats = _online_softmax(edge_z, edge_valid, unit, none + LOWEST_FINITE, none, none, MOMENT, VECTOR)
+        edge_max, edge_sum_exp, edge_moment = _over_lanes(*edge_stats, unit, MOMENT)
         first = tl.arange(0, LANES) == 0
         row_max = tl.where(first, edge_max, row_max)
         sum_exp = tl.where(first, edge_sum_exp, sum_exp)
@@ -101,9 +124,9 @@ def _statistics(
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
         at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
-        z = _scaled(tl.load(row.middle + at, mask, other=0.0), softcap, logit_scale, temperature)
-        row_max, sum_exp, moment = _online_softmax(z, mask, row_max, sum_exp, moment, MOMENT, VECTOR)
-    return _over_lanes(row_max, sum_exp, moment, MOMENT)
+        z = _score(tl.load(row.middle + at, mask, other=0.0), softcap, logit_scale, temperature)[0]
+        row_max, sum_exp, moment = _online_softmax(z, mask, unit, row_max, sum_exp, moment, MOMENT, VECTOR)
+    return _over_lanes(row_max, sum_exp, moment, unit, MOMENT)
 
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
@@ -120,12 +143,14 @@ def selective_log_softmax_forward(
     if y != ignore_index:
         row = row_at(LOGITS, index, stride, misaligned, cols, VECTOR, ALIGNED)
         valid_target = (y >= 0) & (y < cols)
-        z_y = _scaled(tl.load(row.first + y, valid_target, other=0.0), softcap, logit_scale, temperature)
+        z_y = _score(tl.load(row.first + y, valid_target, other=0.0), softcap, logit_scale, temperature)[0]
+        unit = _unit(softcap, temperature)
         row_max, sum_exp, moment = _statistics(
             row, softcap, logit_scale, temperature, MOMENT, cols, VECTOR, ALIGNED, COLS, STAGES
         )
-        lse = (row_max + tl.log2(sum_exp)) * LN_2
-        log_prob = ((z_y - row_max) - tl.log2(sum_exp)) * LN_2  # the difference first: it is exact near the maximum
+        lse = row_max * unit + tl.log2(sum_exp) * LN_2
+        # the difference first: it is exact near the maximum; of halves, because a large one may overflow
+        log_prob = (z_y * 0.5 - row_max * 0.5) * (2.0 * unit) - tl.log2(sum_exp) * LN_2
         log_prob = tl.where(valid_target, log_prob, float("nan"))
         if MOMENT:
             entropy = (tl.log2(sum_exp) - moment / sum_exp) * LN_2
@@ -145,12 +170,12 @@ def _gradient(
 
     The factors include logit_scale / temperature, and those of exponentials 1 / sum_exp.
     """
-    z, ratio = score(x, logit_scale, softcap)
-    z *= 1.0 / temperature
-    exp = tl.exp2(z - row_max)
+    z, ratio = _score(x, softcap, logit_scale, temperature)
+    exponent = (z - row_max) * _power_unit(softcap, temperature)
+    exp = tl.exp2(exponent)
     factor = tl.zeros_like(exp) + coef_exp
     if coef_entropy is not None:
-        factor -= coef_entropy * tl.where(exp > 0, ((z - row_max) - log_sum_exp) * LN_2 + entropy, 0.0)
+        factor -= coef_entropy * tl.where(exp > 0, (exponent - log_sum_exp) * LN_2 + entropy, 0.0)
     dx = factor * exp + tl.where(col == y, coef_token, 0.0)
     if softcap is not None:
         dx *= 1.0 - ratio * ratio
@@ -181,7 +206,7 @@ def selective_log_softmax_backward(
             tl.store(D + edge, tl.zeros((2 * VECTOR,), tl.float32), edge_valid)
     else:
         row_max, sum_exp = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
-        scale = logit_scale / temperature
+        scale = (1.0 if logit_scale is None else logit_scale) / temperature
         coef_token = tl.load(D_LOG_PROBS + index).to(tl.float32) * scale
         coef_token = tl.where((y >= 0) & (y < cols), coef_token, float("nan"))
         coef_exp = -coef_token / sum_exp
@@ -223,24 +248,31 @@ def selective_log_softmax_statistics(
     row_max = tl.load(PARTITION + 2 * index)
     skips = y == ignore_index
     if MEAN is None:
-        skips |= _scaled(x_y, softcap, logit_scale, temperature) < row_max - tl.abs(row_max) * 1e-5
+        z_y = _score(x_y, softcap, logit_scale, temperature)[0]
+        skips |= z_y < row_max - tl.abs(row_max) * 1e-5
     larger = tl.zeros((COLS,), tl.int32)
     total = tl.zeros((COLS,), tl.float32)
-    x_y = tl.where(x_y != x_y, float("inf"), x_y * logit_scale)  # NaN is the largest, as in torch
+    x_y = tl.where(x_y != x_y, float("inf"), scaled(x_y, logit_scale))  # NaN is the largest, as in torch
     for start in tl.range(0, tl.where(skips, 0, cols), COLS, num_stages=STAGES):
         at = start + tl.arange(0, COLS)
         mask = at < cols
         x = tl.load(LOGITS + index * stride + at, mask, other=0.0).to(tl.float32)
         if MEAN is not None:
-            total += tl.where(mask, _scaled(x, softcap, logit_scale, temperature), 0.0)
+            total += tl.where(mask, _score(x, softcap, logit_scale, temperature)[0], 0.0)
         if IS_TOP1 is not None:
-            x = tl.where(x != x, float("inf"), x * logit_scale)
+            x = tl.where(x != x, float("inf"), scaled(x, logit_scale))
             larger |= (mask & ((x > x_y) | ((x == x_y) & (at < y)))).to(tl.int32)
     if IS_TOP1 is not None:
         is_first = inside & (tl.max(larger, 0) == 0)
         tl.store(IS_TOP1 + index, tl.where(skips, 0, is_first.to(tl.uint8)))
     if MEAN is not None:
-        tl.store(MEAN + index, tl.sum(total, 0) / cols * LN_2)
+        tl.store(MEAN + index, tl.sum(total, 0) / cols * _unit(softcap, temperature))
+
+
+def _numbers(scaling):
+    """Return the scaling's numbers for a kernel, which omits the code for each None."""
+    ignore_index, softcap, logit_scale, temperature = scaling
+    return ignore_index, softcap, needed_scale(logit_scale, softcap), temperature
 
 
 def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
@@ -248,14 +280,15 @@ def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
 
     Args:
         logits: rows of unit stride. log_probs, lse: (N,). entropy: (N,) or None.
-        partition: (N, 2), a peak and a total: sum_j exp(z_j) = total exp(peak). The peak is in units of ln 2.
+        partition: (N, 2), a peak and a total: sum_j exp(z_j) = total exp(peak). The peak is in units of `_unit`.
     """
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
     config = selective_log_softmax_forward_config(cols, logits.element_size(), device_of(logits))
     launch(
         selective_log_softmax_forward, (rows, 1, 1), config,
-        logits, tokens, log_probs, entropy, lse, partition, logits.stride(0), misaligned, *scaling, aligned, cols,
+        logits, tokens, log_probs, entropy, lse, partition, logits.stride(0), misaligned, *_numbers(scaling), aligned,
+        cols,
     )  # fmt: skip
 
 
@@ -269,8 +302,8 @@ def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentr
     incoming = (grad if grad is None else grad.contiguous() for grad in (dlog_probs, dentropy, dlse))
     launch(
         selective_log_softmax_backward, (rows, -(-cols // config["COLS"]), 1), config,
-        logits, tokens, entropy, partition, *incoming, dx, logits.stride(0), dx.stride(0), misaligned, *scaling,
-        aligned, same, cols,
+        logits, tokens, entropy, partition, *incoming, dx, logits.stride(0), dx.stride(0), misaligned,
+        *_numbers(scaling), aligned, same, cols,
     )  # fmt: skip
 
 
@@ -290,13 +323,12 @@ def write_statistics(logits, tokens, scaling, partition, is_top1, mean_logits, l
             config = selective_log_softmax_statistics_config(cols, logits.element_size(), device_of(logits))
             launch(
                 selective_log_softmax_statistics, (rows, 1, 1), config,
-                logits, tokens, partition, *results, logits.stride(0), *scaling, cols,
+                logits, tokens, partition, *results, logits.stride(0), *_numbers(scaling), cols,
             )  # fmt: skip
     if log_sum_sq_probs is not None:
         unused, lse, squares = (torch.empty_like(x) for x in (log_sum_sq_probs, log_sum_sq_probs, partition))
         half = scaling._replace(temperature=scaling.temperature / 2)
         forward_rows(logits, tokens, half, unused, None, lse, squares)
-        (peak, total), (squares_peak, squares_total) = partition.unbind(1), squares.unbind(1)
-        log2 = (squares_peak - 2 * peak) + squares_total.log2() - 2 * total.log2()
-        torch.mul(log2, math.log(2), out=log_sum_sq_probs)
+        total, squares_total = partition[:, 1], squares[:, 1]  # of the same peak
+        torch.sub(squares_total.log(), total.log(), alpha=2, out=log_sum_sq_probs)
         log_sum_sq_probs.masked_fill_(tokens == scaling.ignore_index, 0)
