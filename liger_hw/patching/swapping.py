@@ -13,6 +13,7 @@ import weakref
 
 import torch
 
+from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.reading import SKIPPED
 
@@ -83,7 +84,7 @@ def _new_class(original, match, digest):
     # equal its original, though tables of classes would find it then: FSDP2 keeps a subclass of each class in one.
     cls = type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
     if isinstance(cls, abc.ABCMeta):
-        abc._abc_init(cls)  # which ABCMeta does: else the class would share the original's cache of subclasses
+        init_abc(cls)  # which ABCMeta does: else the class would share the original's cache of subclasses
     return cls
 
 
@@ -93,18 +94,18 @@ def reason_against(cls):
         if base.__module__.partition(".")[0] not in ("torch", "builtins"):
             for name, method in vars(base).items():
                 code = getattr(method, "__code__", None)
-                if code is not None and "super" in code.co_names and _names_its_own_class(code):
+                if code is not None and "super" in code.co_names and _calls_super_endlessly(code):
                     return f"its {name}() calls super() of the instance's class, which never ends in a subclass"
     return None
 
 
-def _names_its_own_class(code):
+def _calls_super_endlessly(code):
     """Tell whether code calls super(self.__class__, self) or super(type(self), self)."""
     listed = [i for i in dis.get_instructions(code) if i.opname not in SKIPPED]
     for instruction, *after in zip(listed, listed[1:], listed[2:]):
         if (instruction.opname, instruction.argval) == ("LOAD_GLOBAL", "super"):
-            found = [(i.opname, i.argval) for i in after]
-            if found[0] == ("LOAD_GLOBAL", "type") or found[1] == ("LOAD_ATTR", "__class__"):
+            arguments = [(i.opname, i.argval) for i in after]
+            if arguments[0] == ("LOAD_GLOBAL", "type") or arguments[1] == ("LOAD_ATTR", "__class__"):
                 return True
     return False
 
