@@ -307,6 +307,15 @@ def test_a_class_with_a_reduce_of_its_own_is_copied_as_it_says():
         assert torch.equal(copied(ROWS), plain(ROWS))
 
 
+class InC(nn.Module):
+    forward = staticmethod(torch.relu)
+
+
+def test_a_forward_that_is_a_function_in_c_is_left():
+    _, patched = pair(nn.Sequential(InC(), Norm()))
+    assert torch.equal(patched[0](ROWS), ROWS.relu())
+
+
 class EndlessInSubclasses(MLP):
     def train(self, mode=True):
         return super(self.__class__, self).train(mode)
