@@ -45,10 +45,11 @@ Kept activations, in bytes of a token of a layer, where nothing is recomputed:
 With activation checkpointing a layer keeps its input, 2 H, and the layer in the backward keeps the above once more.
 In its MLP's backward it also holds the gradient of its output, 2 H, liger_hw 2 I / t (dy, over which y is
 recomputed; under zero3 y is kept, 2 I / t more), eager 4 I / t (two gradients beside the product's), and the gradient
-of the last projection's weight. Experts, beside 2 H a token and E H I values of such a gradient: liger_hw first the
-product and the gathered gradient of each pair, 2 k (I + H) a token and one gradient, then 2 k H and all three; eager
-6 k H a token, then all three gradients less 4 k I, as most of what it kept is free. No peak of experts was measured
-with checkpointing or on several GPUs; plain and patched steps on one GPU reach these formulas to 0.1%.
+of the last projection's weight. Experts have the same 2 H a token, and beside it, with G = 2 E H I for the gradient of
+one of their three weights, the larger of two moments: liger_hw 2 k (I + H) a token and G (the product and the gathered
+gradient of each pair), or 2 k H a token and 3 G; eager 6 k H a token, or 3 G less 4 k I a token, free by then.
+Plain and patched steps on one H200 reach these formulas to 0.1%; with checkpointing or on several GPUs no peak of
+experts was measured.
 
 Loss layer, in bytes; M rows are a chunk, as `kernels.chunked_head.chunk_rows` chooses them:
 
