@@ -188,12 +188,15 @@ def test_the_objects_of_the_reference_exist():
 def test_the_call_that_leaves_out_a_failed_op():
     """Every op that `patch` was seen to put into a model has a row, with the flag that controls it."""
     load_all()
-    page = (ROOT / "docs/start/amd.md").read_text().partition("| failed op | call |")[2].partition("\n\n")[0]
+    page = (ROOT / "docs/guides/if_an_op_fails.md").read_text()
+    page = page.partition("| failed op | call |")[2].partition("\n\n")[0]
     rows = [line.split(" | ") for line in page.splitlines() if "model" in line]
+    (trl,) = (line for line in page.splitlines() if "trainer of TRL" in line)
+    assert "`fused_linear_selective_log_softmax`" in trl and "`liger_hw.integrations.restore_trl()`" in trl
+    assert {"accelerate_trl", "restore_trl"} <= {*integrations.__all__}
     flag_of_op = {op: call for ops, call in rows for op in re.findall(r"`(\w+)`", ops)}
     parts = {  # ops whose flag `flag_of` reads from the kind of their module, or that another op calls
         "gated_rms_norm": "rms_norm", "lora_glu_linear": "lora", "dequantize_4bit": "lora",
-        "fused_linear_selective_log_softmax": "fused_linear_cross_entropy",
     }  # fmt: skip
     for op, call in flag_of_op.items():
         flag = parts.get(op, flags.FLAG_OF.get(op, op))
