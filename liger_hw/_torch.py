@@ -8,6 +8,7 @@ torch.nn.Module, which any file may read: they are as old as torch, and a patche
 import functools
 import inspect
 import operator
+from abc import _abc_init as init_abc  # as ABCMeta itself inits a class
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +19,7 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are
 from torch._C import _len_torch_function_stack as function_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.library import _impls as program_kernels  # names of the operations that Python registered kernels for
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn._reduction import legacy_get_string as legacy_reduction  # of size_average, reduce
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase

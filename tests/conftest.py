@@ -13,7 +13,7 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import ARCHITECTURES, VENDORS, detected
 from liger_hw.hooks import hooks
-from liger_hw.patching.pins import TENSOR_METHODS
+from liger_hw.patching import pins
 
 # The other architectures of the compile matrix are these but for the last stages of compilation: sm80 has sm90's code
 # and sm120's matrix instructions.
@@ -182,7 +182,8 @@ def poison(monkeypatch):
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     # a patched module would take `new_empty` for a program's own method of tensors, and run its own forward
-    monkeypatch.setattr(TENSOR_METHODS, "known", TENSOR_METHODS.known | {"new_empty"})
+    members, known, base = pins.TENSORS[0]
+    monkeypatch.setattr(pins, "TENSORS", [(members, known | {"new_empty"}, base), *pins.TENSORS[1:]])
 
 
 @pytest.fixture(scope="session")

@@ -315,7 +315,10 @@ def _nll(x, weight, nll_labels, shape, bias, options):
 
 
 def _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, accum_dtype):
-    return locals()
+    return {
+        "softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype, "invariant": invariant,
+        "counted_rows": counted_rows, "accum_dtype": accum_dtype,
+    }  # fmt: skip
 
 
 def _negative(log_probs, entropy):

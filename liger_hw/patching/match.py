@@ -67,7 +67,7 @@ class Match:
         hidden = {
             name: {pin.name for pin in read(cls).pins if pin.owner is cls} - {"forward"} for name, cls in self.bypassed
         }
-        return guard(pins, self.pinned, {None: shadowed, **hidden}, self.bypassed)
+        return guard(pins, self.pinned, {None: shadowed, **hidden}, self.bypassed, (original,))
 
     def members(self, original, unchanged):
         """Return name -> value of the subclass of `original` that computes with the op.

@@ -2,7 +2,8 @@
 
 `names` maps the roles "gate", "up" and "down" to attributes of the module and, where the module has them, also
 "dropout_before" and "dropout_after" (the last projection), "gate_scale", "down_scale", "limit" and "alpha". Without
-"up", gate and up are halves of one projection, and "up_first" gives their order. With "up" None the MLP has no gate,
+"up", gate and up are halves of one projection, and "up_first" gives their order; "calls_up_first" that of
+calls. With "up" None the MLP has no gate,
 and "gate" is the first of two projections.
 """
 
@@ -76,7 +77,9 @@ def compute(module, names, x, unit_or_reference, options):
 def _gate_and_up(module, names, x):
     """Return gate and up from two projections or halves; up None without a gate."""
     gate = getattr(module, names["gate"])
-    if names.get("up"):
+    if names.get("calls_up_first"):
+        up, gate = project_both(getattr(module, names["up"]), gate, x)
+    elif names.get("up"):
         gate, up = project_both(gate, getattr(module, names["up"]), x)
     elif "up" in names:
         gate, up = gate(x), None
@@ -104,7 +107,9 @@ def _dropped(module, name, x):
 
 def _drops(module, name):
     dropout = getattr(module, name)
-    return module.training and getattr(dropout, "p", dropout) != 0
+    if isinstance(dropout, torch.nn.Module):  # in training by itself where a program samples from a model's dropout
+        return type(dropout) is not torch.nn.Dropout or dropout.training and dropout.p != 0
+    return module.training and dropout != 0
 
 
 def _stays_unfused(projection, x):
@@ -162,15 +167,26 @@ def match_mlp(module):
                         lambda training, *args, replacement=replacement: replacement(*args, training=training),
                         lambda dtype, shape, roles=roles: _case(projections, roles, dtype, shape),
                         constants=witnesses.constants_of(module),
+                        in_place=False,  # a hook may keep what a projection returned
                     )
-                    if not _calls_projections(original, _case(projections, roles, torch.float32)):
+                    calls = _called_projections(original, _case(projections, roles, torch.float32))
+                    if sorted(calls) != sorted(projections):
                         raise witnesses.Objection("computes with its projections without a call of them")
+                    if calls[0] == names.get("up"):
+                        names |= {"calls_up_first": True}
                     return MLPMatch.of(op, options, names, bypassed=bypassed)
     return None
 
 
-def _calls_projections(original, case):
-    """Tell whether a forward calls each projection once, so that their hooks run."""
+def is_mlp_like(module):
+    """Tell whether a module has two or three projections, and no other children with parameters."""
+    projections = [child for child in module.children() if is_projection(child)]
+    others = (child for child in module.children() if not is_projection(child))
+    return len(projections) in (2, 3) and not any(next(child.parameters(), None) is not None for child in others)
+
+
+def _called_projections(original, case):
+    """Return the names of projections in the order of a forward's calls."""
     x, children = case
     calls = []
     for name, child in children.items():
@@ -181,7 +197,7 @@ def _calls_projections(original, case):
 
         child.__class__ = type("Linear", (torch.nn.Linear,), {"__call__": call})
     probing.outputs(original, [(x, children)])
-    return sorted(calls) == sorted(children)
+    return calls
 
 
 def unknown_operation(module):

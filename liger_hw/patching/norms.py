@@ -10,12 +10,14 @@ from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match
+from liger_hw.patching.reading import read
 
 OPS = {op.__name__: op for op in (rms_norm, layer_norm, l2_norm)}
 PROBE_EPS = 0.05  # replaces an eps attribute: large enough to change the result
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms whose code contains eps as a number
 PROBE_WIDTH = 64  # for a norm without a weight, or whose weight is empty on this rank (ZeRO-3)
 PROBE_ROWS = 7
+WIDENED = {"layer_norm", "rms_norm", "normalize", "norm", "vector_norm"}  # functions that autocast computes in fp32
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class NormMatch(Match):
         weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
         written_eps = options.pop("eps", None)
         # under autocast torch's own layers run in fp32; models' norms use operations that autocast does not change
-        widens_under_autocast = original.__module__.startswith("torch.nn")
+        widens_under_autocast = not WIDENED.isdisjoint(read(original).attributes)
         narrow_input, wide_input, takes_none = self.narrow_input, self.wide_input, self.default_eps
         offset = options.pop("offset", None) if op is layer_norm else None
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
@@ -54,7 +56,9 @@ class NormMatch(Match):
                 return original.forward(self, *args, **kwargs)
             x = args[0]
             weight = getattr(self, weight_name) if weight_name else None
-            if weight is not None and weight.dtype != x.dtype:
+            if weight_name and getattr(weight, "dtype", None) != x.dtype:
+                if not isinstance(weight, torch.Tensor):  # a program set another kind of weight, or none
+                    return original.forward(self, x)
                 if not (wide_input if torch.promote_types(x.dtype, weight.dtype) == x.dtype else narrow_input):
                     return original.forward(self, x)
             if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
@@ -153,6 +157,7 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         case,
         constants=witnesses.constants_of(module),
         exact=exact,
+        width_is_given=bool(weight_name),
     )
     names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
     if eps_name:

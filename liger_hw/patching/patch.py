@@ -22,7 +22,7 @@ from liger_hw.patching.flags import LOSSES, check_flags, flag_of
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.recognition import Memory, reason_for_leaving, recognise
 from liger_hw.patching.summary import Summary
-from liger_hw.patching.swapping import is_changed_since, is_swapped, original_class, restore, swap
+from liger_hw.patching.swapping import is_changed_since, is_swapped, original_class, reason_against, restore, swap
 
 logger = logging.getLogger("liger_hw")
 
@@ -79,6 +79,8 @@ def patch(model, activations=None, **flags):
         if module in bypassed:
             continue
         matches, reason = _matches_of(module, flags, memory)
+        if against := next((why for part, _ in matches if (why := reason_against(type(part)))), None):
+            matches, reason = [], against
         if reason:
             summary.left[type(module).__name__, reason] += 1
         for part, match in matches:

@@ -6,10 +6,12 @@ module's own forward runs if anything differs. The comparison is one generated f
 0.2 us.
 """
 
+import collections
 import enum
 import functools
 import hashlib
 import numbers
+import sys
 import types
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from liger_hw._torch import (
     constant_result,
     dispatch_modes,
     function_modes,
+    program_kernels,
 )
 from liger_hw.patching import reading
 from liger_hw.patching.hooks import is_intercepted, original_class
@@ -34,10 +37,13 @@ COMPARABLE = (
     types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
 NAMED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+CONTAINERS = (list, dict, set, collections.deque)
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
 HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
 # that of linear layers, which replacements compute themselves, is nn.Module's, which torch.fx replaces while it traces
-COMMON = tuple(Pin(torch.nn.Linear, name, getattr(torch.nn.Linear, name)) for name in ("__call__", "_call_impl"))
+COMMON = tuple(
+    Pin(torch.nn.Linear, name, getattr(torch.nn.Linear, name)) for name in ("__call__", "_call_impl", "__getattr__")
+)
 
 
 class Incomparable(Exception):
@@ -53,15 +59,15 @@ def fact(value, within=()):
         Incomparable: it is or contains a tensor, a module, an object with hidden contents or with code of its own, or
             is nested too deeply.
     """
-    if isinstance(value, COMPARABLE):  # a match is pickled with its facts, and types of functions cannot be
+    if is_plain(value):  # a match is pickled with its facts, and types of functions cannot be
         return None if isinstance(value, NAMED) else type(value), value
-    if id(value) in within:
+    if any(value is outer for outer in within):
         return type(value)
-    within = *within, id(value)
+    within = *within, value
     if isinstance(value, functools.partial):
         held = value.func, value.args, value.keywords
-    elif isinstance(value, types.MethodType):
-        held = value.__func__, *(() if isinstance(value.__self__, torch.nn.Module) else (value.__self__,))
+    elif reading.may_compute(value):
+        raise Incomparable
     elif isinstance(value, dict):
         held = tuple(value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -69,10 +75,28 @@ def fact(value, within=()):
     elif isinstance(value, (torch.Tensor, torch.nn.Module)) or callable(value) or not _is_all_in_vars(value):
         raise Incomparable
     else:
-        held = tuple(vars(value).items())
+        held = *vars(value).items(), *_class_attributes(type(value))
     if len(within) > DEEPEST:
         raise Incomparable
     return type(value), tuple(fact(item, within) for item in held)
+
+
+def _class_attributes(cls):
+    """Yield (name, value) of what a program's class holds for its instances."""
+    for base in cls.__mro__:
+        if not reading.is_known(base) and base.__module__.partition(".")[0] not in sys.stdlib_module_names:
+            yield from (
+                item
+                for item in vars(base).items()
+                if not (item[0].startswith("__") or hasattr(type(item[1]), "__get__"))
+            )
+
+
+def is_plain(value):
+    """Tell whether a value cannot change as long as it is the same object."""
+    if isinstance(value, type):
+        return reading.is_known(value) and not issubclass(value, torch.nn.Module)
+    return isinstance(value, COMPARABLE) and not reading.is_bound(value) and not reading.may_compute(value)
 
 
 def _is_all_in_vars(value):
@@ -112,17 +136,24 @@ def attribute_pins(module, code, exempt=(), children=()):
         Incomparable: an attribute's later changes could not be noticed; with the reason.
     """
     pins = []
+    if buffer := next((name for name in module._buffers if name in code.names), None):
+        raise Incomparable(f"reads the buffer {buffer}")
     for name, value in vars(module).items():
         if name in exempt or not reads(code.names, name):
             continue
+        if isinstance(value, CONTAINERS) and code.writes_in_place:
+            raise Incomparable(f"may write to {name}")
         paths = [chain for chain in code.chains if chain[0] == name]
-        if isinstance(value, COMPARABLE) or not paths:
+        if is_plain(value) and not isinstance(value, (*NAMED, enum.Enum)) or not paths:
             paths = [(name,)]
         for path in paths:
             pins.append(_attribute_pin(module, path, children))
     for head, *rest in code.chains:
         if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
             raise Incomparable(f"reads {'.'.join((head, *rest))}")
+    for name, child in module._modules.items():
+        if child is not None and not children and (read := _reads_of(child, code)):
+            raise Incomparable(f"reads {read} of {name}")
     if compared := next((name for name in module._modules if (name,) in code.compared), None):
         raise Incomparable(f"compares {compared} with another object")
     for *path, name in code.looked_up:
@@ -131,6 +162,21 @@ def attribute_pins(module, code, exempt=(), children=()):
         if not path and name not in vars(module):
             pins.append(AttributePin(children, (name,), hasattr(module, name), None))
     return tuple(dict.fromkeys(pins))
+
+
+def _reads_of(child, code):
+    """Return an attribute of a child that code may read under another name, or None."""
+    names = code.attributes - {chain[0] for chain in code.chains}
+    classes = [vars(cls) for cls in type(child).__mro__ if cls not in torch.nn.Module.__mro__]
+    members = {*vars(child), *(name for members in classes for name in members)}
+    return next(
+        (
+            name
+            for name in sorted(names & members)
+            if not hasattr(torch.nn.Module, name) and name not in MODULE_ATTRIBUTES
+        ),
+        None,
+    )
 
 
 def _reads_a_tensor(child, names):
@@ -156,14 +202,16 @@ def reads(names, attribute):
 def _attribute_pin(module, path, children):
     value, fields = vars(module)[path[0]], path[:1]
     for name in path[1:]:
-        if isinstance(value, COMPARABLE) and not isinstance(value, (types.FunctionType, types.ModuleType, type)):
+        if isinstance(value, COMPARABLE) and not isinstance(value, (*NAMED, type, enum.Enum)):
             break
+        if isinstance(value, CONTAINERS) and name not in reading.PURE or reading.computes(value, name):
+            raise Incomparable(f"reads {'.'.join((*children, *fields, name))}, which other code computes")
         further = getattr(value, name, reading.MISSING)
         if further is reading.MISSING or callable(further) and not isinstance(further, COMPARABLE):
             break
         value, fields = further, (*fields, name)
     shown = ".".join((*children, *fields))
-    if isinstance(value, COMPARABLE):
+    if is_plain(value):
         return AttributePin(children, fields, value, True)
     if isinstance(value, torch.Tensor):
         raise Incomparable(f"reads {shown}, a tensor that is no parameter")
@@ -175,39 +223,64 @@ def _attribute_pin(module, path, children):
     return pin
 
 
-class _TensorMethods:
-    """Methods of torch.Tensor, of which a program may define one that hides torch's.
+class Members:
+    """Names in classes, of which a program may add one that hides what code reads.
+
+    Such are a method of torch.Tensor, a property or a child of a module's class, and `__getattr__`.
 
     Attributes:
-        current: the class's dictionary.
-        new: names in it of methods in C++ that code reads.
-        sizes: how many names were in it, and in code, when `new` was found.
-        count: the first of them, if `new` is empty; else None, so that every call compares.
+        classes: [(the class's dictionary, the names known in it, the class whose names new ones may hide or None)].
+        new: (dictionary, name, what it hides) of new names that code reads.
+        count: how many names there were when `new` was found, if it is empty; else None, so that every call compares.
     """
 
-    def __init__(self):
-        self.current = vars(torch.Tensor)
-        self.known = frozenset(self.current)
-        self.count, self.new, self.sizes = len(self.known), [], None
+    def __init__(self, classes):
+        modules = dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
+        self.classes = [*TENSORS, *((vars(cls), frozenset(vars(cls)), None) for cls in modules)]
+        self.new, self.sizes = [], None
+        self.count = sum(len(known) for _, known, _ in self.classes) + len(KERNELS)
 
     def are_unchanged(self):
-        """Tell whether no new name hides a method in C++.
+        """Tell whether no new name hides another.
 
         A program may put back what it replaced, as DeepSpeed does with `__new__` once it has built a model in shards.
         """
-        sizes = len(self.current), len(reading.attributes_read)
-        if sizes == self.sizes and self._are_torchs():
+        if any(map(_changes_operations, program_kernels - KERNELS)):
+            return False
+        count = sum(len(members) for members, _, _ in self.classes) + len(program_kernels)
+        sizes = count, len(reading.attributes_read)
+        if sizes == self.sizes and self._are_put_back():
             return True
-        names = (name for name in self.current.keys() - self.known if hasattr(TensorBase, name))
-        self.new = [name for name in names if name in reading.attributes_read or name.startswith("__")]
+        self.new = [
+            (members, name, getattr(base, name, None))
+            for members, known, base in self.classes
+            for name in members.keys() - known - {"__slotnames__"}  # which a copy leaves
+            if (hasattr(base, name) and name.startswith("__") if base else name in HIDES_ALL)
+            or name in reading.attributes_read
+            and (base is None or hasattr(base, name))
+        ]
         self.sizes, self.count = sizes, None if self.new else sizes[0]
-        return self._are_torchs()
+        return self._are_put_back()
 
-    def _are_torchs(self):
-        return all(self.current.get(name) is getattr(TensorBase, name) for name in self.new)
+    def _are_put_back(self):
+        return all(hidden is not None and members.get(name) is hidden for members, name, hidden in self.new)
 
 
-TENSOR_METHODS = _TensorMethods()
+TENSORS = [
+    (vars(cls), frozenset(vars(cls)), base)
+    for cls, base in ((torch.Tensor, TensorBase), (torch.nn.Parameter, torch.Tensor))
+]
+KERNELS = frozenset(program_kernels)
+HIDES_ALL = {"__getattr__", "__getattribute__"}
+
+
+def _changes_operations(kernel):
+    """Tell whether a kernel that Python registered, such as "aten/silu/CPU", may change what code computes.
+
+    torch registers some itself: for vmap at its first call, and for attention when a program chooses another one.
+    """
+    namespace, operation, key = kernel.split("/")
+    return namespace == "aten" and "attention" not in operation and not key.startswith(("Meta", "FuncTorch"))
 
 
 def only_harmless_modes():
@@ -218,7 +291,7 @@ def only_harmless_modes():
     )
 
 
-def guard(pins, attributes, shadowed, bypassed):
+def guard(pins, attributes, shadowed, bypassed, classes=()):
     """Return a function of a module that tells whether it is still what was matched.
 
     Args:
@@ -227,14 +300,16 @@ def guard(pins, attributes, shadowed, bypassed):
         shadowed: child, or None for the module itself -> names that its class defines and its code reads: an attribute
             of the instance would hide them.
         bypassed: (child, its class) pairs: the replacement skips these children, unless something watches them.
+        classes: the module's class, whose new names may hide others.
     """
     # a parametrization may change its state at each read of a parameter, and a replacement may read it twice
     conditions = ["code_unchanged()", "'parametrizations' not in module._modules"]
-    values = {"code_unchanged": code_guard(pins)}
+    values = {"code_unchanged": code_guard(pins, (*classes, *(cls for _, cls in bypassed)))}
     values |= {"fact": fact, "is_intercepted": is_intercepted, "original_class": original_class}
     for index, (child, cls) in enumerate(bypassed):
         values[f"c{index}"], current = cls, f"module._modules[{child!r}]"
-        conditions += [f"original_class({current}) is c{index}", f"not is_intercepted({current})"]
+        conditions.append(f"(type({current}) is c{index} or original_class({current}) is c{index})")
+        conditions.append(f"not is_intercepted({current})")
     for index, pin in enumerate(attributes):
         holder = "".join(f"._modules[{child!r}]" for child in pin.children)
         current = f"module{holder}.__dict__[{pin.fields[0]!r}]" + "".join(f".{name}" for name in pin.fields[1:])
@@ -283,8 +358,8 @@ def _partial(partial_fact):
     return functools.partial(function, *(value for _, value in args), **dict(pairs))
 
 
-def code_guard(pins):
-    """Return a function that compares `Pin`s, and looks for unknown modes."""
+def code_guard(pins, classes=()):
+    """Return a function that compares `Pin`s and names in classes, and looks for modes."""
     conditions, values = ["(not dispatch_modes() and not function_modes() or only_harmless_modes())"], {}
     values |= {"dispatch_modes": dispatch_modes, "function_modes": function_modes}
     values |= {"only_harmless_modes": only_harmless_modes}
@@ -294,6 +369,9 @@ def code_guard(pins):
         owner = owners.setdefault(id(pin.owner), f"o{len(owners)}")
         values |= {owner: pin.owner, f"v{index}": pin.value}
         current = f"{owner}.{pin.name}"
+        if pin.value is reading.MISSING:
+            conditions.append(f"{pin.name!r} not in {owner}")
+            continue
         if isinstance(pin.owner, dict):  # a subclass, such as ACT2FN, may build a new value for each look-up
             current = f"{owner}[{pin.name!r}]" if type(pin.owner) is dict else f"entry({owner}, {pin.name!r})"
         same = f"{current} is v{index}"
@@ -301,8 +379,12 @@ def code_guard(pins):
             values["is_zero3_linear"] = reading.is_zero3_linear
             same = f"({same} or is_zero3_linear({current}))"
         conditions.append(same)
-    conditions.append("(len(tensor_methods) == methods.count or methods.are_unchanged())")
-    values |= {"tensor_methods": TENSOR_METHODS.current, "methods": TENSOR_METHODS, "entry": dict.__getitem__}
+    members = Members(classes)
+    values |= {f"m{index}": names for index, (names, _, _) in enumerate(members.classes)}
+    count = " + ".join(f"len({names})" for names in (*(f"m{i}" for i in range(len(members.classes))), "kernels"))
+    values["kernels"] = program_kernels
+    conditions.append(f"({count} == members.count or members.are_unchanged())")
+    values |= {"members": members, "entry": dict.__getitem__}
     return constant_result(_generate("", conditions, values))
 
 

@@ -194,11 +194,15 @@ def _shallow_copy(module, attributes):
 
 
 def positional_inputs(module):
-    """Return the names of a forward's positional parameters; none of a module of torch.jit."""
+    """Return the names of a forward's positional parameters; none of code in C or torch.jit."""
     if isinstance(module, torch.jit.ScriptModule):
         return []
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except ValueError:  # a function in C may have no signature
+        return []
+    return [name for name, p in parameters.items() if p.kind in kinds]
 
 
 def direct_parameters(module):

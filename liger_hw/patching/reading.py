@@ -9,6 +9,7 @@ The code of torch, of this package and of Python itself is not read: a pin holds
 
 import builtins
 import dis
+import enum
 import functools
 import inspect
 import itertools
@@ -28,7 +29,6 @@ KNOWN_LIBRARY = {
     "math",
     "operator",
     "functools",
-    "inspect",
     "itertools",
     "typing",
     "types",
@@ -43,6 +43,8 @@ UNREADABLE = {  # functions of Python whose effect the code does not show
 CHANGES_CONTAINER = {
     "append", "extend", "insert", "popitem", "setdefault", "appendleft", "popleft", "update", "clear", "__setitem__",
     "__setattr__", "__delattr__", "register_hook", "register_forward_hook", "register_buffer", "register_parameter",
+    "pop", "remove", "discard", "reverse", "setitem", "delitem", "iadd", "iconcat", "ior", "iand", "isub", "imul",
+    "__iadd__", "__ior__", "__iand__", "__isub__", "__imul__", "__delitem__",
 }  # fmt: skip
 GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
@@ -58,6 +60,11 @@ READS_UNSEEN = {  # attributes by which code reads others without their names
     "modules", "children", "named_parameters", "named_buffers", "named_modules", "named_children", "state_dict",
     "get_parameter", "get_buffer", "get_submodule", "attrgetter", "methodcaller",
 }  # fmt: skip
+PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
+GENERATED = {  # members of a class by which it does not compute when code reads an object
+    "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
+}  # fmt: skip
+TRUSTED = ("torch", "transformers", "numpy", "liger_hw")  # packages whose properties of configurations change nothing
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
@@ -87,6 +94,7 @@ class Code:
         chains: attributes that they read from their first argument: ("config", "limit") for self.config.limit.
         compared: chains whose value they compare.
         looked_up: those that they read by getattr or hasattr, which may appear later.
+        writes_in_place: they contain an operator such as +=, which may write to a container.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
         reason: why a probe cannot show what the methods compute, or None.
     """
@@ -100,6 +108,7 @@ class Code:
     chains: set = field(default_factory=set)
     compared: set = field(default_factory=set)
     looked_up: set = field(default_factory=set)
+    writes_in_place: bool = False
     without_autocast: bool = False
     reason: str | None = None
 
@@ -148,6 +157,8 @@ def add_entries(code, strings):
         for key in keys:
             entry = dict.__getitem__(registry, key)
             code.pins.append(Pin(registry, key, entry))
+            if not _is_entry(entry):
+                code.refuse(f"reads {name}[{key!r}], whose contents may change")
             for value in entry if isinstance(entry, tuple) else (entry,):
                 if isinstance(value, type) and issubclass(value, torch.nn.Module):
                     further = read(value)
@@ -159,6 +170,15 @@ def add_entries(code, strings):
                     code.refuse(further.reason)
     code.registries = []
     return code
+
+
+def _is_entry(entry):
+    """Tell whether an entry is constant, or a class of modules, as in ACT2FN."""
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], dict):
+        return isinstance(entry[0], type)
+    if isinstance(entry, type):
+        return issubclass(entry, torch.nn.Module) or not _is_model_class(entry)
+    return is_constant(entry) and not isinstance(entry, types.ModuleType)
 
 
 def read_globals(function):
@@ -173,6 +193,8 @@ def read_globals(function):
                 code.pins.append(Pin(function.__globals__, argument, function.__globals__[argument]))
             elif name == "LOAD_GLOBAL" and argument in ("globals", "eval", "exec"):
                 code.refuse(f"calls {argument}()")
+            elif name == "LOAD_GLOBAL":
+                code.pins.append(Pin(function.__globals__, argument, MISSING))
     return code
 
 
@@ -205,7 +227,9 @@ def _read_functions(code, waiting, cls, methods=()):
         code.functions.append(function)
         _read_function(function, code, waiting)
         owners = () if cls is None else cls.__mro__ if "super" in code.names else (cls,)
-        for owner, name in itertools.product(owners, sorted(code.names - MODULE_ATTRIBUTES | {*methods})):
+        for owner, name in itertools.product(owners, sorted(code.names | {*methods})):
+            if name in MODULE_ATTRIBUTES and name not in methods and _is_inherited(owner, name):
+                continue
             if (owner, name) not in seen_names and (owner is cls or name in vars(owner)):
                 seen_names.add((owner, name))
                 _read_class_attribute(owner, name, code, waiting)
@@ -216,6 +240,14 @@ def _read_functions(code, waiting, cls, methods=()):
                 code.pins.append(Pin(torch.Tensor, name, value))
                 waiting += _functions_to_read(value)
     attributes_read.update(code.attributes)
+    for chain in code.chains:
+        member = MISSING if cls is None or len(chain) == 1 else inspect.getattr_static(cls, chain[0], MISSING)
+        if isinstance(member, (types.FunctionType, staticmethod)):
+            code.refuse(f"reads an attribute of its method {chain[0]}")
+
+
+def _is_inherited(cls, name):
+    return inspect.getattr_static(cls, name, MISSING) is inspect.getattr_static(torch.nn.Module, name)
 
 
 def _read_class_attribute(cls, name, code, waiting):
@@ -223,19 +255,19 @@ def _read_class_attribute(cls, name, code, waiting):
     value = inspect.getattr_static(cls, name, MISSING)
     if value is MISSING:
         return
-    if isinstance(value, (staticmethod, classmethod)):
-        waiting += _functions_to_read(value.__func__)
-        value = MISSING if isinstance(value, classmethod) else value.__func__
-        if value is MISSING:
-            return
-    elif isinstance(value, property):
+    if isinstance(value, staticmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        if not isinstance(value.fget, types.FunctionType):
+            code.refuse(f"reads the property {name!r}, which is no function of Python")
         waiting += [f for f in (value.fget,) if f is not None and not is_known(f)]
     elif isinstance(value, types.FunctionType):
         waiting += _functions_to_read(value)
     elif isinstance(value, functools.cached_property):
         code.refuse(f"writes its attribute {name!r}")
-    elif not is_constant(value) or isinstance(value, type) and _is_model_class(value):
+    elif not is_constant(value) or isinstance(value, (type, types.ModuleType, *DESCRIPTORS)):
         code.refuse(f"reads the class attribute {name!r}, whose contents may change")
+    waiting += functions_within(value)
     code.pins.append(Pin(cls, name, value))
 
 
@@ -244,6 +276,13 @@ def _functions_to_read(function):
     while isinstance(function, types.FunctionType) and is_known(function):
         function = getattr(function, "__wrapped__", None)
     return [function] if isinstance(function, types.FunctionType) else []
+
+
+def functions_within(value):
+    """Return the functions of Python in a constant tuple, to read them."""
+    if isinstance(value, (tuple, frozenset)):
+        return [function for item in value for function in functions_within(item)]
+    return _functions_to_read(value)
 
 
 def _content(cell):
@@ -256,14 +295,14 @@ def _content(cell):
 def _read_function(function, code, waiting):
     code.pins += _function_pins(function)
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-    if not is_constant(defaults):
+    if not is_constant(defaults) or any(isinstance(value, type) and _is_model_class(value) for value in defaults):
         code.refuse(f"has a default argument in {function.__name__}() whose contents may change")
-    waiting += [f for value in defaults for f in _functions_to_read(value)]
+    waiting += functions_within(defaults)
     first = function.__code__.co_varnames[:1] if function.__code__.co_argcount else ()
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     for instructions in _all_code(function.__code__):
-        _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
         _read_lookups(instructions, first, function.__globals__, code)
+        _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
 
 
 def _function_pins(function):
@@ -288,7 +327,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
     kind, chain = None, []
     attribute = None
     listed = [*(i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED), None]
-    for instruction, before, after in zip(listed, [None, *listed], [*listed[1:], None]):
+    for place, (instruction, before, after) in enumerate(zip(listed, [None, *listed], [*listed[1:], None])):
         name, previous, attribute = instruction and instruction.opname, attribute, None
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
@@ -307,7 +346,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.chains.update([tuple(chain)] if chain else ())
             code.compared.update([tuple(chain)] if name in ("COMPARE_OP", "CONTAINS_OP") else ())
         elif kind:
-            _read_chain(kind, chain, namespace, cells, code, waiting)
+            _read_chain(kind, chain, namespace, cells, code, waiting, _takes_an_entry(listed[place:]))
         kind, chain = None, []
         if name is None:
             break
@@ -319,8 +358,9 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             kind, chain = "cell", [argument]
         elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and last in first:
             kind = "self"
-        elif name == "BINARY_OP" and instruction.argrepr in OPERATORS:
-            code.attributes.add(OPERATORS[instruction.argrepr])
+        elif name == "BINARY_OP":
+            code.attributes.update([OPERATORS[instruction.argrepr]] if instruction.argrepr in OPERATORS else ())
+            code.writes_in_place |= instruction.argrepr.endswith("=")
         elif name == "IS_OP" and before.opname != "LOAD_CONST":
             code.refuse("compares objects by identity")  # also such that a program exchanges later
         elif name in STORES:
@@ -333,6 +373,14 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.refuse("catches exceptions")  # which rows of another size may raise
         elif name in ("YIELD_VALUE", "IMPORT_NAME") and not _is_harmless(name, argument):
             code.refuse(f"imports {argument}")
+
+
+def _takes_an_entry(instructions):
+    """Tell whether code reads one entry of the object that it just loaded."""
+    operation = next(i for i in (*instructions, None) if i is None or not i.opname.startswith("LOAD"))
+    return operation is not None and (operation.opname, operation.argrepr) in (
+        *(("BINARY_SUBSCR", text) for text in ("", None)), ("BINARY_OP", "[]"),
+    )  # fmt: skip
 
 
 def _read_lookups(instructions, first, namespace, code):
@@ -373,7 +421,7 @@ def _is_harmless(name, argument):
     return name == "YIELD_VALUE" or str(argument).partition(".")[0] in KNOWN_PACKAGES
 
 
-def _read_chain(kind, chain, namespace, cells, code, waiting):
+def _read_chain(kind, chain, namespace, cells, code, waiting, takes_an_entry):
     """Pin the value of a global name or a cell, and of its attributes."""
     name, *attributes = chain
     if kind == "cell":
@@ -386,10 +434,18 @@ def _read_chain(kind, chain, namespace, cells, code, waiting):
         if name in UNREADABLE:
             code.refuse(f"calls {name}()")
         code.names.update({"super"} & {name})
+        code.pins += [Pin(namespace, name, MISSING), Pin(vars(builtins), name, getattr(builtins, name))]
         return
     else:
+        code.pins.append(Pin(namespace, name, MISSING))
         return
     code.pins.append(pin)
+    if isinstance(value, dict) and (attributes or not takes_an_entry):
+        code.refuse(f"reads the global {name!r}, whose contents may change")
+    if isinstance(value, types.ModuleType) and not attributes:
+        code.refuse(f"gives the module {name!r} another name")
+    if isinstance(value, logging.Logger) and attributes:
+        code.refuse(f"calls {name}.{attributes[0]}()")
     for attribute in attributes:
         is_function = isinstance(value, types.FunctionType)
         if not isinstance(value, (types.ModuleType, type)) and not (is_function and is_known(value)):
@@ -416,11 +472,16 @@ def _read_value(value, name, code, waiting):
             code.refuse(f"calls the class method {value.__func__.__qualname__}")
         value = value.__func__
     code.refuse_state(getattr(value, "__name__", None))
+    if is_bound(value):
+        code.refuse(f"calls {name}, a method of an object whose contents may change")
+    if isinstance(value, types.FunctionType) and _is_known_library(value) and value.__closure__:
+        code.refuse(f"calls {name}, which {value.__globals__['__name__']} made")
     if isinstance(value, types.FunctionType) and _package(value) in sys.stdlib_module_names and not is_known(value):
         code.refuse(f"calls {value.__module__}.{value.__qualname__}")
     elif isinstance(value, types.FunctionType) and not is_known(value):
         waiting.append(value)
     elif isinstance(value, types.FunctionType):
+        code.pins.append(Pin(value, "__code__", value.__code__))
         waiting += _functions_to_read(value)
     elif isinstance(value, types.ModuleType) or value is MISSING:
         pass
@@ -429,6 +490,10 @@ def _read_value(value, name, code, waiting):
             code.refuse(f"calls the autograd function {value.__name__}")
         elif _is_model_class(value) and name != "__class__":  # a cell of that name serves super()
             code.refuse(f"uses the class {value.__name__}, whose attributes may change")
+        elif issubclass(value, torch.nn.Module) and value is not torch.nn.Module and name != "__class__":
+            further = read(value)
+            code.pins += further.pins
+            code.refuse(further.reason)
     elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         if not is_known(value):
             code.refuse(f"calls {_package(value)}.{value.__name__}")
@@ -436,15 +501,81 @@ def _read_value(value, name, code, waiting):
         code.registries.append((name, value))
     elif not is_constant(value) and not isinstance(value, (logging.Logger, *OPERATIONS)):
         code.refuse(f"reads the global {name!r}, whose contents may change")
+    elif isinstance(value, (tuple, frozenset)):
+        waiting += functions_within(value)
 
 
 def is_constant(value):
     """Tell whether a value cannot change as long as it is the same object."""
     if isinstance(value, (tuple, frozenset)):
-        return all(map(is_constant, value))
-    return isinstance(value, CONSTANT)
+        return (
+            not may_compute(value)
+            and not any(isinstance(v, types.ModuleType) for v in value)
+            and all(is_constant(v) and not (isinstance(v, type) and _is_model_class(v)) for v in value)
+        )
+    return isinstance(value, CONSTANT) and not is_bound(value) and not may_compute(value)
 
 
+def is_bound(value):
+    """Tell whether a function in C is a method of an object, such as `{}.get`."""
+    holder = getattr(value, "__self__", None) if isinstance(value, types.BuiltinFunctionType) else None
+    return holder is not None and not isinstance(holder, (types.ModuleType, type))
+
+
+def may_compute(value):
+    """Tell whether a value may compute, or change, when code reads it."""
+    cls = type(value)
+    if cls in PLAIN_CLASSES:
+        return False
+    if isinstance(value, (int, float, complex, str, bytes, tuple, frozenset)) and getattr(value, "__dict__", None):
+        return not isinstance(value, enum.Enum) or not vars(value).keys() <= ENUM_ATTRIBUTES
+    return any(_computes(base) for base in cls.__mro__)
+
+
+def computes(value, name):
+    """Tell whether an object computes an attribute by code of a program's class."""
+    if isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return False
+    member = inspect.getattr_static(type(value), name, MISSING)
+    held = name in getattr(value, "__dict__", ())
+    owners = [cls for cls in type(value).__mro__ if name in vars(cls) or not held and "__getattr__" in vars(cls)]
+    if member is not MISSING and not hasattr(type(member), "__get__") or held and member is MISSING:
+        owners = []
+    owners += [cls for cls in type(value).__mro__ if "__getattribute__" in vars(cls)]
+    return any(
+        _package(cls) not in TRUSTED
+        and not is_known(cls)
+        and cls not in (object,)
+        and _package(cls) not in sys.stdlib_module_names
+        for cls in owners
+    )
+
+
+def _computes(cls):
+    """Tell whether a program's class has functions that run when code uses its instances."""
+    if is_known(cls) or _package(cls) in (*TRUSTED, *sys.stdlib_module_names):
+        return False
+    return any(
+        name not in GENERATED
+        and (hasattr(type(member), "__get__") or isinstance(member, functools.partial))
+        and not isinstance(member, (type, *DESCRIPTORS, types.BuiltinFunctionType, types.MethodDescriptorType))
+        and not (isinstance(member, types.FunctionType) and _is_generated(member))
+        for name, member in vars(cls).items()
+    )
+
+
+def _is_generated(function):
+    """Tell whether dataclasses, namedtuple or enum made a method."""
+    return (
+        function.__code__.co_filename.startswith("<")
+        and function.__name__ == function.__code__.co_name
+        or is_known(function)
+    )
+
+
+DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+PLAIN_CLASSES = (int, float, bool, str, bytes, complex, tuple, type(None), types.FunctionType, types.ModuleType)
+ENUM_ATTRIBUTES = {"_value_", "_name_", "__objclass__", "_sort_order_", "_hashable_values_"}
 CONSTANT = (
     int, float, complex, str, bytes, type(None), type(Ellipsis), type, torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, slice,

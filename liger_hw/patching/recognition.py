@@ -9,18 +9,19 @@ import functools
 from typing import NamedTuple
 
 from liger_hw._torch import CALL, without_modes
+from liger_hw.patching import probing
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
 from liger_hw.patching.lora import match_lora
 from liger_hw.patching.match import Match, remember
-from liger_hw.patching.mlp import match_mlp, unknown_operation
+from liger_hw.patching.mlp import is_mlp_like, match_mlp, unknown_operation
 from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
 from liger_hw.patching.probing import direct_parameters, positional_inputs
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.reading import is_known, read
-from liger_hw.patching.rotary import find_rotation, match_rotary
+from liger_hw.patching.rotary import find_rotation, match_rotary, rotary_functions
 from liger_hw.patching.sorted_experts import match_sorted_experts
 from liger_hw.patching.swapping import patched_class
 from liger_hw.patching.witnesses import Objection
@@ -83,11 +84,32 @@ def _recognise(module, memory):
 
 
 def _first_match(module, memory):
+    if reason := _reason_against_probes(module, memory):
+        has_form = [p.ndim for p in direct_parameters(module).values()] == [1] or is_mlp_like(module)
+        is_shown = has_form and "attention" not in type(module).__name__.lower() or reason_for_leaving(module)
+        return Recognition(reason=reason if is_shown else None)
     try:
         match = next((match for matcher in MATCHERS if (match := matcher(module)) is not None), None)
     except Objection as error:
         return Recognition(reason=str(error))
     return Recognition() if match is None else _with_pins(module, match, memory)
+
+
+def _reason_against_probes(module, memory):
+    """Return why the code of a module must not run on a probe, or None.
+
+    That is asked of norms, MLPs and activations by their form. It may count its calls, or draw random numbers.
+    """
+    is_flat = not module._modules and all(p.ndim == 1 for p in direct_parameters(module).values())
+    has_form = is_flat or is_mlp_like(module) and not rotary_functions(type(module))
+    if is_known(type(module)) or not has_form or len(positional_inputs(module)) != 1:
+        return None
+    code = memory.code(type(module))
+    try:
+        attribute_pins(module, code, probing.float_attributes(module))
+    except Incomparable as error:
+        return f"its code {code.reason or error}"
+    return code.reason and f"its code {code.reason}"
 
 
 def _with_pins(module, match, memory):

@@ -4,6 +4,8 @@ Parameters, buffers, hooks and names stay where they are, and no other module ch
 computes with the copy's weights; a closure set as its `forward` would compute with the original's.
 """
 
+import abc
+import dis
 import functools
 import logging
 import types
@@ -11,7 +13,9 @@ import weakref
 
 import torch
 
+from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
+from liger_hw.patching.reading import SKIPPED
 
 logger = logging.getLogger("liger_hw")
 
@@ -74,9 +78,36 @@ def _new_class(original, match, digest):
     facts = {"liger_original": original, "liger_match": match, "liger_digest": digest}
     members = {"_get_name": _get_name, "__reduce_ex__": _reduce, "__prepare_scriptable__": _prepare_scriptable}
     members |= match.members(original, match.guard(original))
+    if not hasattr(members.get("forward"), "__wrapped__") and "forward" in members:  # programs read its signature
+        functools.update_wrapper(members["forward"], original.forward)
     # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes. The class must not
     # equal its original, though tables of classes would find it then: FSDP2 keeps a subclass of each class in one.
-    return type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
+    cls = type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
+    if isinstance(cls, abc.ABCMeta):
+        init_abc(cls)  # which ABCMeta does: else the class would share the original's cache of subclasses
+    return cls
+
+
+def reason_against(cls):
+    """Return why instances of `cls` cannot have a subclass, or None."""
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            for name, method in vars(base).items():
+                code = getattr(method, "__code__", None)
+                if code is not None and "super" in code.co_names and _calls_super_endlessly(code):
+                    return f"its {name}() calls super() of the instance's class, which never ends in a subclass"
+    return None
+
+
+def _calls_super_endlessly(code):
+    """Tell whether code calls super(self.__class__, self) or super(type(self), self)."""
+    listed = [i for i in dis.get_instructions(code) if i.opname not in SKIPPED]
+    for instruction, *after in zip(listed, listed[1:], listed[2:]):
+        if (instruction.opname, instruction.argval) == ("LOAD_GLOBAL", "super"):
+            arguments = [(i.opname, i.argval) for i in after]
+            if arguments[0] == ("LOAD_GLOBAL", "type") or arguments[1] == ("LOAD_ATTR", "__class__"):
+                return True
+    return False
 
 
 class _Unregistered(torch.nn.Module):
@@ -111,6 +142,8 @@ def _reduce(self, protocol):
     original = cls.liger_original
     if not is_swapped(self):
         return super(_swapped_base(cls), self).__reduce_ex__(protocol)
+    if (original.__reduce_ex__, original.__reduce__) != (object.__reduce_ex__, object.__reduce__):
+        return original.__reduce_ex__(self, protocol)  # the copy is what the program makes
     _, _, state, *more = original.__reduce_ex__(self, max(protocol, 2))
     if isinstance(state, dict):  # a head is armed while its model's forward runs, its copy is not
         state = {name: value for name, value in state.items() if not name.startswith("liger_")}

@@ -17,7 +17,7 @@ from collections import Counter
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, is_view_operation, version
+from liger_hw._torch import TorchDispatchMode, is_view_operation, operation_schema, version
 from liger_hw.patching import probing
 from liger_hw.patching.reading import read
 
@@ -66,16 +66,16 @@ def cover(x):
 class _Operations(TorchDispatchMode):
     """List the names of operations that compute, and numbers among their arguments."""
 
-    def __init__(self, leading):
+    def __init__(self, leading, in_place=True):
         super().__init__()
-        self.leading, self.names, self.numbers = leading, Counter(), set()
+        self.leading, self.in_place, self.names, self.numbers = leading, in_place, Counter(), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in ROWS_TAKEN and _takes_rows(name, args, self.leading):
             self.names["a part of the rows"] += 1
-        elif not is_view_operation(func) and name not in COPIES:
-            self.names[name.rstrip("_") if not name.startswith("_") else name] += 1
+        elif (not is_view_operation(func) or operation_schema(func).is_mutable) and name not in COPIES:
+            self.names[name.rstrip("_") if self.in_place and not name.startswith("_") else name] += 1
             self.numbers.update(abs(float(n)) for n in args[1:] if type(n) in (int, float))
         return func(*args, **(kwargs or {}))
 
@@ -113,13 +113,14 @@ class Lengths(torch.overrides.TorchFunctionMode):
 
     Attributes:
         leading: how many first dimensions hold tokens.
+        width_is_given: the rows have the width that the module has.
         reason: the first of them, or None.
         reads: the places in code where something read the value of such a number.
     """
 
-    def __init__(self, leading):
+    def __init__(self, leading, width_is_given=False):
         super().__init__()
-        self.leading, self.reason, self.reads = leading, None, set()
+        self.leading, self.width_is_given, self.reason, self.reads = leading, width_is_given, None, set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.reads.discard(_calling_place())  # torch itself read its argument, then asked this mode
@@ -136,10 +137,12 @@ class Lengths(torch.overrides.TorchFunctionMode):
         if name == "__getitem__" and _takes_tokens(*args, self.leading):
             self.refuse("takes a part of its tokens")
         if name in ("shape", "size") and isinstance(result, torch.Size):
-            return _Shape((*(_Length(number, self) for number in result[:-1]), *result[-1:]))
+            return _Shape(
+                (*(_Length(number, self) for number in result[:-1]), *(_Width.of(n, self) for n in result[-1:]))
+            )
         if name in ("numel", "nelement") or name == "size" and not _is_last(args, kwargs):
             return _Length(result, self)
-        return result
+        return _Width.of(result, self) if name == "size" else result
 
     def refuse(self, reason):
         """Keep the first reason."""
@@ -216,6 +219,33 @@ for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod
     setattr(_Length, f"__{_operation}__", _derived(f"__{_operation}__"))
 
 
+class _Width(int):
+    """A number of columns that tells `Lengths` when code compares it."""
+
+    @classmethod
+    def of(cls, value, seen_by):
+        """Return a width of this value."""
+        width = cls(value)
+        width.seen_by = seen_by
+        return width
+
+
+def _width_method(operation, compares):
+    def compute(self, *others):
+        result = getattr(int, operation)(self, *others)
+        if compares and result is not NotImplemented and not self.seen_by.width_is_given:
+            self.seen_by.refuse("compares the width of its inputs")
+        return _Width.of(result, self.seen_by) if type(result) is int else result
+
+    return compute
+
+
+for _operation in ("lt", "le", "gt", "ge", "eq", "ne", "hash"):
+    setattr(_Width, f"__{_operation}__", _width_method(f"__{_operation}__", _operation != "hash"))
+for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
+    setattr(_Width, f"__{_operation}__", _width_method(f"__{_operation}__", False))
+
+
 class Objection(Exception):
     """Say why an op must not replace a module that ordinary rows matched."""
 
@@ -256,8 +286,9 @@ def constants_of(module):
 
 
 def objection(
-    original, replacement, case, constants=(), exact=True, shapes=SHAPES, other_shapes=OTHER_SHAPES, learned=None
-):
+    original, replacement, case, constants=(), exact=True, shapes=SHAPES, other_shapes=OTHER_SHAPES, learned=None,
+    in_place=True, width_is_given=False,
+):  # fmt: skip
     """Return why an op must not replace a module that ordinary rows matched, or None.
 
     Args:
@@ -268,10 +299,12 @@ def objection(
         shapes: the leading dimensions.
         other_shapes: leading dimensions for which the module may raise an error.
         learned: how many of the first arguments get gradients; None: all.
+        width_is_given: the rows have the width of the module's, which its code may compare.
+        in_place: the module may compute in place, which no child sees that the op does not call.
     """
     numbers = set()
     for training in (True, False):
-        reason = _object_to_operations(original, replacement, case, training, shapes, numbers)
+        reason = _object_to_operations(original, replacement, case, training, shapes, numbers, in_place, width_is_given)
         if reason:
             return reason
     for training in (True, False):
@@ -334,13 +367,13 @@ def _runs(original, training, args):
     return probing.outputs(lambda: original(training, *args), [()]) is not None
 
 
-def _object_to_operations(original, replacement, case, training, shapes, numbers):
+def _object_to_operations(original, replacement, case, training, shapes, numbers, in_place, width_is_given):
     first = None
     for dtype in DTYPES:
         for shape in shapes:
             args = case(dtype, shape)
-            names, seen = _operations(lambda args=args: original(training, *args), args[0].ndim - 1)
-            reference, _ = _operations(lambda args=args: replacement(training, *args), args[0].ndim - 1)
+            names, seen = _operations(lambda args=args: original(training, *args), args[0].ndim - 1, in_place)
+            reference, _ = _operations(lambda args=args: replacement(training, *args), args[0].ndim - 1, in_place)
             if names is None or reference is None:
                 return f"does not run in {str(dtype).removeprefix('torch.')}"
             numbers |= seen
@@ -352,7 +385,7 @@ def _object_to_operations(original, replacement, case, training, shapes, numbers
                 differing = next(iter((names - first) + (first - names)))
                 return f"computes {differing} for some dtypes or numbers of tokens only"
     args = case(torch.float32, shapes[0])
-    lengths = Lengths(args[0].ndim - 1)
+    lengths = Lengths(args[0].ndim - 1, width_is_given)
     try:
         probing.run(lambda: original(training, *args), lengths)
     except Exception:  # a model's own code may raise any exception
@@ -360,8 +393,8 @@ def _object_to_operations(original, replacement, case, training, shapes, numbers
     return lengths.reason or ("reads the number of its tokens" if lengths.reads else None)
 
 
-def _operations(function, leading):
-    operations = _Operations(leading)
+def _operations(function, leading, in_place=True):
+    operations = _Operations(leading, in_place)
     try:
         probing.run(function, operations)
     except Exception:  # a model's own code may raise any exception

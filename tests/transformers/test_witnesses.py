@@ -221,7 +221,7 @@ STATE = {  # an expression in a forward -> words of the reason
     "getattr(self.down_proj.weight, 'factor', 1.0)": "looks up 'factor' of down_proj.weight by name",
     "self.down_proj.in_features / 48": "reads down_proj.in_features",
     "getattr(copy, 'other', 1.0)": "looks up 'other' of copy by name",
-    "getattr(Factors, 'other', 1.0)": "uses the class Factors, whose attributes may change",
+    "getattr(Factors, 'other', 1.0)": "looks up 'other' of Factors by name",
     "Factors.factor()": "calls the class method Factors.factor",
     "Factors().one": "uses the class Factors, whose attributes may change",
     "(lambda c: c.one)(Factors)": "uses the class Factors, whose attributes may change",
@@ -233,7 +233,9 @@ STATE = {  # an expression in a forward -> words of the reason
     "2.0 if self.gate_proj.weight is self.up_proj.weight else 1.0": "compares objects by identity",
     "2.0 if self.gate_proj == self.up_proj else 1.0": "compares up_proj with another object",
     "2.0 if isinstance(x, nn.Parameter) else 1.0": "a row with 0.0 in a parameter",
-    "2.0 if type(x) is nn.Parameter else 1.0": "a row with 0.0 in a parameter",
+    "2.0 if type(x) is nn.Parameter else 1.0": "compares objects by identity",
+    "2.0 if x.shape[-1] == 33 else 1.0": "compares the width of its inputs",
+    "2.0 if 2 * x.size(-1) > 999 else 1.0": "compares the width of its inputs",
 }
 
 
@@ -298,7 +300,7 @@ LEFT = {  # class -> words of the reason
     SkipsHooks: "computes with its projections without a call of them",
     NestedActivation: "its act_fn has children of its own",
     OnGPU: "reads is_cuda of a tensor",
-    WritesItsInput: "differs",
+    WritesItsInput: "computes add_, which the op does not",
     OtherBackward: "gradients",
     GuardedNorm: "clamp",
     NoisyNorm: "does not run",

@@ -1,0 +1,363 @@
+"""Check that code in objects, and what a program does to it, counts in a patched module as in the plain one."""
+
+import builtins
+import copy
+import enum
+import functools
+import inspect
+import operator
+import pickle
+import random
+import types
+
+import pytest
+import tiny  # noqa: F401, skips without transformers
+import torch
+from test_replaced_code import half
+from torch import nn
+from torch.nn import functional as F
+
+import liger_hw
+
+ROWS = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+SCALE = 1
+TABLE = {"one": 1, "list": [1]}
+LOOK_UP = TABLE.get
+SCALES = (lambda: SCALE,)
+calls = []
+
+
+class Held:
+    one = 1
+
+    def scale(self):
+        return SCALE
+
+    @property
+    def counted(self):
+        calls.append(1)
+        return 1
+
+    def __rmul__(self, other):
+        return other * SCALE
+
+
+class Kind(enum.StrEnum):
+    ONE = "one"
+
+    @property
+    def scale(self):
+        return SCALE
+
+
+class Number(int):
+    def __rmul__(self, other):
+        return other * SCALE
+
+
+class Entries(dict):
+    def __missing__(self, name):
+        return SCALE
+
+
+@functools.singledispatch
+def scale_of(x):
+    return 1
+
+
+class MLP(nn.Module):
+    function = property(operator.attrgetter("_scale"))
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.act_fn = nn.SiLU()
+        self.held, self.kind, self.number, self.entries = Held(), Kind.ONE, Number(1), Entries()
+        self.seen, self.cls, self._scale, self.look_up = {1}, Held, 1, TABLE.get
+        self.bound = Held().scale
+
+    def half(self):
+        return SCALE
+
+    @classmethod
+    def of_class(cls):
+        return SCALE
+
+    def product(self, x):
+        return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+
+    def forward(self, x):
+        return self.down_proj(self.product(x))
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(32)), 1e-6
+
+    def forward(self, x):
+        y = x.float()
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def pair(module):
+    patched = copy.deepcopy(module)
+    assert liger_hw.patch(patched).replaced
+    return module, patched
+
+
+def reason_of(module):
+    """Return why `patch` leaves a module alone, without a call of its code."""
+    random.seed(0)
+    state = random.getstate()
+    summary = liger_hw.patch(nn.Sequential(module))
+    assert not summary.replaced and random.getstate() == state and not calls
+    (reason,) = [reason for _, reason in summary.left]
+    return reason
+
+
+FACTORS = {  # an expression in a forward -> words of the reason
+    "self.held.scale()": "held.scale, which other code computes",
+    "self.held.counted": "held.counted, which other code computes",
+    "self.held": "held, whose contents may change",
+    "self.kind.scale": "kind.scale, which other code computes",
+    "self.number": "number, whose contents may change",
+    "self.entries['one']": "entries, whose contents may change",
+    "self.look_up('one')": "look_up, whose contents may change",
+    "self.bound()": "bound, whose contents may change",
+    "self.cls().one": "cls, whose contents may change",
+    "len(self.seen | {self.seen.add(1)}) / 2": "seen.add, which other code computes",
+    "self.product.one": "reads an attribute of its method product",
+    "self.function": "reads the property 'function', which is no function of Python",
+    "self.half()": "SCALE",
+    "self.of_class()": "reads the class attribute 'of_class'",
+    "LOOK_UP('one')": "a method of an object whose contents may change",
+    "random.random() ** 0": "calls random, a method of an object",
+    "TABLE['list'][0]": "reads TABLE['list'], whose contents may change",
+    "len(TABLE) / 2": "reads the global 'TABLE', whose contents may change",
+    "(lambda f: f.relu(1))(F)": "gives the module 'F' another name",
+    "scale_of(x)": "scale_of, which functools made",
+    "(lambda p: p.out_features / 48)(self.gate_proj)": "reads out_features of gate_proj",
+}
+
+
+def with_factor(factor):
+    source = f"lambda self, x: self.down_proj(self.product(x) * ({factor}))"
+    return type("OtherMLP", (MLP,), {"forward": eval(source, globals())})()
+
+
+@pytest.mark.parametrize("factor", [factor for factor in FACTORS if factor != "self.half()"])
+def test_code_and_state_that_a_module_hides_are_not_run_and_leave_it(factor):
+    assert FACTORS[factor] in reason_of(with_factor(factor))
+
+
+REPLACED = {  # what a program replaces or adds after `patch`
+    "global of a method named as torch's": (with_factor("self.half()"), globals(), "SCALE", 2),
+    "global of a function in a tuple": (with_factor("SCALES[0]()"), globals(), "SCALE", 2),
+    "builtin": (with_factor("max(1, 0)"), vars(builtins), "max", lambda *args: 2),
+    "name that hides a builtin": (with_factor("max(1, 0)"), globals(), "max", lambda *args: 2),
+    "property in the place of a child": (MLP(), MLP, "act_fn", property(lambda self: F.relu)),
+    "child in the class": (MLP(), MLP, "act_fn", nn.Tanh()),
+    "look-up of attributes": (MLP(), MLP, "__getattribute__", None),
+    "look-up of children": (MLP(), nn.Module, "__getattr__", None),
+    "code of torch's function": (MLP(), F.silu, "__code__", (lambda input, inplace=False: input).__code__),
+    "method of parameters": (Norm(), nn.Parameter, "__mul__", half(torch.Tensor.__mul__)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_what_a_program_replaces_or_adds_counts(replaced, monkeypatch):
+    module, owner, name, value = REPLACED[replaced]
+    plain, patched = pair(module)
+    before = plain(ROWS)
+    assert torch.equal(patched(ROWS), before)
+    if "look-up" in replaced:
+        found = nn.Module.__getattr__ if owner is nn.Module else object.__getattribute__
+        value = lambda self, key: F.relu if key == "act_fn" else found(self, key)  # noqa: E731
+    with monkeypatch.context() as context:
+        if isinstance(owner, dict):
+            context.setitem(owner, name, value)
+        else:
+            context.setattr(owner, name, value, raising=False)
+        after = plain(ROWS)
+        assert torch.equal(patched(ROWS), after) and not torch.equal(after, before)
+
+
+def test_kernels_that_a_program_registers_for_torchs_operations_count():
+    plain, patched = pair(MLP())
+    unchanged = type(patched).liger_match.guard(MLP)
+    assert unchanged(patched)
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("silu", lambda x: torch.zeros_like(x), "CPU")
+        assert not unchanged(patched)
+        with torch.no_grad():
+            assert torch.equal(patched(ROWS), plain(ROWS))
+    finally:
+        library._destroy()
+    assert unchanged(patched)
+
+
+def test_kernels_that_torch_registers_for_vmap_do_not_count():
+    _, patched = pair(MLP())
+    torch.vmap(torch.sin)(ROWS)  # at the first call of a process
+    assert type(patched).liger_match.guard(MLP)(patched)
+    assert any("FuncTorchBatched" in name for name in torch.library._impls)
+
+
+class UpFirst(MLP):
+    def forward(self, x):
+        up = self.up_proj(x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+
+def test_projections_are_called_in_the_modules_order():
+    orders = []
+    for module in pair(UpFirst()):
+        order = []
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(module, name).register_forward_hook(lambda *args, name=name, order=order: order.append(name))
+        module(ROWS)
+        orders.append(order)
+    assert orders[0] == orders[1] == ["up_proj", "gate_proj", "down_proj"]
+
+
+class InPlace(MLP):
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x), inplace=True) * self.up_proj(x))
+
+
+def test_an_mlp_that_writes_to_what_a_projection_returned_is_left():
+    assert reason_of(InPlace()) == "computes silu_, which the op does not"
+
+
+class Dropped(MLP):
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x):
+        return self.down_proj(self.dropout(self.product(x)))
+
+
+class DoublingDropout(nn.Module):
+    def forward(self, x):
+        return x if self.training else 2 * x
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.5), DoublingDropout()])
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_dropout_has_a_mode_of_its_own(dropout, samples):
+    results = []
+    plain = Dropped(dropout)
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    for module in (plain, patched):
+        module.train(not samples).dropout.train(samples)
+        torch.manual_seed(0)
+        results.append(module(ROWS))
+    assert torch.equal(*results)
+
+
+class Buffered(Norm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self, "scale", 1.0)
+
+
+def test_a_norm_that_reads_a_buffer_is_left():
+    assert "reads the buffer scale" in reason_of(Buffered())
+
+
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_a_weight_that_is_no_tensor(weight):
+    plain, patched = pair(Norm())
+    for module in (plain, patched):
+        del module.weight
+        module.weight = weight
+    if weight is None:
+        with pytest.raises(TypeError):
+            patched(ROWS)
+    else:
+        assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+class OwnLayerNorm(Norm):
+    def forward(self, x):
+        return F.layer_norm(x, (32,), self.weight, None, self.eps)
+
+
+def test_torchs_norms_in_a_models_class_under_autocast():
+    plain, patched = pair(OwnLayerNorm())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = plain(ROWS.bfloat16()), patched(ROWS.bfloat16())
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+class Reduced(MLP):
+    def __reduce__(self):
+        return rebuilt, (self.state_dict(),)
+
+
+def rebuilt(state):
+    module = Reduced()
+    module.load_state_dict(state)
+    return module
+
+
+def test_a_class_with_a_reduce_of_its_own_is_copied_as_it_says():
+    plain, patched = pair(Reduced())
+    for copied in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        assert torch.equal(copied(ROWS), plain(ROWS))
+
+
+class InC(nn.Module):
+    forward = staticmethod(torch.relu)
+
+
+def test_a_forward_that_is_a_function_in_c_is_left():
+    _, patched = pair(nn.Sequential(InC(), Norm()))
+    assert torch.equal(patched[0](ROWS), ROWS.relu())
+
+
+class EndlessInSubclasses(MLP):
+    def train(self, mode=True):
+        return super(self.__class__, self).train(mode)
+
+
+def test_a_method_that_would_not_end_in_a_subclass():
+    summary = liger_hw.patch(nn.Sequential(EndlessInSubclasses()).train())
+    assert "calls super() of the instance's class" in str(summary)
+
+
+def test_a_patched_forward_has_the_signature_and_the_source_of_the_modules():
+    plain, patched = pair(MLP())
+    assert inspect.signature(patched.forward) == inspect.signature(plain.forward)
+    assert inspect.getsource(type(patched).forward) == inspect.getsource(MLP.forward)
+
+
+def test_an_attribute_of_the_class_of_an_object_counts(monkeypatch):
+    class Settings:
+        scale = 1
+
+    def forward(self, x):
+        settings = self.held
+        return self.down_proj(self.product(x) * settings.scale)
+
+    module = type("SetMLP", (MLP,), {"forward": forward})()
+    module.held = Settings()
+    plain, patched = pair(module)
+    monkeypatch.setattr(Settings, "scale", 2)
+    assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+def test_configurations_of_transformers_are_read_by_attribute():
+    module = with_factor("self.held.factor")
+    module.held = types.SimpleNamespace(factor=1)
+    plain, patched = pair(module)
+    for part in (plain, patched):
+        part.held.factor = 3
+    assert torch.equal(patched(ROWS), plain(ROWS))
