@@ -357,7 +357,9 @@ def test_trl_with_lora_on_one_small_gpu(name, bits, folder, tmp_path):
     needs("trl" if bits == 32 else "bitsandbytes"), needs("trl")
     if Version(version("trl")) < Version("1.15"):
         pytest.skip("TRL computes log-probabilities in a function of its own from 1.15")
-    program, in_4_bits, dpo, _, merge, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
+    program, in_4_bits, resume, _, metrics = documented("LoRA: one program, with TRL", "guides/small_gpu")
+    (dpo,) = documented("DPO from the adapter", "guides/small_gpu")
+    (merge,) = documented("Load and merge the adapter", "guides/small_gpu")
     load = "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)\n"
     assert load in program
     model = "model"
@@ -368,22 +370,22 @@ def test_trl_with_lora_on_one_small_gpu(name, bits, folder, tmp_path):
     rows = [{"text": word, "prompt": word[:4], "chosen": word[4:], "rejected": word[::-1]} for word in WORDS]
     kept = ["text"] if name == "SFT" else ["prompt", "chosen", "rejected"]
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({key: row[key] for key in kept}) for row in rows))
-    settings = (
-        f"bf16=False, use_cpu=True, max_steps={STEPS}, report_to=[], save_strategy='no', per_device_eval_batch_size=1"
-    )
+    settings = f"bf16=False, use_cpu=True, max_steps={STEPS}, report_to=[]"
     for old, new in {
         "SFT": name, "bf16=True": settings, "torch.bfloat16": "torch.float32", "my-org/my-8b-model": model,
         "texts.jsonl": str(tmp_path / "texts.jsonl"), "1e-4": "1e-2", '"adapter"': repr(str(tmp_path / "adapter")),
+        "eval_steps=50": "eval_steps=2", "save_steps=50": "save_steps=2",
     }.items():  # fmt: skip
         program, merge = program.replace(old, new), merge.replace(old, new)
     merge = merge.replace('"merged"', repr(str(tmp_path / "merged")))
     exec(metrics, own := {})
     if (name, bits) == ("SFT", 32):
-        more = "eval_dataset=dataset, compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, callbacks"
+        more = "compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, callbacks"
         program = program.replace("callbacks", more) + "evaluation = trainer.evaluate()\n"
+        program = program.replace("trainer.train()\n", resume)  # a first run, without a checkpoint
     found = {}
     for way, text in (("patched", program), ("plain", without(program, "accelerate_trl()", "LigerHwCallback()"))):
-        names = dict(own)
+        names, text = dict(own), text.replace('"run"', repr(str(tmp_path / way)))
         try:
             exec(text, names)
         finally:
@@ -393,9 +395,11 @@ def test_trl_with_lora_on_one_small_gpu(name, bits, folder, tmp_path):
         logs = [log for log in trainer.state.log_history if "loss" in log]
         assert len(logs) == STEPS
         found[way] = {key: [log[key] for log in logs] for key in ("loss", "grad_norm", "entropy")}
+        found[way]["eval_loss"] = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        assert len(found[way]["eval_loss"]) >= 1 and (tmp_path / way / "checkpoint-2").exists()
         if (name, bits) == ("SFT", 32):
             evaluation = names["evaluation"]
-            found[way] |= {"accuracy": [evaluation["eval_accuracy"]], "eval_loss": [evaluation["eval_loss"]]}
+            found[way]["accuracy"] = [evaluation["eval_accuracy"]]
     if bits == 4:  # TRL casts the adapters to bf16, whose eps is 7.8e-3
         return assert_alike(found["patched"], found["plain"], 1e-2)
     assert_alike(found["patched"], found["plain"])
@@ -424,4 +428,5 @@ def goes_on_with_dpo(dpo, names, folder):
     found, plain = ({key: [log[key] for log in run] for key in ("loss", "grad_norm")} for run in logs)
     assert abs(plain["loss"][0] - math.log(2)) < 1e-5 and len({*plain["loss"]}) > 1
     assert_alike(found, plain)
-    assert (folder / "dpo-adapter/adapter_model.safetensors").exists()
+    for place in ("dpo-adapter", "dpo-adapter/ref"):  # the trained adapter, and the reference
+        assert (folder / place / "adapter_model.safetensors").exists()
