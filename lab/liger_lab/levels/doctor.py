@@ -289,7 +289,7 @@ def _advice(findings, device) -> list[str]:
         return lines
     slow = [time["op"] for time in findings["times"] if time.get("share", 1) < SHARE]
     if not all(check["as_expected"] for check in findings["checks"]):
-        lines.append("not everything is as expected: the report says what; please send it ({SEND})")
+        lines.append(f"not everything is as expected: the report says what; please send it ({SEND})")
     lines.append(f"`liger-hw tune{''.join(f' {op}' for op in slow)} --contribute` searches better launches for this "
                  "machine and writes a table that can be shipped")  # fmt: skip
     return lines
