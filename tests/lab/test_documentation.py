@@ -269,6 +269,7 @@ def test_commands_in_the_documentation_exist():
     from liger_hw import cli
 
     for file in [*PAGES, ROOT / "README.md"]:
-        for words in re.findall(r"^    liger-hw ([^#\n]*?)(?:  .*|#.*)?$", file.read_text(), re.MULTILINE):
+        text = re.sub(r" \\\n +", " ", file.read_text())  # commands over several lines
+        for words in re.findall(r"^    liger-hw ([^#\n]*?)(?:  .*|#.*)?$", text, re.MULTILINE):
             words = [word for word in words.split() if "[" not in word and "]" not in word]
             assert cli._parse(words).command.split()[0] == words[0], (file, words)
