@@ -320,7 +320,7 @@ def policy_loss(
         options: of `PolicyOptions`.
 
     Returns:
-        A `PolicyOutput`.
+        A `PolicyOutput`: (loss, kl, clip_ratio, entropy, log_probs), of which the last four are for logging.
 
     Raises:
         ValueError: shapes do not fit, a loss type is unknown or an option is out of range; on a CPU, an unmasked token

@@ -23,6 +23,7 @@ import liger_hw
 from liger_hw import backends, cli, dispatch
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
+from liger_hw.stand_in.names import INSTEAD
 from liger_lab.bench import formatting
 from liger_lab.bench.peers import OURS
 from liger_lab.levels import evidence, page
@@ -199,6 +200,25 @@ def liger_kernel_names() -> str:
     return "\n\n".join(parts)
 
 
+def refused_names() -> str:
+    """List the public names of liger_kernel that the stand-in refuses, by what to use instead."""
+    public = json.loads((ROOT / "tests/integrations/liger_kernel.json").read_text())
+    pairs, rows = [(module, name) for module in public for name in public[module]], {}
+    for module, name in filter(INSTEAD.get, pairs):
+        names, modules = rows.setdefault(INSTEAD[module, name], ({}, {}))
+        names[f"`{name}`"] = None
+        modules[f"`liger_kernel.{re.sub(r'(?<=^transformers.model.).+', 'FAMILY', module)}`"] = None
+    table = [[", ".join(sorted(names)), ", ".join(modules), advice] for advice, (names, modules) in rows.items()]
+    ops = [pair for pair in pairs if pair[0].partition(".")[0] == "ops"]
+    every, refused = ({name for _, name in some} for some in (ops, filter(INSTEAD.get, ops)))
+    text = (
+        f"Under the stand-in. Of the {len(every)} public names of `liger_kernel.ops` and the modules "
+        f"below it these are {len(refused)}. No Triton kernel is served either: names with `_kernel` in modules "
+        "of ops, and `MAX_FUSED_SIZE`."
+    )
+    return f"## Names that raise an ImportError\n\n{text}\n\n{markdown(['name', 'module', 'instead'], sorted(table))}"
+
+
 def helps(cells: list) -> str:
     """Return the help of every command."""
     parser, names = cli.make_parser()
@@ -286,4 +306,5 @@ def on_post_build(config):
 
 
 if __name__ == "__main__":
-    insert(ROOT / "docs/reference/liger_kernel.md", liger_kernel_names(), "liger_lab.tools.documentation")
+    text = f"{liger_kernel_names()}\n\n{refused_names()}"
+    insert(ROOT / "docs/reference/liger_kernel.md", text, "liger_lab.tools.documentation")
