@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 from abc import _abc_init as init_abc  # as ABCMeta itself inits a class
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as without_torch_function  # of tensor subclasses
@@ -177,15 +177,26 @@ def without_saved_tensors_hooks():
 
 
 @contextmanager
-def without_modes():
-    """Leave every mode of dispatch and of functions within the block; autograd records there."""
+def hidden_from_modes():
+    """Hide the block's operations from every mode of dispatch and of functions."""
     left = [torch._C._pop_torch_function_stack() for _ in range(function_modes())]
+    # a mode's handler that calls the operation has left its mode, but not the mode's dispatch keys
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    included = included.remove(torch._C.DispatchKey.Python).remove(torch._C.DispatchKey.PythonTLSSnapshot)
     try:
-        with without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
+        outer = without_dispatch_modes if dispatch_modes() else nullcontext  # the former imports the compiler
+        with outer(), torch._C._ForceDispatchKeyGuard(included, excluded):
             yield
     finally:
         for mode in reversed(left):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def without_modes():
+    """Leave every mode of dispatch and of functions within the block; autograd records there."""
+    with hidden_from_modes(), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 _GLOBAL_HOOKS = [

@@ -24,16 +24,21 @@ from torch.overrides import enable_reentrant_dispatch
 
 from liger_hw._torch import (
     backward_keeps_graph,
+    hidden_from_modes,
+    saved_tensors_hooks,
     share_memory,
     tensor_version,
     tensor_without_memory,
+    traced,
     tree_map_only,
+    without_modes,
     without_torch_function,
     written_arguments,
 )
 from liger_hw.dispatch import Function
 from liger_hw.kernels.vocabulary._in_forward import refuse_written, version_of
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
+from liger_hw.patching.pins import only_harmless_modes
 from liger_hw.patching.record import (
     APPLY,
     OPERATIONS,
@@ -109,7 +114,7 @@ class Source:
 class HeadCall:
     """State of one call of a head, shared by its logits and their nodes.
 
-    It refers weakly to the `Source`, which the logits own, so that a loss does not keep hidden states.
+    It refers weakly to the `Source`, which the logits own, so that on a GPU a loss does not keep hidden states.
 
     Attributes:
         forward: the `Forward` of the model.
@@ -125,7 +130,8 @@ class HeadCall:
     def __init__(self, forward, source, learns):
         self.forward, self.learns, self._source = forward, learns, weakref.ref(source)
         self.by_products, self.has_a_loss, self.kept, self.gradient_stays = {}, False, None, False
-        if torch.is_anomaly_enabled():  # torch then reads every gradient, in search of NaN
+        # in anomaly mode torch reads every gradient, in search of NaN; on a CPU see `is_scalable`
+        if torch.is_anomaly_enabled() or any(learns) and source.tensors[0].device.type == "cpu":
             self.kept = source
         self.lock = threading.RLock()
 
@@ -177,6 +183,9 @@ def _functions(*names):
     return {function for function in functions if callable(function)}
 
 
+FACTS = _functions(
+    "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "requires_grad_", "register_hook"
+)
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
 SUMS = _functions("add", "__add__")
 FUSED = {
@@ -215,6 +224,8 @@ class Deferred(torch.Tensor):
             return None
         if func in NEED_MEMORY:
             args, kwargs = tree_map_only(Deferred, _with_memory, (args, kwargs))
+        elif saved_tensors_hooks() is not None and func.__name__ != "__get__" and func not in FACTS:
+            tree_map_only(Deferred, Deferred.computed, (args, kwargs))  # the hooks may ask for memory
         with without_torch_function():
             return func(*args, **kwargs)
 
@@ -285,7 +296,9 @@ class Cell:
         with self.call.lock:
             if self.values is None:
                 self.call.keep()
-                with torch.inference_mode() if self.source.tensors[0].is_inference() else torch.no_grad():
+                inference = torch.inference_mode(self.source.tensors[0].is_inference())
+                # as in the forward, where the unpatched model computed them
+                with hidden_from_modes(), inference, torch.no_grad():
                     if self.parent is not None and self.parent.values is not None:
                         self.values = apply_steps(self.parent.values, self.record.steps[-1:])
                     else:
@@ -488,7 +501,19 @@ class FusedFunction(FunctionOfLazyLogits):
     def backward(ctx, grad, *_):
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
         cell = GradientCell(ctx, grad, *ctx.logits, len(ctx.steps))
-        return cell.read() if ctx.call.gradient_stays else LossGradient(cell), None, None, None
+        reads = ctx.call.gradient_stays or ctx.call.kept is not None and not is_scalable(grad)
+        return cell.read() if reads else LossGradient(cell), None, None, None
+
+
+def is_scalable(incoming):
+    """Tell whether the unfused backward multiplies the gradients by `incoming`, as the ops do.
+
+    Not if it is infinite: products with infinite gradients of logits add up to NaN. On a GPU the host would wait for
+    the answer, so there the gradients are infinite. A mode of the program may change the unfused products.
+    """
+    if not only_harmless_modes():
+        return False
+    return incoming.device.type != "cpu" or traced(incoming) or bool(incoming.isfinite().all())
 
 
 class GradientCell:
@@ -522,9 +547,9 @@ class GradientCell:
     def read(self):
         if self.values is None:
             steps = self.loss.steps
-            with torch.no_grad():
-                leaf = (self.kept or self.loss.call.source()).logits(steps[: self.level])
-            with torch.enable_grad():
+            with without_modes():
+                with torch.no_grad():
+                    leaf = (self.kept or self.loss.call.source()).logits(steps[: self.level])
                 leaf.requires_grad_()
                 output = self.loss.ordinary(apply_steps(leaf, steps[self.level :]))
                 value = output[0] if isinstance(output, tuple) else output

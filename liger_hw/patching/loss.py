@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-from liger_hw._torch import is_replica, is_wrapped_by_fsdp1
+from liger_hw._torch import is_replica, is_wrapped_by_fsdp1, traced, without_saved_tensors_hooks
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -120,18 +120,20 @@ def causal_lm_loss(
     if token_weights is not None:
         options["token_weights"] = token_weights.reshape(-1).to(logits.device)
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-    if not _op_divides_by(divisor):
-        total = _cross_entropy(logits, targets, vocab_size, options | {"reduction": "sum"}, fuses_head, served[-1])
-        # without a label that counts the gradients are 0, and the infinite one of a division by 0 would make them NaN
-        return torch.where((targets != ignore_index).any(), total, total.detach()) / divisor
-    loss = _cross_entropy(logits, targets, vocab_size, options | {"num_items": divisor}, fuses_head, served[-1])
-    if divisor is not None and not torch.is_tensor(divisor):
+    divides = _op_divides_by(divisor)
+    options |= {"num_items": divisor} if divides else {"reduction": "sum"}
+    loss = _cross_entropy(logits, targets, vocab_size, options, fuses_head, served[-1])
+    if divides and divisor is not None and not torch.is_tensor(divisor):
         return loss
     counts = (targets != ignore_index).any()
-    if divisor is None:  # the op's mean of no label is 0, transformers' is NaN
-        return loss.masked_fill(~counts, float("nan"))
-    # the op divides the losses of rows, and adds them: a divisor of 0 or NaN makes 0 of no row, NaN of infinite ones
-    return torch.where((divisor > 0) | (divisor < 0), loss, counts.to(loss) / divisor)
+    with without_saved_tensors_hooks():  # the unfused loss saves no condition, which a hook may not expect
+        if not divides:  # without a label that counts an infinite gradient, of a division by 0, would make NaN of 0
+            return torch.where(counts, loss, loss.detach()) / divisor
+        if divisor is None:  # the op's mean of no label is 0, transformers' is NaN
+            return loss.masked_fill(~counts, float("nan"))
+        # the op divides the losses of rows, and adds them: a divisor of 0 or NaN makes 0 of no row, NaN of infinite
+        # ones
+        return torch.where((divisor > 0) | (divisor < 0), loss, counts.to(loss) / divisor)
 
 
 def shifted(by_token, fill):
@@ -140,12 +142,18 @@ def shifted(by_token, fill):
 
 
 def _op_divides_by(divisor):
-    """Tell whether the op may divide the losses of rows by `divisor`; read no tensor.
+    """Tell whether the op may divide the losses of rows by `divisor`.
+
+    It reads no tensor of a GPU, for which the host would wait.
 
     A number must leave fp32 losses finite, and a tensor must be one whose quotient is fp32 and needs no gradient.
     """
     if torch.is_tensor(divisor):
-        return not (divisor.ndim or divisor.requires_grad or divisor.dtype == torch.float64)
+        if divisor.ndim or divisor.requires_grad or divisor.dtype == torch.float64:
+            return False
+        if divisor.device.type != "cpu" or traced(divisor):
+            return True
+        divisor = divisor.item()
     return divisor is None or not isinstance(divisor, numbers.Real) or 1e-30 < abs(divisor) < 1e30
 
 

@@ -1,5 +1,6 @@
 """Check that lazy logits behave as ordinary logits in every program."""
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -15,6 +16,8 @@ import pytest
 import tiny
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
 import liger_hw
@@ -642,17 +645,19 @@ def test_two_threads():
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_alone_keeps_no_hidden_states():
-    head = torch.nn.Linear(8, 12)
-    hidden = torch.randn(10, 8, requires_grad=True)
+def test_a_loss_alone_keeps_no_hidden_states(device):
+    """On a CPU it does, for infinite gradients of the loss, until the backward."""
+    head = torch.nn.Linear(8, 12, device=device)
+    hidden = torch.randn(10, 8, device=device, requires_grad=True)
     rows = hidden * 2
     logits = HeadFunction.apply(rows, head.weight, head.bias, Forward())
     source = weakref.ref(logits.cell.source)
-    loss = torch.nn.functional.cross_entropy(logits, torch.arange(10))
+    loss = torch.nn.functional.cross_entropy(logits, torch.arange(10, device=device))
     del logits, rows
     gc.collect()
-    assert source() is None
+    assert (source() is None) == (hidden.device.type != "cpu")
     loss.backward()
+    assert source() is None
     assert hidden.grad is not None
 
 
@@ -805,3 +810,79 @@ def test_a_weight_of_the_head_written_before_the_backward(autocast, frozen):
     assert all("modified by an inplace operation" in error for error in errors)
     if not errors:
         torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=0.05, atol=2e-3)
+
+
+class Sees(TorchDispatchMode):
+    """Mode of a program that changes products, which the logits' own must not be."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.nn.functional.linear else result
+
+
+MODES = {
+    "dispatch": [Sees], "two": [Sees, Sees], "functions": [SeesFunctions], "no gradients": [torch.no_grad, Sees],
+    "inference": [torch.inference_mode], "inference in a mode": [Sees, torch.inference_mode],
+    "mutation": [torch.autograd.graph.allow_mutation_on_saved_tensors],
+}  # fmt: skip
+READS = {
+    "product": lambda x: x * 2, "item": lambda x: x[0, 0], "view": lambda x: x.view(-1),
+    "values": lambda x: torch.tensor(x.tolist()), "numpy": lambda x: torch.from_numpy(x.detach().numpy().copy()),
+    "write": lambda x: x.mul_(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
+def test_modes_of_a_program_that_reads_the_logits(modes, read):
+    pair = Pair()
+    results = []
+    for logits in pair.both():
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            results.append(read(logits))
+        logits.square().mean().backward()
+    found, expected = results
+    assert (found.requires_grad, found.is_inference()) == (expected.requires_grad, expected.is_inference())
+    torch.testing.assert_close(found.detach(), expected.detach())
+    pair.assert_same_gradients()
+
+
+@pytest.mark.parametrize("mode", [Sees, torch.inference_mode, torch.autograd.graph.allow_mutation_on_saved_tensors])
+def test_a_mode_around_the_backward_alone(mode):
+    """The mode changes the head's products; a hook reads the gradient of the logits within it."""
+    results = []
+    for model in tiny.pair():
+        seen = []
+        outputs = model(**tiny.tokens())
+        outputs.logits.register_hook(lambda g, seen=seen: seen.append(g * 2))
+        with mode():
+            outputs.loss.backward()
+        results.append(seen + [p.grad for p in model.parameters()])
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda x: (x, x.data_ptr())[0],
+        lambda x: (x, x.untyped_storage().nbytes())[0],
+        lambda x: torch.from_numpy(x.detach().numpy().copy()),
+    ],
+)
+def test_hooks_of_saved_tensors_find_memory(pack):
+    pair = Pair()
+    for logits in pair.both():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            assert logits.shape == (2, 5, 12) and logits.size(-1) == 12
+            assert logits is pair.real or not computed(logits)
+            (logits.square() + logits.softmax(-1)).mean().backward()
+    pair.assert_same_gradients()

@@ -403,6 +403,30 @@ def test_divisors(number, kind, flags):
     plain, patched = tiny.pair(flags=flags)
     expected, found = (m(**tiny.tokens(), num_items_in_batch=kind(number)).loss for m in (plain, patched))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert_same_gradients_of(found.sum(), patched, expected.sum(), plain)
+
+
+def assert_same_gradients_of(found, patched, expected, plain):
+    """Compare gradients, and where they are infinite or NaN."""
+    found.backward()
+    expected.backward()
+    for ours, theirs in zip(patched.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), -float("inf"), float("nan"), torch.tensor(float("inf")), 0.0])
+def test_losses_times_an_infinite_number(factor):
+    plain, patched = tiny.pair()
+    expected, found = (m(**tiny.tokens()).loss * factor for m in (plain, patched))
+    assert_same_gradients_of(found, patched, expected, plain)
+
+
+@pytest.mark.parametrize("num_items", [None, torch.tensor(7), 0.0])
+def test_hooks_of_saved_tensors_that_turn_conditions_into_numbers(num_items):
+    plain, patched = tiny.pair()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 1, lambda x: x):
+        expected, found = (m(**tiny.tokens(), num_items_in_batch=num_items).loss for m in (plain, patched))
+    assert_same_gradients_of(found, patched, expected, plain)
 
 
 def test_batched_gradients_of_a_loss_without_logits_are_refused():
