@@ -184,8 +184,8 @@ def hidden_from_modes():
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     included = included.remove(torch._C.DispatchKey.Python).remove(torch._C.DispatchKey.PythonTLSSnapshot)
     try:
-        outer = without_dispatch_modes if dispatch_modes() else nullcontext  # the former imports the compiler
-        with outer(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        hide = without_dispatch_modes if dispatch_modes() else nullcontext  # the former imports the compiler
+        with hide(), torch._C._ForceDispatchKeyGuard(included, excluded):
             yield
     finally:
         for mode in reversed(left):
@@ -246,11 +246,6 @@ def operation_schema(operation):
     return getattr(operation, "_schema", None)
 
 
-def version(x) -> int:
-    """Return the number of in-place operations on a tensor's memory."""
-    return x._version
-
-
 def is_view_operation(operation) -> bool:
     """Tell whether an operation's results share memory with its arguments."""
     return any(result.alias_info is not None for result in operation._schema.returns)
@@ -285,13 +280,8 @@ def share_memory(tensor, values) -> None:
 
 def has_hooks(module) -> bool:
     """Tell whether a call of `module` runs hooks, its own or those of all modules."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or has_global_module_hooks()
-    )
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks or has_global_module_hooks())
 
 
 def forward_hooks(module) -> tuple:

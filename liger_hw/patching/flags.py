@@ -3,17 +3,8 @@
 from liger_hw.checks import check
 from liger_hw.spelling import check_known
 
-FLAGS = {
-    "rope": True,
-    "rms_norm": True,
-    "layer_norm": True,
-    "swiglu": True,
-    "geglu": True,
-    "relu_squared": True,
-    "lora": True,
-    "cross_entropy": False,
-    "fused_linear_cross_entropy": True,
-}
+FLAGS = dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared", "lora"), True)
+FLAGS |= {"cross_entropy": False, "fused_linear_cross_entropy": True}
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 FLAG_OF = {  # op or activation whose flag has another name -> that flag
     "clamped_swiglu": "swiglu", "silu": "swiglu", "lora_linear": "lora", "experts with LoRA": "lora",

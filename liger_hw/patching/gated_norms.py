@@ -53,12 +53,9 @@ class GatedNormMatch(Match):
 def match_gated_norm(module):
     """Return the `GatedNormMatch` of an RMSNorm of x with a gate, or None."""
     parameters = probing.direct_parameters(module)
-    if (
-        len(parameters) != 1
-        or len(module._parameters) != 1
-        or module._modules
-        or len(probing.positional_inputs(module)) != 2
-    ):
+    if (len(parameters), len(module._parameters), len(module._modules)) != (1, 1, 0):
+        return None
+    if len(probing.positional_inputs(module)) != 2:
         return None
     ((weight_name, weight),) = parameters.items()
     width = weight.numel() or PROBE_WIDTH

@@ -211,12 +211,8 @@ def match_head(head):
 
     The list is empty where the head is patched already.
     """
-    peft_layers = sys.modules.get("peft.tuners.lora.layer")
-    if (
-        peft_layers is not None
-        and type(head) is peft_layers.Linear
-        and (base := match_head(head.base_layer)) is not None
-    ):
+    peft_linear = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
+    if type(head) is peft_linear and (base := match_head(head.base_layer)) is not None:
         return [*base, (head, LoraHeadMatch())]
     # another model around or inside this one may have patched the head already
     if type(head) is torch.nn.Linear:

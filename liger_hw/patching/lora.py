@@ -227,12 +227,13 @@ def _run_layer(module, x, weight, bias, adapters, *dora):
     """
     named = {f"adapter {i}": adapter for i, adapter in enumerate(adapters)}
     parts = {
-        "lora_A": {name: _linear(adapter.lora_a) for name, adapter in named.items()},
-        "lora_B": {name: _linear(adapter.lora_b, adapter.bias) for name, adapter in named.items()},
+        "lora_A": {name: probing.linear(adapter.lora_a) for name, adapter in named.items()},
+        "lora_B": {name: probing.linear(adapter.lora_b, adapter.bias) for name, adapter in named.items()},
         "lora_dropout": {name: torch.nn.Identity() for name in named},
         "lora_magnitude_vector": dict(zip(named, dora[:1])),
     }
-    parts = {"base_layer": _linear(weight, bias)} | {name: torch.nn.ModuleDict(part) for name, part in parts.items()}
+    parts = {name: torch.nn.ModuleDict(part) for name, part in parts.items()}
+    parts["base_layer"] = probing.linear(weight, bias)
     state = {"scaling": {name: adapter.scaling for name, adapter in named.items()}, "_active_adapter": [*named]}
     state |= {"_disable_adapters": False, "merged_adapters": [], "use_dora": {}}
     state |= {"lora_variant": dict(zip(named, dora[1:]))}
@@ -261,13 +262,6 @@ def _computes_4_bits(base, arguments):
         if y is None or y[0].dtype != input_dtype or (y[0] - expected).abs().max() > 0.02 * expected.abs().max():
             return False
     return True
-
-
-def _linear(weight, bias=None):
-    linear = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
-    for name, value in (("weight", weight), ("bias", bias)):
-        linear._parameters[name] = None if value is None else torch.nn.Parameter(value)
-    return linear
 
 
 def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):

@@ -108,11 +108,8 @@ def _run_wrapper(wrapper, x, weight, factors):
     """Return the result of PEFT's forward around other experts."""
     parts = {"base_layer": _Products(weight, wrapper.parameter_name)}
     for part, number in (("lora_A", 0), ("lora_B", 1)):
-        parts[part] = torch.nn.ModuleDict()
-        for i, factor in enumerate(factors):
-            linear = torch.nn.Linear(1, 1, bias=False, device="meta")
-            linear.weight = torch.nn.Parameter(factor[number])
-            parts[part][f"adapter {i}"] = linear
+        linears = {f"adapter {i}": probing.linear(factor[number]) for i, factor in enumerate(factors)}
+        parts[part] = torch.nn.ModuleDict(linears)
     names = [*parts["lora_A"]]
     state = {"scaling": {name: factor[2] for name, factor in zip(names, factors)}, "_active_adapter": names}
     state |= {"_disable_adapters": False, "merged_adapters": [], "num_experts": len(weight)}

@@ -128,6 +128,14 @@ def tensors(value):
     return [x for item in value for x in tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
+def linear(weight, bias=None):
+    """Return a linear layer with these values."""
+    layer = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+    for name, value in (("weight", weight), ("bias", bias)):
+        layer._parameters[name] = None if value is None else torch.nn.Parameter(value)
+    return layer
+
+
 def random_rows(generator, *shape, dtype=torch.float32):
     """Draw normal random numbers on the CPU, independent of the default dtype and device."""
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)

@@ -17,7 +17,7 @@ from collections import Counter
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, is_view_operation, operation_schema, version
+from liger_hw._torch import TorchDispatchMode, is_view_operation, operation_schema, tensor_version
 from liger_hw.patching import probing
 from liger_hw.patching.reading import read
 
@@ -315,7 +315,8 @@ def objection(
                     return f"differs from the op in {str(dtype).removeprefix('torch.')}, {mode}, {shown}"
             for shape in other_shapes:
                 args = _scaled(case(dtype, shape), ORDINARY)
-                if _runs(original, training, args) and not _agrees(original, replacement, training, args, exact):
+                runs = probing.outputs(original, [(training, *args)]) is not None
+                if runs and not _agrees(original, replacement, training, args, exact):
                     return f"differs from the op for inputs of {len(shape) + 1} dimensions"
     args = case(torch.float32, shapes[0])
     return None if _same_gradients(original, replacement, args, learned) else "has other gradients than the op"
@@ -350,21 +351,17 @@ def _scales(constants):
 
 
 def _agrees(original, replacement, training, args, exact):
-    versions = [version(x) for x in probing.tensors(args)]
+    versions = [tensor_version(x) for x in probing.tensors(args)]
     try:
         expected = probing.run(lambda: original(training, *args))
     except Exception:  # a model's own code may raise any exception
         return False
-    if versions != [version(x) for x in probing.tensors(args)]:
+    if versions != [tensor_version(x) for x in probing.tensors(args)]:
         return False
     try:
         return probing.equal(probing.run(lambda: replacement(training, *args)), expected, exact)
     except Exception:  # an op may refuse its arguments
         return False
-
-
-def _runs(original, training, args):
-    return probing.outputs(lambda: original(training, *args), [()]) is not None
 
 
 def _object_to_operations(original, replacement, case, training, shapes, numbers, in_place, width_is_given):

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from liger_hw._torch import version
+from liger_hw._torch import tensor_version
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, raw
@@ -68,7 +68,7 @@ def _rounded(gradient, dloss, dtype):
 
 def version_of(weight):
     """Return what `refuse_written` needs: a weak reference and the version, or None without a weight."""
-    return None if weight is None else (weakref.ref(weight), version(weight))
+    return None if weight is None else (weakref.ref(weight), tensor_version(weight))
 
 
 def refuse_written(name, kept):
@@ -77,7 +77,7 @@ def refuse_written(name, kept):
     The gradients do not need it. But a linear layer, whose backward reads the weight, refuses such a program, too.
     """
     weight = None if kept is None else kept[0]()
-    if weight is not None and version(weight) != kept[1]:
+    if weight is not None and tensor_version(weight) != kept[1]:
         raise RuntimeError(
             f"the weight {tuple(weight.shape)} of {name} was modified by an inplace operation between its forward and "
             "its backward: call backward before anything that writes to weights, such as optimizer.step()"
