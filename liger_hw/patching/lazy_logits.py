@@ -18,6 +18,7 @@ import copy
 import inspect
 import threading
 import weakref
+from itertools import zip_longest
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
@@ -27,6 +28,7 @@ from liger_hw._torch import (
     hidden_from_modes,
     saved_tensors_hooks,
     share_memory,
+    storage_id,
     tensor_version,
     tensor_without_memory,
     traced,
@@ -183,9 +185,7 @@ def _functions(*names):
     return {function for function in functions if callable(function)}
 
 
-FACTS = _functions(
-    "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "requires_grad_", "register_hook"
-)
+FACTS = _functions("size", "dim", "numel", "stride", "is_contiguous", "requires_grad_", "register_hook")
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
 SUMS = _functions("add", "__add__")
 FUSED = {
@@ -396,10 +396,14 @@ class HeadFunction(FunctionOfLazyLogits):
         source = Source(hidden, weight, bias)
         ctx.call = HeadCall(forward, source, ctx.needs_input_grad[:3])
         ctx.set_materialize_grads(False)  # None stays None, as after F.linear
-        ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
         reads_weight = ctx.needs_input_grad[0] and source.autocast_dtype in (None, weight.dtype)  # else F.linear a copy
         # parts: weights whose columns `weight` has, of the layers whose input needs a gradient
-        ctx.weights = [version_of(part) for part in parts or [weight] if reads_weight]
+        weights = (parts or [weight]) if reads_weight else []
+        ctx.weights = [version_of(part) for part in weights]
+        # hooks of a program may copy the weights, which may then change; copies on a GPU would cost its memory
+        packs = saved_tensors_hooks() is not None and hidden.device.type == "cpu"
+        # the first is freed with the graph, after which torch refuses a second backward
+        ctx.save_for_backward(hidden.new_empty(0), *(weights if packs else ()))
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 
@@ -407,16 +411,18 @@ class HeadFunction(FunctionOfLazyLogits):
     def backward(ctx, grad):
         if grad is None:
             return (None,) * 5
+        _, *packed = ctx.saved_tensors  # torch's error, if the graph was freed; checkpointing allows one access
         source = ctx.call.kept
         if not backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
             ctx.call.kept = None
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
-                for weight in ctx.weights:
-                    refuse_written("the head", weight)
+                for kept, unpacked in zip_longest(ctx.weights, packed):
+                    weight = kept[0]()
+                    if weight is None or unpacked is None or storage_id(unpacked) == storage_id(weight):
+                        refuse_written("the head", kept)
                 return *grad.cell.operand_gradients(), None, None
             grad = grad.cell.values
-        _ = ctx.saved_tensors  # torch's error, if the graph was freed
         source = source or ctx.call.source()
         source.check_unchanged()
         (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
@@ -511,9 +517,8 @@ def is_scalable(incoming):
     Not if it is infinite: products with infinite gradients of logits add up to NaN. On a GPU the host would wait for
     the answer, so there the gradients are infinite. A mode of the program may change the unfused products.
     """
-    if not only_harmless_modes():
-        return False
-    return incoming.device.type != "cpu" or traced(incoming) or bool(incoming.isfinite().all())
+    unread = incoming.device.type != "cpu" or traced(incoming)
+    return only_harmless_modes() and (unread or bool(incoming.isfinite().all()))
 
 
 class GradientCell:

@@ -131,8 +131,7 @@ def causal_lm_loss(
             return torch.where(counts, loss, loss.detach()) / divisor
         if divisor is None:  # the op's mean of no label is 0, transformers' is NaN
             return loss.masked_fill(~counts, float("nan"))
-        # the op divides the losses of rows, and adds them: a divisor of 0 or NaN makes 0 of no row, NaN of infinite
-        # ones
+        # the op divides the losses of rows, and adds them: 0 or NaN makes 0 of no row, NaN of infinite ones
         return torch.where((divisor > 0) | (divisor < 0), loss, counts.to(loss) / divisor)
 
 
