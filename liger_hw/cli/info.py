@@ -16,7 +16,7 @@ def add(commands) -> None:
         commands, "info", info, "show the detected hardware, and the implementation of each op",
         "Show versions, the hardware as the driver and the tables describe it, the implementation that serves each op "
         "here, and the tables of launch configurations that are in use. It starts no kernel.",
-        {"": "this machine", "--json": "the same for a program, and for an issue"},
+        {"": "this machine", "--json": "the same for a program, and for a report"},
         "a few seconds, most of them to import torch.",
     )  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -164,6 +166,43 @@ def test_the_python_of_post_training_runs_and_shifts_the_labels():
     expected = torch.where(torch.arange(1, 12) >= 5, log_probs, 0).sum(1).detach()
     torch.testing.assert_close(torch.cat([output.chosen_log_probs, output.rejected_log_probs]), expected)
     torch.testing.assert_close(output.loss.detach(), torch.tensor(2.0).log())  # the policy is the reference model
+
+
+def run_from_scratch(program, folder):
+    """Run the page's program on two processes of a CPU; return the losses that it prints."""
+    (folder / "train.py").write_text(program)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    paths = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(launch, cwd=folder, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)$", run.stdout, re.MULTILINE)]
+
+
+def test_the_program_from_scratch_trains_and_resumes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    text = (ROOT / "docs/guides/distributed.md").read_text().partition("### From scratch")[2]
+    program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    on_gpus = re.search(r"device = torch.device.*\n.*set_device.*\n", program)[0]
+    program = program.replace(on_gpus, 'device = torch.device("cpu")\n')
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_experts": 4, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    transformers.Qwen3MoeConfig(**sizes).save_pretrained(tmp_path / "my-config")
+    data = """
+import torch
+
+def batches(rank, first):
+    for step in range(first, first + 4):
+        ids = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        yield {"input_ids": ids, "labels": ids}
+"""
+    (tmp_path / "my_data.py").write_text(data)
+    found = [*run_from_scratch(program, tmp_path), *run_from_scratch(program, tmp_path)]
+    shutil.rmtree(tmp_path / "checkpoint")
+    (tmp_path / "my_data.py").write_text(data.replace("first + 4", "8"))
+    expected = run_from_scratch(re.sub(r"^liger_hw\..*\n", "", program, flags=re.MULTILINE), tmp_path)
+    assert len(expected) == 8
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-4, atol=0)
 
 
 def test_the_printed_summary_is_real():
