@@ -456,11 +456,12 @@ class StepFunction(FunctionOfLazyLogits):
                 return LossGradient(grad.cell.before(shape, dtype)), None
             grad = grad.cell.values
         *before, step = ctx.steps
-        with torch.no_grad():  # the derivative of other steps depends on no value
-            logits = ctx.call.source().logits(before) if step[0] == "tanh" else grad.new_empty((), dtype=dtype)
-        with torch.enable_grad():
+        with without_modes():
+            with torch.no_grad():  # the derivative of other steps depends on no value
+                logits = ctx.call.source().logits(before) if step[0] == "tanh" else grad.new_empty((), dtype=dtype)
             logits = logits.expand(shape).requires_grad_()
-            return *torch.autograd.grad(apply_steps(logits, [step]), logits, grad), None
+            stepped = apply_steps(logits, [step])
+        return *torch.autograd.grad(stepped, logits, grad), None
 
 
 class StandIn(FunctionOfLazyLogits):

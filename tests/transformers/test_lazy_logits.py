@@ -855,11 +855,12 @@ def test_modes_of_a_program_that_reads_the_logits(modes, read):
     pair.assert_same_gradients()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize("mode", [Sees, torch.inference_mode, torch.autograd.graph.allow_mutation_on_saved_tensors])
-def test_a_mode_around_the_backward_alone(mode):
+def test_a_mode_around_the_backward_alone(mode, family):
     """The mode changes the head's products; a hook reads the gradient of the logits within it."""
     results = []
-    for model in tiny.pair():
+    for model in tiny.pair(family):
         seen = []
         outputs = model(**tiny.tokens())
         outputs.logits.register_hook(lambda g, seen=seen: seen.append(g * 2))
