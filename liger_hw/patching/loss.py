@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import types
 import warnings
 
 import torch
@@ -23,7 +24,7 @@ from liger_hw.patching.head import armed, match_heads, patched_heads
 from liger_hw.patching.lazy_logits import Forward, LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
-from liger_hw.patching.reading import Pin, foreign, read, read_function
+from liger_hw.patching.reading import Pin, attributes_in, attributes_read, foreign, read, read_function
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
@@ -52,6 +53,10 @@ WITHOUT_LOGITS = (
     "False or None where logits are in memory: the loss needs the head's hidden states, which a hook on the head, a "
     "second loss of the logits, FSDP1 around the head or fused_linear_cross_entropy=False of the patch keep from it"
 )
+# functions that only create tensors, which give no other number, and linear, which nn.Linear's pins hold; DeepSpeed
+# replaces both
+NOT_PINNED = ("empty", "full", "linear", "new_", "ones", "zeros")
+CALLABLE = types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens", "entropy")
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("loss_weights", "weight"), (None,)),
@@ -310,10 +315,25 @@ class SkipLogitsMatch(ModelMatch):
 
 
 def _loss_pins():
-    """Return the `Pin`s of the functions that the loss without logits replaces."""
+    """Return the `Pin`s of functions that the loss without logits replaces or calls."""
     from transformers.loss import loss_utils
 
-    return [*read(torch.nn.Linear).pins, *read_function(loss_utils.ForCausalLMLoss).pins]
+    return [*read(torch.nn.Linear).pins, *read_function(loss_utils.ForCausalLMLoss).pins, *_op_pins()]
+
+
+def _op_pins():
+    attributes = _op_attributes()
+    attributes_read.update(name for before, name in attributes if before != "torch")
+    owners = {"torch": torch, "functional": torch.nn.functional}
+    named = dict.fromkeys((owners.get(before, torch.Tensor), name) for before, name in attributes)
+    pins = [Pin(owner, name, vars(owner)[name]) for owner, name in named if name in vars(owner)]
+    return [pin for pin in pins if isinstance(pin.value, CALLABLE)]
+
+
+@functools.cache
+def _op_attributes():
+    read = attributes_in("liger_hw.kernels.vocabulary", "liger_hw.kernels._", "liger_hw._torch", __name__)
+    return sorted((str(before), name) for before, name in read if not name.startswith(("_", *NOT_PINNED)))
 
 
 def _is_causal_lm_loss(loss_function):

@@ -198,6 +198,21 @@ def read_globals(function):
     return code
 
 
+def attributes_in(*packages):
+    """Return (what is loaded before, attribute) of the code in imported packages or modules."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(packages)]
+    members = [member for module in modules for member in vars(module).values()]
+    members += [member for cls in members if isinstance(cls, type) for member in vars(cls).values()]
+    functions = [inspect.unwrap(getattr(member, "__func__", member)) for member in members if callable(member)]
+    codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType) and f.__module__.startswith(packages)]
+    listed = (itertools.pairwise(dis.get_instructions(part)) for code in codes for part in _all_code(code))
+    return {
+        (before.argval, then.argval)
+        for before, then in itertools.chain.from_iterable(listed)
+        if then.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(before.argval, (str, type(None)))
+    }
+
+
 def is_known(function):
     """Tell whether a function or class is torch's, this package's or Python's."""
     return _package(function) in (*KNOWN_PACKAGES, "builtins") or _is_known_library(function)
@@ -214,7 +229,9 @@ def is_zero3_linear(function):
 
 def foreign(pins, packages=("torch",)):
     """Return the name of the first function in `pins` of another package, or None."""
-    functions = (pin for pin in pins if callable(pin.value) and not isinstance(pin.value, type))
+    functions = (
+        pin for pin in pins if callable(pin.value) and not isinstance(pin.value, (type, types.MethodDescriptorType))
+    )
     return next((pin.name for pin in functions if _package(pin.value) not in packages), None)
 
 

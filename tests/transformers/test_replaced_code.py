@@ -487,3 +487,18 @@ def test_an_activation_that_reads_its_own_mode_is_left_alone():
     for layer in model.model.layers:
         layer.mlp.act_fn = InTraining()
     assert "the code of its act_fn reads training" in str(liger_hw.patch(model))
+
+
+@pytest.mark.parametrize(
+    "owner, name", [(torch, "where"), (torch, "cat"), (torch.Tensor, "sum"), (torch.Tensor, "gather")]
+)
+def test_functions_of_torch_that_the_loss_calls(owner, name, monkeypatch):
+    plain, patched = tiny.pair()
+    inputs, function = tiny.tokens(), getattr(owner, name)
+    with monkeypatch.context() as context:
+        context.setattr(owner, name, lambda *args, **kwargs: function(*args, **kwargs), raising=False)
+        out = tiny.call(patched, **inputs)
+        assert not tiny.is_lazy(out) and torch.equal(out.loss, tiny.call(plain, **inputs).loss)
+        summary = liger_hw.patch(tiny.model())
+        assert owner is torch.Tensor or any(f"a program replaced {name}" in reason for _, reason in summary.left)
+    assert tiny.is_lazy(tiny.call(patched, **inputs))
