@@ -85,7 +85,8 @@ class Op:
         self.implementations, self._chosen, self._rule = {"reference": self._checked(reference)}, {}, None
         self._logged = set()
         self.function = self._function()
-        for name in ("reference", "implementations", "dtypes", "arguments", "choose", "register", "shards", "cost"):
+        public = "reference implementations dtypes arguments choose runs register shards cost"
+        for name in public.split():
             setattr(self.function, name, getattr(self, name))
         OPS[self.name] = self.function
 
@@ -157,6 +158,11 @@ class Op:
             f"(tried {', '.join(names)}); it has {', '.join(sorted(self.implementations))}. "
             f"Set LIGER_HW_BACKEND to one of them or unset it"
         )
+
+    def runs(self, x, backend) -> bool:
+        """Tell whether a call with `x`, a plain tensor, runs the implementation for `backend`."""
+        known = self._chosen.get((type(x), x.device, x.dtype, backends._forced)) or self._remember(x)
+        return known is self.implementations[backend]
 
     def register(self, backend, bound=False):
         """Make a function its implementation for `backend`, one of `Device.backends`.

@@ -187,7 +187,7 @@ def _computes_the_op(module):
             for bias, scaling in ([(None, 2.5)] if count == 1 else [(rows(PROBE_FEATURES), s) for s in (2.5, -0.5)])
         ]
         y = _run_layer(module, x, weight, None, adapters)
-        *joined, _ = _joined(weight, None, adapters)
+        *joined, _ = _joined(weight, None, adapters, x.device)
         # around 4 bits PEFT rounds the adapter's part once more
         update = lora_linear.reference(x, torch.zeros_like(weight), *joined[1:])
         allowed = lora_linear.reference(x, *joined), torch.nn.functional.linear(x, weight) + update
@@ -275,12 +275,13 @@ def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):
 
 def served(lora, x):
     """Return the arguments with which `lora_linear` computes the layer for `x`, or None."""
-    if lora.disable_adapters or lora.merged or type(x) not in PLAIN or x.device.type == "meta" or transforms_active():
+    if lora.disable_adapters or lora.merged or type(x) not in PLAIN or transforms_active():
         return None
-    if x.dtype not in KERNEL_DTYPES or x.ndim < 2:
+    dtype, device, parts = x.dtype, x.device, lora._modules  # an attribute of a module costs 0.5 us
+    if dtype not in KERNEL_DTYPES or x.ndim < 2 or device.type == "meta":
         return None
-    parts = lora._modules  # an attribute of a module costs 0.5 us
-    adapters = [_adapter(lora, name) for name in lora.active_adapters if name in parts["lora_A"]._modules]
+    known = parts["lora_A"]._modules
+    adapters = [_adapter(lora, name) for name in lora.active_adapters if name in known]
     if not adapters or None in adapters or not getattr(lora, "cast_input_dtype_enabled", True):
         return None
     base, first = parts["base_layer"], adapters[0]
@@ -288,16 +289,24 @@ def served(lora, x):
         return None  # whose mask torch draws in another order
     if type(base) is torch.nn.Linear:
         weight, bias = _weight_and_bias(base)
-        fits = weight is not None and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type))
-        device = weight is not None and weight.device
+        casts = torch.is_autocast_enabled(device.type)
+        if weight is None or weight.device != device or not (dtype == weight.dtype or casts):
+            return None
     elif not type(lora).liger_match.bypassed:
         return None  # a plain layer when it was matched, changed since
     else:
         weight, bias = _weight_in_4_bits(base, x, first.lora_a, first.dropout)
-        fits, device = weight is not None, weight and weight.packed.device
-    if not fits or not x.device == device == first.lora_a.device or weight.shape[1] != x.shape[-1]:
+        casts = False
+        if weight is None or weight.packed.device != device:
+            return None
+    features, cols = weight.shape
+    if cols != x.shape[-1]:
         return None
-    return _joined(weight, bias, adapters)
+    if bias is not None:
+        one_dtype = casts or bias.dtype == weight.dtype or bias.dtype == torch.float32
+        if bias.device != device or bias.shape != (features,) or not one_dtype:
+            return None
+    return _joined(weight, bias, adapters, device)
 
 
 def _weight_and_bias(linear):
@@ -315,9 +324,10 @@ def _weight_and_bias(linear):
 
 def _adapter(lora, name):
     """Return the `Adapted` of one adapter without its layer, None where PEFT must compute."""
-    layer_a, layer_b, dropout = (lora._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
-    rate, scaling = _rate(dropout), lora.scaling[name]
-    (lora_a, bias_a), (lora_b, bias) = map(_weight_and_bias, (layer_a, layer_b))
+    parts = lora._modules
+    lora_a, bias_a = _weight_and_bias(parts["lora_A"]._modules[name])
+    lora_b, bias = _weight_and_bias(parts["lora_B"]._modules[name])
+    rate, scaling = _rate(parts["lora_dropout"]._modules[name]), lora.scaling[name]
     if rate is None or not isinstance(scaling, (int, float)) or lora_a is None or lora_b is None:
         return None
     fits = bias_a is None and lora_a.dtype in KERNEL_DTYPES
@@ -341,24 +351,24 @@ def _with_magnitudes(lora, name, adapter):
     return adapter._replace(magnitudes=magnitudes) if magnitudes.device == adapter.lora_a.device else None
 
 
-def _joined(weight, bias, adapters):
+def _joined(weight, bias, adapters, device):
     """Return the `Adapted` of a layer with several adapters.
 
-    None where they differ in dtype, or one draws a mask of its own.
+    None where they differ in dtype, do not fit the layer, or one draws a mask of its own.
     """
-    first = adapters[0]
+    (features, cols), dtype, is_alone = weight.shape, adapters[0].lora_a.dtype, len(adapters) == 1
     for _, shift, lora_a, lora_b, scaling, dropout, magnitudes in adapters:
-        if lora_a.shape[1] != weight.shape[1] or lora_b.shape != (weight.shape[0], lora_a.shape[0]):
+        if (rank := lora_a.shape[0]) == 0 or lora_a.shape[1] != cols or lora_b.shape != (features, rank):
             return None
-        if not lora_a.dtype == lora_b.dtype == first.lora_a.dtype:
+        if lora_a.dtype != dtype or lora_b.dtype != dtype or lora_a.device != device or lora_b.device != device:
             return None
-        if len(adapters) > 1 and (dropout or magnitudes is not None):
+        if not is_alone and (dropout or magnitudes is not None):
             return None
         if shift is not None:
             shift = shift * scaling
             bias = shift.to(torch.promote_types(shift.dtype, weight.dtype)) if bias is None else bias + shift
-    if len(adapters) == 1:
-        return first._replace(weight=weight, bias=bias)
+    if is_alone:
+        return Adapted(weight, bias, lora_a, lora_b, scaling, dropout, magnitudes)
     lora_b = torch.cat([adapter.lora_b * adapter.scaling for adapter in adapters], 1)
     return Adapted(weight, bias, torch.cat([adapter.lora_a for adapter in adapters]), lora_b, 1.0, 0.0)
 

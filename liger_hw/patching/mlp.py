@@ -115,9 +115,11 @@ def _drops(module, name):
 def _stays_unfused(projection, x):
     """Tell whether each read of the weight computes it, or it has another float dtype."""
     # a spectral norm changes its state at a read; T5 keeps its last projection in fp32 and casts x, without autocast
-    if hasattr(getattr(projection, "base_layer", projection), "parametrizations"):
+    base = projection._modules.get("base_layer") or projection  # of an adapter; an attribute of a module costs 1 us
+    if "parametrizations" in base._modules:
         return True
-    dtype = getattr(getattr(projection, "weight", None), "dtype", x.dtype)
+    weight = base._parameters.get("weight")
+    dtype = getattr(getattr(projection, "weight", None) if weight is None else weight, "dtype", x.dtype)
     return dtype != x.dtype and dtype in FLOATS and not torch.is_autocast_enabled(x.device.type)
 
 

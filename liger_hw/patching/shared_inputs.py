@@ -7,6 +7,7 @@ others returns its result in the same call of the attention, if nothing that aut
 
 import ast
 import inspect
+import operator
 import textwrap
 import threading
 
@@ -90,13 +91,15 @@ def _finds_again(layer, adapted):
 
 def _facts(x, adapted):
     """Return what the result of a layer depends on: (tensors, other values)."""
-    weight, device = adapted[0], x.device.type
-    tensors = [x, *adapted[1:4], *([weight] if isinstance(weight, torch.Tensor) else weight)]
-    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    weight, bias, lora_a, lora_b, scaling = adapted[:5]
+    tensors, device = [x, lora_a, lora_b], x.device.type
+    tensors += [t for t in ((weight,) if isinstance(weight, torch.Tensor) else weight) if isinstance(t, torch.Tensor)]
+    if bias is not None:
+        tensors.append(bias)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return tensors, [*map(tensor_version, tensors), adapted[4], torch.is_grad_enabled(), autocast]
+    return tensors, [*map(tensor_version, tensors), scaling, torch.is_grad_enabled(), autocast]
 
 
 def _are_equal(first, second):
     (tensors, values), (others, other_values) = first, second
-    return len(tensors) == len(others) and all(map(lambda a, b: a is b, tensors, others)) and values == other_values
+    return values == other_values and all(map(operator.is_, tensors, others))

@@ -60,18 +60,19 @@ def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
     dtype = torch.get_autocast_dtype(device.type) if cast else x.dtype
     cols, (features, rank) = x.shape[-1], lora_b.shape if lora_b.ndim == 2 else (0, 0)
     stored, state = _stored(weight)
-    allowed = f"{dtype} of shape ({features or 'H'}, {cols}) on {device}"
-    dtypes = (weight.dtype,) if cast == (state is None) else (dtype,)  # F.linear casts, and 4 bits become any dtype
-    if weight.shape != (features, cols) or stored.device != device or weight.dtype not in dtypes:
-        refuse("weight", stored, f"{allowed} (or torch.autocast), or `dequantize_4bit.arguments` of such a weight")
+    of_weight, of_factors = weight.dtype, lora_a.dtype
+    allowed = (of_weight,) if cast == (state is None) else (dtype,)  # F.linear casts, and 4 bits become any dtype
+    if weight.shape != (features, cols) or stored.device != device or of_weight not in allowed:
+        shown = f"{dtype} of shape ({features or 'H'}, {cols}) on {device}"
+        refuse("weight", stored, f"{shown} (or torch.autocast), or `dequantize_4bit.arguments` of such a weight")
     if bias is not None:
-        bias_dtypes = dtype if state is None else weight.dtype, torch.float32
-        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype in bias_dtypes):
-            refuse("bias", bias, f"{bias_dtypes[0]} or fp32 of shape ({features},) on {device} (or torch.autocast)")
-    if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not lora_a.is_floating_point():
+        allowed = dtype if state is None else of_weight, torch.float32
+        if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype in allowed):
+            refuse("bias", bias, f"{allowed[0]} or fp32 of shape ({features},) on {device} (or torch.autocast)")
+    if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not of_factors.is_floating_point:
         refuse("lora_a", lora_a, f"floating point of shape ({rank or 'r'}, {cols}) on {device}")
-    if lora_b.device != device or lora_b.dtype != lora_a.dtype:
-        refuse("lora_b", lora_b, f"{lora_a.dtype} of shape {(features, rank)} on {device}")
+    if lora_b.device != device or lora_b.dtype != of_factors:
+        refuse("lora_b", lora_b, f"{of_factors} of shape {(features, rank)} on {device}")
     if not 0 <= dropout <= 1:
         refuse("dropout", dropout, "0 to 1")
     return dtype
@@ -143,9 +144,10 @@ def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
 
 def _stored(weight):
     """Return (tensor of a weight, None), or of 4 bits (packed numbers, `dequantize_4bit`'s further arguments)."""
-    check(isinstance(weight, (torch.Tensor, dequantize_4bit.arguments)), "weight", weight, "a tensor, or "
-          "`dequantize_4bit.arguments`")  # fmt: skip
-    return (weight, None) if isinstance(weight, torch.Tensor) else (weight.packed, tuple(weight[1:]))
+    if isinstance(weight, torch.Tensor):
+        return weight, None
+    check(isinstance(weight, dequantize_4bit.arguments), "weight", weight, "a tensor, or `dequantize_4bit.arguments`")
+    return weight.packed, tuple(weight[1:])
 
 
 def _whole(weight, state):
@@ -173,20 +175,20 @@ def _(weight, state, dy, *, x_grad, bias_grad):
         return dx, rows.sum(0) if bias_grad else None
 
 
-@differentiable("y u")
+@differentiable("y u kept_weight kept_a")
 def _lora_linear(
     x: torch.Tensor, weight: torch.Tensor, state: tuple | None, bias: torch.Tensor | None, lora_a: torch.Tensor,
-    lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float, sum_dtype: torch.dtype | None,
+    lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float, sum_dtype: torch.dtype | None, needs_dx: bool,
 ):  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     u = adapter_project(_seen(rows, mask), lora_a.t(), scaling)
-    y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
-    return y.view(*x.shape[:-1], lora_b.shape[0]), u
+    y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(*x.shape[:-1], lora_b.shape[0])
+    return (y, u, weight, lora_a) if needs_dx else (y, u, None, None)  # a program may write to what no backward reads
 
 
 @_lora_linear.backward()
 def _(
-    x, weight, state, lora_a, lora_b, mask, scaling, sum_dtype, u, dy,
+    x, state, lora_b, mask, scaling, sum_dtype, u, kept_weight, kept_a, dy,
     *, x_grad, weight_grad, bias_grad, lora_a_grad, lora_b_grad,
 ):  # fmt: skip
     with uncast(dy):  # a program may call backward within autocast
@@ -194,9 +196,9 @@ def _(
         if x_grad or lora_a_grad:
             du = adapter_project(dy, lora_b, scaling)
         if x_grad:
-            dx = add_products(dy, _whole(weight, state), None, du, lora_a, mask).view(x.shape)
+            dx = add_products(dy, _whole(kept_weight, state), None, du, kept_a, mask).view(x.shape)
         seen = _seen(rows, mask) if lora_a_grad else rows
-        da, db = gradients(seen, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad)
+        da, db = gradients(seen, du, dy, u, lora_b, lora_a_grad, lora_b_grad)
         dw = torch.mm(dy.t(), rows) if weight_grad else None
         return dx, dw, dy.sum(0, dtype=sum_dtype) if bias_grad else None, da, db
 
@@ -235,7 +237,8 @@ def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
     if dropout:  # the mask that torch draws depends on the dtype
         mask = torch.native_dropout(x.detach().to(lora_a.dtype).view(-1, x.shape[-1]), dropout, True)[1]
         scaling = scaling / (1 - dropout)
-    y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling, _sum_dtype(bias_cast))
+    sum_dtype, needs_dx = _sum_dtype(bias_cast), rows.requires_grad
+    y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling, sum_dtype, needs_dx)
     return y if state is None else y.to(x.dtype)
 
 
@@ -246,28 +249,30 @@ def share_dx(x, *layers):
     """Tell whether `lora_linear_group` computes layers of (weight, bias, lora_a, lora_b, scaling)."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return False  # without dx nothing is shared
-    frozen = [t for weight, bias, *_ in layers for t in (_stored(weight)[0], bias) if t is not None]
-    factors = [lora_a for _, _, lora_a, *_ in layers]
-    return (
-        not any(t.requires_grad for t in frozen)
-        and all(lora_a.dtype == factors[0].dtype for lora_a in factors)
-        and sum(len(lora_a) for lora_a in factors) <= LARGEST_RANK
-        and lora_linear.choose(x.device, x.dtype) == "triton"
-    )
+    dtype, ranks = layers[0][2].dtype, 0
+    for weight, bias, lora_a, *_ in layers:
+        if _stored(weight)[0].requires_grad or bias is not None and bias.requires_grad or lora_a.dtype != dtype:
+            return False
+        ranks += lora_a.shape[0]
+    return ranks <= LARGEST_RANK and lora_linear.runs(x, "triton")
 
 
 def lora_linear_group(x, *layers):
     """Compute lora_linear(x, *layer) of each layer, with one gradient of x.
 
-    The layers are those that `share_dx` allows. Autograd would add up a dx of each: three passes over one more, and
-    each dx is rounded. Here du A of all is one product, to which the products with W add, and u and dA are one product.
+    The layers are those that `share_dx` allows, of arguments that `lora_linear` takes. Autograd would add up a dx of
+    each: three passes over one more, and each dx is rounded. Here du A of all is one product, to which the products
+    with W add, and u and dA are one product.
     """
-    rows, states, tensors, scalings = x, [], [], []
+    states, tensors, scalings = [], [], []
     for weight, bias, lora_a, lora_b, scaling in layers:
-        rows, stored, state, *others = _prepare(rows, weight, bias, lora_a, lora_b)
+        stored, state = _stored(weight)
         states.append(state)
-        tensors += [stored, *others]
+        tensors += stored, bias, lora_a, lora_b
         scalings.append(scaling)
+    rows = x
+    if _is_autocast(x):
+        rows, *tensors = _cast(x, torch.get_autocast_dtype(x.device.type), [x, *tensors])
     results = _LoraLinearGroup.apply(rows, states, scalings, *tensors)
     return tuple(y if state is None else y.to(x.dtype) for y, state in zip(results, states))
 
@@ -277,44 +282,48 @@ class _LoraLinearGroup(Function):
 
     @staticmethod
     def forward(ctx, x, states, scalings, *tensors):
-        rows = x.reshape(-1, x.shape[-1])
+        leading, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
         weights, biases, factors_a, factors_b = (tensors[i::4] for i in range(4))
         projected = project_by_each(rows, factors_a, scalings)
         ctx.states, ctx.scalings = states, scalings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights, *factors_a, *factors_b, *projected)
-        return tuple(
-            add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(*x.shape[:-1], len(lora_b))
-            for weight, state, bias, u, lora_b in zip(weights, states, biases, projected, factors_b)
-        )
+        results = []
+        for weight, state, bias, u, lora_b in zip(weights, states, biases, projected, factors_b):
+            y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
+            results.append(y.view(*leading, y.shape[1]))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx, *incoming):
         x, *saved = ctx.saved_tensors
         rows, count, dx = x.reshape(-1, x.shape[-1]), len(incoming), None
-        needed = [ctx.needs_input_grad[3 + 4 * i :] for i in range(count)]  # of the weight, bias, A and B
-        parts = [saved[i::count] for i in range(count)]  # weight, A, B and u
-        layers = [layer for layer in zip(parts, ctx.states, ctx.scalings, incoming, needed) if layer[3] is not None]
-        if not layers:  # a later function returned no gradient
-            return (None,) * len(ctx.needs_input_grad)
-        factors, projected, gradients_b = [], [], []
+        needed = ctx.needs_input_grad
+        if all(dy is None for dy in incoming):  # a later function returned no gradient
+            return (None,) * len(needed)
         with uncast(x):
-            for (_, lora_a, lora_b, u), _, scaling, dy, (_, _, _, b_grad, *_) in layers:
-                dy = dy.reshape(-1, len(lora_b))
+            reached, factors, projected = [], [], []
+            results = [None] * (3 + 4 * count)
+            for i, dy in enumerate(incoming):
+                if dy is None:
+                    continue
+                weight, lora_a, lora_b, u = saved[i::count]
+                dy = dy.reshape(-1, dy.shape[-1])
+                reached.append((i, dy, weight))
                 factors.append(lora_a)
-                projected.append(adapter_project(dy, lora_b, scaling))
-                gradients_b.append(gradients(rows, None, lora_a, dy, u, lora_b, False, b_grad)[1])
+                projected.append(adapter_project(dy, lora_b, ctx.scalings[i]))
+                results[6 + 4 * i] = gradients(rows, None, dy, u, lora_b, False, needed[6 + 4 * i])[1]
             du, lora_a = joined(rows, projected, factors[0]), torch.cat(factors)
-            if ctx.needs_input_grad[0]:
-                for (weight, *_), state, _, dy, _ in layers:
-                    dy, matrix = dy.reshape(-1, dy.shape[-1]), _whole(weight, state)
+            if needed[0]:
+                for i, dy, weight in reached:
+                    matrix = _whole(weight, ctx.states[i])
                     dx = add_products(dy, matrix, None, du, lora_a) if dx is None else add_product(dx, dy, matrix)
-                dx = dx.view(x.shape)
-            da = gradients(rows, du, lora_a, None, None, None, any(grad[2] for *_, grad in layers), False)[0]
-            gradients_a = [None] * len(layers) if da is None else da.split([len(lora_a) for lora_a in factors])
-        result = iter(zip(gradients_a, gradients_b))
-        results = [(None, None) if dy is None else next(result) for dy in incoming]
-        return dx, None, None, *(gradient for pair in results for gradient in (None, None, *pair))
+                results[0] = dx.view(x.shape)
+            if any(needed[5 + 4 * i] for i, *_ in reached):
+                da = gradients(rows, du, None, None, lora_a, True, False)[0]
+                for (i, *_), part in zip(reached, da.split([len(factor) for factor in factors])):
+                    results[5 + 4 * i] = part
+        return tuple(results)
 
 
 # The end of a gated MLP -----------------------------------------------------------------------------------------------
@@ -403,7 +412,7 @@ def _(
         dy = add_products(dout, _whole(weight, state), None, du, lora_a).view(gate.shape)
         dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
         y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
-        da, db = gradients(y, du, lora_a, dout, u, lora_b, lora_a_grad, lora_b_grad)
+        da, db = gradients(y, du, dout, u, lora_b, lora_a_grad, lora_b_grad)
         dw = torch.mm(dout.t(), y) if weight_grad else None
         return dgate, dup, dw, dout.sum(0, dtype=sum_dtype) if bias_grad else None, da, db
 

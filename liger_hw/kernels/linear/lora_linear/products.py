@@ -11,6 +11,8 @@ from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
 MOST_ROWS = 2048  # of `lora_project`; for more, torch multiplies, by three launches
+BF16, FP32 = torch.bfloat16, torch.float32
+SERVED = {(torch.float16, torch.float16), (BF16, BF16), (BF16, FP32)}  # dtypes of x and an adapter in kernels
 LARGEST_RANK = 64  # tiles of a larger one spill: of 128 on gfx1100, of 256 on every architecture (Triton 3.9)
 
 
@@ -136,7 +138,7 @@ def lora_split(
 
 def _is_split(x, factor):
     """Tell whether fp32 numbers of an adapter become three of 16 bits."""
-    return (x.dtype, factor.dtype) == (torch.bfloat16, torch.float32)
+    return x.dtype == BF16 and factor.dtype == FP32
 
 
 def _runs_kernels(x, factor, rank):
@@ -144,7 +146,7 @@ def _runs_kernels(x, factor, rank):
 
     torch adds up long sums of fp32 with less error.
     """
-    return rank <= LARGEST_RANK and x.dtype != torch.float32 and (x.dtype == factor.dtype or _is_split(x, factor))
+    return rank <= LARGEST_RANK and (x.dtype, factor.dtype) in SERVED
 
 
 def _split(x, summands, stacked=False, parts=1, scale=1.0):
@@ -175,9 +177,8 @@ def _split_factor(factor, dtype):
 
 
 def _allocate_u(x, first):
-    if _is_split(x, first):
-        return x.new_empty(x.shape[0], 3 * first.shape[1])
-    return x.new_empty(x.shape[0], first.shape[1], dtype=first.dtype)
+    rows, rank = x.shape[0], first.shape[1]
+    return x.new_empty(rows, 3 * rank) if _is_split(x, first) else x.new_empty(rows, rank, dtype=first.dtype)
 
 
 @raw(_allocate_u)
@@ -192,17 +193,17 @@ def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     """
     # On an H100 a step of 2,048 rows of Llama-1B waits for its host: one launch. Of 8,192 rows and 4,096 columns the
     # kernel takes 0.053 ms and a library's product 0.030; of 14,336 columns 0.171 and 0.088.
-    if x.shape[0] > MOST_ROWS or not _runs_kernels(x, first, first.shape[1]):
+    rows, (inner, rank) = x.shape[0], first.shape
+    if rows > MOST_ROWS or not _runs_kernels(x, first, rank):
         if _is_split(x, first):
             _split(_wide_product(x, _split_factor(first, x.dtype)), u, parts=3, scale=scale)
         else:
             torch.addmm(u, x.to(first.dtype), first, beta=0, alpha=scale, out=u)
         return
-    (inner, rank), (x, x_stride) = first.shape, rows_of(x)
-    device, size = device_of(x), max(power_of_2(rank), 16)
-    config = lora_project_config(size, not (x_stride | inner) % 16, device)
+    (x, x_stride), size = rows_of(x), max(power_of_2(rank), 16)
+    config = lora_project_config(size, not (x_stride | inner) % 16, device_of(x))
     launch(
-        lora_project, (-(-x.shape[0] // config["ROWS"]), 1, 1), config, x, first, u, x.shape[0], scale, x_stride,
+        lora_project, (-(-rows // config["ROWS"]), 1, 1), config, x, first, u, rows, scale, x_stride,
         *first.stride(), inner, rank, size, inner % config["DEPTH"] == 0,
     )  # fmt: skip
 
@@ -285,22 +286,25 @@ def joined(x, projected, factor):
 
     Its terms are side by side, as those of each of `projected`.
     """
-    parts = 3 if _is_split(x, factor) else 1
-    chunks = [u.chunk(parts, 1) for u in projected]
-    return torch.cat([chunk[part] for part in range(parts) for chunk in chunks], 1)
+    if not _is_split(x, factor):
+        return torch.cat(projected, 1)
+    return torch.cat([u.view(-1, 3, u.shape[1] // 3) for u in projected], 2).flatten(1)
 
 
-def gradients(rows, du, lora_a, dy, u, lora_b, lora_a_grad, lora_b_grad):
-    """Return du^T rows and dy^T u, the gradients of A and B, or None."""
-    if not _is_split(rows, lora_a):
-        return (
-            torch.mm(du.t(), rows.to(du.dtype)) if lora_a_grad else None,
-            torch.mm(dy.to(u.dtype).t(), u) if lora_b_grad else None,
-        )
-    return (
-        _wide_product(du.t(), rows).view(3, *lora_a.shape).sum(0) if lora_a_grad else None,
-        _wide_product(dy.t(), u).view(lora_b.shape[0], 3, -1).sum(1) if lora_b_grad else None,
-    )
+def gradients(rows, du, dy, u, factor, lora_a_grad, lora_b_grad):
+    """Return du^T rows and dy^T u, the gradients of A and B, or None; `factor` is one of both."""
+    da = db = None
+    if not _is_split(rows, factor):
+        if lora_a_grad:
+            da = torch.mm(du.t(), rows.to(du.dtype))
+        if lora_b_grad:
+            db = torch.mm(dy.to(u.dtype).t(), u)
+        return da, db
+    if lora_a_grad:
+        da = _wide_product(du.t(), rows).view(3, -1, rows.shape[1]).sum(0)
+    if lora_b_grad:
+        db = _wide_product(dy.t(), u).view(dy.shape[1], 3, -1).sum(1)
+    return da, db
 
 
 @raw(lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
