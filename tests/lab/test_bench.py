@@ -300,6 +300,21 @@ def test_unsloth_in_training(monkeypatch):
     assert {*training.PEERS} <= {*charts.COLOURS}
 
 
+def test_unsloth_builds_for_the_longest_sequence(monkeypatch):
+    """Its model refuses longer ones than it was built for, and a process measures several lengths."""
+    built = []
+
+    def build(config, rank, planned, *_):
+        built.append(planned["seq"])
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setitem(sys.modules, "liger_lab.bench.unsloth", type(sys)("unsloth"))
+    sys.modules["liger_lab.bench.unsloth"].build = build
+    planned, _ = training.plan(["tiny"], ["unsloth"], [1], [16, 32], [False], 1, torch.float32, lora=4)
+    training.build(planned, 32, torch.device("cpu"))
+    assert built == [32]
+
+
 def test_no_peer_is_imported():
     code = "import sys, liger_lab.bench.peers; print({'liger_kernel', 'quack', 'cut_cross_entropy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

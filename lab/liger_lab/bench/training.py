@@ -372,7 +372,8 @@ def build(planned: dict, positions: int, device) -> Trained | ZeroOffload:
     kind = AutoModelForImageTextToText if setting.images else AutoModelForCausalLM
     torch.manual_seed(0)
     if planned["provider"] == UNSLOTH:
-        model = import_module("liger_lab.bench.unsloth").build(config, rank, planned, device, dtype)
+        longest = planned | {"seq": positions}
+        model = import_module("liger_lab.bench.unsloth").build(config, rank, longest, device, dtype)
         return Trained(model.train(), device, fp16, planned)
     with device:
         model = kind.from_config(config, dtype=torch.float32 if fp16 and not rank else dtype)
