@@ -182,10 +182,14 @@ MUTANTS = {
         ("the middle bits of u left out", "torch.cat([hi, hi, mid], 1)", "torch.cat([hi, hi, 0 * mid], 1)"),
         ("the dropped values' gradients kept", "y if mask is None else y.mul_(mask)", "y"),
         ("dx of one layer of two", "return y.addmm_(rows, matrix)", "return y"),
+        ("terms in another order", "for u in projected], 2).flatten(1)", "for u in projected], 1).flatten(1)"),
+        ("gradients without the last bits", "in tl.static_range(PARTS):", "in tl.static_range(1, PARTS):"),
+        ("gradients without the last row", "(row < rows)[None, :] & (col", "(row < rows - 1)[None, :] & (col"),
+        ("the gradient of A not transposed", "if A_FIRST & (which == 0):", "if A_FIRST & (which < 0):"),
         (
-            "terms in another order",
-            "for part in range(parts) for chunk in chunks",
-            "for chunk in chunks for part in range(parts)",
+            "the gradient of one B for another",
+            "tl.where(which == 2, third, first)",
+            "tl.where(which > 2, third, first)",
         ),
     ],
     "dequantize_4bit": [

@@ -18,9 +18,10 @@ rows of 4,096 columns take 0.348 instead of 0.342 ms, and a pass of its own over
 adapter's part and the sum are rounded, where PEFT rounds the layer's part and the sum.
 
 Adapters in fp32 on a bf16 model (PEFT's default) keep fp32, without copies of x or dy in fp32: numbers of fp32 become
-three of bf16 whose sum they are, and matrix cores multiply those into fp32. torch multiplies dA and dB from the same
-terms, which are written for u and du; for many rows it also multiplies u, by terms that `lora_split` writes. Without
-kernels, for ranks above 64 and adapters in fp32 on fp16, torch adds the same products to y in place.
+three of bf16 whose sum they are, and matrix cores multiply those into fp32. `lora_gradients` multiplies dA and each dB
+of layers that share x from the same terms, which are written for u and du, in one launch: for few rows the host is what
+takes time. For many torch multiplies them, and u by terms that `lora_split` writes. Without kernels, for ranks above 64
+and adapters in fp32 on fp16, torch adds the same products to y in place.
 
 W may be stored in 4 bits (QLoRA, arXiv:2305.14314). Forward and backward each write it whole, for one product; no graph
 keeps it.
@@ -60,19 +61,19 @@ def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
     dtype = torch.get_autocast_dtype(device.type) if cast else x.dtype
     cols, (features, rank) = x.shape[-1], lora_b.shape if lora_b.ndim == 2 else (0, 0)
     stored, state = _stored(weight)
-    of_weight, of_factors = weight.dtype, lora_a.dtype
-    allowed = (of_weight,) if cast == (state is None) else (dtype,)  # F.linear casts, and 4 bits become any dtype
-    if weight.shape != (features, cols) or stored.device != device or of_weight not in allowed:
+    weight_dtype, factor_dtype = weight.dtype, lora_a.dtype
+    allowed = (weight_dtype,) if cast == (state is None) else (dtype,)  # F.linear casts, and 4 bits become any dtype
+    if weight.shape != (features, cols) or stored.device != device or weight_dtype not in allowed:
         shown = f"{dtype} of shape ({features or 'H'}, {cols}) on {device}"
         refuse("weight", stored, f"{shown} (or torch.autocast), or `dequantize_4bit.arguments` of such a weight")
     if bias is not None:
-        allowed = dtype if state is None else of_weight, torch.float32
+        allowed = dtype if state is None else weight_dtype, torch.float32
         if bias.shape != (features,) or bias.device != device or not (cast or bias.dtype in allowed):
             refuse("bias", bias, f"{allowed[0]} or fp32 of shape ({features},) on {device} (or torch.autocast)")
-    if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not of_factors.is_floating_point:
+    if lora_a.shape != (rank, cols) or rank == 0 or lora_a.device != device or not factor_dtype.is_floating_point:
         refuse("lora_a", lora_a, f"floating point of shape ({rank or 'r'}, {cols}) on {device}")
-    if lora_b.device != device or lora_b.dtype != of_factors:
-        refuse("lora_b", lora_b, f"{of_factors} of shape {(features, rank)} on {device}")
+    if lora_b.device != device or lora_b.dtype != factor_dtype:
+        refuse("lora_b", lora_b, f"{factor_dtype} of shape {(features, rank)} on {device}")
     if not 0 <= dropout <= 1:
         refuse("dropout", dropout, "0 to 1")
     return dtype
@@ -198,7 +199,8 @@ def _(
         if x_grad:
             dx = add_products(dy, _whole(kept_weight, state), None, du, kept_a, mask).view(x.shape)
         seen = _seen(rows, mask) if lora_a_grad else rows
-        da, db = gradients(seen, du, dy, u, lora_b, lora_a_grad, lora_b_grad)
+        pairs = [(dy, u) if lora_b_grad else None]
+        da, (db,) = gradients(seen, du if lora_a_grad else None, pairs, lora_b, lora_b.shape[1])
         dw = torch.mm(dy.t(), rows) if weight_grad else None
         return dx, dw, dy.sum(0, dtype=sum_dtype) if bias_grad else None, da, db
 
@@ -302,7 +304,7 @@ class _LoraLinearGroup(Function):
         if all(dy is None for dy in incoming):  # a later function returned no gradient
             return (None,) * len(needed)
         with uncast(x):
-            reached, factors, projected = [], [], []
+            reached, factors, projected, pairs = [], [], [], []
             results = [None] * (3 + 4 * count)
             for i, dy in enumerate(incoming):
                 if dy is None:
@@ -312,17 +314,18 @@ class _LoraLinearGroup(Function):
                 reached.append((i, dy, weight))
                 factors.append(lora_a)
                 projected.append(adapter_project(dy, lora_b, ctx.scalings[i]))
-                results[6 + 4 * i] = gradients(rows, None, dy, u, lora_b, False, needed[6 + 4 * i])[1]
+                pairs.append((dy, u) if needed[6 + 4 * i] else None)
             du, lora_a = joined(rows, projected, factors[0]), torch.cat(factors)
             if needed[0]:
                 for i, dy, weight in reached:
                     matrix = _whole(weight, ctx.states[i])
                     dx = add_products(dy, matrix, None, du, lora_a) if dx is None else add_product(dx, dy, matrix)
                 results[0] = dx.view(x.shape)
-            if any(needed[5 + 4 * i] for i, *_ in reached):
-                da = gradients(rows, du, None, None, lora_a, True, False)[0]
-                for (i, *_), part in zip(reached, da.split([len(factor) for factor in factors])):
-                    results[5 + 4 * i] = part
+            a_grad = any(needed[5 + 4 * i] for i, *_ in reached)
+            da, db = gradients(rows, du if a_grad else None, pairs, lora_a, len(lora_a))
+            parts = da.split([len(factor) for factor in factors]) if a_grad else [None] * len(factors)
+            for (i, *_), *factor_grads in zip(reached, parts, db):
+                results[5 + 4 * i : 7 + 4 * i] = factor_grads
         return tuple(results)
 
 
@@ -412,7 +415,8 @@ def _(
         dy = add_products(dout, _whole(weight, state), None, du, lora_a).view(gate.shape)
         dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
         y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
-        da, db = gradients(y, du, dout, u, lora_b, lora_a_grad, lora_b_grad)
+        pairs = [(dout, u) if lora_b_grad else None]
+        da, (db,) = gradients(y, du if lora_a_grad else None, pairs, lora_b, lora_b.shape[1])
         dw = torch.mm(dout.t(), y) if weight_grad else None
         return dgate, dup, dw, dout.sum(0, dtype=sum_dtype) if bias_grad else None, da, db
 

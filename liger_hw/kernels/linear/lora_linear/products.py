@@ -1,5 +1,7 @@
 """Multiply rows by an adapter's factors, by kernels or by torch."""
 
+import math
+
 import torch
 
 from liger_hw._torch import has_wide_products
@@ -10,7 +12,7 @@ from liger_hw.kernels._math import dot, in_order, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
-MOST_ROWS = 2048  # of `lora_project`; for more, torch multiplies, by three launches
+MOST_ROWS = 2048  # of `lora_project` and `lora_gradients`; for more, torch multiplies, by more launches
 BF16, FP32 = torch.bfloat16, torch.float32
 SERVED = {(torch.float16, torch.float16), (BF16, BF16), (BF16, FP32)}  # dtypes of x and an adapter in kernels
 LARGEST_RANK = 64  # tiles of a larger one spill: of 128 on gfx1100, of 256 on every architecture (Triton 3.9)
@@ -31,6 +33,13 @@ def lora_expand_config(rank, vectors, device):
     # warps need twice the registers a lane: of a core without known registers they may not be there.
     rows, cols = _tile(rank, vectors)
     return Config({"ROWS": rows, "COLS": cols}, _warps(rows * cols // (2 if device.core else 1), rank, device))
+
+
+@tuned
+def lora_gradients_config(rank, vectors, device):
+    cols, rows = (64 if vectors else min(1024 // rank, 32)), (64 if rank <= 32 else 32)
+    stages = min(4, device.shared_memory // ((2 * cols + 6 * rank) * rows)) if device.async_copy else 2
+    return Config({"COLS": cols, "ROWS": rows}, _warps(rows * cols, rank, device), max(stages, 2))
 
 
 @tuned
@@ -117,6 +126,47 @@ def lora_expand(
     if BIAS is not None:
         product += tl.load(BIAS + col, col < outer, 0.0).to(tl.float32)
     tl.store(Y + row * outer + col, product, mask)
+
+
+@triton.jit
+def _pick(which, first, second, third, fourth, of: tl.constexpr = 1):
+    """Return the argument of this number, a multiple of `of`; others may be None."""
+    if second is not None:
+        first = tl.where(which == 1, second, first)
+    if third is not None:
+        first = tl.where(which == 2, third, first)
+    if fourth is not None:
+        first = tl.where(which == 3, fourth, first)
+    # here, as Triton 3.6 forgets what is said of a call's result
+    return first if of == 1 else tl.multiple_of(first, of)
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "cols1", "cols2", "cols3", "rank", "rank1", "rank2", "rank3"])
+def lora_gradients(
+    X, U, OUT, X1, U1, OUT1, X2, U2, OUT2, X3, U3, OUT3, cols, cols1, cols2, cols3, rank, rank1, rank2, rank3, rows,
+    cols_of: tl.constexpr, ranks_of: tl.constexpr, A_FIRST: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+    COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of X^T U (cols, rank) of one of up to four products.
+
+    A_FIRST: the first one is transposed. cols_of, ranks_of: powers of two that divide all.
+    """
+    which = tl.program_id(1)
+    x, u, out = _pick(which, X, X1, X2, X3), _pick(which, U, U1, U2, U3), _pick(which, OUT, OUT1, OUT2, OUT3)
+    cols, rank = _pick(which, cols, cols1, cols2, cols3, cols_of), _pick(which, rank, rank1, rank2, rank3, ranks_of)
+    first = tl.program_id(0) * COLS
+    col, r = (first + tl.arange(0, COLS))[:, None], tl.arange(0, RANK)[None, :]
+    total = tl.zeros((COLS, RANK), tl.float32)
+    for start in range(0, tl.where(first < cols, rows, 0), ROWS):
+        row = start + tl.arange(0, ROWS)
+        tile = tl.load(x + row[None, :] * cols + col, (row < rows)[None, :] & (col < cols), 0.0)
+        at, mask = u + row[:, None] * (PARTS * rank) + r, (row < rows)[:, None] & (r < rank)
+        for part in tl.static_range(PARTS):  # the last bits first
+            total = dot(tile, tl.load(at + (PARTS - 1 - part) * rank, mask, 0.0), total, "ieee")
+    if A_FIRST & (which == 0):  # each in the order of memory
+        tl.store(out + tl.trans(r) * cols + tl.trans(col), tl.trans(total), tl.trans((col < cols) & (r < rank)))
+    else:
+        tl.store(out + col * rank + r, total, (col < cols) & (r < rank))
 
 
 @triton.jit
@@ -291,20 +341,51 @@ def joined(x, projected, factor):
     return torch.cat([u.view(-1, 3, u.shape[1] // 3) for u in projected], 2).flatten(1)
 
 
-def gradients(rows, du, dy, u, factor, lora_a_grad, lora_b_grad):
-    """Return du^T rows and dy^T u, the gradients of A and B, or None; `factor` is one of both."""
-    da = db = None
-    if not _is_split(rows, factor):
-        if lora_a_grad:
-            da = torch.mm(du.t(), rows.to(du.dtype))
-        if lora_b_grad:
-            db = torch.mm(dy.to(u.dtype).t(), u)
-        return da, db
-    if lora_a_grad:
-        da = _wide_product(du.t(), rows).view(3, -1, rows.shape[1]).sum(0)
-    if lora_b_grad:
-        db = _wide_product(dy.t(), u).view(dy.shape[1], 3, -1).sum(1)
-    return da, db
+def gradients(rows, du, pairs, factor, rank):
+    """Return the gradient of A, du^T rows, and those of B, dy^T u of `pairs`.
+
+    Args:
+        du: of all adapters; None, as the result, where no A wants a gradient.
+        pairs: (dy, u) of each B, or None.
+        factor: one of their factors. rank: the sum of their ranks.
+    """
+    parts = 3 if _is_split(rows, factor) else 1
+    if rows.shape[0] <= MOST_ROWS and len(pairs) <= 3 and _runs_kernels(rows, factor, rank):
+        tensors = [t for pair in pairs for t in pair or (None, None)] + [None] * (6 - 2 * len(pairs))
+        da, *db = adapter_gradients(rows, du, *tensors, parts)
+        return da, db[: len(pairs)]
+    if parts == 1:
+        da = None if du is None else torch.mm(du.t(), rows.to(du.dtype))
+        return da, [pair and torch.mm(pair[0].to(pair[1].dtype).t(), pair[1]) for pair in pairs]
+    da = None if du is None else _wide_product(du.t(), rows).view(3, -1, rows.shape[1]).sum(0)
+    return da, [pair and _wide_product(pair[0].t(), pair[1]).view(pair[0].shape[1], 3, -1).sum(1) for pair in pairs]
+
+
+def _allocate_gradients(x, du, dy, u, dy1, u1, dy2, u2, parts):
+    dtype = torch.float32 if parts == 3 else x.dtype
+    da = None if du is None else x.new_empty(du.shape[1] // parts, x.shape[1], dtype=dtype)
+    pairs = (dy, u), (dy1, u1), (dy2, u2)
+    return da, *(y if y is None else x.new_empty(y.shape[1], u.shape[1] // parts, dtype=dtype) for y, u in pairs)
+
+
+@raw(_allocate_gradients)
+def adapter_gradients(
+    x: torch.Tensor, du: torch.Tensor | None, dy: torch.Tensor | None, u: torch.Tensor | None,
+    dy1: torch.Tensor | None, u1: torch.Tensor | None, dy2: torch.Tensor | None, u2: torch.Tensor | None,
+    parts: int, *, da, db, db1, db2,
+):  # fmt: skip
+    """Compute du^T x and each dy^T u, of `parts` terms, by one launch."""
+    products = (x, du, da), (dy, u, db), (dy1, u1, db1), (dy2, u2, db2)
+    products = [(in_order(x), u, out) for x, u, out in products if out is not None]
+    if not products:
+        return
+    cols, ranks = [x.shape[1] for x, *_ in products], [u.shape[1] // parts for _, u, _ in products]
+    absent, size, cols_of = [None] * (4 - len(products)), max(power_of_2(max(ranks)), 16), math.gcd(16, *cols)
+    config = lora_gradients_config(size, cols_of == 16, device_of(x))
+    launch(
+        lora_gradients, (-(-max(cols) // config["COLS"]), len(products), 1), config, *sum(products, ()), *3 * absent,
+        *cols, *absent, *ranks, *absent, x.shape[0], cols_of, math.gcd(16, *ranks), da is not None, parts, size,
+    )  # fmt: skip
 
 
 @raw(lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
