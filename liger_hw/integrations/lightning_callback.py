@@ -19,6 +19,11 @@ class LigerHwLightningCallback(Callback):
 
     Raises:
         ValueError: as `liger_hw.patch`.
+
+    Examples:
+        >>> from liger_hw.integrations import LigerHwLightningCallback
+        >>> LigerHwLightningCallback(rope=False).flags  # a Trainer of Lightning takes it in callbacks=[...]
+        {'rope': False}
     """
 
     def __init__(self, **flags):
