@@ -63,18 +63,18 @@ def _private_temporary_folder(folder: Path) -> Path:
     return private
 
 
-def read_owned(file: Path) -> str:
+def read_owned(file: Path, largest: int = LARGEST_FILE) -> str:
     """Return the text of a file of winners or results.
 
     Raises:
         OSError: it is absent or unreadable; no regular file, as reading a pipe may wait for ever; larger than
-            `LARGEST_FILE`; or neither of this user, nor of root, nor of the user who installed this library.
+            `largest` bytes; or neither of this user, nor of root, nor of the user who installed this library.
     """
     facts = file.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise OSError("it is not a regular file")
-    if facts.st_size > LARGEST_FILE:
-        raise OSError(f"it has {facts.st_size} bytes, allowed: {LARGEST_FILE}")
+    if facts.st_size > largest:
+        raise OSError(f"it has {facts.st_size} bytes, allowed: {largest}")
     if facts.st_uid not in (_user(), 0, os.stat(__file__).st_uid):
         raise OSError(f"it belongs to user {facts.st_uid}, allowed: this user ({_user()}) or root")
     return file.read_text()

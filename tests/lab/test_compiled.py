@@ -289,6 +289,13 @@ def test_only_what_is_used_is_kept(tmp_path):
     assert set(compile_cache.Cache(tmp_path).known) == {"a"}
 
 
+def test_a_cache_that_is_too_large_says_so(tmp_path, monkeypatch, caplog):
+    cache = compile_cache.Cache(tmp_path)
+    cache.add("a", GOOD)
+    monkeypatch.setattr(compile_cache, "LARGEST_FILE", cache.file.stat().st_size - 1)
+    assert not compile_cache.Cache(tmp_path).known and "not used: it has" in caplog.text
+
+
 def test_results_of_other_code_are_forgotten(tmp_path, monkeypatch):
     compile_cache.Cache(tmp_path).add("a", GOOD)
     monkeypatch.setattr(crosscompile, "reader", lambda: ("3.9.0", "another"))

@@ -15,6 +15,8 @@ from liger_lab.levels import crosscompile
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
 from liger_lab.levels.workers import Died, Workers
 
+LARGEST_FILE = 2**28  # bytes: every launch for every architecture takes 20 MB, and again for each changed source
+
 
 class Cache:
     """Keep results by `Launch.key` in a file, one to a line.
@@ -31,8 +33,11 @@ class Cache:
             if stale != self.file:
                 stale.unlink(missing_ok=True)
         try:
-            lines = tuning.read_owned(self.file).splitlines()
-        except OSError:
+            lines = tuning.read_owned(self.file, LARGEST_FILE).splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            tuning.warn_once(f"results of compilation in {self.file} are not used: {error}")
             return
         for line in lines:
             try:
