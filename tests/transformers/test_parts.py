@@ -377,6 +377,11 @@ class Settings:
         return self.centred
 
 
+@dataclasses.dataclass
+class PlainSettings:
+    centred: bool
+
+
 @dataclasses.dataclass(slots=True)
 class Slots:
     centred: bool
@@ -406,6 +411,7 @@ HOLDERS = {  # an attribute that holds a fact, and how a forward reads the fact
     "dataclass": (Settings, lambda held: held.centred),
     "per layer": (PerLayer, lambda held: vars(held)["centred"]),
     "slots": (Slots, lambda held: held.centred),
+    "plain dataclass": (PlainSettings, lambda held: held.centred),
     "object": (Held, lambda held: held.centred),
     "namespace": (lambda centred: types.SimpleNamespace(centred=centred), lambda held: held.centred),
     "dict": (lambda centred: {"norm": [Held(centred)]}, lambda held: held["norm"][0].centred),
@@ -414,7 +420,8 @@ HOLDERS = {  # an attribute that holds a fact, and how a forward reads the fact
     "enum": (Centre, lambda held: held.value),
     "tensor": (torch.tensor, bool),
 }
-UNSEEN = ("slots", "tensor", "per layer")  # no call could notice that their contents, or what vars() lists, changed
+# no call could notice that their contents, or what vars() lists, changed; or their class has code of its own
+UNSEEN = ("slots", "tensor", "per layer", "dataclass", "method")
 
 
 class Configured(torch.nn.Module):
