@@ -60,7 +60,7 @@ def armed(model, heads, forward):
             forward.recording = False  # also after an error: a program may hold logits of the forward that failed
             reshard_again(forward.unsharded)
         for head, entry in zip(heads, before):
-            if entry is None and not torch.compiler.is_compiling():  # which torch 2.11 cannot trace
+            if entry is None and not torch.compiler.is_compiling():  # torch 2.11 cannot trace `pop`
                 head.__dict__.pop(name, None)
             else:
                 head.__dict__[name] = entry

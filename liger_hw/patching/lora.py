@@ -358,7 +358,8 @@ def _joined(weight, bias, adapters, device):
     """
     (features, cols), dtype, is_alone = weight.shape, adapters[0].lora_a.dtype, len(adapters) == 1
     for _, shift, lora_a, lora_b, scaling, dropout, magnitudes in adapters:
-        if (rank := lora_a.shape[0]) == 0 or lora_a.shape[1] != cols or lora_b.shape != (features, rank):
+        rank = lora_a.shape[0] if lora_a.ndim else 0
+        if rank == 0 or lora_a.shape != (rank, cols) or lora_b.shape != (features, rank):
             return None
         if lora_a.dtype != dtype or lora_b.dtype != dtype or lora_a.device != device or lora_b.device != device:
             return None

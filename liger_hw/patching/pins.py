@@ -2,8 +2,8 @@
 
 A program may replace what a module's code reads: its class's forward, a function of torch or of the model's file, an
 attribute. It may also enter a mode that sees every operation. `guard` compares all of that by identity, and the
-module's own forward runs if anything differs. The comparison is one generated function, because it must take less than
-0.2 us.
+module's own forward runs if anything differs. The comparison is one generated function: each call of a
+module waits for it, 1.3 us of an MLP and 0.5 us of a norm (two shared CPU cores).
 """
 
 import collections

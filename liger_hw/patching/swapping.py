@@ -143,7 +143,7 @@ def _reduce(self, protocol):
     if not is_swapped(self):
         return super(_swapped_base(cls), self).__reduce_ex__(protocol)
     if (original.__reduce_ex__, original.__reduce__) != (object.__reduce_ex__, object.__reduce__):
-        return original.__reduce_ex__(self, protocol)  # the copy is what the program makes
+        return original.__reduce_ex__(self, protocol)  # the program's own code makes the copy
     _, _, state, *more = original.__reduce_ex__(self, max(protocol, 2))
     if isinstance(state, dict):  # a head is armed while its model's forward runs, its copy is not
         state = {name: value for name, value in state.items() if not name.startswith("liger_")}

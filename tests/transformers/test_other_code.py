@@ -1,4 +1,4 @@
-"""Check that code in objects, and what a program does to it, counts in a patched module as in the plain one."""
+"""Compare patched modules with plain ones where objects compute, or a program replaces their code."""
 
 import builtins
 import copy

@@ -101,6 +101,23 @@ def test_families(family, groups, backend, device):
     assert groups == [3]
 
 
+@pytest.mark.parametrize(
+    "part, change", [("lora_A", lambda w: w[0]), ("lora_A", lambda w: w[:2]), ("lora_B", lambda w: w[:5])]
+)
+def test_factors_that_do_not_fit_are_plains_error(part, change, backend, device):
+    messages = []
+    for patches in (False, True):
+        wrapped = model().to(device)
+        if patches:
+            liger_hw.patch(wrapped)
+        factor = getattr(wrapped.base_model.model.model.layers[1].self_attn.k_proj, part)["default"].weight
+        factor.data = change(factor.data).clone()
+        with liger_hw.use_backend(backend), pytest.raises(RuntimeError) as error:
+            step(wrapped, device)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
 CHANGES = {
     "scaling": lambda key, x: key.scale_layer(3),
     "adapter": lambda key, x: key.lora_A["default"].weight.add_(1),
