@@ -6,6 +6,8 @@ import textwrap
 
 import torch
 
+WIDTH = 100  # columns of a help
+
 
 def add_command(commands, name: str, run, summary: str, about: str, examples: dict, time: str):
     """Add a command with `--json` and return its parser.
@@ -21,13 +23,22 @@ def add_command(commands, name: str, run, summary: str, about: str, examples: di
     """
     width = max(map(len, examples)) + len(name)
     lines = [f"  liger-hw {f'{name} {words}'.strip():<{width + 1}}   {text}" for words, text in examples.items()]
+    if max(map(len, lines)) > WIDTH:  # each effect above its command
+        commands_of = {f"liger-hw {name} {words}".strip(): text for words, text in examples.items()}
+        lines = [f"  # {text}\n" + " \\\n".join(_wrapped(command)) for command, text in commands_of.items()]
     parser = commands.add_parser(
-        name, help=summary, description=textwrap.fill(about, 100), formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["examples:", *lines, "", textwrap.fill(f"time: {time}", 100)]),
+        name, formatter_class=argparse.RawDescriptionHelpFormatter,
+        help=summary, description=textwrap.fill(about, WIDTH),
+        epilog="\n".join(["examples:", *lines, "", textwrap.fill(f"time: {time}", WIDTH)]),
     )  # fmt: skip
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     return parser
+
+
+def _wrapped(command: str) -> list[str]:
+    indents = {"initial_indent": "  ", "subsequent_indent": "      "}
+    return textwrap.wrap(command, WIDTH - 2, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 def show(args, results, *lines: str) -> None:

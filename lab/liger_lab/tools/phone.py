@@ -1,4 +1,4 @@
-"""Check the built site: that pages fit the screen, links lead somewhere, the search works.
+"""Check the built site: pages fit the screen, links lead somewhere, the search works.
 
     python -m liger_lab.tools.phone [--site site] [--chromium /usr/bin/chromium] [--report report]
 
@@ -33,6 +33,10 @@ FAULTS = """() => [...document.querySelectorAll("table, pre, img, p, h1, h2, h3"
         if (["auto", "scroll", "hidden"].includes(getComputedStyle(parent).overflowX)) return false
     return true
 }).map(element => element.tagName + " " + (element.src || element.textContent.trim().slice(0, 60)))"""
+
+# blocks of code that are wider than their box
+CUT = """() => [...document.querySelectorAll("pre > code")].filter(code => code.scrollWidth > code.clientWidth + 1)
+    .map(code => code.textContent.trim().slice(0, 60))"""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -75,6 +79,15 @@ def looks(browser, address: str, report: Path) -> list[str]:
     return lines
 
 
+def cut_code(browser, address: str, site: Path) -> list[str]:
+    """List the blocks of code that are wider than their box on a desktop."""
+    page, lines = browser.new_page(viewport={"width": 1280, "height": 900}), []
+    for file in sorted(site.rglob("index.html")):
+        page.goto(f"{address}/{file.parent.relative_to(site).as_posix()}/")
+        lines += [f"{page.url}: 1280 pixels cut {code}" for code in page.evaluate(CUT)]
+    return lines
+
+
 def searches(browser, address: str) -> list[str]:
     """Return the words of `SEARCHES` whose first three results lack the page."""
     page = browser.new_page()
@@ -98,7 +111,7 @@ def browsed(site: Path, chromium: str, report: Path) -> list[str]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         address = f"http://127.0.0.1:{server.server_port}"
-        lines = looks(browser, address, report) + searches(browser, address)
+        lines = looks(browser, address, report) + cut_code(browser, address, site) + searches(browser, address)
         browser.close()
     server.shutdown()
     return lines
@@ -114,7 +127,7 @@ def main() -> int:
     faults = broken_links(args.site.resolve()) + browsed(args.site, args.chromium, args.report)
     print(
         "\n".join(faults)
-        or f"{len(PAGES)} pages fit a phone and a desktop; no link is broken; the search finds {', '.join(SEARCHES)}"
+        or f"{len(PAGES)} pages fit two screens; no code is cut, no link broken; the search finds {', '.join(SEARCHES)}"
     )
     return bool(faults)
 
