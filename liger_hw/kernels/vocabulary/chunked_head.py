@@ -87,6 +87,13 @@ class Plan(NamedTuple):
     logits_dtype: torch.dtype | None = None
     invariant: bool = False
 
+    @classmethod
+    def of(cls, call, with_kernels):
+        """Return the plan of a head's op, whose `group` is a `DimensionShard` or None."""
+        memory, accumulates, shard = int(call.chunk_memory), call.accum_dtype is not None, call.group or ()
+        dtype, invariant = call.logits_dtype, call.invariant
+        return cls(memory, with_kernels, accumulates, *shard, logits_dtype=dtype, invariant=invariant)
+
     @property
     def row_by_row(self):
         """Tell whether a chunk is one row, whose products are the same in any batch."""

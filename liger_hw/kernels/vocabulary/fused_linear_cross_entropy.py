@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from liger_hw.dispatch import Cost, op, raw
+from liger_hw.kernels.vocabulary import sharded_head
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
 from liger_hw.kernels.vocabulary._products import linear
@@ -34,32 +35,10 @@ from liger_hw.kernels.vocabulary.chunked_head import (
     prepare_head,
     wide_dtype,
 )
-from liger_hw.kernels.vocabulary.cross_entropy import formula as by_autograd
+from liger_hw.kernels.vocabulary.cross_entropy import formula as ce_formula
 from liger_hw.kernels.vocabulary.cross_entropy import kernels
-from liger_hw.kernels.vocabulary.cross_entropy.formula import (
-    CrossEntropyOutput,
-    Formula,
-    Targets,
-    check_accum_dtype,
-    check_call,
-    check_counted_rows,
-    counted,
-    output_of,
-    placed,
-    prepare_token_weights,
-    row_losses,
-    shard_rows,
-    weighted,
-)
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, selected_rows
-from liger_hw.kernels.vocabulary.sharded_head import (
-    all_columns,
-    check_invariant,
-    distributed,
-    needs_distribution,
-    vocabulary_of,
-)
 from liger_hw.kernels.vocabulary.vocabulary_parallel import CrossEntropyRows
 
 
@@ -128,13 +107,13 @@ def fused_linear_cross_entropy(
         tensor(2.3026)
     """
     call = fused_linear_cross_entropy.arguments(**locals())
-    if needs_distribution(call):
-        return distributed(fused_linear_cross_entropy, call)
+    if sharded_head.needs_distribution(call):
+        return sharded_head.distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula, token_weights = _prepare(call)
-    logits = all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
-    loss, z_loss, predicted = row_losses(logits, Targets.of(call, ce_weight, reduction), formula)
+    logits = sharded_head.all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
+    loss, z_loss, predicted = ce_formula.row_losses(logits, ce_formula.Targets.of(call, ce_weight, reduction), formula)
     entropy = selected_rows(logits.detach(), target, _scaling_of(formula))[1] if return_entropy else None
-    return output_of(call, *weighted(token_weights, loss, z_loss), predicted, entropy)
+    return ce_formula.output_of(call, *ce_formula.weighted(token_weights, loss, z_loss), predicted, entropy)
 
 
 def _scaling_of(formula):
@@ -144,17 +123,19 @@ def _scaling_of(formula):
 def _prepare(call):
     """Check a call; return its head, its `Formula` and its weights of rows."""
     head = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, flat=True, logits_dtype=call.logits_dtype)
-    check_invariant(call)
-    check_call(call, "x", "ce_weight", vocabulary_of(call))
-    check_accum_dtype(call.accum_dtype)
-    check_counted_rows(call.counted_rows, call.target, call.ignore_index)
-    token_weights = prepare_token_weights(call.token_weights, call.target, call.ignore_index, wide_dtype(head[0]))
-    return head, Formula.of(call, call.use_token_scaling), token_weights
+    sharded_head.check_invariant(call)
+    ce_formula.check_call(call, "x", "ce_weight", sharded_head.vocabulary_of(call))
+    ce_formula.check_accum_dtype(call.accum_dtype)
+    ce_formula.check_counted_rows(call.counted_rows, call.target, call.ignore_index)
+    token_weights = ce_formula.prepare_token_weights(
+        call.token_weights, call.target, call.ignore_index, wide_dtype(head[0])
+    )
+    return head, ce_formula.Formula.of(call, call.use_token_scaling), token_weights
 
 
 @fused_linear_cross_entropy.shards
 def _(call):
-    call, rule = shard_rows(call, "x", "ce_weight", weight="v H", bias="v", reduces="v")
+    call, rule = ce_formula.shard_rows(call, "x", "ce_weight", weight="v H", bias="v", reduces="v")
     return call, rule | {"token_weights": rule["target"]}
 
 
@@ -176,7 +157,7 @@ def _rows(plan):
     """Return what has `forward_rows` and `backward_rows` for a chunk's logits."""
     if plan.group:
         return CrossEntropyRows(plan)
-    return kernels if plan.with_kernels else by_autograd
+    return kernels if plan.with_kernels else ce_formula
 
 
 def _fake_forward(x, weight, bias, predict, entropy_needed, needed):
@@ -185,8 +166,9 @@ def _fake_forward(x, weight, bias, predict, entropy_needed, needed):
 
 @raw(_fake_forward, returns="loss z_loss partition predicted entropy x_gradient weight_gradient bias_gradient")
 def _fused_linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, formula: Formula, plan: Plan,
-    predict: bool, entropy_needed: bool, token_weights: torch.Tensor | None, needed: Sequence[bool],
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: ce_formula.Targets,
+    formula: ce_formula.Formula, plan: Plan, predict: bool, entropy_needed: bool, token_weights: torch.Tensor | None,
+    needed: Sequence[bool],
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -252,7 +234,7 @@ def _by_counted_rows(with_kernels, call):
     """Compute a call on as many rows as may count, those that do first."""
     _prepare(call)
     rows = len(call.target)
-    factor, target, x, token_weights, order = counted(
+    factor, target, x, token_weights, order = ce_formula.counted(
         call.counted_rows, call.target, call.ignore_index, call.x, call.token_weights,
         torch.arange(rows, device=call.target.device),
     )  # fmt: skip
@@ -260,34 +242,32 @@ def _by_counted_rows(with_kernels, call):
     output = _by_chunks(with_kernels, call._replace(**taken, counted_rows=None))
 
     def by_row(value, fill=0):
-        return placed(value, order, rows, fill) if value is not None and value.ndim else value
+        return ce_formula.placed(value, order, rows, fill) if value is not None and value.ndim else value
 
     loss, *others = (output,) if torch.is_tensor(output) else output
     loss = by_row(loss) * factor.to(loss.dtype)
     if not others:
         return loss
-    return CrossEntropyOutput(loss, *(by_row(value, fill) for value, fill in zip(others, (0, 0, -1, 0))))
+    return ce_formula.CrossEntropyOutput(loss, *(by_row(value, fill) for value, fill in zip(others, (0, 0, -1, 0))))
 
 
 def _by_chunks(with_kernels, call):
-    if needs_distribution(call):
-        return distributed(fused_linear_cross_entropy, call)
+    if sharded_head.needs_distribution(call):
+        return sharded_head.distributed(fused_linear_cross_entropy, call)
     if call.counted_rows is not None and call.counted_rows < len(call.target):
         return _by_counted_rows(with_kernels, call)
     (x, weight, bias), formula, token_weights = _prepare(call)
-    targets = Targets.of(call, call.ce_weight, call.reduction, with_kernels)
-    accumulates, shard = call.accum_dtype is not None, call.group or ()
-    dtype, invariant = call.logits_dtype, call.invariant
-    plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=dtype, invariant=invariant)
+    targets = ce_formula.Targets.of(call, call.ce_weight, call.reduction, with_kernels)
+    plan = Plan.of(call, with_kernels)
     predict = call.return_predicted_tokens or call.return_token_accuracy
     arguments = x, weight, bias, targets, formula, plan, predict, call.return_entropy
     if call.reduction == "none":
         *losses, predicted, entropy = _fused_linear_cross_entropy.apply(*arguments, None, (False, False, False))
-        losses = weighted(token_weights, *losses)
+        losses = ce_formula.weighted(token_weights, *losses)
     else:
         needed = needed_gradients(x, weight, bias)
         *losses, predicted, entropy = FusedLinearCrossEntropySumFunction.apply(*arguments, token_weights, needed)
-    return output_of(call, *losses, predicted, entropy if call.return_entropy else None)
+    return ce_formula.output_of(call, *losses, predicted, entropy if call.return_entropy else None)
 
 
 fused_linear_cross_entropy.register("triton", bound=True)(functools.partial(_by_chunks, True))

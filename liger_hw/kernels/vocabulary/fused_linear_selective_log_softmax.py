@@ -15,6 +15,7 @@ import torch
 
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
+from liger_hw.kernels.vocabulary import sharded_head
 from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import (
     ChunkedHead,
@@ -25,26 +26,8 @@ from liger_hw.kernels.vocabulary.chunked_head import (
     prepare_head,
     wide_dtype,
 )
-from liger_hw.kernels.vocabulary.cross_entropy.formula import check_accum_dtype, check_counted_rows, counted, placed
-from liger_hw.kernels.vocabulary.selective_log_softmax import formula as by_autograd
-from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
-from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
-    RowStatistics,
-    Scaling,
-    SelectedLogProbs,
-    check_tokens,
-    empty_rows,
-    output_of,
-    row_statistics,
-    selected_rows,
-)
-from liger_hw.kernels.vocabulary.sharded_head import (
-    all_columns,
-    check_invariant,
-    distributed,
-    needs_distribution,
-    vocabulary_of,
-)
+from liger_hw.kernels.vocabulary.cross_entropy import formula as ce_formula
+from liger_hw.kernels.vocabulary.selective_log_softmax import formula, kernels
 from liger_hw.kernels.vocabulary.vocabulary_parallel import SelectedRows
 
 
@@ -87,23 +70,23 @@ def fused_linear_selective_log_softmax(
         >>> log_probs = liger_hw.fused_linear_selective_log_softmax(hidden, head, tokens)
     """
     call = fused_linear_selective_log_softmax.arguments(**locals())
-    if needs_distribution(call):
-        return distributed(fused_linear_selective_log_softmax, call)
+    if sharded_head.needs_distribution(call):
+        return sharded_head.distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
-    logits = all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
-    statistics = row_statistics(logits, tokens, scaling) if any(RowStatistics.of(call)) else ()
-    return output_of(call, *selected_rows(logits, tokens, scaling), *statistics)
+    logits = sharded_head.all_columns(linear(x, weight, bias, call.logits_dtype, call.invariant), call.group)
+    statistics = formula.row_statistics(logits, tokens, scaling) if any(formula.RowStatistics.of(call)) else ()
+    return formula.output_of(call, *formula.selected_rows(logits, tokens, scaling), *statistics)
 
 
 def _prepare(call):
     x, weight, bias = prepare_head(call.x, call.weight, call.bias, call.chunk_memory, logits_dtype=call.logits_dtype)
-    check_invariant(call)
-    check_tokens(call.tokens, x.shape[:-1], x, vocabulary_of(call), call.ignore_index)
-    check_accum_dtype(call.accum_dtype)
-    check_counted_rows(call.counted_rows, call.tokens, call.ignore_index)
-    for name, asked in RowStatistics.of(call)._asdict().items():
+    sharded_head.check_invariant(call)
+    formula.check_tokens(call.tokens, x.shape[:-1], x, sharded_head.vocabulary_of(call), call.ignore_index)
+    ce_formula.check_accum_dtype(call.accum_dtype)
+    ce_formula.check_counted_rows(call.counted_rows, call.tokens, call.ignore_index)
+    for name, asked in formula.RowStatistics.of(call)._asdict().items():
         check(call.group is None or not asked, f"return_{name}", asked, "False where ranks share the vocabulary")
-    scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
+    scaling = formula.Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return x.reshape(-1, x.shape[-1]), weight, bias, call.tokens.reshape(-1).contiguous(), scaling
 
 
@@ -122,18 +105,18 @@ def row_functions(plan):
     """Return what has `forward_rows` and `backward_rows` for a chunk's logits."""
     if plan.group:
         return SelectedRows(plan)
-    return kernels if plan.with_kernels else by_autograd
+    return kernels if plan.with_kernels else formula
 
 
 def _empty_rows(x, entropy_needed, statistics):
-    rows = empty_rows(x, entropy_needed, wide_dtype(x))
+    rows = formula.empty_rows(x, entropy_needed, wide_dtype(x))
     return *rows, *statistics.empty_rows(rows[0])
 
 
 @raw(_empty_rows)
 def _fused_linear_selective_log_softmax(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scaling: Scaling,
-    plan: Plan, entropy_needed: bool, statistics: RowStatistics,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, scaling: formula.Scaling,
+    plan: Plan, entropy_needed: bool, statistics: formula.RowStatistics,
     *, log_probs, entropy, lse, partition, is_top1, mean_logits, log_sum_sq_probs,
 ):  # fmt: skip
     def step(part, logits, _):
@@ -165,27 +148,26 @@ def _fused_linear_selective_log_softmax_backward(
 
 def _by_counted_rows(with_kernels, call, x, tokens):
     """Compute a call on as many rows as may count; the others get 0."""
-    factor, few, x, order = counted(
+    factor, few, x, order = ce_formula.counted(
         call.counted_rows, tokens, call.ignore_index, x, torch.arange(len(tokens), device=tokens.device)
     )
     output = _by_chunks(with_kernels, call._replace(x=x, tokens=few, counted_rows=None))
-    rows = SelectedLogProbs(output) if torch.is_tensor(output) else output
-    log_probs, *others = (r if r is None else placed(r, order, len(tokens)).reshape(call.tokens.shape) for r in rows)
+    rows = formula.SelectedLogProbs(output) if torch.is_tensor(output) else output
+    log_probs, *others = (
+        r if r is None else ce_formula.placed(r, order, len(tokens)).reshape(call.tokens.shape) for r in rows
+    )
     log_probs = log_probs * factor.to(log_probs.dtype)
-    return log_probs if torch.is_tensor(output) else SelectedLogProbs(log_probs, *others)
+    return log_probs if torch.is_tensor(output) else formula.SelectedLogProbs(log_probs, *others)
 
 
 def _by_chunks(with_kernels, call):
-    if needs_distribution(call):
-        return distributed(fused_linear_selective_log_softmax, call)
+    if sharded_head.needs_distribution(call):
+        return sharded_head.distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)
     if call.counted_rows is not None and call.counted_rows < len(tokens):
         return _by_counted_rows(with_kernels, call, x, tokens)
-    dtype, invariant, accumulates = call.logits_dtype, call.invariant, call.accum_dtype is not None
-    shard = call.group or ()
-    plan = Plan(int(call.chunk_memory), with_kernels, accumulates, *shard, logits_dtype=dtype, invariant=invariant)
-    options = scaling, plan, call.return_entropy, RowStatistics.of(call), call.return_lse
-    return output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
+    options = scaling, Plan.of(call, with_kernels), call.return_entropy, formula.RowStatistics.of(call), call.return_lse
+    return formula.output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 
 
 fused_linear_selective_log_softmax.register("triton", bound=True)(functools.partial(_by_chunks, True))
