@@ -47,6 +47,12 @@ def check_constants(**arguments) -> None:
             refuse(name, "a tensor that needs a gradient", f"constants: pass {name}.detach(), or use plain torch")
 
 
+def check_columns(argument: str, parameter: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Refuse a parameter without a value for each column of `x`, on its device."""
+    if parameter is not None and (parameter.shape != x.shape[-1:] or parameter.device != x.device):
+        refuse(argument, parameter, "one value for each column of x, on its device")
+
+
 def check_kernel_dtype(argument: str, x: torch.Tensor) -> None:
     """Refuse an argument that kernels would round; dispatch has checked an op's first argument."""
     if x.dtype not in KERNEL_DTYPES:

@@ -16,7 +16,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.checks import check
+from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import (
     LOG2_E,
@@ -37,10 +37,8 @@ from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 def _validate(x, alpha, gamma, beta):
     check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
     check(alpha.numel() == 1 and alpha.device == x.device, "alpha", alpha, f"one value on {x.device}")
-    for name, parameter in (("gamma", gamma), ("beta", beta)):
-        if parameter is not None:
-            fits = parameter.shape == x.shape[-1:] and parameter.device == x.device
-            check(fits, name, parameter, "one value for each column of x, on its device")
+    check_columns("gamma", gamma, x)
+    check_columns("beta", beta, x)
 
 
 @op(validate=_validate)

@@ -20,7 +20,7 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.checks import check
+from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import (
     add_partials,
@@ -43,10 +43,8 @@ from liger_hw.tuning import tuned
 
 def _validate(x, weight, bias):
     check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            fits = parameter.ndim == 1 and parameter.shape[0] == x.shape[-1] and parameter.device == x.device
-            check(fits, name, parameter, "one value for each column of x, on its device")
+    check_columns("weight", weight, x)
+    check_columns("bias", bias, x)
 
 
 @op(validate=_validate)

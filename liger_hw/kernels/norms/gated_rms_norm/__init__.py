@@ -21,7 +21,7 @@ sums a program. All are bound by memory. A row too wide for a program is read tw
 
 import torch
 
-from liger_hw.checks import check, check_kernel_dtype
+from liger_hw.checks import check, check_columns, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import in_order, rows_and_cols
 from liger_hw.kernels.norms.gated_rms_norm.kernels import NormForm, backward_rows, forward_rows
@@ -36,9 +36,7 @@ GATED_CASTING_MODES = ("llama", "gemma")
 
 def _validate(x, weight):
     check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
-    if weight is not None:
-        fits = weight.shape == x.shape[-1:] and weight.device == x.device
-        check(fits, "weight", weight, "one value for each column of x, on its device")
+    check_columns("weight", weight, x)
 
 
 def _validate_gated(x, gate, weight, activation, casting_mode, group_size):

@@ -16,7 +16,7 @@ Both are bound by memory. `kernels.py` keeps a row in registers; `wide.py` reads
 import torch
 
 from liger_hw.backends import device_of
-from liger_hw.checks import check
+from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import in_order, in_registers, rows_and_cols, rows_of
 from liger_hw.kernels.norms.rms_norm.kernels import backward_rows, rms_norm_forward, rms_norm_forward_config
@@ -32,9 +32,7 @@ CASTING_MODES = ("llama", "gemma", "none")
 def _validate(x, weight, casting_mode, residual=None):
     check(x.ndim and x.is_floating_point(), "x", x, "floating point rows")
     check_known("casting_mode", casting_mode, CASTING_MODES)
-    if weight is not None:
-        fits = weight.shape == x.shape[-1:] and weight.device == x.device
-        check(fits, "weight", weight, "one value for each column of x, on its device")
+    check_columns("weight", weight, x)
     if residual is not None:
         like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
         check(like, "residual", residual, x)
