@@ -34,7 +34,7 @@ def check_streams(x):
     check(fits, "x", x, f"floating point (..., streams, columns) of 1 to {MOST_STREAMS} streams")
 
 
-def _check_like(name, tensor, shape, x):
+def check_like(name, tensor, shape, x):
     fits = tensor.is_floating_point() and tensor.shape == shape and tensor.device == x.device
     check(fits, name, tensor, f"floating point of shape {tuple(shape)} on {x.device}")
 
@@ -48,14 +48,14 @@ def wide_product(a, b):
 
 def _validate_pre(x, h_pre):
     check_streams(x)
-    _check_like("h_pre", h_pre, x.shape[:-1], x)
+    check_like("h_pre", h_pre, x.shape[:-1], x)
 
 
 def _validate_post_res(x, f_out, h_post, h_res):
     check_streams(x)
-    _check_like("f_out", f_out, x.shape[:-2] + x.shape[-1:], x)
-    _check_like("h_post", h_post, x.shape[:-1], x)
-    _check_like("h_res", h_res, x.shape[:-1] + x.shape[-2:-1], x)
+    check_like("f_out", f_out, x.shape[:-2] + x.shape[-1:], x)
+    check_like("h_post", h_post, x.shape[:-1], x)
+    check_like("h_res", h_res, x.shape[:-1] + x.shape[-2:-1], x)
 
 
 @op(validate=_validate_pre)

@@ -30,18 +30,8 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._math import add_partials, in_order, partial_sums, rows_of
-from liger_hw.kernels.residual.hyper_connections import check_streams, wide_product
-from liger_hw.kernels.residual.mhc_coefficients.kernels import (
-    mhc_coefficients_backward,
-    mhc_coefficients_backward_config,
-    mhc_coefficients_forward,
-    mhc_coefficients_forward_config,
-    mhc_project,
-    mhc_project_backward,
-    mhc_project_backward_config,
-    mhc_project_config,
-    phi_columns,
-)
+from liger_hw.kernels.residual.hyper_connections import check_like, check_streams, wide_product
+from liger_hw.kernels.residual.mhc_coefficients import kernels
 from liger_hw.launch import launch
 from liger_hw.tuning import power_of_2
 
@@ -50,9 +40,8 @@ def _validate(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax):
     check_streams(x)
     streams, cols = x.shape[-2:]
     count = streams * (streams + 2)
-    for name, tensor, shape in (("phi", phi, (streams * cols, count)), ("b", b, (count,))):
-        fits = tensor.is_floating_point() and tensor.shape == shape and tensor.device == x.device
-        check(fits, name, tensor, f"floating point of shape {shape} on {x.device}")
+    check_like("phi", phi, (streams * cols, count), x)
+    check_like("b", b, (count,), x)
     for name, alpha in (("alpha_pre", alpha_pre), ("alpha_post", alpha_post), ("alpha_res", alpha_res)):
         fits = alpha.is_floating_point() and alpha.shape in ((), (1,)) and alpha.device == x.device
         check(fits, name, alpha, f"one floating point value on {x.device}")
@@ -149,14 +138,14 @@ def _mhc_coefficients_forward(
     """Compute h_pre, h_post, h_res, and for each row x phi and its sum of squares."""
     rows, streams, depth, count, width = _sizes(x)
     device = device_of(x)
-    config = mhc_project_config(depth, streams, x.element_size(), device)
+    config = kernels.mhc_project_config(depth, streams, x.element_size(), device)
     tiles, steps = -(-rows // config["ROWS"]), -(-depth // config["DEPTH"])
     parts = max(config.grid_for(tiles * steps) // max(tiles, 1), 1)
     partial = sums if parts == 1 else x.new_empty((parts, rows * width), dtype=torch.float32)
     flat, x_stride = rows_of(x.flatten(-2))
     launch(
-        mhc_project, (tiles, parts, 1), config, flat, phi, partial, rows, x_stride, depth, count, width,
-        _precision(device, x.dtype, phi.dtype), phi_columns(streams),
+        kernels.mhc_project, (tiles, parts, 1), config, flat, phi, partial, rows, x_stride, depth, count, width,
+        _precision(device, x.dtype, phi.dtype), kernels.phi_columns(streams),
     )  # fmt: skip
     whole = None if parts == 1 else sums
     _launch_coefficients(
@@ -169,9 +158,9 @@ def _launch_coefficients(
     x, partial, b, a_pre, a_post, a_res, sums, h_pre, h_post, h_res, divisors, parts, tmax, *options
 ):
     rows, streams, depth, _, width = _sizes(x)
-    config = mhc_coefficients_forward_config(streams, device_of(x))
+    config = kernels.mhc_coefficients_forward_config(streams, device_of(x))
     launch(
-        mhc_coefficients_forward, (-(-rows // config["ROWS"]), 1, 1), config, partial, b, a_pre, a_post, a_res,
+        kernels.mhc_coefficients_forward, (-(-rows // config["ROWS"]), 1, 1), config, partial, b, a_pre, a_post, a_res,
         sums, h_pre, h_post, h_res, divisors, rows, parts, depth, tmax, *options, streams, width, power_of_2(streams),
     )  # fmt: skip
 
@@ -196,25 +185,25 @@ def _mhc_coefficients_backward(
     _launch_coefficients(
         x, sums, b, *alphas, None, None, None, None, divisors, 1, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     )
-    config = mhc_coefficients_backward_config(streams, device)
+    config = kernels.mhc_coefficients_backward_config(streams, device)
     programs = config.grid_for(-(-rows // config["ROWS"]))
     g, partial = torch.empty_like(sums), partial_sums(small, programs)
     launch(
-        mhc_coefficients_backward, (programs, 1, 1), config, sums, b, *alphas, h_res, divisors, dpre.contiguous(),
-        dpost.contiguous(), dres.contiguous(), g, partial, rows, cols, tmax, rms_eps, post_mult, streams, width,
-        power_of_2(streams),
+        kernels.mhc_coefficients_backward, (programs, 1, 1), config, sums, b, *alphas, h_res, divisors,
+        dpre.contiguous(), dpost.contiguous(), dres.contiguous(), g, partial, rows, cols, tmax, rms_eps, post_mult,
+        streams, width, power_of_2(streams),
     )  # fmt: skip
     add_partials(partial, small)
     if dx is None and dphi is None:
         return
-    config = mhc_project_backward_config(cols, streams, x.element_size(), device)
+    config = kernels.mhc_project_backward_config(cols, streams, x.element_size(), device)
     blocks, tiles = -(-cols // config["COLS"]), -(-rows // config["DEPTH"])
     parts = max(config.grid_for(blocks * tiles) // max(blocks, 1), 1)
     partial = partial_sums(dphi, parts)
     flat, x_stride = rows_of(x.flatten(-2))
     launch(
-        mhc_project_backward, (blocks, parts, 1), config, flat, phi, g, dx, partial, rows, x_stride,
-        cols, count, width, _precision(device, x.dtype, phi.dtype), phi_columns(streams),
+        kernels.mhc_project_backward, (blocks, parts, 1), config, flat, phi, g, dx, partial, rows, x_stride,
+        cols, count, width, _precision(device, x.dtype, phi.dtype), kernels.phi_columns(streams),
     )  # fmt: skip
     add_partials(partial, dphi)
 

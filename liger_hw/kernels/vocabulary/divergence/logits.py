@@ -227,19 +227,13 @@ def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, t
         kind: a kind of divergence, or "cosine".
     """
     cols = max(student.shape[1], teacher.shape[1])
+    kernel, find_config, options = divergence_of_logits, divergence_of_logits_config, (beta, temperature, kind)
     if kind == "cosine":
-        config = cosine_of_logits_config(cols, student.element_size(), device_of(student))
-        launch(
-            cosine_of_logits, (student.shape[0], 1, 1), config,
-            student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, gradient,
-            student.shape[1], teacher.shape[1], cols,
-        )  # fmt: skip
-        return
-    config = divergence_of_logits_config(cols, student.element_size(), device_of(student))
+        kernel, find_config, options = cosine_of_logits, cosine_of_logits_config, ()
     launch(
-        divergence_of_logits, (student.shape[0], 1, 1), config,
-        student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, beta,
-        temperature, kind, gradient, student.shape[1], teacher.shape[1], cols,
+        kernel, (student.shape[0], 1, 1), find_config(cols, student.element_size(), device_of(student)),
+        student, teacher, labels, factors, soft, hard, student.stride(0), teacher.stride(0), ignore_index, *options,
+        gradient, student.shape[1], teacher.shape[1], cols,
     )  # fmt: skip
 
 
