@@ -178,37 +178,42 @@ class _Numbering(ForwardMode):
     def begin(self):
         self.trace = self.traces()  # a second recomputation begins anew
 
-    def pass_by(self, kind, operation, args, kwargs):
-        """Run an operation that has no number."""
+    def see(self, operation, args, kwargs):
+        kind = kind_of(operation, args)
         if kind is MUTATES:
+            self.before_write(operation, args, kwargs)
             self.trace.mutates(operation, args, kwargs)
+        if kind is NUMBERED:
+            position = self.trace.add(operation, args, kwargs)
+            return self.run(position, operation, functools.partial(operation, *args, **kwargs))
         results = operation(*args, **kwargs)
         if kind is not MUTATES:
             self.trace.passed(operation, args, results)
         return results
 
+    def before_write(self, operation, args, kwargs):
+        """Prepare for an operation that writes to its arguments."""
+
+    def run(self, position, operation, compute):
+        """Return the results of a numbered operation, after `Trace.note_results` of them."""
+        raise NotImplementedError
+
 
 class Keeping(_Numbering):
     """Run a layer's forward and keep the results that the plan names."""
 
-    def see(self, operation, args, kwargs):
-        kind = kind_of(operation, args)
-        if kind is MUTATES and self.frame.results:
+    def before_write(self, operation, args, kwargs):
+        if self.frame.results:
             self.frame.forget(written(operation, args, kwargs))
-        if kind is not NUMBERED:
-            return self.pass_by(kind, operation, args, kwargs)
-        position = self.trace.add(operation, args, kwargs)
+
+    def run(self, position, operation, compute):
         planned, offload = self.frame.actions.get(position, (None, False))
-        if planned is not operation:
-            results = operation(*args, **kwargs)
-            self.trace.note_results(results)
-            return results
-        device = self.frame.transfers.device
-        before = random_state(operation, device)
-        results = operation(*args, **kwargs)
+        keeps, device = planned is operation, self.frame.transfers.device
+        before = random_state(operation, device) if keeps else None
+        results = compute()
         self.trace.note_results(results)
         # what draws random numbers now, if not when it was recorded, is recomputed: the next ones depend on it
-        if before is None or torch.equal(before, random_state(operation, device)):
+        if keeps and (before is None or torch.equal(before, random_state(operation, device))):
             self.frame.keep(position, self.trace.digest, results, offload)
         return results
 
@@ -216,12 +221,8 @@ class Keeping(_Numbering):
 class Replaying(_Numbering):
     """Recompute a layer, except for the operations whose results are kept."""
 
-    def see(self, operation, args, kwargs):
-        kind = kind_of(operation, args)
-        if kind is not NUMBERED:
-            return self.pass_by(kind, operation, args, kwargs)
-        position, recompute = self.trace.add(operation, args, kwargs), functools.partial(operation, *args, **kwargs)
-        results = self.frame.take(position, operation, self.trace.digest, recompute)
+    def run(self, position, operation, compute):
+        results = self.frame.take(position, operation, self.trace.digest, compute)
         self.trace.note_results(results)
         return results
 
