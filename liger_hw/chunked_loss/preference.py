@@ -3,14 +3,7 @@
 The functions in `functional` have the same arguments; `liger_hw.losses.preference` documents them.
 """
 
-from liger_hw.chunked_loss.functional import (
-    check_dpo_options,
-    liger_fused_linear_cpo,
-    liger_fused_linear_dpo,
-    liger_fused_linear_kto,
-    liger_fused_linear_orpo,
-    liger_fused_linear_simpo,
-)
+from liger_hw.chunked_loss import functional
 from liger_hw.losses.options import OptionsModule
 
 __all__ = [
@@ -42,10 +35,12 @@ class LigerFusedLinearDPOLoss(OptionsModule):
         average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
     ):  # fmt: skip
         super().__init__(locals())
-        check_dpo_options(loss_type, label_smoothing)
+        functional.check_dpo_options(loss_type, label_smoothing)
 
     def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
-        return liger_fused_linear_dpo(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options)
+        return functional.liger_fused_linear_dpo(
+            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options
+        )
 
 
 class LigerFusedLinearCPOLoss(OptionsModule):
@@ -58,7 +53,7 @@ class LigerFusedLinearCPOLoss(OptionsModule):
         super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None):
-        return liger_fused_linear_cpo(_input, lin_weight, target, bias, **self.options)
+        return functional.liger_fused_linear_cpo(_input, lin_weight, target, bias, **self.options)
 
 
 class LigerFusedLinearSimPOLoss(OptionsModule):
@@ -71,7 +66,7 @@ class LigerFusedLinearSimPOLoss(OptionsModule):
         super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None):
-        return liger_fused_linear_simpo(_input, lin_weight, target, bias, **self.options)
+        return functional.liger_fused_linear_simpo(_input, lin_weight, target, bias, **self.options)
 
 
 class LigerFusedLinearORPOLoss(OptionsModule):
@@ -82,7 +77,9 @@ class LigerFusedLinearORPOLoss(OptionsModule):
         super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
-        return liger_fused_linear_orpo(_input, lin_weight, target, bias, nll_target=nll_target, **self.options)
+        return functional.liger_fused_linear_orpo(
+            _input, lin_weight, target, bias, nll_target=nll_target, **self.options
+        )
 
 
 class LigerFusedLinearKTOLoss(OptionsModule):
@@ -98,6 +95,6 @@ class LigerFusedLinearKTOLoss(OptionsModule):
         self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None,
         ref_bias=None, kl=None,
     ):  # fmt: skip
-        return liger_fused_linear_kto(
+        return functional.liger_fused_linear_kto(
             _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, **self.options
         )

@@ -6,14 +6,28 @@ from liger_hw.patching.flags import FLAGS
 from liger_hw.patching.patch import patch
 
 
-def _patched(make, args, kwargs):
-    flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
-    model = make(*args, **kwargs)
-    patch(model, **flags)
-    return model
+class _PatchesModels:
+    """Patch the models that an auto class of transformers builds."""
+
+    # calls the auto class, not super(): transformers looks up remote code by the name of the called class
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        return cls._patched(cls.auto_class.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+
+    @classmethod
+    def from_config(cls, config, **kwargs):
+        return cls._patched(cls.auto_class.from_config, config, **kwargs)
+
+    @staticmethod
+    def _patched(make, *args, **kwargs):
+        flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
+        model = make(*args, **kwargs)
+        patch(model, **flags)
+        return model
 
 
-class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+class AutoLigerKernelForCausalLM(_PatchesModels, AutoModelForCausalLM):
     """`AutoModelForCausalLM` that patches models of any type by structure.
 
     `from_pretrained` and `from_config` take the flags of `liger_hw.patch` beside their own arguments.
@@ -22,25 +36,10 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         >>> model = liger_hw.AutoLigerKernelForCausalLM.from_config(model.config, rope=False, rms_norm=False)
     """
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        # not super(): transformers looks up remote code by the name of the called class
-        return _patched(AutoModelForCausalLM.from_pretrained, (pretrained_model_name_or_path, *model_args), kwargs)
-
-    @classmethod
-    def from_config(cls, config, **kwargs):
-        return _patched(AutoModelForCausalLM.from_config, (config,), kwargs)
+    auto_class = AutoModelForCausalLM
 
 
-class AutoLigerKernelForImageTextToText(AutoModelForImageTextToText):
+class AutoLigerKernelForImageTextToText(_PatchesModels, AutoModelForImageTextToText):
     """`AutoModelForImageTextToText` that patches models as `AutoLigerKernelForCausalLM` does."""
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        return _patched(
-            AutoModelForImageTextToText.from_pretrained, (pretrained_model_name_or_path, *model_args), kwargs
-        )
-
-    @classmethod
-    def from_config(cls, config, **kwargs):
-        return _patched(AutoModelForImageTextToText.from_config, (config,), kwargs)
+    auto_class = AutoModelForImageTextToText

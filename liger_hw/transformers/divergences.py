@@ -4,13 +4,7 @@ from torch import nn
 
 from liger_hw.kernels.vocabulary.cross_entropy_tvd import cross_entropy_tvd
 from liger_hw.losses.options import OptionsModule
-from liger_hw.transformers.functional import (
-    liger_fused_linear_jsd,
-    liger_fused_linear_kl_div,
-    liger_jsd,
-    liger_kl_div,
-    liger_tvd,
-)
+from liger_hw.transformers import functional
 
 __all__ = [
     "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
@@ -30,7 +24,7 @@ class LigerJSD(OptionsModule):
         super().__init__(locals())
 
     def forward(self, log_q, log_p, shift_labels=None):
-        return liger_jsd(log_q, log_p, shift_labels, **self.options)
+        return functional.liger_jsd(log_q, log_p, shift_labels, **self.options)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -46,7 +40,9 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred, y_true):
-        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+        return functional.liger_kl_div(
+            y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps
+        )
 
 
 class LigerTVDLoss(OptionsModule):
@@ -56,7 +52,7 @@ class LigerTVDLoss(OptionsModule):
         super().__init__(locals())
 
     def forward(self, p, q, shift_labels=None):
-        return liger_tvd(p, q, shift_labels, **self.options)
+        return functional.liger_tvd(p, q, shift_labels, **self.options)
 
 
 class LigerFusedLinearJSD(OptionsModule):
@@ -73,7 +69,7 @@ class LigerFusedLinearJSD(OptionsModule):
         super().__init__(locals())
 
     def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None):
-        return liger_fused_linear_jsd(
+        return functional.liger_fused_linear_jsd(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options
         )
 
@@ -85,7 +81,7 @@ class LigerFusedLinearKLDivLoss(OptionsModule):
         super().__init__(locals())
 
     def forward(self, student_input, student_weight, target, shift_labels=None):
-        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)
+        return functional.liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)
 
 
 class LigerFusedCETVDLoss(OptionsModule):

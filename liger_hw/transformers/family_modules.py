@@ -5,7 +5,7 @@ from torch import nn
 
 from liger_hw.kernels.moe.experts import experts
 from liger_hw.patching.projection import project_down
-from liger_hw.transformers.modules import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
+from liger_hw.transformers.modules import GatedProjections, LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
 from liger_hw.transformers.tiled_mlp import tiled
 
 __all__ = [
@@ -112,7 +112,7 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
         return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
-class LigerFalconH1SwiGLUMLP(nn.Module):
+class LigerFalconH1SwiGLUMLP(GatedProjections):
     """down_proj(silu(gate_proj(x) * a) * up_proj(x)) * b, with (a, b) = config.mlp_multipliers.
 
     Args:
@@ -123,21 +123,12 @@ class LigerFalconH1SwiGLUMLP(nn.Module):
     """
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config, bias=getattr(config, "mlp_bias", False))
         require_silu(config.hidden_act)
-        bias = getattr(config, "mlp_bias", False)
-        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias)
         self.gate_multiplier, self.down_multiplier = (float(number) for number in config.mlp_multipliers)
 
     def forward(self, x):
-        gate = self.gate_proj(x) * self.gate_multiplier
-        return (
-            project_down(self.down_proj, gate, self.up_proj(x), "silu", (self.gate_proj, self.up_proj))
-            * self.down_multiplier
-        )
+        return self.gated(self.gate_proj(x) * self.gate_multiplier, x, "silu") * self.down_multiplier
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
@@ -221,27 +212,27 @@ class LigerExperts(nn.Module):
         return experts(x, self.gate_up_proj, self.down_proj, index, weights).view_as(hidden_states)
 
 
-class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+class _Tiled:
+    """Apply the MLP of the next class to pieces of a sequence."""
+
+    def __init__(self, config, num_shards=None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x):
+        return tiled(_Tiled.piece, self, x, self.num_shards)
+
+    def piece(self, x):
+        return super().forward(x)
+
+
+class LigerTiledSwiGLUMLP(_Tiled, LigerSwiGLUMLP):
     """`LigerSwiGLUMLP` on `num_shards` pieces of the sequence, recomputed in the backward.
 
     Args:
         num_shards: ceil(length / hidden_size) by default.
     """
 
-    def __init__(self, config, num_shards=None):
-        super().__init__(config)
-        self.num_shards = num_shards
 
-    def forward(self, x):
-        return tiled(LigerSwiGLUMLP.forward, self, x, self.num_shards)
-
-
-class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+class LigerTiledGEGLUMLP(_Tiled, LigerGEGLUMLP):
     """`LigerGEGLUMLP` in pieces: as `LigerTiledSwiGLUMLP`."""
-
-    def __init__(self, config, num_shards=None):
-        super().__init__(config)
-        self.num_shards = num_shards
-
-    def forward(self, x):
-        return tiled(LigerGEGLUMLP.forward, self, x, self.num_shards)

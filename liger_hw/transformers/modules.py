@@ -219,20 +219,26 @@ def require_silu(activation):
     check(activation in ("silu", "swish"), "config.hidden_act", repr(activation), "silu, swish")
 
 
-class _GatedMLP(nn.Module):
-    def __init__(self, config, intermediate_size=None):
+class GatedProjections(nn.Module):
+    """Hold the projections of a gated MLP."""
+
+    def __init__(self, config, intermediate_size=None, bias=False):
         super().__init__()
         self.config, self.hidden_size = config, config.hidden_size
-        self.make_projections(config.intermediate_size if intermediate_size is None else intermediate_size)
+        self.make_projections(config.intermediate_size if intermediate_size is None else intermediate_size, bias)
 
-    def make_projections(self, intermediate_size):
+    def make_projections(self, intermediate_size, bias=False):
         self.intermediate_size = intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias)
+
+    def gated(self, gate, x, activation):
+        """Return down_proj(f(gate) * up_proj(x)), of a gate that gate_proj has computed."""
+        return project_down(self.down_proj, gate, self.up_proj(x), activation, (self.gate_proj, self.up_proj))
 
 
-class LigerSwiGLUMLP(_GatedMLP):
+class LigerSwiGLUMLP(GatedProjections):
     """down_proj(silu(gate_proj(x)) * up_proj(x)).
 
     The backward writes over the outputs of gate_proj and up_proj, which this module owns: a second backward through the
@@ -259,10 +265,10 @@ class LigerSwiGLUMLP(_GatedMLP):
         return config.hidden_act
 
     def forward(self, x):
-        return project_down(self.down_proj, self.gate_proj(x), self.up_proj(x), "silu", (self.gate_proj, self.up_proj))
+        return self.gated(self.gate_proj(x), x, "silu")
 
 
-class LigerGEGLUMLP(_GatedMLP):
+class LigerGEGLUMLP(GatedProjections):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)), always with the tanh approximation of GELU.
 
     Backward as in `LigerSwiGLUMLP`.
@@ -279,9 +285,7 @@ class LigerGEGLUMLP(_GatedMLP):
         super().__init__(config)
 
     def forward(self, x):
-        return project_down(
-            self.down_proj, self.gate_proj(x), self.up_proj(x), "gelu_tanh", (self.gate_proj, self.up_proj)
-        )
+        return self.gated(self.gate_proj(x), x, "gelu_tanh")
 
 
 class LigerCrossEntropyLoss(OptionsModule):
