@@ -260,6 +260,27 @@ def test_a_buffer_load_to_lds():
             assert (lds[program, place : place + 16] == (kept if lane == 5 else expected)).all()
 
 
+def test_a_global_load_to_lds():
+    """global_load_lds_dwordx4 v[0:1], off offset:16: 16 bytes a lane from M0 on; no register changes."""
+    arena = Arena()
+    data = np.arange(1024, dtype=np.uint32).view(np.uint8)
+    address = arena.place(data, 256)
+    decoder = Decoder("gfx950", arena)
+    lds = _lds(decoder, 2048)
+    expected = lds.copy()
+    load = decoder.decode((0xDDF48010 | 0x7F0000 << 32).to_bytes(8, "little") + bytes(12))
+    places = address + 16 * np.arange(64, dtype=np.uint64)[::-1]
+    halves = np.stack([places & np.uint64(0xFFFFFFFF), places >> np.uint64(32)]).astype(np.uint32)
+    waves = _waves(np.broadcast_to(halves[:, None], (2, 2, 64)), range(1, 64))
+    before = waves.v.copy()
+    waves.s[124] = 32
+    load.run(waves)
+    for lane in range(1, 64):
+        start = 16 * (63 - lane) + 16
+        expected[:, 48 + 16 * lane : 64 + 16 * lane] = data[start : start + 16]
+    assert (lds == expected).all() and (waves.v == before).all()
+
+
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 

@@ -80,19 +80,26 @@ def _buffer(decoder, name, fields):
         elif to_lds:
             data = np.zeros((*lanes.shape, size), np.uint8)
             data[lanes] = decoder.arena.load(addresses, size)
-            place = w.s[M0].astype(np.int64)[:, None] + constant + size * np.arange(w.lanes)
-            programs = np.broadcast_to(w.programs[:, None], lanes.shape)
-            decoder.lds.store(programs[w.active], place[w.active], data[w.active])
+            _store_from_m0(decoder, w, constant, data[w.active])
         else:
             put(w, decoder.arena.load(addresses, size), lanes)
 
     return run
 
 
+def _store_from_m0(decoder, w, offset, data):
+    """Store data of the active lanes in LDS from M0 + `offset` on."""
+    place = w.s[M0].astype(np.int64)[:, None] + offset + data.shape[1] * np.arange(w.lanes)
+    programs = np.broadcast_to(w.programs[:, None], w.active.shape)
+    decoder.lds.store(programs[w.active], place[w.active], data)
+
+
 def _global(decoder, name, fields, flat):
     if "INV" in name or "WB" in name:
         return nothing
-    store = "STORE" in name
+    store, to_lds = "STORE" in name, "LOAD_LDS" in name
+    if to_lds and "DWORD" not in name:
+        raise Unknown("narrow LDS load of a global access")
     data = ("data" if "data" in fields else "vsrc") if store else "vdst"
     store, size, put, take = _mover(decoder, name, fields, data)
     address, base = fields.get("addr", fields.get("vaddr")) - 256, fields["saddr"]
@@ -109,6 +116,8 @@ def _global(decoder, name, fields, flat):
         where = (where + np.uint64(offset & (1 << 64) - 1))[lanes]
         if store:
             decoder.arena.store(where, take(w, lanes))
+        elif to_lds:
+            _store_from_m0(decoder, w, offset, decoder.arena.load(where, size))
         else:
             put(w, decoder.arena.load(where, size), lanes)
 
