@@ -13,9 +13,10 @@ import zoo
 
 # Every reason of docs/models.json why a part was replaced, and how, or left; and a few that everybody trains.
 FEW = """
-apertus axk2 bailing_hybrid bamba cohere2 deepseek_v4 dory ernie4_5 fsmt gemma2 gemma3n_text glmga gpt_oss gptj helium
-idefics idefics3 inkling_text lara_mini llama llama4 llama4_text llava mistral3 mixtral mpt musicflamingo
-musicgen_melody nanochat nemotron olmo opt phi phi4_multimodal qwen2_5_vl qwen3_next rwkv step3p7 t5 xlm xlnet
+apertus axk2 bailing_hybrid bamba cohere2 deepseek_v4 dory ernie4_5 fsmt fun_asr_nano gemma2 gemma3n_text glmga
+gpt_oss gptj helium idefics idefics3 inkling_text lara_mini llama llama4 llama4_text llava mistral3 mixtral mpt
+musicflamingo musicgen_melody nanochat nemotron olmo opt phi phi4_multimodal qwen2_5_vl qwen3_next rwkv step3p7
+t5 xlm xlnet
 """.split()
 PAGE = Path(__file__).parents[2] / "docs" / "models.json"
 
