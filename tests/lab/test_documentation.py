@@ -280,6 +280,24 @@ def value_at(results, path):
     return results
 
 
+def test_the_memory_of_a_small_gpu_is_planned(capsys):
+    """Run the page's command at both lengths, and without checkpointing."""
+    from liger_hw import cli
+
+    page = (ROOT / "docs/guides/small_gpu.md").read_text()
+    command = re.search(r"^    liger-hw (plan .* --seq 8192 --checkpointing)$", page, re.MULTILINE)[1]
+    gib, longest, states = [], [], []
+    for words in (command, command.replace("8192", "16384"), command.replace(" --checkpointing", "")):
+        assert cli.main([*words.split(), "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        gib.append(f"{result['total_bytes'] / 2**30:.2f}")
+        longest.append(f"{result['longest']:,}")
+        states.append(sum(result["bytes"].get(name, 0) for name in ("parameters", "gradients", "optimizer")) / 2**30)
+    assert f"computes {gib[0]} GiB for Llama-3.2-1B, of which {states[0]:.2f} are weights" in page
+    assert f"`--seq 16384` {gib[1]} GiB" in page
+    assert f"has {longest[0]} tokens, without `--checkpointing` {longest[2]}." in page
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_figures_of_prose_are_those_of_their_files(page):
     """A figure before `<!-- FILE: PATH -->`, with ` / PATH` or ` / NUMBER` too, is that of lab/results/FILE.json."""
