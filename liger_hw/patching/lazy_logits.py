@@ -57,6 +57,9 @@ ADVICE = "call the model with skip_logits=False, which computes the logits in th
 NO_MEMORY = f"the logits were not computed and have no memory: read them by an operation of torch first, or {ADVICE}"
 
 
+CHANGED = "changed"
+
+
 class Forward:
     """A call of a patched model, whose heads may leave their logits uncomputed.
 
@@ -83,23 +86,25 @@ class Source:
         self.autocast_dtype = autocast_dtype(tensors[0].device.type)
         self._seen = [_fingerprint(t) for t in self.tensors]
 
-    def check_unchanged(self):
-        """Raise a RuntimeError if the head's tensors have changed since the forward.
+    def changes(self):
+        """Yield (name, what happened to it) of the head's tensors that are not those of the forward.
 
         Some programs write without a new version number (fused AdamW, `p.data`, `p.numpy()`), so this also compares
         sums over all values.
         """
-        names = "hidden states", "weight", "bias"
-        for name, tensor, (version, sums) in zip(names, self.tensors, self._seen):
+        for name, tensor, (version, sums) in zip(("hidden states", "weight", "bias"), self.tensors, self._seen):
             if sums is None:
                 continue
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-                change = "were sharded or freed"
-            else:
-                version_now, sums_now = _fingerprint(tensor)
-                if version_now == version and all(map(torch.equal, sums_now, sums)):
-                    continue
-                change = "changed"
+                yield name, "were sharded or freed"
+                continue
+            version_now, sums_now = _fingerprint(tensor)
+            if version_now != version or not all(map(torch.equal, sums_now, sums)):
+                yield name, CHANGED
+
+    def check_unchanged(self):
+        """Raise a RuntimeError if the head's tensors have changed since the forward."""
+        for name, change in self.changes():
             raise RuntimeError(
                 f"the logits of this forward were not computed and cannot be now: the head's {name} {change} since "
                 f"(an optimizer step?). Read outputs.logits before that, or {ADVICE}"
@@ -396,12 +401,16 @@ class HeadFunction(FunctionOfLazyLogits):
         source = Source(hidden, weight, bias)
         ctx.call = HeadCall(forward, source, ctx.needs_input_grad[:3])
         ctx.set_materialize_grads(False)  # None stays None, as after F.linear
-        reads_weight = ctx.needs_input_grad[0] and source.autocast_dtype in (None, weight.dtype)  # else F.linear a copy
+        # what F.linear keeps for its backward: under autocast copies of another dtype
+        kept = {"weight": ctx.needs_input_grad[0], "hidden states": ctx.needs_input_grad[1]}
+        same = {"weight": weight.dtype, "hidden states": hidden.dtype}
+        ctx.read = [name for name in kept if kept[name] and source.autocast_dtype in (None, same[name])]
         # parts: weights whose columns `weight` has, of the layers whose input needs a gradient
-        weights = (parts or [weight]) if reads_weight else []
+        weights = (parts or [weight]) if "weight" in ctx.read else []
         ctx.weights = [version_of(part) for part in weights]
         # hooks of a program may copy the weights, which may then change; copies on a GPU would cost its memory
-        packs = saved_tensors_hooks() is not None and hidden.device.type == "cpu"
+        hooked, on_cpu = saved_tensors_hooks() is not None, hidden.device.type == "cpu"
+        packs, ctx.compares = hooked and on_cpu, on_cpu and not hooked
         # the first is freed with the graph, after which torch refuses a second backward
         ctx.save_for_backward(hidden.new_empty(0), *(weights if packs else ()))
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
@@ -421,6 +430,8 @@ class HeadFunction(FunctionOfLazyLogits):
                     weight = kept[0]()
                     if weight is None or unpacked is None or storage_id(unpacked) == storage_id(weight):
                         refuse_written("the head", kept)
+                if ctx.compares:
+                    _refuse_changed(source, ctx.read)
                 return *grad.cell.operand_gradients(), None, None
             grad = grad.cell.values
         source = source or ctx.call.source()
@@ -434,6 +445,19 @@ class HeadFunction(FunctionOfLazyLogits):
             rows.sum(0).to(bias.dtype) if learns[2] else None,
             *(None, None),
         )
+
+
+def _refuse_changed(source, read):
+    """Raise a RuntimeError if a tensor of a head that F.linear's backward reads has changed.
+
+    It also finds writes that torch does not count. On a GPU the host would wait for the answer.
+    """
+    for name, change in source.changes():
+        if change == CHANGED and name in read:
+            raise RuntimeError(
+                f"the head's {name} changed between its forward and its backward, in which the unpatched model would "
+                "mix both: call backward before anything that writes to them"
+            )
 
 
 class StepFunction(FunctionOfLazyLogits):
@@ -494,7 +518,8 @@ class FusedFunction(FunctionOfLazyLogits):
             for tensor, learns in zip(source.tensors, call.learns):
                 leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_() if learns else None
                 leaves.append(leaf)
-                tensors.append(StandIn.apply(leaf, tensor) if learns else tensor)
+                # the op shall not look for writes to the weight itself: HeadFunction knows which ones count
+                tensors.append(StandIn.apply(leaf, tensor) if learns else None if tensor is None else tensor.detach())
             dtype = source.autocast_dtype if casts else None
             outputs = fused(*operands(*tensors, steps, dtype), *scale_and_softcap(steps), None)
         value, *others = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -62,3 +62,15 @@ def test_without_eps(casting_mode, backend, device):
     torch.manual_seed(0)
     x, w = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((5, 123), (123,)))
     check(rms_norm, (x, w), {"eps": 0.0, "casting_mode": casting_mode}, backend)
+
+
+@pytest.mark.parametrize("casting_mode", CASTING_MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_reference_keeps_the_weight_itself(casting_mode, dtype):
+    """As a model's norm does: torch then refuses a backward after a write, and hooks find the parameter's memory."""
+    x, w = torch.randn(3, 8, dtype=dtype, requires_grad=True), torch.randn(8, dtype=dtype, requires_grad=True)
+    y = rms_norm.reference(x, w, casting_mode=casting_mode)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

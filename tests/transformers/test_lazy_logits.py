@@ -812,6 +812,36 @@ def test_a_weight_of_the_head_written_before_the_backward(autocast, frozen):
         torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=0.05, atol=2e-3)
 
 
+WRITES = {"data": lambda x: x.data.mul_(1.5), "numpy": lambda x: x.detach().numpy().__imul__(1.5)}
+KEPT_APART = {  # where the backward of F.linear does not read what was written
+    "frozen": contextlib.nullcontext, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "copied": lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("tensor", ["hidden states", "weight"])
+@pytest.mark.parametrize("kept_apart", [None, *KEPT_APART])
+def test_writes_before_the_backward_that_torch_does_not_count(kept_apart, tensor, write):
+    plain, patched, inputs = _models()
+    for model in (plain, patched):
+        if kept_apart == "frozen":
+            (model.lm_head if tensor == "hidden states" else model.model).requires_grad_(False)
+        hidden = []
+        model.model.norm.register_forward_hook(lambda module, args, y, hidden=hidden: hidden.append(y))
+        with KEPT_APART.get(kept_apart, contextlib.nullcontext)():
+            loss = tiny.call(model, **inputs).loss
+        WRITES[write](hidden[0] if tensor == "hidden states" else model.lm_head.weight)
+        if model is patched and kept_apart is None:
+            with pytest.raises(RuntimeError, match=f"the head's {tensor} changed .* call backward before"):
+                loss.backward()
+            return
+        loss.backward()
+    for p, q in zip(plain.parameters(), patched.parameters()):
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=0.05, atol=2e-3)
+
+
 class Sees(TorchDispatchMode):
     """Mode of a program that changes products, which the logits' own must not be."""
 
@@ -890,11 +920,12 @@ def test_hooks_of_saved_tensors_find_memory(pack):
 
 
 @pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(tied, copies):
+@pytest.mark.parametrize("head", ["tied", "trained", "frozen"])
+def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(head, copies):
     """Torch looks for no writes within hooks, and mixes old and new weights where they copy none."""
     gradients = []
-    for model in tiny.pair(tie_word_embeddings=tied):
+    for model in tiny.pair(tie_word_embeddings=head == "tied"):
+        model.lm_head.requires_grad_(head != "frozen")
         pack = torch.clone if copies else lambda x: x
         with torch.autograd.graph.saved_tensors_hooks(lambda x, pack=pack: pack(x.detach()), lambda x: x):
             loss = model(**tiny.tokens()).loss
@@ -903,7 +934,7 @@ def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(tied, copi
                 p.add_(1.0)
         if copies or not hasattr(type(model), "liger_match"):
             loss.backward()
-            gradients.append([p.grad for p in model.parameters()])
+            gradients.append([p.grad for p in model.parameters() if p.requires_grad])
             continue
         with pytest.raises(RuntimeError, match="of the head was modified by an inplace .*: call backward before"):
             loss.backward()

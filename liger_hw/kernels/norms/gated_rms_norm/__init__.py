@@ -99,7 +99,7 @@ def gated_rms_norm(
     y = y if group_size is None else y.flatten(-2)
     if casting_mode != "gemma":
         y = widen(y.to(x.dtype))
-    y = y if weight is None else widen(weight) * y
+    y = y if weight is None else weight * y  # in the dtype of y or wider; autograd keeps no copy of the weight
     if gate_first:
         return y.to(x.dtype)
     if casting_mode != "gemma":
