@@ -164,7 +164,7 @@ def _fingerprint(tensor):
     """
     if tensor is None:
         return None, None
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1).contiguous()  # a weight may be every second column
     # not `nbytes`, which Dynamo cannot trace: a compiled function may be the first to read the logits
     wide = flat.numel() * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
     words = flat.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32}[flat.itemsize])

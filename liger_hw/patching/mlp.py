@@ -32,6 +32,8 @@ class MLPMatch(Match):
         return [*pins, *read(torch.nn.Linear).pins], shadowed  # `project_down` does not call the last projection
 
     def reason_against(self, original):
+        if read(original).sets_autocast:
+            return "its code sets autocast, which decides the dtype of its products"
         replaced = foreign(read(torch.nn.Linear).pins)
         return replaced and f"a program replaced torch's {replaced} of linear layers"
 

@@ -56,9 +56,13 @@ class NormMatch(Match):
                 return original.forward(self, *args, **kwargs)
             x = args[0]
             weight = getattr(self, weight_name) if weight_name else None
-            if weight_name and getattr(weight, "dtype", None) != x.dtype:
-                if not isinstance(weight, torch.Tensor):  # a program set another kind of weight, or none
-                    return original.forward(self, x)
+            bias = getattr(self, bias_name) if bias_name else None
+            is_foreign = weight_name and not witnesses.is_torchs(
+                weight
+            )  # a program set another kind of weight, or none
+            if is_foreign or bias is not None and not witnesses.is_torchs(bias):
+                return original.forward(self, x)
+            if weight_name and weight.dtype != x.dtype:
                 if not (wide_input if torch.promote_types(x.dtype, weight.dtype) == x.dtype else narrow_input):
                     return original.forward(self, x)
             if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
@@ -71,7 +75,7 @@ class NormMatch(Match):
             try:
                 if bias_name:
                     weight = weight if offset is None else weight + offset
-                    return op(x, weight, getattr(self, bias_name), eps, **options)
+                    return op(x, weight, bias, eps, **options)
                 return op(x, eps=eps, **options) if op is l2_norm else op(x, weight, eps=eps, **options)
             except ValueError:
                 if weight is None or weight.shape == x.shape[-1:]:

@@ -88,7 +88,7 @@ def patch(model, activations=None, **flags):
             swap(part, memory.patched_class(type(part), match))
             if match.kind == "mlp":
                 bypassed.update(child for child in part.children() if not is_projection(child))
-    for part in loss.models_refusing_skip_logits(model):
+    for part in filter(lambda part: not reason_against(type(part)), loss.models_refusing_skip_logits(model)):
         swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch(lora=bool(flags["lora"]))))
     if loss.has_foreign_head(model):
         summary.left[original_class(model).__name__, loss.NO_HUGGING_FACE_MODEL] += 1

@@ -25,20 +25,10 @@ from liger_hw._torch import LINEAR, OPERATIONS
 
 MISSING = object()  # value of a pin whose name does not exist
 KNOWN_PACKAGES = ("torch", "liger_hw")
-KNOWN_LIBRARY = {
-    "math",
-    "operator",
-    "functools",
-    "itertools",
-    "typing",
-    "types",
-    "collections",
-    "abc",
-    "enum",
-}
+KNOWN_LIBRARY = {"math", "operator", "functools", "itertools", "typing", "types", "collections", "abc", "enum"}
 UNREADABLE = {  # functions of Python whose effect the code does not show
     "globals", "locals", "eval", "exec", "compile", "open", "input", "id", "setattr", "delattr", "__import__", "print",
-    "next", "iter", "vars", "dir",
+    "next", "iter", "vars", "dir", "repr", "ascii", "format", "hash",
 }  # fmt: skip
 CHANGES_CONTAINER = {
     "append", "extend", "insert", "popitem", "setdefault", "appendleft", "popleft", "update", "clear", "__setitem__",
@@ -46,25 +36,31 @@ CHANGES_CONTAINER = {
     "pop", "remove", "discard", "reverse", "setitem", "delitem", "iadd", "iconcat", "ior", "iand", "isub", "imul",
     "__iadd__", "__ior__", "__iand__", "__isub__", "__imul__", "__delitem__",
 }  # fmt: skip
-GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls
-    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
-    "is_autocast_cache_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
-    "is_compiling", "is_dynamo_compiling", "is_exporting", "is_tracing", "is_scripting", "get_default_dtype",
-    "get_default_device", "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_num_threads",
-    "get_float32_matmul_precision", "get_rng_state", "initial_seed", "is_available", "is_initialized", "get_rank",
-    "get_world_size", "device_count", "current_device", "is_current_stream_capturing", "backends",
+GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls; also STATE_PREFIXES
+    "initial_seed", "device_count", "current_device", "backends", "is_available", "is_initialized", "get_rank",
+    "get_world_size", "is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_compiling",
+    "enable_grad", "set_grad_enabled", "inference_mode",  # under which a result needs a gradient, or is no inference's
 }  # fmt: skip
+STATE_PREFIXES = "is_", "are_", "get_"
+TENSOR_FACTS = {"is_tensor", "is_floating_point", "is_complex"}  # functions that tell of their argument alone
 READS_UNSEEN = {  # attributes by which code reads others without their names
     *(name for name in vars(torch.nn.Module()) if name.startswith("_")),  # its parameters, children, hooks
     "__dict__", "__getattribute__", "__getattr__", "parameters", "buffers",
     "modules", "children", "named_parameters", "named_buffers", "named_modules", "named_children", "state_dict",
-    "get_parameter", "get_buffer", "get_submodule", "attrgetter", "methodcaller",
+    "get_parameter", "get_buffer", "get_submodule", "attrgetter", "methodcaller", "format", "format_map",
+    "__repr__", "__str__", "__format__",
+}  # fmt: skip
+HIDDEN = UNREADABLE | READS_UNSEEN | CHANGES_CONTAINER | {"getattr", "hasattr"}  # refused under another name, too
+UNUSED = {  # special methods that no operator or function of Python calls while a forward runs
+    *vars(torch.nn.Module), "__new__", "__init_subclass__", "__del__", "__copy__", "__deepcopy__", "__reduce__",
+    "__reduce_ex__", "__getstate__", "__class_getitem__", "__prepare_scriptable__", "__getattribute__",
 }  # fmt: skip
 PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
 GENERATED = {  # members of a class by which it does not compute when code reads an object
     "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
 }  # fmt: skip
 TRUSTED = ("torch", "transformers", "numpy", "liger_hw")  # packages whose properties of configurations change nothing
+CONTEXTS = torch.no_grad.__base__.__module__, torch.autocast.__module__  # modules whose decorators set a state of torch
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
@@ -96,6 +92,7 @@ class Code:
         looked_up: those that they read by getattr or hasattr, which may appear later.
         writes_in_place: they contain an operator such as +=, which may write to a container.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
+        sets_autocast: they enter torch.autocast, perhaps with enabled=False.
         reason: why a probe cannot show what the methods compute, or None.
     """
 
@@ -110,11 +107,13 @@ class Code:
     looked_up: set = field(default_factory=set)
     writes_in_place: bool = False
     without_autocast: bool = False
+    sets_autocast: bool = False
     reason: str | None = None
 
-    def refuse_state(self, name):
+    def refuse_state(self, name, is_torchs=False):
         """Refuse to read the state `name` of the program."""
-        if name in GLOBAL_STATE and not (self.without_autocast and "autocast" in name):
+        tells = is_torchs and str(name).startswith(STATE_PREFIXES) and name not in TENSOR_FACTS
+        if (tells or name in GLOBAL_STATE) and not (self.without_autocast and "autocast" in name):
             self.refuse(f"calls {name}()")
 
     def refuse(self, reason):
@@ -128,6 +127,9 @@ def read(cls, methods=("forward",)):
     for name in ("__getattr__", "__getattribute__"):
         if getattr(cls, name, None) not in (getattr(torch.nn.Module, name), object.__getattribute__):
             code.refuse(f"defines {name}()")
+    members = {name for base in cls.__mro__ if not is_known(base) for name in vars(base) if name.endswith("__")}
+    if special := next((name for name in sorted(members - UNUSED) if callable(getattr(cls, name))), None):
+        code.refuse(f"belongs to a class that defines {special}()")
     for name in methods:
         method = inspect.getattr_static(cls, name, MISSING)
         if isinstance(method, types.FunctionType):
@@ -181,20 +183,26 @@ def _is_entry(entry):
     return is_constant(entry) and not isinstance(entry, types.ModuleType)
 
 
-def read_globals(function):
-    """Return the globals that one function names, and whether it writes one."""
+def read_globals(function, called=()):
+    """Return the globals that one function names, and why no copy may replace it.
+
+    Args:
+        called: names of globals that the copy has other functions for, which the code may only call.
+    """
     code = Code(pins=_function_pins(function))
     for instructions in _all_code(function.__code__):
         for instruction in dis.get_instructions(instructions):
             name, argument = instruction.opname, instruction.argval
             if name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 code.refuse(f"writes the global {argument!r}")
-            elif name in ("LOAD_GLOBAL", "LOAD_NAME") and argument in function.__globals__:
-                code.pins.append(Pin(function.__globals__, argument, function.__globals__[argument]))
+            elif name == "LOAD_GLOBAL" and argument == "__name__":
+                code.refuse("reads __name__")
+            elif name == "LOAD_GLOBAL" and argument in called and "NULL" not in instruction.argrepr:
+                code.refuse(f"does more with {argument} than call it")
             elif name == "LOAD_GLOBAL" and argument in ("globals", "eval", "exec"):
                 code.refuse(f"calls {argument}()")
-            elif name == "LOAD_GLOBAL":
-                code.pins.append(Pin(function.__globals__, argument, MISSING))
+            elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
+                code.pins.append(Pin(function.__globals__, argument, function.__globals__.get(argument, MISSING)))
     return code
 
 
@@ -229,9 +237,8 @@ def is_zero3_linear(function):
 
 def foreign(pins, packages=("torch",)):
     """Return the name of the first function in `pins` of another package, or None."""
-    functions = (
-        pin for pin in pins if callable(pin.value) and not isinstance(pin.value, (type, types.MethodDescriptorType))
-    )
+    others = type, types.MethodDescriptorType
+    functions = (pin for pin in pins if callable(pin.value) and not isinstance(pin.value, others))
     return next((pin.name for pin in functions if _package(pin.value) not in packages), None)
 
 
@@ -290,9 +297,13 @@ def _read_class_attribute(cls, name, code, waiting):
 
 def _functions_to_read(function):
     """Return a function of the model's code, which decorators of torch may enclose."""
-    while isinstance(function, types.FunctionType) and is_known(function):
+    while isinstance(function, types.FunctionType) and is_known(function) and not _sets_state(function):
         function = getattr(function, "__wrapped__", None)
     return [function] if isinstance(function, types.FunctionType) else []
+
+
+def _sets_state(function):
+    return function.__globals__.get("__name__") in CONTEXTS and hasattr(function, "__wrapped__")
 
 
 def functions_within(value):
@@ -302,7 +313,8 @@ def functions_within(value):
     return _functions_to_read(value)
 
 
-def _content(cell):
+def content(cell):
+    """Return what a cell holds."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -310,6 +322,8 @@ def _content(cell):
 
 
 def _read_function(function, code, waiting):
+    if _sets_state(function):
+        code.refuse("sets a state of torch by a decorator")
     code.pins += _function_pins(function)
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     if not is_constant(defaults) or any(isinstance(value, type) and _is_model_class(value) for value in defaults):
@@ -339,7 +353,9 @@ def _all_code(code):
 
 
 def _read_instructions(instructions, namespace, cells, first, code, waiting):
-    code.names.update(c for c in instructions.co_consts if isinstance(c, str) and c.isidentifier())
+    # names in tuples are those of `case` clauses
+    strings = itertools.chain(instructions.co_consts, *(c for c in instructions.co_consts if isinstance(c, tuple)))
+    code.names.update(c for c in strings if isinstance(c, str) and c.isidentifier())
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain = None, []
     attribute = None
@@ -375,6 +391,8 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             kind, chain = "cell", [argument]
         elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and last in first:
             kind = "self"
+            if after.opname.startswith(("FORMAT", "CONVERT")) or before and before.argval == "str":
+                code.refuse("writes its module as text")
         elif name == "BINARY_OP":
             code.attributes.update([OPERATORS[instruction.argrepr]] if instruction.argrepr in OPERATORS else ())
             code.writes_in_place |= instruction.argrepr.endswith("=")
@@ -388,7 +406,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.refuse("writes to an entry of a tensor or container")
         elif name == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START":
             code.refuse("catches exceptions")  # which rows of another size may raise
-        elif name in ("YIELD_VALUE", "IMPORT_NAME") and not _is_harmless(name, argument):
+        elif name == "IMPORT_NAME" and argument.partition(".")[0] not in KNOWN_PACKAGES:
             code.refuse(f"imports {argument}")
 
 
@@ -414,11 +432,8 @@ def _read_lookups(instructions, first, namespace, code):
             continue
         name, *default = arguments
         is_constant_name = name.opname == "LOAD_CONST" and isinstance(name.argval, str)
-        if (
-            not is_constant_name
-            or not all(i.opname.startswith("LOAD") for i in default)
-            or any(i.opname != "LOAD_ATTR" for i in default[1:])
-        ):
+        loads = all(i.opname.startswith("LOAD") for i in default)
+        if not is_constant_name or not loads or any(i.opname != "LOAD_ATTR" for i in default[1:]):
             code.refuse("computes the name of an attribute")
         elif holder.argval in first:
             code.looked_up.add((*fields, name.argval))
@@ -434,15 +449,11 @@ def _is_known_module(value):
     return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in KNOWN_PACKAGES
 
 
-def _is_harmless(name, argument):
-    return name == "YIELD_VALUE" or str(argument).partition(".")[0] in KNOWN_PACKAGES
-
-
 def _read_chain(kind, chain, namespace, cells, code, waiting, takes_an_entry):
     """Pin the value of a global name or a cell, and of its attributes."""
     name, *attributes = chain
     if kind == "cell":
-        owner, value = cells[name], _content(cells[name])
+        owner, value = cells[name], content(cells[name])
         pin = Pin(owner, "cell_contents", value)
     elif name in namespace:
         value = namespace[name]
@@ -488,7 +499,10 @@ def _read_value(value, name, code, waiting):
         if isinstance(value.__self__, type) and not is_known(value.__func__):
             code.refuse(f"calls the class method {value.__func__.__qualname__}")
         value = value.__func__
-    code.refuse_state(getattr(value, "__name__", None))
+    known_name = getattr(value, "__name__", None)
+    code.refuse_state(known_name, is_known(value))
+    if known_name in HIDDEN and is_known(value) and not isinstance(value, types.FunctionType):
+        code.refuse(f"calls {known_name} by another name")
     if is_bound(value):
         code.refuse(f"calls {name}, a method of an object whose contents may change")
     if isinstance(value, types.FunctionType) and _is_known_library(value) and value.__closure__:
@@ -503,6 +517,7 @@ def _read_value(value, name, code, waiting):
     elif isinstance(value, types.ModuleType) or value is MISSING:
         pass
     elif isinstance(value, type):
+        code.sets_autocast |= issubclass(value, torch.autocast)
         if issubclass(value, torch.autograd.Function) and not is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
         elif _is_model_class(value) and name != "__class__":  # a cell of that name serves super()

@@ -2,6 +2,8 @@
 
 import types
 
+from liger_hw.patching.reading import content
+
 
 def model_methods(cls):
     """Return name -> method that `cls` defines, or inherits from a class outside torch."""
@@ -28,7 +30,7 @@ def with_globals(function, replaced):
     namespace, closure, more = function.__globals__, function.__closure__, {}
     if isinstance(wrapped, types.FunctionType):
         inner = with_globals(wrapped, replaced)
-        closure = tuple(types.CellType(inner) if _content(cell) is wrapped else cell for cell in closure or ())
+        closure = tuple(types.CellType(inner) if content(cell) is wrapped else cell for cell in closure or ())
         more = {"__wrapped__": inner}
     else:
         namespace = {**namespace, **replaced}
@@ -40,10 +42,3 @@ def with_globals(function, replaced):
     for name in ("__doc__", "__annotations__", "__module__", "__qualname__"):
         setattr(copy, name, getattr(function, name))
     return copy
-
-
-def _content(cell):
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None

@@ -78,15 +78,10 @@ class Record:
 
 VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with their input
 APPLY = {
-    "add": torch.add,
-    "columns": lambda value, count: value[..., :count],
-    "div": torch.div,
-    "mul": torch.mul,
-    "rows": lambda value, index: value[index],
-    "tanh": lambda value, _: torch.tanh(value),
-    "to": lambda value, dtype: value.to(dtype),
-    "view": lambda value, shape: value.reshape(shape),
-}
+    "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _: torch.tanh(value),
+    "columns": lambda value, count: value[..., :count], "rows": lambda value, index: value[index],
+    "to": lambda value, dtype: value.to(dtype), "view": lambda value, shape: value.reshape(shape),
+}  # fmt: skip
 
 
 def apply_steps(logits, steps):

@@ -88,7 +88,7 @@ def match_rotary(cls, find=None):
     proved = {name: rotation for name, (rotation, _) in results.items() if rotation is not None}
     reason = "; ".join(why.replace("{}", name) for name, (_, why) in results.items() if why) or None
     for method in _methods(cls, proved).values():
-        if copied := read_globals(innermost(method)).reason:
+        if copied := read_globals(innermost(method), proved).reason:
             return None, f"{method.__name__} {copied}"
     return (RotaryMatch("rope", names=tuple(sorted(proved.items()))) if proved else None), reason
 

@@ -13,6 +13,7 @@ import torch
 
 from liger_hw.kernels.attention.rope import LAYOUTS, rope
 from liger_hw.patching.probing import DTYPES, generator, outputs, random_rows
+from liger_hw.patching.witnesses import is_torchs
 
 LEADING = {  # form of a function -> names of its leading parameters, None allows any name
     "q, k, cos, sin": (None, None, "cos", "sin"),
@@ -200,7 +201,7 @@ def replacement(original, rotation):
 
 def _proved_call(rotation, leading, axis):
     """Return `DIRECT` or `PROMOTED`, or None where no probe proved agreement."""
-    if any(x is None for x in leading):  # without k, some return q alone
+    if not all(map(is_torchs, leading)):  # without k, some return q alone
         return None
     if rotation.is_complex and not leading[2].is_complex():
         return None

@@ -15,7 +15,8 @@ import torch
 
 from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
-from liger_hw.patching.reading import SKIPPED
+from liger_hw.patching.reading import SKIPPED, TRUSTED
+from liger_hw.patching.rebinding import innermost
 
 logger = logging.getLogger("liger_hw")
 
@@ -88,25 +89,34 @@ def _new_class(original, match, digest):
     return cls
 
 
+DIFFERS_IN_SUBCLASS = {"__dict__", "__mro__", "__bases__", "__base__", "__subclasses__", "mro"}
+
+
 def reason_against(cls):
     """Return why instances of `cls` cannot have a subclass, or None."""
     for base in cls.__mro__:
-        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+        if base.__module__.partition(".")[0] not in (*TRUSTED, "peft", "builtins"):
             for name, method in vars(base).items():
-                code = getattr(method, "__code__", None)
-                if code is not None and "super" in code.co_names and _calls_super_endlessly(code):
-                    return f"its {name}() calls super() of the instance's class, which never ends in a subclass"
+                code = getattr(innermost(getattr(method, "__func__", method)), "__code__", None)
+                if code and name != "__init__" and _tells_a_subclass(code, isinstance(method, classmethod)):
+                    return f"its {name}() does more with the instance's class than read an attribute of it"
     return None
 
 
-def _calls_super_endlessly(code):
-    """Tell whether code calls super(self.__class__, self) or super(type(self), self)."""
-    listed = [i for i in dis.get_instructions(code) if i.opname not in SKIPPED]
-    for instruction, *after in zip(listed, listed[1:], listed[2:]):
-        if (instruction.opname, instruction.argval) == ("LOAD_GLOBAL", "super"):
-            arguments = [(i.opname, i.argval) for i in after]
-            if arguments[0] == ("LOAD_GLOBAL", "type") or arguments[1] == ("LOAD_ATTR", "__class__"):
-                return True
+def _tells_a_subclass(code, takes_class):
+    """Tell whether code does more with its instance's class than read an attribute."""
+    listed = [i for i in dis.get_instructions(code) if i.opname not in (*SKIPPED, "PRECALL")]
+    for before, instruction, then, after in zip([listed[0], *listed], listed, listed[1:], listed[2:]):
+        if not instruction.opname.startswith("LOAD_FAST") or instruction.argval not in code.co_varnames[:1]:
+            continue
+        if takes_class and (
+            then.opname in ("STORE_ATTR", "DELETE_ATTR", "COPY") or before.argval in ("setattr", "delattr")
+        ):
+            return True
+        reads = after.opname == "LOAD_ATTR" and after.argval not in DIFFERS_IN_SUBCLASS
+        is_class = (before.opname, before.argval) == ("LOAD_GLOBAL", "type") or then.argval == "__class__"
+        if is_class and not reads and not after.opname.startswith(("FORMAT", "CONVERT")):
+            return True
     return False
 
 
@@ -141,17 +151,14 @@ def _reduce(self, protocol):
     # a derived class, such as FSDP's, pickles in its own way
     original = cls.liger_original
     if not is_swapped(self):
-        return super(_swapped_base(cls), self).__reduce_ex__(protocol)
+        swapped = next(base for base in cls.__mro__ if "liger_original" in vars(base))
+        return super(swapped, self).__reduce_ex__(protocol)
     if (original.__reduce_ex__, original.__reduce__) != (object.__reduce_ex__, object.__reduce__):
         return original.__reduce_ex__(self, protocol)  # the program's own code makes the copy
     _, _, state, *more = original.__reduce_ex__(self, max(protocol, 2))
     if isinstance(state, dict):  # a head is armed while its model's forward runs, its copy is not
         state = {name: value for name, value in state.items() if not name.startswith("liger_")}
     return _rebuild, (original, cls.liger_match, cls.liger_digest), state, *more
-
-
-def _swapped_base(cls):
-    return next(base for base in cls.__mro__ if "liger_original" in vars(base))
 
 
 def _rebuild(original, match, digest):

@@ -17,9 +17,9 @@ from collections import Counter
 
 import torch
 
-from liger_hw._torch import TorchDispatchMode, is_view_operation, operation_schema, tensor_version
+from liger_hw._torch import PLAIN, TorchDispatchMode, is_view_operation, operation_schema, tensor_version
 from liger_hw.patching import probing
-from liger_hw.patching.reading import read
+from liger_hw.patching.reading import KNOWN_PACKAGES, read
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
@@ -43,11 +43,11 @@ ROWS_TAKEN = {  # view -> the position of its dimension among the arguments
     "slice": 1, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2,
 }  # fmt: skip
 NO_END = (None, sys.maxsize)  # values of the argument `end` of a slice
-STATE = {  # what a tensor tells beside its values, dtype, device and shape
-    "is_cuda", "is_xpu", "is_mps", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_version",
-    "data_ptr", "is_contiguous", "stride", "storage_offset", "nbytes", "is_inference", "storage", "untyped_storage",
-    "register_hook", "retain_grad", "numpy", "tolist", "item", "get_device", "__len__",
+TOLD = {  # what code may learn of a tensor beside results that are tensors
+    "shape", "size", "numel", "nelement", "ndim", "dim", "ndimension", "dtype", "device", "is_floating_point",
+    "is_complex", "element_size", "itemsize",
 }  # fmt: skip
+STATE = {"requires_grad_", "grad", "_base", "retain_grad"}  # may give a tensor, and tell of the program
 SHAPING = {  # functions that take sizes and positions
     "view", "reshape", "expand", "repeat", "unflatten", "split", "narrow", "broadcast_to", "zeros", "ones", "empty",
     "new_zeros", "new_ones", "new_empty", "__getitem__",
@@ -60,7 +60,13 @@ def cover(x):
     For others the module's own forward runs, as a branch would not be seen. In fp64 many models round rows to fp32,
     which no op does.
     """
-    return x.dtype in DTYPES and x.ndim <= MOST_DIMENSIONS
+    return is_torchs(x) and x.dtype in DTYPES and x.ndim <= MOST_DIMENSIONS and not x.is_nested
+
+
+def is_torchs(x):
+    """Tell whether `x` is a tensor of no program's class, which may change operations."""
+    cls = type(x)
+    return cls in PLAIN or issubclass(cls, torch.Tensor) and cls.__module__.partition(".")[0] in KNOWN_PACKAGES
 
 
 class _Operations(TorchDispatchMode):
@@ -132,7 +138,7 @@ class Lengths(torch.overrides.TorchFunctionMode):
         if lengths and name not in SHAPING:
             self.refuse("computes with the number of its tokens")
         result = func(*args, **kwargs)
-        if name in STATE:
+        if name in STATE or name not in TOLD and not probing.tensors(result) and type(result) is not torch.dtype:
             self.refuse(f"reads {name} of a tensor")
         if name == "__getitem__" and _takes_tokens(*args, self.leading):
             self.refuse("takes a part of its tokens")
@@ -176,13 +182,8 @@ def _takes_tokens(x, index, leading):
     after = len(index) - 1 - index.index(...) if any(entry is ... for entry in index) else 0
     before = index[: len(index) - after]
     dims = [*range(len(before)), *range(x.ndim - after, x.ndim)]
-    return any(dim < min(leading, x.ndim - 1) and _is_partial(entry) for dim, entry in zip(dims, index))
-
-
-def _is_partial(entry):
-    if isinstance(entry, slice):
-        return any(type(bound) is int and bound != 0 for bound in (entry.start, entry.stop))
-    return type(entry) is int
+    bounds = [((e.start or None, e.stop or None) if isinstance(e, slice) else (e,)) for e in index]
+    return any(dim < min(leading, x.ndim - 1) and int in map(type, entry) for dim, entry in zip(dims, bounds))
 
 
 def _is_last(args, kwargs):

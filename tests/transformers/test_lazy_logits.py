@@ -940,3 +940,10 @@ def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(head, copi
             loss.backward()
     for expected, found in zip(*gradients) if copies else ():
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_head_whose_weight_is_every_second_column():
+    plain, patched = tiny.pair()
+    for model in (plain, patched):
+        model.lm_head.weight.data = model.lm_head.weight.data.repeat_interleave(2, 1)[:, ::2]
+    tiny.assert_learns_alike(plain, patched, **tiny.tokens())

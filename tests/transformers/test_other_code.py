@@ -11,8 +11,9 @@ import random
 import types
 
 import pytest
-import tiny  # noqa: F401, skips without transformers
+import tiny  # skips without transformers
 import torch
+import transformers
 from test_replaced_code import half
 from torch import nn
 from torch.nn import functional as F
@@ -24,6 +25,8 @@ SCALE = 1
 TABLE = {"one": 1, "list": [1]}
 LOOK_UP = TABLE.get
 SCALES = (lambda: SCALE,)
+NAME = "_scale"
+look = getattr
 calls = []
 
 
@@ -138,6 +141,16 @@ FACTORS = {  # an expression in a forward -> words of the reason
     "(lambda f: f.relu(1))(F)": "gives the module 'F' another name",
     "scale_of(x)": "scale_of, which functools made",
     "(lambda p: p.out_features / 48)(self.gate_proj)": "reads out_features of gate_proj",
+    "look(self, NAME)": "calls getattr by another name",
+    "builtins.vars(self)[NAME]": "calls vars by another name",
+    "float('{0._scale}'.format(self))": "reads format",
+    "(2 if 'x' in f'{self}' else 1)": "writes its module as text",
+    "(2 if 'x' in str(self) else 1)": "writes its module as text",
+    "torch.get_deterministic_debug_mode() + 1": "calls get_deterministic_debug_mode()",
+    "(1 if x._base is None else 2)": "reads _base of a tensor",
+    "(2 if x._is_view() else 1)": "reads _is_view of a tensor",
+    "torch.enable_grad()(lambda: 1)()": "calls enable_grad()",
+    "torch.autocast('cpu', enabled=False)(lambda: 1)()": "sets autocast",
 }
 
 
@@ -149,6 +162,110 @@ def with_factor(factor):
 @pytest.mark.parametrize("factor", [factor for factor in FACTORS if factor != "self.half()"])
 def test_code_and_state_that_a_module_hides_are_not_run_and_leave_it(factor):
     assert FACTORS[factor] in reason_of(with_factor(factor))
+
+
+@pytest.mark.parametrize("decorate", [torch.enable_grad(), torch.inference_mode(False), torch.autocast("cpu")])
+def test_a_forward_whose_decorator_sets_a_state_of_torch_is_left(decorate):
+    assert "by a decorator" in reason_of(type("OtherMLP", (MLP,), {"forward": decorate(MLP.forward)})())
+
+
+@pytest.mark.parametrize(
+    "name, factor", [("__len__", "len(self)"), ("__getitem__", "self[0]"), ("__rmul__", "1 * self")]
+)
+def test_operators_of_a_module_are_code_that_no_one_reads(name, factor):
+    cls = type(with_factor(factor))
+    setattr(cls, name, lambda self, *others: self._scale)
+    assert f"defines {name}()" in reason_of(cls())
+
+
+class ReadsInACase(MLP):
+    def forward(self, x):
+        match self:
+            case nn.Module(_scale=scale):
+                return self.down_proj(self.product(x) * scale)
+
+
+def test_an_attribute_that_a_case_clause_reads_counts():
+    plain, patched = pair(ReadsInACase())
+    plain._scale = patched._scale = 3
+    assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+class Tripled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        changes = getattr(func, "__name__", "") in ("mean", "mul", "__mul__", "linear")
+        return torch.mul(result.as_subclass(torch.Tensor), 3).as_subclass(cls) if changes else result
+
+
+@pytest.mark.parametrize("module", [MLP(), Norm(), nn.LayerNorm(32)], ids=lambda m: type(m).__name__)
+def test_tensors_of_a_programs_class_run_the_own_forward(module):
+    plain, patched = pair(module)
+    assert torch.equal(patched(ROWS.as_subclass(Tripled)), plain(ROWS.as_subclass(Tripled)))
+    for part in (plain, patched):
+        for child in part.modules():
+            for name, parameter in child._parameters.items():
+                child._parameters[name] = parameter.detach().as_subclass(Tripled)
+    assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+@pytest.mark.parametrize("rows", [None, [ROWS]])
+def test_the_error_for_what_is_no_tensor_is_the_modules(rows):
+    with pytest.raises(TypeError, match="must be Tensor"):
+        pair(MLP())[1](rows)
+
+
+def test_nested_rows_run_the_own_forward():
+    plain, patched = pair(MLP())
+    rows = torch.nested.nested_tensor([ROWS[0], ROWS[1, :3]])
+    assert torch.equal(patched(rows).to_padded_tensor(0.0), plain(rows).to_padded_tensor(0.0))
+
+
+class Counts(MLP):
+    count = 0
+
+    def count_by_type(self):
+        type(self).count += 1
+
+    def count_by_class(self):
+        self.__class__.count += 1
+
+    @classmethod
+    def count_of_class(cls):
+        cls.count += 1
+
+    def count_by_setattr(self):
+        setattr(type(self), "count", self.count + 1)  # noqa: B010
+
+    def is_exact(self):
+        return type(self) is Counts
+
+    def is_known(self):
+        return self.__class__ in {Counts}
+
+    def hides(self):
+        return type(self).__dict__
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Counts) if name[0] != "_" and name != "count"])
+def test_a_class_that_tells_a_subclass_from_itself_is_left(name):
+    cls = type("OtherMLP", (MLP,), {name: vars(Counts)[name]})
+    assert reason_of(cls()) == f"its {name}() does more with the instance's class than read an attribute of it"
+
+
+def test_a_model_that_counts_its_calls_in_its_class_is_left():
+    class Counted(transformers.LlamaForCausalLM):
+        calls = 0
+
+        def forward(self, *args, **kwargs):
+            type(self).calls += 1
+            return super().forward(*args, **kwargs)
+
+    model = Counted(transformers.LlamaConfig(**tiny.TINY))
+    liger_hw.patch(model)
+    model(**tiny.tokens())
+    assert Counted.calls == 1
 
 
 REPLACED = {  # what a program replaces or adds after `patch`
@@ -330,7 +447,7 @@ class EndlessInSubclasses(MLP):
 
 def test_a_method_that_would_not_end_in_a_subclass():
     summary = liger_hw.patch(nn.Sequential(EndlessInSubclasses()).train())
-    assert "calls super() of the instance's class" in str(summary)
+    assert "its train() does more with the instance's class" in str(summary)
 
 
 def test_a_patched_forward_has_the_signature_and_the_source_of_the_modules():

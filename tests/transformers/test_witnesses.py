@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import liger_hw
 from liger_hw.patching import probing
 from liger_hw.patching.recognition import NO_OP
-from liger_hw.patching.rotary import find_rotation
+from liger_hw.patching.rotary import find_rotation, match_rotary
 
 
 class MLP(nn.Module):
@@ -363,6 +363,9 @@ def rotate(q, k, cos, sin, unsqueeze_dim=1):
     return turned(q), turned(k)
 
 
+apply_rotary = rotate
+
+
 def rotate_short(q, k, cos, sin, unsqueeze_dim=1):
     return rotate(q * 0.5 if q.shape[-2] > 100 else q, k, cos, sin, unsqueeze_dim)
 
@@ -375,6 +378,24 @@ def test_rotary_functions_have_two_witnesses():
     assert find_rotation(rotate)[0] is not None
     assert "number of its tokens" in find_rotation(rotate_short)[1]
     assert "clamp" in find_rotation(rotate_clamped)[1]
+
+
+def rotates(forward):
+    return type("Attention", (nn.Module,), {"__module__": __name__, "forward": forward})
+
+
+@pytest.mark.parametrize(
+    "reason, forward",
+    [
+        (None, lambda self, *args: apply_rotary(*args)),
+        ("reads __name__", lambda self, *args: apply_rotary(*args) if __name__ else None),
+        ("does more with apply_rotary than call it", lambda self, *args: list(map(apply_rotary, *zip(args)))),
+        ("does more with apply_rotary than call it", lambda self, *args: apply_rotary.factor * apply_rotary(*args)),
+    ],
+)
+def test_a_method_that_a_copy_cannot_stand_for_is_left(reason, forward):
+    match, why = match_rotary(rotates(forward))
+    assert (match is None) == (reason is not None) and (why or "").endswith(reason or "")
 
 
 def test_hooks_on_all_modules_do_not_see_probes():
