@@ -21,6 +21,13 @@ def row_gradient_config(cols, itemsize, device):
     return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
 
 
+def padded_row_config(cols, device, per_lane=16):
+    """Return the configuration of a program that reads a row of `padded_rows` several times."""
+    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
+    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
+    return Config({"COLS": block}, row_warps(block, device, per_lane), fp_fusion=False)
+
+
 class Row(NamedTuple):
     """Place of a row of logits, split so that accesses take 16 bytes.
 

@@ -189,6 +189,12 @@ def _required(module, name, flag):
     return owner, getattr(owner, name)
 
 
+def _everywhere(owner, name, copies, replacement):
+    """Yield (module, name, replacement) for the name that `owner` defines and its imported copies."""
+    for place in [(owner, name), *_copies(copies, getattr(owner, name))]:
+        yield *place, replacement
+
+
 def _copies(places, original):
     """Yield (module, name) of the imported copies of `original` that this version has."""
     for module, name in places:
@@ -222,10 +228,7 @@ def _norms():
     if not _is_patched(provider.layer_norm):
         yield provider, "layer_norm", _layer_norm(provider.layer_norm)
     if block_norm is torch_norm:
-        norm = _final_norm(torch_norm)
-        yield block, BLOCK_NORM[1], norm
-        for owner, name in _copies(BLOCK_NORM_COPIES, torch_norm):
-            yield owner, name, norm
+        yield from _everywhere(block, BLOCK_NORM[1], BLOCK_NORM_COPIES, _final_norm(torch_norm))
     elif not _is_patched(block_norm):
         logger.info("%s.%s stays %s, which is not torch's norm", *BLOCK_NORM, getattr(block_norm, "__name__", ""))
 
@@ -257,15 +260,13 @@ def _losses():
         def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=None):
             return _cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
 
-        replacement = _marked(fused_vocab_parallel_cross_entropy, fused)
-        copies = list(_copies(FUSED_LOSS_COPIES, fused))
-        if not copies:
+        if not list(_copies(FUSED_LOSS_COPIES, fused)):
             logger.warning(
                 "no known module of this megatron-core calls %s.%s: cross_entropy_loss_fusion=True may keep Megatron's "
                 "loss", *FUSED_LOSS,
             )  # fmt: skip
-        for owner, name in [(fused_owner, FUSED_LOSS[1]), *copies]:
-            yield owner, name, replacement
+        replacement = _marked(fused_vocab_parallel_cross_entropy, fused)
+        yield from _everywhere(fused_owner, FUSED_LOSS[1], FUSED_LOSS_COPIES, replacement)
     if not _is_patched(unfused):
 
         @functools.wraps(unfused)
@@ -273,8 +274,7 @@ def _losses():
             return _cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
 
         replacement = _marked(vocab_parallel_cross_entropy, unfused)
-        for owner, name in [(unfused_owner, UNFUSED_LOSS[1]), *_copies(UNFUSED_LOSS_COPIES, unfused)]:
-            yield owner, name, replacement
+        yield from _everywhere(unfused_owner, UNFUSED_LOSS[1], UNFUSED_LOSS_COPIES, replacement)
 
 
 def _cross_entropy(logits, target, label_smoothing, group):

@@ -413,6 +413,22 @@ def _numbers(q, k, q_weight, k_weight, unsqueeze_dim):
     return power_of_2(q.shape[3]), power_of_2(max(together, default=1)), q.element_size()
 
 
+def _launch_numbers(cos, q, k, q_weight, k_weight, unsqueeze_dim):
+    """Return numbers that both kernels take.
+
+    They are the tokens of a sequence and of all, strides of the inputs, (heads, whether they are joint) of q and k, and
+    the constants up to the rounding.
+    """
+    (angles, tokens, rotary_dim), (batch_stride, *cos_strides) = cos.shape, cos.stride()
+    q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
+    k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
+    q_joint, k_joint = _is_joint(q, q_weight), _is_joint(k, k_weight)
+    inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
+    strides = batch_stride if angles > 1 else 0, *cos_strides, *q_strides, *k_strides
+    constants = q_heads, k_heads, q.shape[3], rotary_dim, *inside, q_joint, k_joint
+    return (tokens, q.shape[0] * tokens), strides, ((q_heads, q_joint), (k_heads, k_joint)), constants
+
+
 def _tiles(config, tokens, heads, joint):
     return tokens if joint else -(-tokens * heads // config["ROWS"])
 
@@ -427,20 +443,14 @@ def _qk_norm_rope_forward(
     k_weight: torch.Tensor, eps: float, offset: float, casting_mode: str, unsqueeze_dim: int, layout: str,
     *, q_out, k_out,
 ):  # fmt: skip
-    q_inside, k_inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-    (angles, tokens, rotary_dim), cos_strides = cos.shape, cos.stride()
-    q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
-    k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
     numbers = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
+    tokens, strides, heads, constants = _launch_numbers(cos, q, k, q_weight, k_weight, unsqueeze_dim)
     config = qk_norm_rope_forward_config(*numbers, device_of(q))
-    all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
-    q_tiles, k_tiles = (_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
+    q_tiles, k_tiles = (_tiles(config, tokens[1], *each) for each in heads)
     launch(
         qk_norm_rope_forward, (q_tiles + k_tiles, 1, 1), config,
-        cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, tokens, all_tokens,
-        cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2], *q_strides, *k_strides, eps, offset,
-        q_heads, k_heads, q.shape[3], rotary_dim, q_inside, k_inside, *joint, numbers[1], casting_mode,
-        *LAYOUTS[layout],
+        cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, *tokens, *strides, eps, offset, *constants,
+        numbers[1], casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
 
 
@@ -463,24 +473,18 @@ def _qk_norm_rope_backward(
     k_weight: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, eps: float, offset: float,
     casting_mode: str, unsqueeze_dim: int, layout: str, q_grad: bool, k_grad: bool, weight_grad: bool, *, dq, dk, dw,
 ):  # fmt: skip
-    q_inside, k_inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-    (angles, tokens, rotary_dim), cos_strides = cos.shape, cos.stride()
-    q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
-    k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
+    tokens, strides, heads, constants = _launch_numbers(cos, q, k, q_weight, k_weight, unsqueeze_dim)
     _, *dq_strides = heads_and_strides(dq_out, unsqueeze_dim)
     _, *dk_strides = heads_and_strides(dk_out, unsqueeze_dim)
     numbers = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
     config = qk_norm_rope_backward_config(*numbers, device_of(q))
-    all_tokens, joint = q.shape[0] * tokens, (_is_joint(q, q_weight), _is_joint(k, k_weight))
-    tiles = max(_tiles(config, all_tokens, *of) for of in zip((q_heads, k_heads), joint))
+    tiles = max(_tiles(config, tokens[1], *each) for each in heads)
     programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(tiles)
     sums = partial_sums(dw, programs)
     launch(
         qk_norm_rope_backward, (programs, 1, 1), config,
-        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, sums, tokens, all_tokens,
-        cos_strides[0] if angles > 1 else 0, cos_strides[1], cos_strides[2],
-        *q_strides, *k_strides, *dq_strides, *dk_strides, eps, offset, q_heads, k_heads, q.shape[3], rotary_dim,
-        q_inside, k_inside, *joint, numbers[1], casting_mode, *LAYOUTS[layout],
+        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, sums, *tokens, *strides, *dq_strides, *dk_strides,
+        eps, offset, *constants, numbers[1], casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
     add_partials(sums, dw)
 

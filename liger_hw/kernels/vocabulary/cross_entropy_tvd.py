@@ -21,6 +21,7 @@ from liger_hw.kernels._logits import (
     LOWEST_FINITE,
     online_softmax,
     padded_columns,
+    padded_row_config,
     padded_rows,
     row_gradient_config,
     row_softmax,
@@ -29,7 +30,7 @@ from liger_hw.kernels._math import in_row
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_op_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, selected_rows
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+from liger_hw.tuning import tuned
 
 NUMBERS = 5  # of a row: peak and total of the student's powers, of the teacher's, and the sum of a_j
 
@@ -86,9 +87,7 @@ def _(student_logits, teacher_logits, *options, **named):
 
 @tuned
 def cross_entropy_tvd_forward_config(cols, itemsize, device):
-    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
-    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
-    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+    return padded_row_config(cols, device)
 
 
 @tuned

@@ -78,20 +78,23 @@ class Columns:
         """Return the `Statistics` of the rows, the same bits on every rank."""
         local = self._by_kernels if self.with_kernels else self._by_torch
         peak, total, distance, moment, smoothed, col = local(entropy_needed, predict)
-        numbers = [peak, total, torch.where(self.here, distance, 0), self.here]
+        numbers = {"peaks": peak, "totals": total, "distances": torch.where(self.here, distance, 0), "here": self.here}
         if entropy_needed:
-            numbers += [moment]
+            numbers["moments"] = moment
         if self.smooths:
             weight = self.logits.shape[1] if self.class_weight is None else self.class_weight.sum()
-            numbers += [smoothed, torch.zeros_like(peak) + weight]
+            numbers |= {"smoothed": smoothed, "weights": torch.zeros_like(peak) + weight}
         if predict:
             best = widen(self.logits.gather(1, col.clamp(min=0)[:, None])[:, 0]) * self.scaling.logit_scale
-            numbers += [best, col + self.plan.first]
-        numbers = torch.stack([number.to(peak.dtype) for number in numbers], -1)
-        gathered = all_gathered(numbers, self.plan.group) if self.plan.group else numbers[None]
-        return self._combined(*gathered.unbind(-1), entropy_needed=entropy_needed, predict=predict)
+            numbers |= {"best": best, "cols": col + self.plan.first}
+        sent = torch.stack([number.to(peak.dtype) for number in numbers.values()], -1)
+        gathered = all_gathered(sent, self.plan.group) if self.plan.group else sent[None]
+        return self._combined(**dict(zip(numbers, gathered.unbind(-1))))
 
-    def _combined(self, peaks, totals, distances, here, *others, entropy_needed, predict):
+    def _combined(
+        self, peaks, totals, distances, here, moments=None, smoothed=None, weights=None, best=None, cols=None
+    ):
+        """Combine the numbers of all ranks, (ranks, M) each, None where nobody asks for them."""
         peak = peaks.amax(0)
         below = self._difference(peaks, peak)
         scale = below.exp()
@@ -101,16 +104,13 @@ class Columns:
         distances = torch.where(peaks == -torch.inf, torch.inf, distances - below)
         distance = torch.where(here > 0, distances, 0).sum(0) + log_total
         distance = distance.masked_fill(self.outside, float("nan"))
-        entropy = smoothed = predicted = None
-        if entropy_needed:
-            moments, *others = others
+        entropy = predicted = None
+        if moments is not None:
             moments = torch.where(totals * scale > 0, (moments + below * totals) * scale, 0)
             entropy = log_total - moments.sum(0) / total
-        if self.smooths:
-            smoothed, weights, *others = others
+        if smoothed is not None:
             smoothed = (smoothed + weights * (log_total - below)).sum(0)
-        if predict:
-            best, cols = others
+        if best is not None:
             cols = torch.where(best == best.amax(0), cols, self.plan.vocabulary - 1).amin(0).long()
             predicted = torch.where(self.counts, cols, -1)
         return Statistics(peak, total, self.lse(peak, total), distance, entropy, smoothed, predicted)

@@ -20,22 +20,16 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
-from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, online_softmax, row_softmax
+from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, online_softmax, padded_row_config, row_softmax
 from liger_hw.kernels._math import in_row
 from liger_hw.kernels.vocabulary.divergence import divergence_element, elements
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, power_of_2, row_warps, tuned
-
-
-def _row_config(cols, device):
-    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
-    # with fused multiply-adds the largest logit's distance from itself would be a rounding error, not 0
-    return Config({"COLS": block}, row_warps(block, device, per_lane=16), fp_fusion=False)
+from liger_hw.tuning import tuned
 
 
 @tuned
 def divergence_of_logits_config(cols, itemsize, device):
-    return _row_config(cols, device)
+    return padded_row_config(cols, device)
 
 
 @triton.jit
@@ -139,7 +133,7 @@ def divergence_of_logits(
 
 @tuned
 def cosine_of_logits_config(cols, itemsize, device):
-    return _row_config(cols, device)
+    return padded_row_config(cols, device)
 
 
 @triton.jit

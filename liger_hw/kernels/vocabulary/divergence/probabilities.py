@@ -12,10 +12,11 @@ from typing import NamedTuple
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
+from liger_hw.kernels import _logits
 from liger_hw.kernels._logits import LN_2, LOG2_E, LOWEST, online_softmax, padded_columns, padded_rows, row_softmax
 from liger_hw.kernels._math import in_row
 from liger_hw.launch import launch
-from liger_hw.tuning import Config, power_of_2, row_warps, tuned
+from liger_hw.tuning import tuned
 
 
 class Form(NamedTuple):
@@ -33,10 +34,8 @@ class Form(NamedTuple):
 
 @tuned
 def kl_of_probabilities_config(cols, itemsize, device):
-    block = min(power_of_2(max(cols, 16)), device.max_threads * 4)  # at least one whole vector
-    # With 16 values a lane, 8 bytes spill on sm_100 and sm_120 (Triton 3.9). With fused multiply-adds the largest
-    # logit's distance from itself would be a rounding error, not 0.
-    return Config({"COLS": block}, row_warps(block, device, per_lane=8), fp_fusion=False)
+    # with 16 values a lane, 8 bytes spill on sm_100 and sm_120 (Triton 3.9)
+    return _logits.padded_row_config(cols, device, per_lane=8)
 
 
 @triton.jit
