@@ -8,6 +8,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_labels
+from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 LARGEST = sys.float_info.max
 
@@ -47,20 +48,21 @@ def flatten_rows(x, name="x", **rows):
     return tuple(flat)
 
 
-def prepare_reference(ref_x, ref_weight, ref_bias, name, tokens, options):
-    """Return the reference model's hidden states and head as `F.linear` would see them.
+def reference_log_probs(ref_x, ref_weight, ref_bias, name, tokens, options):
+    """Return the reference model's log-probabilities of tokens, (R, T), without a gradient.
 
     Args:
         name: the caller's name for `tokens`, in errors. tokens: (R, T), one for each row of `ref_x` and inside the
-            reference's vocabulary. options: `ignore_index`, `chunk_memory` and `logits_dtype` of the loss.
+            reference's vocabulary. options: of `fused_linear_selective_log_softmax`.
     """
     check(ref_weight is not None, "ref_weight", None, "a tensor, beside ref_x")
     check(ref_x.shape[:-1] == tokens.shape, "ref_x", ref_x, f"shape ({', '.join(map(str, tokens.shape))}, H)")
     names = "ref_x", "ref_weight", "ref_bias"
     head, budget = (ref_x, ref_weight, ref_bias), options["chunk_memory"]
-    prepared = prepare_head(*head, budget, names=names, logits_dtype=options["logits_dtype"])
-    check_labels(name, tokens, len(ref_weight), options["ignore_index"])
-    return prepared
+    with torch.no_grad():
+        x, weight, bias = prepare_head(*head, budget, names=names, logits_dtype=options["logits_dtype"])
+        check_labels(name, tokens, len(ref_weight), options["ignore_index"])
+        return fused_linear_selective_log_softmax(x, weight, tokens, bias, **options)
 
 
 def prepare_labels(x, labels, name):

@@ -14,13 +14,12 @@ from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import empty_gradient, padded_rows
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
-from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels, counted
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, largest_soft_gradient, soft_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
-from liger_hw.losses.engine import CHUNK_MEMORY, LogitScaling, plan_of, sum_over_chunks
+from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, sum_over_chunks
 from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
@@ -101,18 +100,17 @@ def distillation_loss(
     count = (labels != ignore_index).sum().clamp(min=1).to(wide_dtype(x)) * excess
     factors = torch.stack([soft_weight / count, hard_weight / count])
     options = kinds, float(beta), float(temperature), bool(hard_weight), ignore_index
-    products = {"logits_dtype": logits_dtype, "invariant": invariant}
-    tensors = x, weight, bias, teacher_x, teacher_weight, teacher_bias
-    plan = plan_of(chunk_memory, *tensors, accum_dtype=accum_dtype, **products)
+    student = Head(x, weight, bias, scaling, chunk_memory, accum_dtype, logits_dtype, invariant)
+    teacher = Head(teacher_x, teacher_weight, teacher_bias, teacher_scaling, *student[4:])
+    plan = student.plan(*teacher[:3])
     if plan is None:
-        z, teacher_z = scaling(linear(*tensors[:3], **products)), teacher_scaling(linear(*tensors[3:], **products))
-        soft, hard = _rows_by_torch(z, teacher_z, labels, *options)
+        soft, hard = _rows_by_torch(student.logits(), teacher.logits(), labels, *options)
         loss = (soft * factors[0] + hard * factors[1]).sum()
         return DistillationOutput(loss, soft.detach().sum() / count, hard.detach().sum() / count)
 
     def step(part, logits, differentiate, gradients):
-        teacher = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
-        teacher_logits = teacher_scaling.chunk(teacher.logits(slice(0, len(logits))))
+        teacher_rows = ChunkedHead(teacher_x[part], teacher_weight, teacher_bias, plan, rows=len(logits))
+        teacher_logits = teacher_scaling.chunk(teacher_rows.logits(slice(0, len(logits))))
         z = scaling.chunk(logits)
         soft, hard = logits.new_zeros(2, len(logits), dtype=factors.dtype)
         grad_factors = factors
@@ -134,7 +132,7 @@ def distillation_loss(
 
     widths = 1 + scaling.buffers + (1 + teacher_scaling.buffers) * len(teacher_weight) / len(weight)  # of both models
     widths += 2 * len(kinds) * (len(kinds) > 1)  # copies in fp32
-    loss, soft, hard = sum_over_chunks("distillation_loss", step, x, weight, bias, plan, widths)
+    loss, soft, hard = sum_over_chunks("distillation_loss", step, student, plan, widths)
     return DistillationOutput(loss, soft.sum() / count, hard.sum() / count)
 
 

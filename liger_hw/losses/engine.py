@@ -36,30 +36,6 @@ SHARDED = (
 )
 
 
-def plan_of(chunk_memory, x, *tensors, accum_dtype=None, logits_dtype=None, invariant=False):
-    """Return the plan for the chunks of `x`, or None to use torch operations.
-
-    Args:
-        accum_dtype: None, or torch.float32 to accumulate the weight's gradient in fp32 however few the chunks.
-        logits_dtype: as `prepare_head` checks it.
-        invariant: as in `Plan`.
-
-    None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a tensor subclass must see them.
-    Raises a ValueError for a DTensor among `tensors` beside a plain `x`.
-    """
-    check_accum_dtype(accum_dtype)
-    if any(map(is_dtensor, tensors)) and not is_dtensor(x):
-        refuse("head", "a DTensor beside plain hidden states", SHARDED)
-    if traced(x, *tensors) or x.numel() == 0:
-        return None
-    # of any loss of a head: all have the same backends
-    backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
-    if backend == "reference":
-        return None
-    with_kernels, accumulates = backend != "cpu", accum_dtype is not None
-    return Plan(chunk_memory, with_kernels, accumulates, logits_dtype=logits_dtype, invariant=invariant)
-
-
 class LogitScaling(NamedTuple):
     """How a head scales its logits.
 
@@ -111,6 +87,48 @@ class LogitScaling(NamedTuple):
 UNSCALED = LogitScaling(None, 1.0)
 
 
+class Head(NamedTuple):
+    """Hold an output layer with its rows, and the options of their logits.
+
+    Attributes:
+        x, weight, bias: as `prepare_head` returns them.
+        scaling: of the logits.
+        chunk_memory, accum_dtype, logits_dtype, invariant: as in `logits_loss`.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scaling: LogitScaling = UNSCALED
+    chunk_memory: float = CHUNK_MEMORY
+    accum_dtype: torch.dtype | None = None
+    logits_dtype: torch.dtype | None = None
+    invariant: bool = False
+
+    def plan(self, *tensors):
+        """Return the plan for the chunks of `x`, or None to use torch operations.
+
+        None if the caller forces torch operations, `x` is empty, or a compiler, a mode or a subclass of a tensor, of
+        `tensors` too, must see them. Raises a ValueError for a DTensor beside a plain `x`.
+        """
+        check_accum_dtype(self.accum_dtype)
+        x, tensors = self.x, (self.weight, self.bias, *tensors)
+        if any(map(is_dtensor, tensors)) and not is_dtensor(x):
+            refuse("head", "a DTensor beside plain hidden states", SHARDED)
+        if traced(x, *tensors) or x.numel() == 0:
+            return None
+        # of any loss of a head: all have the same backends
+        backend = fused_linear_selective_log_softmax.choose(x.device, x.dtype)
+        if backend == "reference":
+            return None
+        products = {"logits_dtype": self.logits_dtype, "invariant": self.invariant}
+        return Plan(self.chunk_memory, backend != "cpu", self.accum_dtype is not None, **products)
+
+    def logits(self):
+        """Compute all logits by operations of torch."""
+        return self.scaling(linear(*self[:3], self.logits_dtype, self.invariant))
+
+
 class LossInForward(GradientsInForward):
     """Autograd function that returns the outputs of `compute`, the first with a gradient."""
 
@@ -134,7 +152,7 @@ def with_gradients(op, compute, x, weight, bias, plan):
     return LossInForward.apply(x, weight, bias, op, compute, needed_gradients(x, weight, bias), plan.with_kernels)
 
 
-def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
+def sum_over_chunks(op, step, head, plan, buffers):
     """Return (value, *logged) of all rows; only the value has a gradient.
 
     Args:
@@ -142,20 +160,20 @@ def sum_over_chunks(op, step, x, weight, bias, plan, buffers=1):
         step: (slice of rows, logits (M, V), whether a gradient is needed, `Gradients`) -> (value (), *logged (M,)), all
             without a graph. If a gradient is needed, `step` overwrites the logits with the value's gradient, as
             `ChunkedHead.run` requires.
-        x: (N, H), N > 0. weight: (V, H). bias: (V,) or None.
+        head: a `Head` of at least one row, whose `scaling` is left to `step`.
         buffers: memory that `step` takes, logits included, in multiples of a chunk's logits.
     """
 
     def compute(needs_grad):
         outputs = []
-        gradients = ChunkedHead(x, weight, bias, plan, buffers).run(
+        gradients = ChunkedHead(*head[:3], plan, buffers).run(
             lambda part, logits, gradients: outputs.append(step(part, logits, any(needs_grad), gradients)), needs_grad,
             True,
         )  # fmt: skip
         values, *logged = zip(*outputs)
         return (torch.stack(values).sum(), *(torch.cat(rows) for rows in logged)), gradients
 
-    return with_gradients(op, compute, x, weight, bias, plan)
+    return with_gradients(op, compute, *head[:3], plan)
 
 
 def detached(rows):
@@ -215,10 +233,10 @@ def logits_loss(
     rows = detached(rows)
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
-    products = {"logits_dtype": logits_dtype, "invariant": invariant}
-    plan = plan_of(chunk_memory, x, weight, bias, accum_dtype=accum_dtype, **products)
+    head = Head(x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
+    plan = head.plan()
     if plan is None:
-        return loss(linear(x, weight, bias, **products), *rows)
+        return loss(head.logits(), *rows)
 
     def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)
@@ -230,4 +248,4 @@ def logits_loss(
 
     if widest_dtype(x, weight, logits_dtype) == torch.float16:
         buffers += 4
-    return sum_over_chunks("logits_loss", step, x, weight, bias, plan, buffers)[0]
+    return sum_over_chunks("logits_loss", step, head, plan, buffers)[0]

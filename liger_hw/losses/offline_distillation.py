@@ -18,7 +18,6 @@ from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
-from liger_hw.kernels.vocabulary._products import linear
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, counted
 from liger_hw.kernels.vocabulary.divergence import elements, kind_of
@@ -26,7 +25,7 @@ from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
-from liger_hw.losses.engine import CHUNK_MEMORY, UNSCALED, LogitScaling, plan_of, sum_over_chunks, taken
+from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, sum_over_chunks, taken
 from liger_hw.spelling import check_known
 
 IGNORED = -100
@@ -107,15 +106,14 @@ def offline_distillation_loss(
     teacher, teacher_tokens, teacher_lse = rows
     valid = labels != ignore_index
     factor = 1 / (valid.sum().clamp(min=1).to(wide_dtype(x)) * excess)
-    options = {"temperature": float(temperature), "chunk_memory": chunk_memory, "accum_dtype": accum_dtype}
-    options |= {"scaling": LogitScaling.of(softcap, logit_scale)}
-    options |= {"products": {"logits_dtype": logits_dtype, "invariant": invariant}}
+    scaling, temperature = LogitScaling.of(softcap, logit_scale), float(temperature)
+    head = Head(x, weight, bias, scaling, chunk_memory, accum_dtype, logits_dtype, invariant)
     if teacher_tokens is None:
         _check_kl(divergence)
-        arguments = x, weight, bias, teacher, labels, factor, ignore_index
-        return kl_to_probabilities("offline_distillation_loss", *arguments, logarithms=True, **options)
+        rows = teacher, labels, factor, ignore_index
+        return kl_to_probabilities("offline_distillation_loss", head, *rows, Form(True, temperature))
     rows = teacher, teacher_tokens, teacher_lse, valid
-    return _divergence_from_top_k(x, weight, bias, *rows, factor, rest, divergence=divergence, **options)
+    return _divergence_from_top_k(head, *rows, factor, rest, temperature, divergence)
 
 
 def check_top_k(tokens, valid, vocabulary):
@@ -132,37 +130,34 @@ def check_top_k(tokens, valid, vocabulary):
     check(twice.numel() == 0, "teacher_tokens", f"{twice[:1].tolist()} twice in a row", "distinct tokens in a row")
 
 
-def kl_to_probabilities(
-    op, x, weight, bias, teacher, labels, factor, ignore_index, logarithms, temperature, eps=0.0,
-    chunk_memory=CHUNK_MEMORY, accum_dtype=None, scaling=UNSCALED, products=None,
-):  # fmt: skip
+def kl_to_probabilities(op, head, teacher, labels, factor, ignore_index, form):
     """Return `factor` times the sum of KL(teacher, student) over the rows that count.
 
     Args:
         op: name of the caller's op, for errors.
-        x, weight, bias: as `prepare_head` returns them. teacher: (N, V) of `Form`. labels: (N,).
+        head: a `Head`. teacher: (N, V) of `form`, a `Form`. labels: (N,).
         factor: () in a wide dtype.
-        products: `logits_dtype` and `invariant`, as `linear` takes them.
     """
-    form, products = Form(logarithms, temperature, eps), products or {}
+    scaling = head.scaling
 
     def by_row(logits, teacher, labels):
         valid = labels != ignore_index
         logits, teacher = (t.masked_fill(~valid[:, None], 0) for t in (logits, teacher))
         return (torch.where(valid, kl_by_row(logits, teacher, form), 0),)
 
-    plan = plan_of(chunk_memory, x, weight, bias, teacher, accum_dtype=accum_dtype, **products)
+    plan = head.plan(teacher)
     if plan is None:
-        return (by_row(scaling(linear(x, weight, bias, **products)), teacher, labels)[0] * factor).sum()
-    if teacher.dtype == torch.float64 != x.dtype:
+        return (by_row(head.logits(), teacher, labels)[0] * factor).sum()
+    if teacher.dtype == torch.float64 != head.x.dtype:
         teacher = teacher.float()
 
     def step(part, logits, differentiate, gradients):
         soft, grad_factor = factor.new_zeros(len(logits)), factor
         if gradients.scales:
-            mass = teacher[part].logsumexp(1).exp() if logarithms else teacher[part].sum(1, dtype=torch.float32)
+            mass = teacher[part].logsumexp(1).exp() if form.logarithms else teacher[part].sum(1, dtype=torch.float32)
             largest = mass.float().masked_fill(labels[part] == ignore_index, 0)
-            grad_factor = factor * gradients.factor(factor * largest_finite(largest) / temperature * scaling.slope)
+            bound = factor * largest_finite(largest) / form.temperature * scaling.slope
+            grad_factor = factor * gradients.factor(bound)
         z = scaling.chunk(logits)
         if plan.with_kernels:
             kl_rows(z, teacher[part], labels[part], grad_factor, soft, form, ignore_index, differentiate)
@@ -175,19 +170,17 @@ def kl_to_probabilities(
             scaling.write_gradient(logits, z, labels[part] != ignore_index)
         return ((soft * factor).sum(),)
 
-    return sum_over_chunks(op, step, x, weight, bias, plan, 2 + scaling.buffers)[0]
+    return sum_over_chunks(op, step, head, plan, 2 + scaling.buffers)[0]
 
 
-def _divergence_from_top_k(
-    x, weight, bias, teacher, tokens, teacher_lse, valid, factor, rest, temperature, chunk_memory, accum_dtype, scaling,
-    products, divergence,
-):  # fmt: skip
+def _divergence_from_top_k(head, teacher, tokens, teacher_lse, valid, factor, rest, temperature, divergence):
+    x, scaling = head.x, head.scaling
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
         fits = teacher_lse.is_floating_point() and teacher_lse.shape == x.shape[:1] and teacher_lse.device == x.device
         check(fits, "teacher_lse", teacher_lse, f"floats ({len(x)},) on {x.device}")
         log_p = log_p / temperature - teacher_lse.detach()[:, None].to(log_p.dtype)
-    vocabulary, k = len(weight), tokens.shape[1]
+    vocabulary, k = len(head.weight), tokens.shape[1]
     check_top_k(tokens, valid, vocabulary)
     outside = ((tokens < 0) | (tokens >= vocabulary)).any(1) & valid
     reads = valid & ~outside
@@ -195,18 +188,17 @@ def _divergence_from_top_k(
     if k == vocabulary:
         _check_kl(divergence)
         labels, log_p = torch.where(valid, 0, IGNORED), log_p.masked_fill(outside[:, None], float("nan"))
-        return kl_to_probabilities(
-            "offline_distillation_loss", x, weight, bias, torch.zeros_like(log_p).scatter(1, tokens, log_p), labels,
-            factor, IGNORED, True, temperature, 0.0, chunk_memory, accum_dtype, scaling, products,
-        )  # fmt: skip
+        by_column = torch.zeros_like(log_p).scatter(1, tokens, log_p)
+        rows = by_column, labels, factor, IGNORED
+        return kl_to_probabilities("offline_distillation_loss", head, *rows, Form(True, temperature))
     if rest:
         p_rest = 1 - log_p.exp().sum(1, keepdim=True)
         log_p = torch.cat((log_p, p_rest.clamp(min=LEAST_REST.get(divergence[0], 0)).log()), 1)
     row_weights = torch.where(outside, float("nan"), valid.to(factor.dtype))
     rows = log_p, tokens, row_weights = log_p.masked_fill(~reads[:, None], 0), tokens, row_weights
-    plan = plan_of(chunk_memory, x, weight, bias, *rows, accum_dtype=accum_dtype, **products)
+    plan = head.plan(*rows)
     if plan is None:
-        logits = scaling(linear(x, weight, bias, **products)).masked_fill((row_weights == 0)[:, None], 0)
+        logits = head.logits().masked_fill((row_weights == 0)[:, None], 0)
         z = widen(logits) / temperature
         z = torch.cat((z.gather(1, tokens), z.scatter(1, tokens, float("-inf")).logsumexp(1, True)), 1)
         return (_top_k_rows(z, log_p, row_weights, divergence) * factor).sum()
@@ -220,7 +212,7 @@ def _divergence_from_top_k(
             scaling.write_gradient(logits, z, valid[part])
         return ((soft * factor).sum(),)
 
-    return sum_over_chunks("offline_distillation_loss", step, x, weight, bias, plan, 1 + scaling.buffers)[0]
+    return sum_over_chunks("offline_distillation_loss", step, head, plan, 1 + scaling.buffers)[0]
 
 
 def _check_kl(divergence):

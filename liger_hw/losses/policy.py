@@ -17,9 +17,8 @@ import torch
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
-from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_numbers, prepare_reference
+from liger_hw.losses.arguments import check_head, check_numbers, reference_log_probs
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.sequences import sequence_loss, token_loss
 from liger_hw.spelling import check_known
@@ -346,21 +345,16 @@ def policy_loss(
     check_head(x, weight)
     check_labels("tokens", batch.tokens, len(weight), IGNORED)
     if options.beta and ref_log_probs is None:
-        batch = batch._replace(ref_log_probs=_reference_log_probs(ref_x, ref_weight, ref_bias, batch.tokens, linear))
+        fits = ref_x is not None and ref_weight is not None
+        check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
+        reference = reference_log_probs(ref_x, ref_weight, ref_bias, "tokens", batch.tokens, linear)
+        batch = batch._replace(ref_log_probs=reference)
     weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
     with_entropy = return_entropy or options.entropy_coef != 0
     couples_tokens = options.importance_sampling_level == "sequence" or options.loss_type == "vespo"
     compute = _loss_by_sequence if couples_tokens else _loss_by_token
     loss, log_probs, *logged = compute(x, weight, bias, batch, weights, options, with_entropy, linear)
     return PolicyOutput(loss, *(value if value is None else batch.mean(value) for value in logged), log_probs)
-
-
-def _reference_log_probs(ref_x, ref_weight, ref_bias, tokens, linear):
-    fits = ref_x is not None and ref_weight is not None
-    check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
-    with torch.no_grad():
-        ref_x, ref_weight, ref_bias = prepare_reference(ref_x, ref_weight, ref_bias, "tokens", tokens, linear)
-        return fused_linear_selective_log_softmax(ref_x, ref_weight, tokens, ref_bias, **linear)
 
 
 def _loss_by_sequence(x, weight, bias, batch, weights, options, with_entropy, linear):

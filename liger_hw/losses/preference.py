@@ -16,15 +16,9 @@ from liger_hw._torch import is_dtensor
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_numbers, prepare_reference
+from liger_hw.losses.arguments import check_head, check_numbers, reference_log_probs
 from liger_hw.losses.engine import CHUNK_MEMORY, detached
-from liger_hw.losses.preference_formulas import (
-    DIVERGENCES,
-    PAIR_LOSSES,
-    UNPAIRED_LOSSES,
-    Answers,
-    Pairs,
-)
+from liger_hw.losses.preference_formulas import DIVERGENCES, PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
 from liger_hw.losses.sequences import sequence_loss, token_loss
 from liger_hw.spelling import check_known
 
@@ -127,9 +121,7 @@ def _reference(x, labels, sums, options, ref_x, ref_weight, ref_bias, ref_log_pr
         return ref_log_probs.detach()
     if ref_x is None:
         return torch.zeros(rows, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    with torch.no_grad():
-        ref_x, ref_weight, ref_bias = prepare_reference(ref_x, ref_weight, ref_bias, "labels", labels, options)
-        return sums.answers(fused_linear_selective_log_softmax(ref_x, ref_weight, labels, ref_bias, **options))
+    return sums.answers(reference_log_probs(ref_x, ref_weight, ref_bias, "labels", labels, options))
 
 
 def _check_answers(x, weight, labels, ignore_index):

@@ -26,7 +26,7 @@ from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import (
     row_functions,
 )
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, check_tokens, empty_rows
-from liger_hw.losses.engine import CHUNK_MEMORY, detached, plan_of, taken, with_gradients
+from liger_hw.losses.engine import CHUNK_MEMORY, UNSCALED, Head, detached, taken, with_gradients
 
 
 @names_arguments
@@ -67,7 +67,7 @@ def token_loss(
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
     check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
-    rows, head_options = detached(rows), (chunk_memory, logits_dtype, invariant, accum_dtype)
+    rows = detached(rows)
     scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
     factor, taken_tokens, taken_x, order, *taken_rows = counted(
         counted_rows, tokens, ignore_index, x, torch.arange(len(x), device=x.device), *rows
@@ -78,10 +78,9 @@ def token_loss(
         values, *others = formula(*by_token, *taken(taken_rows, part))
         return values.sum(), *others
 
-    value, _, _, *others = _by_groups(
-        "token_loss", sum_values, taken_x, weight, bias, taken_tokens, _Groups(1, len(taken_x), 1), scaling,
-        with_entropy, head_options,
-    )  # fmt: skip
+    head = Head(taken_x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
+    groups = _Groups(1, len(taken_x), 1)
+    value, _, _, *others = _by_groups("token_loss", sum_values, head, taken_tokens, groups, scaling, with_entropy)
     if len(taken_x) == len(x):
         return value, *others
     zeros = x.new_zeros(len(x), dtype=wide_dtype(x))
@@ -154,10 +153,8 @@ def sequence_loss(
             log_probs, entropy = groups.select(map(whole, (log_probs, entropy)), part)
         return (formula(log_probs, entropy, part),)
 
-    value, *by_token = _by_groups(
-        "sequence_loss", sum_groups, x, weight, bias, taken_tokens, by_fill, scaling, with_entropy,
-        (chunk_memory, logits_dtype, invariant, accum_dtype),
-    )  # fmt: skip
+    head = Head(x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
+    value, *by_token = _by_groups("sequence_loss", sum_groups, head, taken_tokens, by_fill, scaling, with_entropy)
     if by_fill is not groups:
         value, by_token = value * factor.to(value.dtype), [row if row is None else row * factor for row in by_token]
     return value, *(row if row is None else row.reshape(tokens.shape) for row in map(whole, by_token))
@@ -195,41 +192,38 @@ class _Fill(NamedTuple):
     kept: list
 
 
-def _by_groups(op, formula, x, weight, bias, tokens, groups, scaling, with_entropy, options):
+def _by_groups(op, formula, head, tokens, groups, scaling, with_entropy):
     """Sum a formula over groups of rows.
 
     Args:
         op: name of the caller's op, for errors.
         formula: (log-probabilities (parts, k, length), entropy of the same shape or None, slice of k groups) ->
             (sum (), *others (k,)).
-        x: (parts groups length, H). tokens: (parts groups length,).
-        groups: `_Groups`.
-        options: chunk_memory, logits_dtype, invariant and accum_dtype.
+        head: a `Head` of (parts groups length) rows. tokens: (parts groups length,).
+        groups: `_Groups`. scaling: a `Scaling`, in place of that of the head.
 
     Returns:
         (sum (), log-probabilities by row, entropy by row or None, *others (groups,)), all but the sum without a
         gradient.
     """
-    chunk_memory, logits_dtype, invariant, accum_dtype = options
     tokens = tokens.contiguous()
-    head_options = {"logits_dtype": logits_dtype, "invariant": invariant, "accum_dtype": accum_dtype}
     # ranks that share the vocabulary exchange statistics of each row, and sum the gradient of x
-    plan = None if is_dtensor(weight) else plan_of(chunk_memory, x, weight, bias, **head_options)
+    plan = None if is_dtensor(head.weight) else head.plan()
     if plan is None:
         ignore_index, softcap, logit_scale, temperature = scaling
         log_probs, entropy, *_ = fused_linear_selective_log_softmax(
-            x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, with_entropy, True,
-            **head_options,
+            head.x, head.weight, tokens, head.bias, temperature, softcap, logit_scale, ignore_index, head.chunk_memory,
+            with_entropy, True, logits_dtype=head.logits_dtype, invariant=head.invariant, accum_dtype=head.accum_dtype,
         )  # fmt: skip
         every = slice(0, groups.count)
         value, *others = formula(*groups.select((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
 
     def compute(needs_grad):
-        head = ChunkedHead(x, weight, bias, plan, group=groups.parts * groups.length)
-        return _Computation(formula, head, tokens, groups, scaling, with_entropy, needs_grad).run()
+        chunks = ChunkedHead(*head[:3], plan, group=groups.parts * groups.length)
+        return _Computation(formula, chunks, tokens, groups, scaling, with_entropy, needs_grad).run()
 
-    value, log_probs, *logged = with_gradients(op, compute, x, weight, bias, plan)
+    value, log_probs, *logged = with_gradients(op, compute, *head[:3], plan)
     return value, log_probs, *(logged if with_entropy else (None, *logged))
 
 

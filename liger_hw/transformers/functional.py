@@ -27,11 +27,12 @@ from liger_hw.kernels.vocabulary.cross_entropy import (
 )
 from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
 from liger_hw.kernels.vocabulary.divergence import jsd, kl_div, tvd
+from liger_hw.kernels.vocabulary.divergence.probabilities import Form
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.distillation import distillation_loss
-from liger_hw.losses.engine import CHUNK_MEMORY
+from liger_hw.losses.engine import CHUNK_MEMORY, Head
 from liger_hw.losses.offline_distillation import kl_to_probabilities
 from liger_hw.spelling import check_known
 
@@ -205,10 +206,9 @@ def liger_fused_linear_kl_div(
     check_numbers("a positive number", above=0, temperature=temperature)
     rows = (labels != ignore_index).sum().clamp(min=1) if reduction != "sum" else torch.ones((), device=x.device)
     count = rows.to(wide_dtype(x)) * (len(weight) if reduction == "mean" else 1)
-    return kl_to_probabilities(
-        "liger_fused_linear_kl_div", x, weight, None, target.detach(), labels, 1 / count, ignore_index, False,
-        float(temperature), float(eps), accum_dtype=accum_dtype,
-    )  # fmt: skip
+    head, form = Head(x, weight, accum_dtype=accum_dtype), Form(False, float(temperature), float(eps))
+    rows = target.detach(), labels, 1 / count, ignore_index
+    return kl_to_probabilities("liger_fused_linear_kl_div", head, *rows, form)
 
 
 def liger_fused_linear_scaled_cross_entropy(
