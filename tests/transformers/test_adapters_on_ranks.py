@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 from engines import accelerate_fsdp2, ddp, fsdp2, learn_alike
+from old_torch import shards_integers
 from quantised import in_4_bits, in_8_bits
 
 from liger_hw._triton import interpreting
@@ -59,5 +60,6 @@ def test_quantised_layers(forced, base, ranks):
     ranks(2, functools.partial(learn_in_groups, ddp, has_groups, change=change), backend=forced)
 
 
+@shards_integers
 def test_layers_of_8_bits_in_shards(ranks):
     ranks(2, functools.partial(learn_in_groups, fsdp2, False, change=functools.partial(adapt, base="8 bits")))
