@@ -67,8 +67,26 @@ def plans_of(module):
 
 
 def checkpointed_whole(function, *args):
-    """Call `function(*args)` under torch's checkpointing."""
-    return checkpointed(function, args)
+    """Call a layer of a copied or unpickled model, which the backward recomputes."""
+    # versions of transformers pass partial(forward, layer, ...) or a partial of the layer's method
+    bound = getattr(getattr(function, "func", function), "__self__", None)
+    layer = next((x for x in (bound, *getattr(function, "args", ())) if isinstance(x, torch.nn.Module)), None)
+    if layer is None or torch.compiler.is_compiling():
+        return checkpointed(function, args)
+    if not tensors_to_recompute(function, args):
+        return function(*args)
+    return checkpointed(with_these_weights(function, layer), without_caches(args))
+
+
+def tensors_to_recompute(function, args):
+    """Return the tensors that a layer takes; none where it cannot be recomputed."""
+    tensors = list(tensors_in([*args, *(getattr(function, "keywords", None) or {}).values()]))
+    return tensors if torch.is_grad_enabled() and can_recompute(*tensors) else []
+
+
+def without_caches(args):
+    """Return a layer's arguments without caches, which a recomputation would fill twice."""
+    return [None if hasattr(x, "get_seq_length") else x for x in args]
 
 
 class Activations:
@@ -149,8 +167,8 @@ class Activations:
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(COMPILED)
-        tensors = list(tensors_in([*args, *(getattr(function, "keywords", None) or {}).values()]))
-        if not tensors or not torch.is_grad_enabled() or not can_recompute(*tensors):
+        tensors = tensors_to_recompute(function, args)
+        if not tensors:
             return function(*args)
         hidden = tensors[0]
         if self.device is None:
@@ -162,7 +180,7 @@ class Activations:
             )
         if self.current is None or layer is self.current.layers[0]:
             self._begin(hidden, self._can_leave(hidden, args))
-        args = [None if hasattr(x, "get_seq_length") else x for x in args]  # a recomputation would fill a cache twice
+        args = without_caches(args)
         current, index = self.current, len(self.current.layers)
         current.layers.append(layer)
         current.inputs.append(hidden.nbytes)

@@ -413,8 +413,9 @@ def test_passes_that_call_fewer_layers(stack):
         assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("budget", [0, 10**5])
-def test_functional_call_with_other_weights(budget):
+def test_functional_call_with_other_weights(budget, copied):
     """A layer is recomputed with the weights of its forward."""
     gradients = []
     for plans in (False, True):
@@ -422,6 +423,7 @@ def test_functional_call_with_other_weights(budget):
         if plans:
             liger_hw.activations(stack, budget, 0)
         train(stack, 6)
+        stack = copy.deepcopy(stack) if copied else stack
         others = {name: (p.detach() * 1.5).requires_grad_() for name, p in stack.named_parameters()}
         loss = torch.func.functional_call(stack, others, (), tokens()).loss
         gradients.append(torch.autograd.grad(loss, list(others.values())))
@@ -429,10 +431,12 @@ def test_functional_call_with_other_weights(budget):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def test_weights_that_change_before_the_backward():
+@pytest.mark.parametrize("copied", [False, True])
+def test_weights_that_change_before_the_backward(copied):
     stack = model()
     liger_hw.activations(stack, 0, 0)
     train(stack, 2)
+    stack = copy.deepcopy(stack) if copied else stack
     loss = stack(**tokens()).loss
     with torch.no_grad():
         stack.model.layers[1].mlp.up_proj.weight.mul_(1.5)
@@ -831,6 +835,30 @@ def test_copies_checkpoint_whole_layers(stack):
     for other in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
         assert other.layers[0].gradient_checkpointing
         assert_same_bits(step(other), expected)
+
+
+def test_copies_recompute_what_a_forward_changes():
+    """Buffers that a forward writes to are those of before it in the recomputation, and written once."""
+    plain = model()
+    for layer in plain.model.layers:
+        layer.mlp = Normed(layer.mlp, "batch norm")
+    other = copy.deepcopy(plain)
+    liger_hw.activations(other, 0, 0)
+    other = copy.deepcopy(other)
+    assert_same_bits(train(other, 3), train(plain, 3))
+    assert_same_bits(list(other.buffers()), list(plain.buffers()))
+
+
+def test_copies_under_transforms():
+    plain = model()
+    other = copy.deepcopy(plain)
+    liger_hw.activations(other, 0, 0)
+    results = []
+    for each in (copy.deepcopy(other), plain):
+        weights = {name: p.detach() for name, p in each.named_parameters()}
+        loss = functools.partial(torch.func.functional_call, each, kwargs=tokens())
+        results.append(list(torch.func.grad(lambda w, loss=loss: loss(w).loss)(weights).values()))
+    assert_same_bits(*results)
 
 
 def test_undo_gives_the_former_checkpointing_back():
