@@ -57,9 +57,8 @@ class NormMatch(Match):
             x = args[0]
             weight = getattr(self, weight_name) if weight_name else None
             bias = getattr(self, bias_name) if bias_name else None
-            is_foreign = weight_name and not witnesses.is_torchs(
-                weight
-            )  # a program set another kind of weight, or none
+            # a program may set another kind of weight, or none
+            is_foreign = weight_name and not witnesses.is_torchs(weight)
             if is_foreign or bias is not None and not witnesses.is_torchs(bias):
                 return original.forward(self, x)
             if weight_name and weight.dtype != x.dtype:
