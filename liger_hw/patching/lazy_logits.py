@@ -87,7 +87,7 @@ class Source:
         self._seen = [_fingerprint(t) for t in self.tensors]
 
     def changes(self):
-        """Yield (name, what happened to it) of the head's tensors that are not those of the forward.
+        """Yield (name, what happened) of the head's tensors that changed since the forward.
 
         Some programs write without a new version number (fused AdamW, `p.data`, `p.numpy()`), so this also compares
         sums over all values.

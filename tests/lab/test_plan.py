@@ -393,10 +393,11 @@ def test_a_config_that_does_not_fit(text, message, tmp_path):
 
 
 def test_the_page_shows_real_outputs(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
     for file, count in (("distributed", 2), ("guides/does_not_fit", 1)):
         page = (ROOT / f"docs/{file}.md").read_text()
-        commands = re.findall(r"^    liger-hw plan (.*)\n\n```text\n", page.partition("## Engines")[0], re.MULTILINE)
+        text = page.partition("## Engines")[0].replace("\\\n", "")  # of commands on two lines
+        commands = re.findall(r"^(?:    cd (.*)\n)?    liger-hw plan (.*)\n\n```text\n", text, re.MULTILINE)
         assert len(commands) == count
-        for command in commands:
+        for folder, command in commands:
+            monkeypatch.chdir(ROOT / folder)
             assert printed(capsys, *command.split()) in page, f"run `liger-hw plan {command}` and put its output there"

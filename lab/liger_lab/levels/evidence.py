@@ -27,7 +27,8 @@ SAYS = {
     EXECUTED: "its parity cases passed on the device: values and gradients against float64",
     EMULATED: "its machine code passed its parity cases on an emulation of that GPU, in order: no hardware ran",
     INTERPRETED: "its parity cases passed in Triton's interpreter, with the launch configurations of that GPU",
-    COMPILED: "its kernels were built by that GPU's compiler at real widths; registers, memory and accesses checked",
+    COMPILED: "its kernels were built by that GPU's compiler at real widths, by one Triton or another; registers, "
+    "memory and accesses checked",
 }
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.uint8: "uint8",

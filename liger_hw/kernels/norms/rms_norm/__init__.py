@@ -38,11 +38,6 @@ def _validate(x, weight, casting_mode, residual=None):
         check(like, "residual", residual, x)
 
 
-def _plus(weight, offset):
-    """Return weight + offset in fp32 or, for 0, the weight, of which autograd then keeps no copy: as in a model."""
-    return widen(weight) + offset if offset else weight
-
-
 @op(validate=_validate)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
@@ -71,12 +66,15 @@ def rms_norm(
     """
     if casting_mode == "none":
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        return y if weight is None else (y * _plus(weight.to(x.dtype), offset)).to(x.dtype)
+        if weight is not None:
+            weight = weight.to(x.dtype)
+            y = (y * (weight + offset if offset else weight)).to(x.dtype)
+        return y
     wide = widen(x)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y if casting_mode == "gemma" else widen(y.to(x.dtype))
-        y = y * _plus(weight, offset)
+        y = y * (widen(weight) + offset if offset else weight)  # of the weight itself autograd keeps no copy
     return y.to(x.dtype)
 
 
