@@ -15,6 +15,8 @@ except ModuleNotFoundError as error:
 
     class _Missing:
         def __getattr__(self, name):
+            if name == "__wrapped__":  # by which Python looks for a function within another
+                raise AttributeError(name)
             return self
 
         def __call__(self, *args, **kwargs):

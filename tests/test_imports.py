@@ -66,6 +66,25 @@ else:
     )
 
 
+def test_without_triton_a_patched_model_learns():
+    passes(
+        """
+import torch, transformers, liger_hw
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=1))
+patched = transformers.LlamaForCausalLM(plain.config)
+patched.load_state_dict(plain.state_dict())
+assert not liger_hw.patch(patched).left
+ids = torch.arange(8)[None]
+losses = [model(input_ids=ids, labels=ids).loss for model in (plain, patched)]
+torch.testing.assert_close(*losses)
+losses[1].backward()
+assert all(p.grad is not None for p in patched.parameters())
+""",
+        "triton",
+    )
+
+
 def test_without_transformers_modules_and_patch_work():
     passes(
         """
