@@ -282,11 +282,11 @@ def value_at(results, path):
 
 
 def test_the_memory_of_an_adapter_is_the_sum_of_its_page():
-    """Llama-3-8B, rank 16, weights of 4 bits in blocks of 64 with scales in fp32."""
+    """Llama-3-8B, rank 16, weights of 4 bits, whose blocks of 64 have scales of 8 bits."""
     layers, hidden, keys, units, vocab, rank = 32, 4096, 1024, 14336, 128256, 16
     linears = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, units)] * 2 + [(units, hidden)]
     weights, factors = (layers * sum(size(*shape) for shape in linears) for size in (mul, lambda *s: rank * sum(s)))
-    fixed = weights * (0.5 + 4 / 64) + 2 * 2 * vocab * hidden + 16 * factors
+    fixed = weights * (0.5 + 1 / 64 + 4 / (64 * 256)) + 2 * 2 * vocab * hidden + 16 * factors
     at_work, kept = 8 * hidden + 4 * (hidden + keys) + 6 * units, 8 * hidden + 4 * (hidden + keys) + 4 * units
     page = (ROOT / "docs/guides/small_gpu.md").read_text()
     assert f"that is {fixed / 2**30:.2f} GiB at every length" in page
