@@ -30,22 +30,20 @@ class GatedNormMatch(Match):
     """Match of a gated RMSNorm."""
 
     kind = "gated_norm"
+    inputs = ("x", "gate")
 
     def members(self, original, unchanged):
         names, options = dict(self.names), dict(self.options)
         weight_name, eps_name, group_name = names["weight"], names["eps"], names["group"]
 
         def forward(self, *args, **kwargs):
-            gate = args[1] if len(args) == 2 else kwargs.get("gate")
-            weight = getattr(self, weight_name)
-            proved = (
-                unchanged(self) and len(args) in (1, 2) and set(kwargs) <= {"gate"} and weight.dtype == args[0].dtype
-                and witnesses.cover(args[0])
-            )  # fmt: skip
-            if not proved or gate is None or gate.shape != args[0].shape or gate.dtype != weight.dtype:
+            if not unchanged(self, args, kwargs):
+                return original.forward(self, *args, **kwargs)
+            x, gate, weight = args[0], args[1] if len(args) == 2 else kwargs.get("gate"), getattr(self, weight_name)
+            if gate is None or gate.shape != x.shape or not x.dtype == gate.dtype == weight.dtype:
                 return original.forward(self, *args, **kwargs)
             group = getattr(self, group_name) if group_name else None
-            return gated_rms_norm(args[0], gate, weight, getattr(self, eps_name), group_size=group, **options)
+            return gated_rms_norm(x, gate, weight, getattr(self, eps_name), group_size=group, **options)
 
         return {"forward": forward}
 

@@ -14,6 +14,8 @@ class Match:
     Attributes:
         kind: "norm", "gated_norm", "mlp", "activation", "experts", "sorted_experts", "rope", "lora",
             "lora_parameter", "head", "lora_head", "causal_lm" or "skip_logits".
+        inputs: names of the inputs that the replacement of the forward takes, where its guard also tells whether the
+            arguments of a call are these.
         op: the name of the op, or "" where `kind` already determines it.
         options: keyword arguments of the op, as sorted pairs.
         names: (role, attribute of the module) pairs; the attribute is None where the module has no such part.
@@ -23,6 +25,7 @@ class Match:
     """
 
     kind: ClassVar[str]
+    inputs: ClassVar[tuple] = ()
     op: str = ""
     options: tuple = ()
     names: tuple = ()
@@ -67,13 +70,13 @@ class Match:
         hidden = {
             name: {pin.name for pin in read(cls).pins if pin.owner is cls} - {"forward"} for name, cls in self.bypassed
         }
-        return guard(pins, self.pinned, {None: shadowed, **hidden}, self.bypassed, (original,))
+        return guard(pins, self.pinned, {None: shadowed, **hidden}, self.bypassed, (original,), self.inputs)
 
     def members(self, original, unchanged):
         """Return name -> value of the subclass of `original` that computes with the op.
 
         Args:
-            unchanged: the function that `guard` returned.
+            unchanged: the function that `guard` returned, of a module, and of a call's arguments if there are `inputs`.
         """
         raise NotImplementedError
 

@@ -26,6 +26,7 @@ class MLPMatch(Match):
     """Match of an MLP."""
 
     kind = "mlp"
+    inputs = ("x",)
 
     def pins(self, original):
         pins, shadowed = super().pins(original)
@@ -45,7 +46,7 @@ class MLPMatch(Match):
         producer_names = [names[role] for role in ("gate", "up") if names.get(role)]
 
         def forward(self, *args, **kwargs):
-            if len(args) != 1 or kwargs or not unchanged(self) or not witnesses.cover(args[0]):
+            if not unchanged(self, args, kwargs):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
             if _stays_unfused(down, args[0]):

@@ -30,6 +30,7 @@ class NormMatch(Match):
     """
 
     kind = "norm"
+    inputs = ("x",)
     narrow_input: bool = False
     wide_input: bool = False
     default_eps: bool = False
@@ -45,14 +46,7 @@ class NormMatch(Match):
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
 
         def forward(self, *args, **kwargs):
-            if (
-                len(args) != 1
-                or kwargs
-                or not unchanged(self)
-                or not witnesses.cover(args[0])
-                or derived
-                and torch.is_autocast_enabled(args[0].device.type)
-            ):
+            if not unchanged(self, args, kwargs) or derived and torch.is_autocast_enabled(args[0].device.type):
                 return original.forward(self, *args, **kwargs)
             x = args[0]
             weight = getattr(self, weight_name) if weight_name else None

@@ -30,6 +30,7 @@ from liger_hw._torch import (
 from liger_hw.patching import reading
 from liger_hw.patching.hooks import is_intercepted, original_class
 from liger_hw.patching.reading import Pin
+from liger_hw.patching.witnesses import cover
 
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
 COMPARABLE = (
@@ -291,7 +292,7 @@ def only_harmless_modes():
     )
 
 
-def guard(pins, attributes, shadowed, bypassed, classes=()):
+def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
     """Return a function of a module that tells whether it is still what was matched.
 
     Args:
@@ -301,6 +302,8 @@ def guard(pins, attributes, shadowed, bypassed, classes=()):
             of the instance would hide them.
         bypassed: (child, its class) pairs: the replacement skips these children, unless something watches them.
         classes: the module's class, whose new names may hide others.
+        inputs: names of the inputs that the replacement of a forward takes. With them the function takes the arguments
+            and keyword arguments of a call too, and tells whether they are these inputs, the first of them covered.
     """
     # a parametrization may change its state at each read of a parameter, and a replacement may read it twice
     conditions = ["code_unchanged()", "'parametrizations' not in module._modules"]
@@ -328,7 +331,12 @@ def guard(pins, attributes, shadowed, bypassed, classes=()):
     for child, names in shadowed.items():
         holder = "module" if child is None else f"module._modules[{child!r}]"
         conditions += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
-    return _generate("module", conditions, values)
+    if not inputs:
+        return _generate("module", conditions, values)
+    values |= {"cover": cover, "by_name": {*inputs[1:]}}
+    named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
+    conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
+    return _generate("module, args, kwargs", conditions, values)
 
 
 def digest(pins):

@@ -15,20 +15,14 @@ class SortedExpertsMatch(Match):
     """Match of sorted experts with weights "first" (E, H, 2I) and "second" (E, I, H)."""
 
     kind = "sorted_experts"
+    inputs = ("x",)
 
     def members(self, original, unchanged):
         op, options, names = gates.OPS[self.op], {"in_place": True, **dict(self.options)}, dict(self.names)
 
         def forward(self, *args, **kwargs):
             weights = [getattr(self, names[role]) for role in ("first", "second")]
-            usual = (
-                len(args) == 1
-                and not kwargs
-                and unchanged(self)
-                and witnesses.cover(*args)
-                and is_plain(*args, *weights)
-            )
-            if not usual:
+            if not unchanged(self, args, kwargs) or not is_plain(*args, *weights):
                 return original.forward(self, *args, **kwargs)
             return _compute(args[0], *weights, op, options)
 

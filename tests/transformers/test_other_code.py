@@ -303,22 +303,22 @@ def test_what_a_program_replaces_or_adds_counts(replaced, monkeypatch):
 def test_kernels_that_a_program_registers_for_torchs_operations_count():
     plain, patched = pair(MLP())
     unchanged = type(patched).liger_match.guard(MLP)
-    assert unchanged(patched)
+    assert unchanged(patched, (ROWS,), {})
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("silu", lambda x: torch.zeros_like(x), "CPU")
-        assert not unchanged(patched)
+        assert not unchanged(patched, (ROWS,), {})
         with torch.no_grad():
             assert torch.equal(patched(ROWS), plain(ROWS))
     finally:
         library._destroy()
-    assert unchanged(patched)
+    assert unchanged(patched, (ROWS,), {})
 
 
 def test_kernels_that_torch_registers_for_vmap_do_not_count():
     _, patched = pair(MLP())
     torch.vmap(torch.sin)(ROWS)  # at the first call of a process
-    assert type(patched).liger_match.guard(MLP)(patched)
+    assert type(patched).liger_match.guard(MLP)(patched, (ROWS,), {})
     assert any("FuncTorchBatched" in name for name in torch.library._impls)
 
 

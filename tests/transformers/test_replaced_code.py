@@ -259,7 +259,7 @@ def test_a_class_attribute_that_changed_between_two_patches_counts(monkeypatch):
 def test_an_attribute_that_no_code_reads_may_change():
     _, patched = pair(Norm())
     patched[0].steps, patched[0].history = 3, [patched]
-    assert type(patched[0]).liger_match.guard(Norm)(patched[0])
+    assert type(patched[0]).liger_match.guard(Norm)(patched[0], (ROWS,), {})
 
 
 class HalvesProducts(TorchDispatchMode):
