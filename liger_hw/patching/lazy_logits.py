@@ -57,7 +57,7 @@ ADVICE = "call the model with skip_logits=False, which computes the logits in th
 NO_MEMORY = f"the logits were not computed and have no memory: read them by an operation of torch first, or {ADVICE}"
 
 
-CHANGED = "changed"
+NAMES, CHANGED = ("hidden states", "weight", "bias"), "changed"
 
 
 class Forward:
@@ -74,26 +74,27 @@ class Forward:
 
 
 class Source:
-    """Hidden states, weight and bias of one call of a head.
+    """Hidden states, weight and bias of one call of a head, and `parts`: the weights that `weight` is a copy of.
 
     Attributes:
         tensors: (hidden (..., H), weight (V, H), bias (V,) or None), without their graph.
         autocast_dtype: the dtype in which the head computes, or None outside autocast.
     """
 
-    def __init__(self, *tensors):
+    def __init__(self, *tensors, parts=()):
         self.tensors = tuple(None if t is None else t.detach() for t in tensors)
         self.autocast_dtype = autocast_dtype(tensors[0].device.type)
-        self._seen = [_fingerprint(t) for t in self.tensors]
+        named = [*zip(NAMES, self.tensors), *(("weights", part.detach()) for part in parts)]
+        self._seen = [(name, t, *_fingerprint(t)) for name, t in named if t is not None]
 
-    def changes(self):
+    def changes(self, names):
         """Yield (name, what happened) of the head's tensors that changed since the forward.
 
         Some programs write without a new version number (fused AdamW, `p.data`, `p.numpy()`), so this also compares
         sums over all values.
         """
-        for name, tensor, (version, sums) in zip(("hidden states", "weight", "bias"), self.tensors, self._seen):
-            if sums is None:
+        for name, tensor, version, sums in self._seen:
+            if name not in names:
                 continue
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
                 yield name, "were sharded or freed"
@@ -102,9 +103,9 @@ class Source:
             if version_now != version or not all(map(torch.equal, sums_now, sums)):
                 yield name, CHANGED
 
-    def check_unchanged(self):
+    def check_unchanged(self, names=NAMES):
         """Raise a RuntimeError if the head's tensors have changed since the forward."""
-        for name, change in self.changes():
+        for name, change in self.changes(names):
             raise RuntimeError(
                 f"the logits of this forward were not computed and cannot be now: the head's {name} {change} since "
                 f"(an optimizer step?). Read outputs.logits before that, or {ADVICE}"
@@ -157,13 +158,11 @@ BUCKETS = 65537  # a prime: rows or columns that change places change the sums, 
 
 
 def _fingerprint(tensor):
-    """Return the tensor's version (or None) and exact sums of its bits.
+    """Return a tensor's version (None in inference mode) and exact sums of its bits.
 
     The sums are those of every BUCKETS-th word, and the words left over. They read the weight once, and the host does
     not wait.
     """
-    if tensor is None:
-        return None, None
     flat = tensor.reshape(-1).contiguous()  # a weight may be every second column
     # not `nbytes`, which Dynamo cannot trace: a compiled function may be the first to read the logits
     wide = flat.numel() * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
@@ -239,7 +238,7 @@ class Deferred(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
             return type(args[0])(args[0].cell)  # as an autograd function returns its own argument
-        written = _written(func, args, kwargs)
+        written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, Deferred)]
         with enable_reentrant_dispatch():  # without it autograd would not record, as the gradient of a loss needs
             for tensor in written:
                 tensor.cell.before_write()
@@ -251,11 +250,6 @@ class Deferred(torch.Tensor):
             tensor.computed()  # `set_` and `resize_` change memory, sizes and strides
         itself = {id(tensor.cell.values): tensor for tensor in written}  # autograd expects the written tensor itself
         return tree_map_only(torch.Tensor, lambda tensor: itself.get(id(tensor), tensor), result)
-
-
-def _written(func, args, kwargs):
-    """Return the arguments without memory that `func` writes to."""
-    return [x for x in written_arguments(func, args, kwargs) if isinstance(x, Deferred)]
 
 
 def _with_memory(tensor):
@@ -398,21 +392,21 @@ class HeadFunction(FunctionOfLazyLogits):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, forward, parts=None):
-        source = Source(hidden, weight, bias)
-        ctx.call = HeadCall(forward, source, ctx.needs_input_grad[:3])
+        on_cpu, learns = hidden.device.type == "cpu", ctx.needs_input_grad[:3]
+        source = Source(hidden, weight, bias, parts=parts or () if on_cpu else ())
+        ctx.call = HeadCall(forward, source, learns)
         ctx.set_materialize_grads(False)  # None stays None, as after F.linear
         # what F.linear keeps for its backward: under autocast copies of another dtype
-        kept = {"weight": ctx.needs_input_grad[0], "hidden states": ctx.needs_input_grad[1]}
-        same = {"weight": weight.dtype, "hidden states": hidden.dtype}
-        ctx.read = [name for name in kept if kept[name] and source.autocast_dtype in (None, same[name])]
+        same = [source.autocast_dtype in (None, tensor.dtype) for tensor in (hidden, weight)]
         # parts: weights whose columns `weight` has, of the layers whose input needs a gradient
-        weights = (parts or [weight]) if "weight" in ctx.read else []
-        ctx.weights = [version_of(part) for part in weights]
-        # hooks of a program may copy the weights, which may then change; copies on a GPU would cost its memory
-        hooked, on_cpu = saved_tensors_hooks() is not None, hidden.device.type == "cpu"
-        packs, ctx.compares = hooked and on_cpu, on_cpu and not hooked
+        kept = [("weights" if parts else "weight", part) for part in parts or [weight] if learns[0] and same[1]]
+        if on_cpu and learns[1] and same[0]:
+            kept.append(("hidden states", source.tensors[0]))
+        ctx.kept = [(name, version_of(tensor)) for name, tensor in kept]
+        # hooks of a program may copy the tensors, which may then change; copies on a GPU would cost its memory
+        packs = on_cpu and saved_tensors_hooks() is not None
         # the first is freed with the graph, after which torch refuses a second backward
-        ctx.save_for_backward(hidden.new_empty(0), *(weights if packs else ()))
+        ctx.save_for_backward(hidden.new_empty(0), *(tensor for _, tensor in kept if packs))
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 
@@ -424,21 +418,28 @@ class HeadFunction(FunctionOfLazyLogits):
         source = ctx.call.kept
         if not backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
             ctx.call.kept = None
+        copies, read = {}, []
+        for (name, seen), unpacked in zip_longest(ctx.kept, packed):
+            tensor = seen[0]()
+            if unpacked is not None and tensor is not None and storage_id(unpacked) != storage_id(tensor):
+                copies[name] = unpacked
+                continue
+            read.append(name)
+            if name != "hidden states":
+                refuse_written("the head", seen)
+        if grad.device.type == "cpu":
+            _refuse_changed(source, read)
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
-                for kept, unpacked in zip_longest(ctx.weights, packed):
-                    weight = kept[0]()
-                    if weight is None or unpacked is None or storage_id(unpacked) == storage_id(weight):
-                        refuse_written("the head", kept)
-                if ctx.compares:
-                    _refuse_changed(source, ctx.read)
                 return *grad.cell.operand_gradients(), None, None
             grad = grad.cell.values
-        source = source or ctx.call.source()
-        source.check_unchanged()
+        source, learns = source or ctx.call.source(), ctx.needs_input_grad
+        needed = [name for name, learn in zip(("weight", "hidden states"), learns) if learn]
+        source.check_unchanged([name for name in needed if name not in copies])
         (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
+        hidden, weight = copies.get("hidden states", hidden), copies.get("weight", weight)
         x, w = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
-        rows, learns = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
         return (
             (grad @ w).to(hidden.dtype) if learns[0] else None,
             (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if learns[1] else None,
@@ -452,8 +453,8 @@ def _refuse_changed(source, read):
 
     It also finds writes that torch does not count. On a GPU the host would wait for the answer.
     """
-    for name, change in source.changes():
-        if change == CHANGED and name in read:
+    for name, change in source.changes(read):
+        if change == CHANGED:
             raise RuntimeError(
                 f"the head's {name} changed between its forward and its backward, in which the unpatched model would "
                 "mix both: call backward before anything that writes to them"

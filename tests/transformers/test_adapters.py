@@ -1,5 +1,6 @@
 """Patched models with adapters: every layer, quantised ones too, with activations recomputed, merged and unmerged."""
 
+import contextlib
 import copy
 
 import pytest
@@ -83,6 +84,27 @@ def test_a_part_of_an_adapted_head_written_before_the_backward(part, targets):
     for p, q in zip(plain.parameters(), patched.parameters(), strict=True):
         if errors[0] is None and p.requires_grad:
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("copies", [None, True, False], ids=["no hooks", "hooks that copy", "hooks"])
+@pytest.mark.parametrize("part", ["base_layer", "lora_B.default"])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_writes_to_an_adapted_head_that_torch_does_not_count(options, part, copies):
+    """The backward has the gradients of the forward, or refuses where PEFT's mixes both."""
+    plain, patched = models = pair_with_head(lora_dropout=0.0, **options)
+    for model in models:
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone if copies else lambda x: x, lambda x: x)
+        with contextlib.nullcontext() if copies is None else hooks:
+            loss = tiny.call(model, **tiny.tokens()).loss
+        model.base_model.model.lm_head.get_submodule(part).weight.data.mul_(1.5)
+        if model is patched and not copies and (part == "base_layer" or not options):
+            with pytest.raises(RuntimeError, match="the head's weights? changed .* call backward before"):
+                loss.backward()
+            return
+        loss.backward()
+    for p, q in zip(plain.parameters(), patched.parameters(), strict=True):
+        if p.requires_grad:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5)
 
 
 def pair_with_head(**options):

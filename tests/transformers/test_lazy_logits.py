@@ -919,16 +919,17 @@ def test_hooks_of_saved_tensors_find_memory(pack):
     pair.assert_same_gradients()
 
 
+@pytest.mark.parametrize("loss_of", [lambda out: out.loss, lambda out: out.logits.square().mean()], ids=["loss", "own"])
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("head", ["tied", "trained", "frozen"])
-def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(head, copies):
+def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(head, copies, loss_of):
     """Torch looks for no writes within hooks, and mixes old and new weights where they copy none."""
     gradients = []
     for model in tiny.pair(tie_word_embeddings=head == "tied"):
         model.lm_head.requires_grad_(head != "frozen")
         pack = torch.clone if copies else lambda x: x
         with torch.autograd.graph.saved_tensors_hooks(lambda x, pack=pack: pack(x.detach()), lambda x: x):
-            loss = model(**tiny.tokens()).loss
+            loss = loss_of(model(**tiny.tokens()))
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1.0)
