@@ -33,8 +33,10 @@ def cross_entropy(
     if not fits or reduction not in ("mean", "sum", "none"):
         return None
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    dtype = logits.dtype  # autocast computes the loss in fp32
-    dtype = dtype if autocast_dtype(logits.device.type) is None else torch.promote_types(dtype, torch.float32)
+    # autocast computes the loss in fp32
+    dtype = torch.promote_types(logits.dtype, torch.float32) if autocast_dtype(logits.device.type) else logits.dtype
+    # a backward that needs the logits reads them again, and a program may write to its own
+    target, weight = target.clone(), None if weight is None else weight.clone()
 
     def fused(x, head, bias, scale, softcap, group):
         loss = fused_linear_cross_entropy(

@@ -15,7 +15,7 @@ import warnings
 
 import torch
 
-from liger_hw._torch import is_replica, is_wrapped_by_fsdp1, traced, without_saved_tensors_hooks
+from liger_hw._torch import is_replica, is_wrapped_by_fsdp1, traced, tree_map_only, without_saved_tensors_hooks
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -148,9 +148,8 @@ def shifted(by_token, fill):
 def _op_divides_by(divisor):
     """Tell whether the op may divide the losses of rows by `divisor`.
 
-    It reads no tensor of a GPU, for which the host would wait.
-
     A number must leave fp32 losses finite, and a tensor must be one whose quotient is fp32 and needs no gradient.
+    It reads no tensor of a GPU, for which the host would wait.
     """
     if torch.is_tensor(divisor):
         if divisor.ndim or divisor.requires_grad or divisor.dtype == torch.float64:
@@ -171,6 +170,9 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head, by_products
     Args:
         by_products: dict for those of logits in memory; uncomputed logits have one of their own.
     """
+
+    if fuses_head:  # a backward that needs the logits reads them again, and a program may write to its own
+        targets, options = tree_map_only(torch.Tensor, torch.clone, (targets, options))
 
     def fused(x, weight, bias, scale, softcap, group):
         return fused_linear_cross_entropy(

@@ -457,6 +457,26 @@ def test_divisors_that_a_quotient_of_rows_cannot_take(number, kind, ignored):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("written", ["shift_labels", "num_items_in_batch", "token_weights", "ce_weight"])
+def test_tensors_of_a_loss_that_are_written_before_its_backward(written, own):
+    """The gradients are those of the forward, also where a loss of the program's own makes the backward read logits."""
+    _, patched = tiny.pair()
+    inputs, gradients = tiny.tokens(), []
+    for writes in (False, True):
+        torch.manual_seed(0)
+        options = {"shift_labels": inputs["labels"].roll(-1, 1), "num_items_in_batch": torch.tensor(7.0)}
+        options |= {"token_weights": torch.rand(2, 17), "ce_weight": torch.rand(tiny.VOCABULARY)}
+        options = {name: value for name, value in options.items() if name in ("shift_labels", written)}
+        out = patched(**inputs, **options)
+        loss = out.loss + (out.logits.square().mean() if own else 0)
+        if writes:
+            options[written].fill_(3)
+        gradients.append(torch.autograd.grad(loss, list(patched.parameters())))
+    for expected, found in zip(*gradients):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_divisors_with_a_dtype_and_a_gradient(dtype):
     results = []
