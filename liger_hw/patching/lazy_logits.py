@@ -74,7 +74,7 @@ class Forward:
 
 
 class Source:
-    """Hidden states, weight and bias of one call of a head, and `parts`: the weights that `weight` is a copy of.
+    """Hidden states, weight and bias of one call of a head.
 
     Attributes:
         tensors: (hidden (..., H), weight (V, H), bias (V,) or None), without their graph.
@@ -84,6 +84,7 @@ class Source:
     def __init__(self, *tensors, parts=()):
         self.tensors = tuple(None if t is None else t.detach() for t in tensors)
         self.autocast_dtype = autocast_dtype(tensors[0].device.type)
+        # parts: weights that `weight` is a copy of
         named = [*zip(NAMES, self.tensors), *(("weights", part.detach()) for part in parts)]
         self._seen = [(name, t, *_fingerprint(t)) for name, t in named if t is not None]
 
@@ -403,10 +404,9 @@ class HeadFunction(FunctionOfLazyLogits):
         if on_cpu and learns[1] and same[0]:
             kept.append(("hidden states", source.tensors[0]))
         ctx.kept = [(name, version_of(tensor)) for name, tensor in kept]
-        # hooks of a program may copy the tensors, which may then change; copies on a GPU would cost its memory
-        packs = on_cpu and saved_tensors_hooks() is not None
-        # the first is freed with the graph, after which torch refuses a second backward
-        ctx.save_for_backward(hidden.new_empty(0), *(tensor for _, tensor in kept if packs))
+        # hooks of a program may copy the tensors, which may then change; copies on a GPU would cost its memory.
+        # The first is freed with the graph, after which torch refuses a second backward
+        ctx.save_for_backward(hidden.new_empty(0), *(x for _, x in kept if on_cpu and saved_tensors_hooks()))
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 

@@ -45,7 +45,8 @@ class Record:
         fits = type(row) in PLAIN and not row.requires_grad and row.numel() == self.vocabulary
         fits = fits and row.shape[-1:] == (self.vocabulary,) and row.ndim <= self.hidden.ndim
         fits = fits and torch.promote_types(row.dtype, self.dtype) == self.dtype
-        return self._then("add", row.detach().flatten()) if fits else None
+        # a copy, as the program may write to its own
+        return self._then("add", row.detach().flatten().clone()) if fits else None
 
     def cast(self, dtype=None, *others, **options):
         if others or options or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -56,7 +57,7 @@ class Record:
         """Take slices or a mask of rows, or the first columns."""
         if torch.is_tensor(index):
             is_mask = index.dtype == torch.bool and index.ndim < self.hidden.ndim
-            return self._then("rows", index, hidden=self.hidden[index]) if is_mask else None
+            return self._then("rows", index.clone(), hidden=self.hidden[index]) if is_mask else None
         *rows, columns = _slices(index, self.hidden.ndim) or (None,)
         if columns == slice(None):
             return self._then("rows", index, hidden=self.hidden[index])
@@ -136,6 +137,8 @@ def _slices(index, ndim):
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or isinstance(i, slice) for i in index) or index.count(Ellipsis) > 1:
         return None
+    if any(torch.is_tensor(bound) for i in index if i is not Ellipsis for bound in (i.start, i.stop, i.step)):
+        return None  # a program may write to it
     place = index.index(Ellipsis) if Ellipsis in index else len(index)
     before, after = index[:place], index[place + 1 :]
     slices = *before, *[slice(None)] * (ndim - len(before) - len(after)), *after

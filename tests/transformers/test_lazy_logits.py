@@ -123,6 +123,26 @@ def test_any_other_step_computes(step, recording):
         pair.assert_same_gradients()
 
 
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda x: x.data.zero_()])
+@pytest.mark.parametrize(
+    "step, tensor",
+    [
+        (lambda x, row: x + row, torch.arange(12.0)),
+        (lambda x, row: row + x, torch.arange(12.0)[None, None]),
+        (lambda x, mask: x[mask], torch.arange(10).view(2, 5) % 3 == 0),
+        (lambda x, stop: x[:, :stop], torch.tensor(3)),
+    ],
+)
+def test_tensors_of_a_step_that_are_written_later(step, tensor, write):
+    pair = Pair(recording=True)
+    results = []
+    for logits in pair.both():
+        written = tensor.clone()
+        results.append(step(logits, written))
+        write(written)
+    assert torch.equal(*results)
+
+
 def test_what_torch_says_of_them():
     lazy, real = Pair().both()
     assert isinstance(lazy, torch.Tensor) and torch.is_tensor(lazy) and lazy.grad_fn is not None
