@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import logging
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -190,8 +191,8 @@ def read_globals(function, called=()):
         called: names of globals that the copy has other functions for, which the code may only call.
     """
     code = Code(pins=_function_pins(function))
-    for instructions in _all_code(function.__code__):
-        for instruction in dis.get_instructions(instructions):
+    for instructions in all_code(function.__code__):
+        for instruction in instructions_of(instructions):
             name, argument = instruction.opname, instruction.argval
             if name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 code.refuse(f"writes the global {argument!r}")
@@ -213,7 +214,7 @@ def attributes_in(*packages):
     members += [member for cls in members if isinstance(cls, type) for member in vars(cls).values()]
     functions = [inspect.unwrap(getattr(member, "__func__", member)) for member in members if callable(member)]
     codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType) and f.__module__.startswith(packages)]
-    listed = (itertools.pairwise(dis.get_instructions(part)) for code in codes for part in _all_code(code))
+    listed = (itertools.pairwise(instructions_of(part)) for code in codes for part in all_code(code))
     return {
         (before.argval, then.argval)
         for before, then in itertools.chain.from_iterable(listed)
@@ -331,7 +332,7 @@ def _read_function(function, code, waiting):
     waiting += functions_within(defaults)
     first = function.__code__.co_varnames[:1] if function.__code__.co_argcount else ()
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    for instructions in _all_code(function.__code__):
+    for instructions in all_code(function.__code__):
         _read_lookups(instructions, first, function.__globals__, code)
         _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
 
@@ -345,11 +346,24 @@ def _function_pins(function):
     return pins + [Pin(by_name, *item) for item in by_name.items()]
 
 
-def _all_code(code):
+def all_code(code):
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _all_code(constant)
+            yield from all_code(constant)
+
+
+def instructions_of(code):
+    """List the instructions that `dis` shows, those that Python 3.13 joins apart again."""
+    listed = []
+    for instruction in dis.get_instructions(code):
+        joined = re.findall("LOAD_FAST|STORE_FAST", instruction.opname)
+        if len(joined) == 2:
+            pairs = zip(joined, instruction.argval)
+            listed += [instruction._replace(opname=opname, argval=argval) for opname, argval in pairs]
+        elif instruction.opname not in SKIPPED:
+            listed.append(instruction)
+    return listed
 
 
 def _read_instructions(instructions, namespace, cells, first, code, waiting):
@@ -359,7 +373,7 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain = None, []
     attribute = None
-    listed = [*(i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED), None]
+    listed = [*instructions_of(instructions), None]
     for place, (instruction, before, after) in enumerate(zip(listed, [None, *listed], [*listed[1:], None])):
         name, previous, attribute = instruction and instruction.opname, attribute, None
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
@@ -384,12 +398,11 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
         if name is None:
             break
         argument = instruction.argval
-        last = argument[-1] if isinstance(argument, tuple) and argument else argument
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             kind, chain = "global", [argument]
         elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF") and argument in cells:
             kind, chain = "cell", [argument]
-        elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and last in first:
+        elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and argument in first:
             kind = "self"
             if after.opname.startswith(("FORMAT", "CONVERT")) or before and before.argval == "str":
                 code.refuse("writes its module as text")

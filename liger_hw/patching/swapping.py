@@ -5,7 +5,6 @@ computes with the copy's weights; a closure set as its `forward` would compute w
 """
 
 import abc
-import dis
 import functools
 import logging
 import types
@@ -15,10 +14,11 @@ import torch
 
 from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
-from liger_hw.patching.reading import SKIPPED, TRUSTED
+from liger_hw.patching.reading import TRUSTED, all_code, instructions_of
 from liger_hw.patching.rebinding import innermost
 
 logger = logging.getLogger("liger_hw")
+ARMED = "liger_armed_"  # how names of instance attributes of patched classes begin
 
 __all__ = ["is_changed_since", "is_swapped", "original_class", "patched_class", "restore", "swap"]
 
@@ -37,7 +37,7 @@ def restore(module):
     patched = type(module)
     object.__setattr__(module, "__class__", patched.liger_original)
     for name, value in list(vars(module).items()):
-        if name.startswith("liger_"):
+        if name.startswith(ARMED):
             del vars(module)[name]
         elif isinstance(value, types.MethodType) and vars(patched).get(value.__name__) is value.__func__:
             vars(module)[name] = types.MethodType(getattr(type(module), value.__name__), module)
@@ -46,6 +46,11 @@ def restore(module):
 def is_swapped(module):
     """Tell whether `module` has a class that `swap` gave it."""
     return "liger_original" in vars(type(module))
+
+
+def swapped_base(cls):
+    """Return the class that `swap` gave a module, of which `cls` may derive."""
+    return next(base for base in cls.__mro__ if "liger_original" in vars(base))
 
 
 def is_changed_since(module):
@@ -104,19 +109,23 @@ def reason_against(cls):
 
 
 def _tells_a_subclass(code, takes_class):
-    """Tell whether code does more with its instance's class than read an attribute."""
-    listed = [i for i in dis.get_instructions(code) if i.opname not in (*SKIPPED, "PRECALL")]
-    for before, instruction, then, after in zip([listed[0], *listed], listed, listed[1:], listed[2:]):
-        if not instruction.opname.startswith("LOAD_FAST") or instruction.argval not in code.co_varnames[:1]:
-            continue
-        if takes_class and (
-            then.opname in ("STORE_ATTR", "DELETE_ATTR", "COPY") or before.argval in ("setattr", "delattr")
-        ):
-            return True
-        reads = after.opname == "LOAD_ATTR" and after.argval not in DIFFERS_IN_SUBCLASS
-        is_class = (before.opname, before.argval) == ("LOAD_GLOBAL", "type") or then.argval == "__class__"
-        if is_class and not reads and not after.opname.startswith(("FORMAT", "CONVERT")):
-            return True
+    """Tell whether code does more with its instance's class than read an attribute.
+
+    So does code that gives its instance a second name, by which it may read the class.
+    """
+    first = code.co_varnames[:1]
+    for part in all_code(code):
+        listed = [i for i in instructions_of(part) if i.opname != "PRECALL"]
+        for before, instruction, then, after in zip([listed[0], *listed], listed, listed[1:], listed[2:]):
+            if not instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or instruction.argval not in first:
+                continue
+            writes = then.opname in ("STORE_ATTR", "DELETE_ATTR", "COPY") or before.argval in ("setattr", "delattr")
+            if takes_class and writes or then.opname.startswith("STORE_FAST"):
+                return True
+            reads = after.opname in ("LOAD_ATTR", "LOAD_METHOD") and after.argval not in DIFFERS_IN_SUBCLASS
+            is_class = (before.opname, before.argval) == ("LOAD_GLOBAL", "type") or then.argval == "__class__"
+            if is_class and not reads and not after.opname.startswith(("FORMAT", "CONVERT")):
+                return True
     return False
 
 
@@ -151,13 +160,12 @@ def _reduce(self, protocol):
     # a derived class, such as FSDP's, pickles in its own way
     original = cls.liger_original
     if not is_swapped(self):
-        swapped = next(base for base in cls.__mro__ if "liger_original" in vars(base))
-        return super(swapped, self).__reduce_ex__(protocol)
+        return super(swapped_base(cls), self).__reduce_ex__(protocol)
     if (original.__reduce_ex__, original.__reduce__) != (object.__reduce_ex__, object.__reduce__):
         return original.__reduce_ex__(self, protocol)  # the program's own code makes the copy
     _, _, state, *more = original.__reduce_ex__(self, max(protocol, 2))
     if isinstance(state, dict):  # a head is armed while its model's forward runs, its copy is not
-        state = {name: value for name, value in state.items() if not name.startswith("liger_")}
+        state = {name: value for name, value in state.items() if not name.startswith(ARMED)}
     return _rebuild, (original, cls.liger_match, cls.liger_digest), state, *more
 
 

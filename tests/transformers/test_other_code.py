@@ -247,11 +247,42 @@ class Counts(MLP):
     def hides(self):
         return type(self).__dict__
 
+    def gives_it_away(self, x, y):  # Python 3.13 joins loads and stores of names beside each other to one instruction
+        return x.index(y, self.__class__)
+
+    def is_exact_after_a_store(self, x):
+        y = x
+        return self.__class__ is Counts or y
+
+    def is_exact_by_another_name(self, x):
+        me = self
+        return type(me) is Counts
+
+    def is_exact_within(self):
+        return lambda: type(self) is Counts
+
 
 @pytest.mark.parametrize("name", [name for name in vars(Counts) if name[0] != "_" and name != "count"])
 def test_a_class_that_tells_a_subclass_from_itself_is_left(name):
     cls = type("OtherMLP", (MLP,), {name: vars(Counts)[name]})
     assert reason_of(cls()) == f"its {name}() does more with the instance's class than read an attribute of it"
+
+
+class Reads(MLP):
+    def by_type(self):
+        return type(self).__name__, type(self).mro_entries(self)
+
+    def by_class(self, x):
+        y = x
+        return f"{self.__class__} {y}"
+
+    @classmethod
+    def makes(cls, x):
+        return cls(x)
+
+
+def test_a_class_that_reads_attributes_of_its_class_is_replaced():
+    assert liger_hw.patch(Reads()).replaced
 
 
 def test_a_model_that_counts_its_calls_in_its_class_is_left():
