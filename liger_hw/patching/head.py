@@ -29,10 +29,10 @@ from liger_hw._torch import (
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.hooks import only_gathers
-from liger_hw.patching.lazy_logits import HeadFunction
+from liger_hw.patching.lazy_logits import HeadFunction, recording_and_hooks
 from liger_hw.patching.lora import HELPERS, layer_pins, variant
 from liger_hw.patching.match import Match
-from liger_hw.patching.swapping import patched_class, swap
+from liger_hw.patching.swapping import ARMED, patched_class, swap
 from liger_hw.patching.traced_logits import TracedLogits
 
 NOT_LINEAR_ANY_MORE = (
@@ -67,14 +67,19 @@ def armed(model, heads, forward):
 
 
 def _armed_forward(head):
-    """Return the `Forward` for which `head` is armed, or None."""
+    """Return the `Forward` for which `head` is armed, or None.
+
+    It is not within a checkpoint that the model's forward enters, which calls the head again in the backward.
+    """
     entry = head.__dict__.get(_entry_name())  # with an id, which that of a replica differs from
-    return entry[1] if entry is not None and entry[2] == id(head) else None
+    if entry is None or entry[1] is None or entry[2] != id(head):
+        return None
+    return entry[1] if torch.compiler.is_compiling() or entry[1].within == recording_and_hooks() else None
 
 
 def _entry_name():
     """Return the attribute by which this thread arms heads; copies leave it out."""
-    return f"liger_armed_{0 if torch.compiler.is_compiling() else threading.get_ident()}"
+    return f"{ARMED}{0 if torch.compiler.is_compiling() else threading.get_ident()}"
 
 
 def _only_multiplies(head):

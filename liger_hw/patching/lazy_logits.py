@@ -67,10 +67,17 @@ class Forward:
         recording: whether it still runs. Later steps compute at once: a program that divides the logits and reads the
             quotient after the optimizer's step gets the logits of this forward.
         unsharded: what FSDP2 has to shard again at its end.
+        within: whether autograd records it, and the hooks for saved tensors around it.
     """
 
     def __init__(self):
         self.recording, self.unsharded = True, []
+        self.within = None if torch.compiler.is_compiling() else recording_and_hooks()
+
+
+def recording_and_hooks():
+    """Return whether autograd records, and the innermost hooks for saved tensors."""
+    return torch.is_grad_enabled(), saved_tensors_hooks()
 
 
 class Source:
@@ -88,11 +95,11 @@ class Source:
         named = [*zip(NAMES, self.tensors), *(("weights", part.detach()) for part in parts)]
         self._seen = [(name, t, *_fingerprint(t)) for name, t in named if t is not None]
 
-    def changes(self, names):
+    def changes(self, names, sums_too=True):
         """Yield (name, what happened) of the head's tensors that changed since the forward.
 
         Some programs write without a new version number (fused AdamW, `p.data`, `p.numpy()`), so this also compares
-        sums over all values.
+        sums over all values, for which the host waits for a GPU.
         """
         for name, tensor, version, sums in self._seen:
             if name not in names:
@@ -100,13 +107,13 @@ class Source:
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
                 yield name, "were sharded or freed"
                 continue
-            version_now, sums_now = _fingerprint(tensor)
-            if version_now != version or not all(map(torch.equal, sums_now, sums)):
+            version_now = None if version is None else tensor_version(tensor)
+            if version_now != version or sums_too and not all(map(torch.equal, _fingerprint(tensor)[1], sums)):
                 yield name, CHANGED
 
-    def check_unchanged(self, names=NAMES):
+    def check_unchanged(self, names=NAMES, sums_too=True):
         """Raise a RuntimeError if the head's tensors have changed since the forward."""
-        for name, change in self.changes(names):
+        for name, change in self.changes(names, sums_too):
             raise RuntimeError(
                 f"the logits of this forward were not computed and cannot be now: the head's {name} {change} since "
                 f"(an optimizer step?). Read outputs.logits before that, or {ADVICE}"
@@ -337,8 +344,8 @@ class LazyLogits(Deferred):
     def fuse(self, fused, ordinary, casts=True):
         """Apply `FusedFunction` to logits that fit."""
         call = self.cell.call
-        if not call.forward.recording:
-            self.cell.source.check_unchanged()
+        # while the model's forward runs, the host does not wait
+        self.cell.source.check_unchanged(sums_too=not call.forward.recording or self.device.type == "cpu")
         if call.has_a_loss:
             call.keep()
         call.has_a_loss = True

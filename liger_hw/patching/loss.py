@@ -25,6 +25,7 @@ from liger_hw.patching.lazy_logits import Forward, LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, attributes_in, attributes_read, foreign, read, read_function
+from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
 
 UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
@@ -248,12 +249,15 @@ class CausalLMMatch(ModelMatch):
     kind = "causal_lm"
 
     def pins(self, original):
-        return [Pin(original, "forward", original.forward), *_loss_pins()], set()
+        replaced = [Pin(original, name, getattr(original, name)) for name in ("forward", "loss_function")]
+        return [*replaced, *_loss_pins()], set()
 
     def members(self, original, unchanged):
         options = dict(self.options)
         linear, fused_ce = options["fused_linear_cross_entropy"], options["cross_entropy"]
         places = {name: i for i, name in enumerate(list(inspect.signature(original.forward).parameters)[1:])}
+        names = [name for name in LINEAR_CE_OPTIONS if name not in places]  # a model's own options are its forward's
+        takes_skip_logits = "skip_logits" in places
 
         def argument(name, args, kwargs):
             if name in kwargs:
@@ -263,8 +267,10 @@ class CausalLMMatch(ModelMatch):
         @functools.wraps(original.forward)
         def forward(self, *args, skip_logits=None, **kwargs):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
+            if takes_skip_logits and skip_logits is not None:
+                kwargs["skip_logits"], skip_logits = skip_logits, None
             skips = self.training if skip_logits is None else skip_logits
-            asked = [name for name in LINEAR_CE_OPTIONS if labelled and _is_given(kwargs.get(name))]
+            asked = [name for name in names if labelled and _is_given(kwargs.get(name))]
             served = kwargs.setdefault(SERVED, []) if asked else [True]
             lazily = linear and labelled and (skips or not {*PRODUCTS}.isdisjoint(asked)) and unchanged(self)
             heads = patched_heads(head_of(self), take_new=lazily)
@@ -281,8 +287,10 @@ class CausalLMMatch(ModelMatch):
         original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
         def loss_function(self):
+            if not unchanged(self):
+                return super(swapped_base(type(self)), self).loss_function
             chosen = original_loss_function(self)
-            known = _is_causal_lm_loss(chosen) and unchanged(self)
+            known = _is_causal_lm_loss(chosen)
             return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
 
         return self.members_for_adapters() | {
@@ -351,6 +359,8 @@ def _finish(outputs, skips, in_replica):
         skips: the caller reads no logits. nn.DataParallel gathers its replicas' outputs, so these then have none.
     """
     is_tuple = isinstance(outputs, tuple)
+    if not isinstance(outputs, (tuple, dict)):  # of a model's own kind; logits in it stay lazy
+        return tree_map_only(TracedLogits, TracedLogits.computed, outputs)
     values = outputs if is_tuple else (outputs.get("logits"),)
     lazy = next((value for value in values if isinstance(value, UNCOMPUTED)), None)
     extras = {} if lazy is None else lazy.by_products
@@ -360,20 +370,22 @@ def _finish(outputs, skips, in_replica):
         outgoing = lazy.computed()  # without a loss, the caller's own will read them
     else:
         outgoing = UnreadableLogits() if isinstance(lazy, TracedLogits) else lazy
-    if is_tuple:
-        outputs = tuple(outgoing if value is lazy else value for value in outputs)
+    if is_tuple:  # a named one stays one
+        outputs = getattr(outputs, "_make", tuple)(outgoing if value is lazy else value for value in outputs)
     elif in_replica and skips:
         outputs = type(outputs)(**(dict(outputs) | {"logits": None}))
     elif lazy is not None:
-        outputs.logits = outgoing
+        outputs["logits"] = outgoing
     return _with_by_products(outputs, extras)
 
 
 def _with_by_products(outputs, extras):
-    if isinstance(outputs, tuple):
-        return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
     if not extras:
         return outputs
+    if isinstance(outputs, tuple):
+        return outputs + tuple(extras[name] for name in BY_PRODUCTS if name in extras)
+    if type(outputs) is dict:
+        return outputs | extras
     if torch.compiler.is_compiling():  # Dynamo cannot trace the creation of a class
         for name, value in extras.items():
             setattr(outputs, name, value)
