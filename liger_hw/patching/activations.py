@@ -1,8 +1,9 @@
 """Replace activations of several operations, each of which saves a tensor, by one op."""
 
 from liger_hw.kernels.mlp.glu import activate
-from liger_hw.patching import probing, witnesses
+from liger_hw.patching import probing
 from liger_hw.patching.match import Match
+from liger_hw.patching.witnesses import Comparison
 
 WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # torch has the others as one operation
 PROBE_WIDTH = 64
@@ -38,6 +39,10 @@ def match_activation(module):
         return (probing.random_rows(probing.generator(), *shape, PROBE_WIDTH, dtype=dtype),)
 
     for activation in WRITTEN_OUT:
-        if witnesses.proves(module, original, lambda _, x, name=activation: activate.reference(x, name), case):
+
+        def replacement(_, x, activation=activation):
+            return activate.reference(x, activation)
+
+        if Comparison(original, replacement, case).proves(module):
             return ActivationMatch.of(activate, {"activation": activation}, {})
     return None

@@ -133,7 +133,7 @@ def match_experts(module):
             return op.reference(*gates.HALVES[split](gate_up), **options)
 
         constants = read(type(module), ("_apply_gate",)).constants
-        if witnesses.proves(module, original, replacement, case, constants=constants, shapes=((PROBE_ROWS,), (1,))):
+        if witnesses.Comparison(original, replacement, case, shapes=((PROBE_ROWS,), (1,))).proves(module, constants):
             names = {"split": split} | attributes
             return ExpertsMatch.of(op, options, names, methods=("_apply_gate",), bypassed=_children(module))
     return None

@@ -7,6 +7,7 @@ the projection of up before that of gate. With "up" None the MLP has no gate, an
 projections.
 """
 
+import functools
 import itertools
 
 import torch
@@ -147,7 +148,8 @@ def match_mlp(module):
     probe_dropouts = {name: torch.nn.Dropout(visible.pop(name)) for name in dropouts}
     bypassed = tuple((name, original_class(child)) for name, child in others.items())
     for roles in _projection_roles(projections):
-        cases = _cases(projections, roles)
+        case = functools.partial(_case, projections, roles)
+        cases = [(True, *case(dtype, scale=3)) for dtype in probing.DTYPES]
         for values, candidates in _candidates(module, dropouts, floats, visible):
 
             def probe(children, training, values=values):
@@ -155,26 +157,21 @@ def match_mlp(module):
                 parts = {name: probing.copy_in_mode(part, training) for name, part in parts.items()}
                 return probing.copy_of(module, {}, parts, training=training, **values)
 
-            def original(x, children, probe=probe, training=True):
+            def original(training, x, children, probe=probe):
                 return type(module).forward(probe(children, training), x)
 
             expected = probing.outputs(original, cases)
             for op, options, more_roles in candidates if expected else ():
                 names = roles | more_roles
 
-                def replacement(x, children, probe=probe, names=names, op=op, options=options, training=True):
+                def replacement(training, x, children, probe=probe, names=names, op=op, options=options):
                     return compute(probe(children, training), names, x, op.reference, options)
 
                 without_up = names.get("up", "") is None
                 if (op is activate or not without_up) and probing.reproduces(replacement, expected, cases):
-                    witnesses.confirm(
-                        lambda training, *args, original=original: original(*args, training=training),
-                        lambda training, *args, replacement=replacement: replacement(*args, training=training),
-                        lambda dtype, shape, roles=roles: _case(projections, roles, dtype, shape),
-                        constants=witnesses.constants_of(module),
-                        in_place=False,  # a hook may keep what a projection returned
-                    )
-                    calls = _called_projections(original, _case(projections, roles, torch.float32))
+                    # in_place=False, as a hook may keep what a projection returned
+                    witnesses.Comparison(original, replacement, case, in_place=False).confirm(module)
+                    calls = _called_projections(original, case(torch.float32))
                     if sorted(calls) != sorted(projections):
                         raise witnesses.Objection("computes with its projections without a call of them")
                     if calls[0] == names.get("up"):
@@ -201,7 +198,7 @@ def _called_projections(original, case):
             return torch.nn.Linear.__call__(self, *args)
 
         child.__class__ = type("Linear", (torch.nn.Linear,), {"__call__": call})
-    probing.outputs(original, [(x, children)])
+    probing.outputs(original, [(True, x, children)])
     return calls
 
 
@@ -253,10 +250,6 @@ def _projection_roles(projections):
         return [dict(zip(("gate", "up", "down"), order)) for order in itertools.permutations(projections)]
     forms = {"up_first": False}, {"up_first": True}, {"up": None}
     return [{"gate": gate, "down": down} | form for gate, down in itertools.permutations(projections) for form in forms]
-
-
-def _cases(projections, names):
-    return [_case(projections, names, dtype, scale=3) for dtype in probing.DTYPES]
 
 
 def _case(projections, names, dtype, shape=(2, 5), scale=1):

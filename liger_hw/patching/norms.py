@@ -118,29 +118,29 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     width = (weight.numel() if weight_name else _normalized_width(module)) or PROBE_WIDTH
     absent = {name: p for name, p in module._parameters.items() if p is None}
 
-    def original(x, weight, training=module.training):
+    def original(training, x, weight):
         parameters = absent | ({weight_name: weight} if weight_name else {})
         attributes = {"_buffers": {}, "training": training} | ({eps_name: eps} if eps_name else {})
         return type(module).forward(probing.copy_of(module, parameters, {}, **attributes), x)
 
-    def replacement(x, weight):
+    def replacement(_, x, weight):
         number = default_eps(x.dtype) if eps is None else eps
         learned = () if op is l2_norm else (weight if weight_name else None,)
         return op.reference(x, *learned, eps=number, **options)
 
     random = probing.generator()
 
-    def case(x_dtype, weight_dtype):
+    def rows(x_dtype, weight_dtype):
         # a small eps that the probe cannot change shows only in rows of the size of its square root
         scale = 3 if eps == PROBE_EPS else (default_eps(x_dtype) if eps is None else eps) ** 0.5
         x = scale * probing.random_rows(random, PROBE_ROWS, width, dtype=x_dtype)
-        return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))
+        return module.training, x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))
 
     exact = op is not layer_norm and type(module) is not torch.nn.RMSNorm  # torch's kernels sum in another order
-    if not probing.agree(original, replacement, [case(dtype, dtype) for dtype in probing.DTYPES], exact):
+    if not probing.agree(original, replacement, [rows(dtype, dtype) for dtype in probing.DTYPES], exact):
         return None
     narrow, wide = (
-        probing.agree(original, replacement, [case(*pair)], exact) for pair in (probing.DTYPES[::-1], probing.DTYPES)
+        probing.agree(original, replacement, [rows(*pair)], exact) for pair in (probing.DTYPES[::-1], probing.DTYPES)
     )
 
     def case(dtype, shape):
@@ -148,14 +148,8 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         x = probing.random_rows(random, *shape, width, dtype=dtype)
         return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype))
 
-    witnesses.confirm(
-        lambda training, *args: original(*args, training=training),
-        lambda training, *args: replacement(*args),
-        case,
-        constants=witnesses.constants_of(module),
-        exact=exact,
-        width_is_given=bool(weight_name),
-    )
+    comparison = witnesses.Comparison(original, replacement, case, exact, width_is_given=bool(weight_name))
+    comparison.confirm(module)
     names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
     if eps_name:
         names["eps"] = eps_name
@@ -196,6 +190,6 @@ def _match_layer_norm(module):
         def replacement(_, x, weight, bias=None, offset=offset):
             return layer_norm.reference(x, weight + offset, bias, PROBE_EPS)
 
-        if witnesses.proves(module, original, replacement, case, exact=False):
+        if witnesses.Comparison(original, replacement, case, exact=False).proves(module):
             return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
     return None

@@ -10,15 +10,17 @@ for one token or for fp16, `nan_to_num`. Two witnesses show that it does not:
    tensor but dtype and shape.
 """
 
-import inspect
+import functools
 import math
 import sys
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
 from liger_hw._torch import PLAIN, TorchDispatchMode, is_view_operation, operation_schema, tensor_version
 from liger_hw.patching import probing
+from liger_hw.patching.lengths import Lengths
 from liger_hw.patching.reading import KNOWN_PACKAGES, read
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,15 +45,6 @@ ROWS_TAKEN = {  # view -> the position of its dimension among the arguments
     "slice": 1, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "split_with_sizes": 2, "chunk": 2,
 }  # fmt: skip
 NO_END = (None, sys.maxsize)  # values of the argument `end` of a slice
-TOLD = {  # what code may learn of a tensor beside results that are tensors
-    "shape", "size", "numel", "nelement", "ndim", "dim", "ndimension", "dtype", "device", "is_floating_point",
-    "is_complex", "element_size", "itemsize",
-}  # fmt: skip
-STATE = {"requires_grad_", "grad", "_base", "retain_grad"}  # may give a tensor, and tell of the program
-SHAPING = {  # functions that take sizes and positions
-    "view", "reshape", "expand", "repeat", "unflatten", "split", "narrow", "broadcast_to", "zeros", "ones", "empty",
-    "new_zeros", "new_ones", "new_empty", "__getitem__",
-}  # fmt: skip
 
 
 def cover(x):
@@ -95,186 +88,8 @@ def _takes_rows(name, args, leading):
     return dim % max(x.ndim, 1) < min(leading, x.ndim - 1)
 
 
-class _Length:
-    """A number of tokens that tells `Lengths` when code reads its value.
-
-    It is no int, because Python's own functions would take its value unseen.
-    """
-
-    def __init__(self, value, seen_by):
-        self.value, self.seen_by = value, seen_by
-
-    def __index__(self):
-        self.seen_by.reads.add(_calling_place())
-        return self.value
-
-
-class _Shape(tuple):
-    def numel(self):
-        return math.prod(self)
-
-
-class Lengths(torch.overrides.TorchFunctionMode):
-    """Tell if code uses numbers of tokens, or reads the state of a tensor.
-
-    Attributes:
-        leading: how many first dimensions hold tokens.
-        width_is_given: the rows have the width that the module has.
-        reason: the first of them, or None.
-        reads: the places in code where something read the value of such a number.
-    """
-
-    def __init__(self, leading, width_is_given=False):
-        super().__init__()
-        self.leading, self.width_is_given, self.reason, self.reads = leading, width_is_given, None, set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.reads.discard(_calling_place())  # torch itself read its argument, then asked this mode
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        lengths = []
-        args, kwargs = _with_numbers((args, kwargs or {}), lengths)
-        if lengths and name not in SHAPING:
-            self.refuse("computes with the number of its tokens")
-        result = func(*args, **kwargs)
-        if name in STATE or name not in TOLD and not probing.tensors(result) and type(result) is not torch.dtype:
-            self.refuse(f"reads {name} of a tensor")
-        if name == "__getitem__" and _takes_tokens(*args, self.leading):
-            self.refuse("takes a part of its tokens")
-        if name in ("shape", "size") and isinstance(result, torch.Size):
-            return _Shape(
-                (*(_Length(number, self) for number in result[:-1]), *(_Width.of(n, self) for n in result[-1:]))
-            )
-        if name in ("numel", "nelement") or name == "size" and not _is_last(args, kwargs):
-            return _Length(result, self)
-        return _Width.of(result, self) if name == "size" else result
-
-    def refuse(self, reason):
-        """Keep the first reason."""
-        self.reason = self.reason or reason
-
-
-def _calling_place():
-    """Return the instruction that called the function that calls this one."""
-    frame = inspect.currentframe().f_back.f_back
-    return id(frame), frame.f_lasti
-
-
-def _with_numbers(value, lengths=None):
-    """Return arguments with numbers in the place of `_Length`s, which it appends to `lengths`."""
-    if isinstance(value, _Length):
-        if lengths is not None:
-            lengths.append(value)
-        return value.value
-    if isinstance(value, dict):
-        return {name: _with_numbers(item, lengths) for name, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_with_numbers(bound, lengths) for bound in (value.start, value.stop, value.step)))
-    if type(value) in (tuple, list, _Shape):
-        return type(value)(_with_numbers(item, lengths) for item in value)
-    return value
-
-
-def _takes_tokens(x, index, leading):
-    """Tell whether an index has a constant for one of the leading dimensions."""
-    index = [entry for entry in (index if isinstance(index, tuple) else (index,)) if entry is not None]
-    after = len(index) - 1 - index.index(...) if any(entry is ... for entry in index) else 0
-    before = index[: len(index) - after]
-    dims = [*range(len(before)), *range(x.ndim - after, x.ndim)]
-    bounds = [((e.start or None, e.stop or None) if isinstance(e, slice) else (e,)) for e in index]
-    return any(dim < min(leading, x.ndim - 1) and int in map(type, entry) for dim, entry in zip(dims, bounds))
-
-
-def _is_last(args, kwargs):
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return dim in (-1, args[0].ndim - 1)
-
-
-def _noticed(operation, verb):
-    def compute(self, *others):
-        self.seen_by.refuse(f"{verb} the number of its tokens")
-        return getattr(self.value, operation)(*map(_with_numbers, others))
-
-    return compute
-
-
-def _derived(operation):
-    def compute(self, *others):
-        result = getattr(self.value, operation)(*map(_with_numbers, others))
-        if result is NotImplemented:
-            self.seen_by.refuse("computes with the number of its tokens")
-        return _Length(result, self.seen_by) if type(result) is int else result
-
-    return compute
-
-
-for _operation in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "hash"):
-    setattr(_Length, f"__{_operation}__", _noticed(f"__{_operation}__", "compares"))
-for _operation in (
-    "repr", "format", "int", "float", "round", "truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod",
-    "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
-):  # fmt: skip
-    setattr(_Length, f"__{_operation}__", _noticed(f"__{_operation}__", "reads"))
-for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "neg"):
-    setattr(_Length, f"__{_operation}__", _derived(f"__{_operation}__"))
-
-
-class _Width(int):
-    """A number of columns that tells `Lengths` when code compares it."""
-
-    @classmethod
-    def of(cls, value, seen_by):
-        """Return a width of this value."""
-        width = cls(value)
-        width.seen_by = seen_by
-        return width
-
-
-def _width_method(operation, compares):
-    def compute(self, *others):
-        result = getattr(int, operation)(self, *others)
-        if compares and result is not NotImplemented and not self.seen_by.width_is_given:
-            self.seen_by.refuse("compares the width of its inputs")
-        return _Width.of(result, self.seen_by) if type(result) is int else result
-
-    return compute
-
-
-for _operation in ("lt", "le", "gt", "ge", "eq", "ne", "hash"):
-    setattr(_Width, f"__{_operation}__", _width_method(f"__{_operation}__", _operation != "hash"))
-for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
-    setattr(_Width, f"__{_operation}__", _width_method(f"__{_operation}__", False))
-
-
 class Objection(Exception):
     """Say why an op must not replace a module that ordinary rows matched."""
-
-
-def confirm(original, replacement, case, **options):
-    """Raise `Objection` unless both witnesses agree; arguments as `objection`."""
-    if reason := objection(original, replacement, case, **options):
-        raise Objection(reason)
-
-
-def proves(module, original, replacement, case, exact=True, constants=(), **options):
-    """Tell whether an op computes a module: on ordinary rows, then by both witnesses.
-
-    Args:
-        original, replacement, case, exact: as in `objection`.
-        constants: numbers in other code than the module's and its children's classes.
-        options: of `objection`.
-
-    Raises:
-        Objection: ordinary rows agree, and a witness does not.
-    """
-    shape = options.get("shapes", SHAPES)[0]
-    cases = [(module.training, *_scaled(case(dtype, shape), ORDINARY)) for dtype in probing.DTYPES]
-    if not probing.agree(original, replacement, cases, exact):
-        return False
-    constants = constants_of(module) | set(constants)
-    confirm(original, replacement, case, constants=constants, exact=exact, **options)
-    return True
 
 
 def constants_of(module):
@@ -286,57 +101,141 @@ def constants_of(module):
     return numbers
 
 
-def objection(
-    original, replacement, case, constants=(), exact=True, shapes=SHAPES, other_shapes=OTHER_SHAPES, learned=None,
-    in_place=True, width_is_given=False,
-):  # fmt: skip
-    """Return why an op must not replace a module that ordinary rows matched, or None.
+@dataclass
+class Comparison:
+    """Compare what a module computes with what an op computes.
 
-    Args:
+    Attributes:
         original, replacement: functions of (training, *arguments); the second computes with the op's reference.
         case: (dtype, shape of the rows' leading dimensions) -> arguments, of which the first has deviation 1.
-        constants: numbers in the module's code and attributes.
         exact: False allows another order of fp32 sums.
         shapes: the leading dimensions.
         other_shapes: leading dimensions for which the module may raise an error.
         learned: how many of the first arguments get gradients; None: all.
-        width_is_given: the rows have the width of the module's, which its code may compare.
         in_place: the module may compute in place, which no child sees that the op does not call.
+        width_is_given: the rows have the width of the module's, which its code may compare.
     """
-    numbers = set()
-    for training in (True, False):
-        reason = _object_to_operations(original, replacement, case, training, shapes, numbers, in_place, width_is_given)
-        if reason:
-            return reason
-    for training in (True, False):
+
+    original: object
+    replacement: object
+    case: object
+    exact: bool = True
+    shapes: tuple = SHAPES
+    other_shapes: tuple = OTHER_SHAPES
+    learned: int | None = None
+    in_place: bool = True
+    width_is_given: bool = False
+
+    def proves(self, module, constants=()):
+        """Tell whether the op computes a module: on ordinary rows, then by both witnesses.
+
+        Args:
+            constants: numbers in other code than the module's and its children's classes.
+
+        Raises:
+            Objection: ordinary rows agree, and a witness does not.
+        """
+        rows = [_scaled(self.case(dtype, self.shapes[0]), ORDINARY) for dtype in probing.DTYPES]
+        if not probing.agree(self.original, self.replacement, [(module.training, *args) for args in rows], self.exact):
+            return False
+        self.confirm(module, constants)
+        return True
+
+    def confirm(self, module, constants=()):
+        """Raise `Objection` unless both witnesses agree; arguments as `proves`."""
+        if reason := self.objection(constants_of(module) | set(constants)):
+            raise Objection(reason)
+
+    def objection(self, constants):
+        """Return why the op must not replace code that ordinary rows matched, or None.
+
+        Args:
+            constants: numbers in the code and its attributes.
+        """
+        numbers = {abs(float(constant)) for constant in constants}
+        for training in (True, False):
+            if reason := self._object_to_operations(training, numbers):
+                return reason
+        for training in (True, False):
+            for dtype in DTYPES:
+                for shown, args in self._rows(dtype, numbers):
+                    if not self._agrees(training, args):
+                        mode = "training" if training else "evaluation"
+                        return f"differs from the op in {str(dtype).removeprefix('torch.')}, {mode}, {shown}"
+                for shape in self.other_shapes:
+                    args = _scaled(self.case(dtype, shape), ORDINARY)
+                    runs = probing.outputs(self.original, [(training, *args)]) is not None
+                    if runs and not self._agrees(training, args):
+                        return f"differs from the op for inputs of {len(shape) + 1} dimensions"
+        return None if self._has_same_gradients() else "has other gradients than the op"
+
+    def _object_to_operations(self, training, numbers):
+        """Return why the operations differ, or None; add numbers among their arguments to `numbers`."""
+        first = None
         for dtype in DTYPES:
-            for shown, args in _rows(case, dtype, shapes, {abs(float(c)) for c in constants} | numbers):
-                if not _agrees(original, replacement, training, args, exact):
-                    mode = "training" if training else "evaluation"
-                    return f"differs from the op in {str(dtype).removeprefix('torch.')}, {mode}, {shown}"
-            for shape in other_shapes:
-                args = _scaled(case(dtype, shape), ORDINARY)
-                runs = probing.outputs(original, [(training, *args)]) is not None
-                if runs and not _agrees(original, replacement, training, args, exact):
-                    return f"differs from the op for inputs of {len(shape) + 1} dimensions"
-    args = case(torch.float32, shapes[0])
-    return None if _same_gradients(original, replacement, args, learned) else "has other gradients than the op"
+            for shape in self.shapes:
+                args = self.case(dtype, shape)
+                (names, seen), (reference, _) = (
+                    _operations(functools.partial(function, training, *args), args[0].ndim - 1, self.in_place)
+                    for function in (self.original, self.replacement)
+                )
+                if names is None or reference is None:
+                    return f"does not run in {str(dtype).removeprefix('torch.')}"
+                numbers |= seen
+                extra = next((name for name in names if not _is_explained(name, names, reference)), None)
+                if extra:
+                    return f"computes {extra}, which the op does not"
+                first = first or names
+                if names != first:
+                    differing = next(iter((names - first) + (first - names)))
+                    return f"computes {differing} for some dtypes or numbers of tokens only"
+        args = self.case(torch.float32, self.shapes[0])
+        lengths = Lengths(args[0].ndim - 1, self.width_is_given)
+        try:
+            probing.run(lambda: self.original(training, *args), lengths)
+        except Exception:  # a model's own code may raise any exception
+            return lengths.reason or "does not run"
+        return lengths.reason or ("reads the number of its tokens" if lengths.reads else None)
 
+    def _rows(self, dtype, constants):
+        """Yield (description, arguments) of rows of every size and with special values."""
+        for shape in self.shapes:
+            yield f"rows of shape {shape}", _scaled(self.case(dtype, shape), ORDINARY)
+        for scale in (LARGE, *_scales(constants)):
+            yield f"rows of size {scale:.3g}", _scaled(self.case(dtype, self.shapes[0]), scale)
+        for value in SPECIAL:
+            x, *rest = self.case(dtype, self.shapes[0])
+            x = x.clone()
+            x.view(-1, x.shape[-1])[0, 0] = value
+            in_parameter = "" if value else " in a parameter"  # code may ask for the class of a tensor
+            yield f"a row with {value}{in_parameter}", (torch.nn.Parameter(x) if in_parameter else x, *rest)
+        x, *rest = self.case(dtype, self.shapes[0])
+        yield "rows of zeros", (torch.zeros_like(x), *rest)
 
-def _rows(case, dtype, shapes, constants):
-    """Yield (description, arguments) of rows of every size and with special values."""
-    for shape in shapes:
-        yield f"rows of shape {shape}", _scaled(case(dtype, shape), ORDINARY)
-    for scale in (LARGE, *_scales(constants)):
-        yield f"rows of size {scale:.3g}", _scaled(case(dtype, shapes[0]), scale)
-    for value in SPECIAL:
-        x, *rest = case(dtype, shapes[0])
-        x = x.clone()
-        x.view(-1, x.shape[-1])[0, 0] = value
-        in_parameter = "" if value else " in a parameter"  # code may ask for the class of a tensor
-        yield f"a row with {value}{in_parameter}", (torch.nn.Parameter(x) if in_parameter else x, *rest)
-    x, *rest = case(dtype, shapes[0])
-    yield "rows of zeros", (torch.zeros_like(x), *rest)
+    def _agrees(self, training, args):
+        """Tell whether both give the same for these arguments, and the module leaves them as they are."""
+        versions = [tensor_version(x) for x in probing.tensors(args)]
+        try:
+            expected = probing.run(lambda: self.original(training, *args))
+        except Exception:  # a model's own code may raise any exception
+            return False
+        if versions != [tensor_version(x) for x in probing.tensors(args)]:
+            return False
+        try:
+            return probing.equal(probing.run(lambda: self.replacement(training, *args)), expected, self.exact)
+        except Exception:  # an op may refuse its arguments
+            return False
+
+    def _has_same_gradients(self):
+        args = self.case(torch.float32, self.shapes[0])
+        functions = self.original, self.replacement
+        gradients = [_gradients(lambda f=f: f(True, *args), args[: self.learned]) for f in functions]
+        if None in gradients:
+            return False
+        return all(
+            (a is None) == (b is None) and (a is None or (a - b).abs().max() <= 1e-3 * b.abs().max() + 1e-6)
+            for a, b in zip(*gradients)
+        )
 
 
 def _scaled(args, scale):
@@ -351,47 +250,8 @@ def _scales(constants):
     return [size for decade, size in decades.items() if decade not in known][:MOST_SCALES]
 
 
-def _agrees(original, replacement, training, args, exact):
-    versions = [tensor_version(x) for x in probing.tensors(args)]
-    try:
-        expected = probing.run(lambda: original(training, *args))
-    except Exception:  # a model's own code may raise any exception
-        return False
-    if versions != [tensor_version(x) for x in probing.tensors(args)]:
-        return False
-    try:
-        return probing.equal(probing.run(lambda: replacement(training, *args)), expected, exact)
-    except Exception:  # an op may refuse its arguments
-        return False
-
-
-def _object_to_operations(original, replacement, case, training, shapes, numbers, in_place, width_is_given):
-    first = None
-    for dtype in DTYPES:
-        for shape in shapes:
-            args = case(dtype, shape)
-            names, seen = _operations(lambda args=args: original(training, *args), args[0].ndim - 1, in_place)
-            reference, _ = _operations(lambda args=args: replacement(training, *args), args[0].ndim - 1, in_place)
-            if names is None or reference is None:
-                return f"does not run in {str(dtype).removeprefix('torch.')}"
-            numbers |= seen
-            extra = next((name for name in names if not _is_explained(name, names, reference)), None)
-            if extra:
-                return f"computes {extra}, which the op does not"
-            first = first or names
-            if names != first:
-                differing = next(iter((names - first) + (first - names)))
-                return f"computes {differing} for some dtypes or numbers of tokens only"
-    args = case(torch.float32, shapes[0])
-    lengths = Lengths(args[0].ndim - 1, width_is_given)
-    try:
-        probing.run(lambda: original(training, *args), lengths)
-    except Exception:  # a model's own code may raise any exception
-        return lengths.reason or "does not run"
-    return lengths.reason or ("reads the number of its tokens" if lengths.reads else None)
-
-
 def _operations(function, leading, in_place=True):
+    """Return (the operations that a function runs, or None if it fails; the numbers among their arguments)."""
     operations = _Operations(leading, in_place)
     try:
         probing.run(function, operations)
@@ -414,16 +274,6 @@ def _is_explained(name, names, reference):
     if name in ARITHMETIC or names[name] <= reference[name]:
         return True
     return any(name in group and not group.isdisjoint(reference) for group in SMOOTH)
-
-
-def _same_gradients(original, replacement, args, learned):
-    gradients = [_gradients(lambda f=f: f(True, *args), args[:learned]) for f in (original, replacement)]
-    if None in gradients:
-        return False
-    return all(
-        (a is None) == (b is None) and (a is None or (a - b).abs().max() <= 1e-3 * b.abs().max() + 1e-6)
-        for a, b in zip(*gradients)
-    )
 
 
 def _gradients(function, args):
