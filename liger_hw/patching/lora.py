@@ -24,10 +24,11 @@ from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
 from liger_hw.patching.match import Match, remember
 from liger_hw.patching.projection import Adapted
-from liger_hw.patching.reading import MISSING, Pin, read
+from liger_hw.patching.reading import Pin, read
 from liger_hw.patching.shared_inputs import result_of
 from liger_hw.patching.summary import Summary
 from liger_hw.patching.swapping import is_swapped, patched_class, swap
+from liger_hw.patching.values import MISSING
 
 logger = logging.getLogger("liger_hw")
 

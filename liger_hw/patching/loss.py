@@ -24,9 +24,10 @@ from liger_hw.patching.head import armed, match_heads, patched_heads
 from liger_hw.patching.lazy_logits import Forward, LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
-from liger_hw.patching.reading import Pin, attributes_in, attributes_read, foreign, read, read_function
+from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
+from liger_hw.patching.values import foreign
 
 UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from liger_hw.patching.pins import digest, functions_in, guard
-from liger_hw.patching.reading import Pin, add_entries, is_known, read, read_function
+from liger_hw.patching.reading import Pin, add_entries, read, read_function
+from liger_hw.patching.values import is_known
 
 
 @dataclass(frozen=True)

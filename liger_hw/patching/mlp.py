@@ -17,7 +17,8 @@ from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.projection import is_projection, project_both, project_down, return_new_memory
-from liger_hw.patching.reading import foreign, read
+from liger_hw.patching.reading import read
+from liger_hw.patching.values import foreign
 
 PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -30,6 +30,7 @@ from liger_hw._torch import (
 from liger_hw.patching import reading
 from liger_hw.patching.hooks import is_intercepted, original_class
 from liger_hw.patching.reading import Pin
+from liger_hw.patching.values import KNOWN_PACKAGES, MISSING, computes, is_bound, is_known, is_zero3_linear, may_compute
 from liger_hw.patching.witnesses import cover
 
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
@@ -67,7 +68,7 @@ def fact(value, within=()):
     within = *within, value
     if isinstance(value, functools.partial):
         held = value.func, value.args, value.keywords
-    elif reading.may_compute(value):
+    elif may_compute(value):
         raise Incomparable
     elif isinstance(value, dict):
         held = tuple(value.items())
@@ -85,7 +86,7 @@ def fact(value, within=()):
 def _class_attributes(cls):
     """Yield (name, value) of what a program's class holds for its instances."""
     for base in cls.__mro__:
-        if not reading.is_known(base) and base.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        if not is_known(base) and base.__module__.partition(".")[0] not in sys.stdlib_module_names:
             yield from (
                 item
                 for item in vars(base).items()
@@ -96,8 +97,8 @@ def _class_attributes(cls):
 def is_plain(value):
     """Tell whether a value cannot change as long as it is the same object."""
     if isinstance(value, type):
-        return reading.is_known(value) and not issubclass(value, torch.nn.Module)
-    return isinstance(value, COMPARABLE) and not reading.is_bound(value) and not reading.may_compute(value)
+        return is_known(value) and not issubclass(value, torch.nn.Module)
+    return isinstance(value, COMPARABLE) and not is_bound(value) and not may_compute(value)
 
 
 def _is_all_in_vars(value):
@@ -205,10 +206,10 @@ def _attribute_pin(module, path, children):
     for name in path[1:]:
         if isinstance(value, COMPARABLE) and not isinstance(value, (*NAMED, type, enum.Enum)):
             break
-        if isinstance(value, CONTAINERS) and name not in reading.PURE or reading.computes(value, name):
+        if isinstance(value, CONTAINERS) and name not in reading.PURE or computes(value, name):
             raise Incomparable(f"reads {'.'.join((*children, *fields, name))}, which other code computes")
-        further = getattr(value, name, reading.MISSING)
-        if further is reading.MISSING or callable(further) and not isinstance(further, COMPARABLE):
+        further = getattr(value, name, MISSING)
+        if further is MISSING or callable(further) and not isinstance(further, COMPARABLE):
             break
         value, fields = further, (*fields, name)
     shown = ".".join((*children, *fields))
@@ -287,7 +288,7 @@ def _changes_operations(kernel):
 def only_harmless_modes():
     """Tell whether every active mode is torch's or this package's, which change no operation."""
     return all(
-        type(mode).__module__.partition(".")[0] in reading.KNOWN_PACKAGES or type(mode) in HARMLESS_MODES
+        type(mode).__module__.partition(".")[0] in KNOWN_PACKAGES or type(mode) in HARMLESS_MODES
         for mode in (*active_dispatch_modes(), *active_function_modes())
     )
 
@@ -377,14 +378,14 @@ def code_guard(pins, classes=()):
         owner = owners.setdefault(id(pin.owner), f"o{len(owners)}")
         values |= {owner: pin.owner, f"v{index}": pin.value}
         current = f"{owner}.{pin.name}"
-        if pin.value is reading.MISSING:
+        if pin.value is MISSING:
             conditions.append(f"{pin.name!r} not in {owner}")
             continue
         if isinstance(pin.owner, dict):  # a subclass, such as ACT2FN, may build a new value for each look-up
             current = f"{owner}[{pin.name!r}]" if type(pin.owner) is dict else f"entry({owner}, {pin.name!r})"
         same = f"{current} is v{index}"
         if pin.value is LINEAR:
-            values["is_zero3_linear"] = reading.is_zero3_linear
+            values["is_zero3_linear"] = is_zero3_linear
             same = f"({same} or is_zero3_linear({current}))"
         conditions.append(same)
     members = Members(classes)

@@ -9,7 +9,6 @@ The code of torch, of this package and of Python itself is not read: a pin holds
 
 import builtins
 import dis
-import enum
 import functools
 import inspect
 import itertools
@@ -23,10 +22,8 @@ from typing import NamedTuple
 import torch
 
 from liger_hw._torch import LINEAR, OPERATIONS
+from liger_hw.patching import values
 
-MISSING = object()  # value of a pin whose name does not exist
-KNOWN_PACKAGES = ("torch", "liger_hw")
-KNOWN_LIBRARY = {"math", "operator", "functools", "itertools", "typing", "types", "collections", "abc", "enum"}
 UNREADABLE = {  # functions of Python whose effect the code does not show
     "globals", "locals", "eval", "exec", "compile", "open", "input", "id", "setattr", "delattr", "__import__", "print",
     "next", "iter", "vars", "dir", "repr", "ascii", "format", "hash",
@@ -57,10 +54,6 @@ UNUSED = {  # special methods that no operator or function of Python calls while
     "__reduce_ex__", "__getstate__", "__class_getitem__", "__prepare_scriptable__", "__getattribute__",
 }  # fmt: skip
 PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
-GENERATED = {  # members of a class by which it does not compute when code reads an object
-    "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
-}  # fmt: skip
-TRUSTED = ("torch", "transformers", "numpy", "liger_hw")  # packages whose properties of configurations change nothing
 CONTEXTS = torch.no_grad.__base__.__module__, torch.autocast.__module__  # modules whose decorators set a state of torch
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
@@ -83,6 +76,7 @@ class Code:
 
     Attributes:
         functions: the functions that may run, of the model's code.
+        waiting: those that are still to read.
         pins: the values that they read, apart from the instance's attributes.
         attributes: names of attributes that they read, of any object.
         names: these, and the identifiers among their string constants.
@@ -98,6 +92,7 @@ class Code:
     """
 
     functions: list = field(default_factory=list)
+    waiting: list = field(default_factory=list)
     pins: list = field(default_factory=list)
     attributes: set = field(default_factory=set)
     names: set = field(default_factory=set)
@@ -110,6 +105,11 @@ class Code:
     without_autocast: bool = False
     sets_autocast: bool = False
     reason: str | None = None
+
+    def include(self, further):
+        """Add what other code reads, and why it shows too little."""
+        self.pins += further.pins
+        self.refuse(further.reason)
 
     def refuse_state(self, name, is_torchs=False):
         """Refuse to read the state `name` of the program."""
@@ -124,30 +124,28 @@ class Code:
 
 def read(cls, methods=("forward",)):
     """Return the `Code` of methods of a class, and of all functions that they name."""
-    code, waiting = Code(without_autocast=issubclass(cls, torch.nn.LayerNorm)), []
+    code = Code(without_autocast=issubclass(cls, torch.nn.LayerNorm))
     for name in ("__getattr__", "__getattribute__"):
         if getattr(cls, name, None) not in (getattr(torch.nn.Module, name), object.__getattribute__):
             code.refuse(f"defines {name}()")
-    members = {name for base in cls.__mro__ if not is_known(base) for name in vars(base) if name.endswith("__")}
+    members = {name for base in cls.__mro__ if not values.is_known(base) for name in vars(base) if name.endswith("__")}
     if special := next((name for name in sorted(members - UNUSED) if callable(getattr(cls, name))), None):
         code.refuse(f"belongs to a class that defines {special}()")
     for name in methods:
-        method = inspect.getattr_static(cls, name, MISSING)
+        method = inspect.getattr_static(cls, name, values.MISSING)
         if isinstance(method, types.FunctionType):
             code.pins.append(Pin(cls, name, method))
-            waiting += [method, *_functions_to_read(method)]
-        elif method is not MISSING:
+            code.waiting += [method, *_functions_to_read(method)]
+        elif method is not values.MISSING:
             code.refuse(f"its {name} is no function of Python")
-    _read_functions(code, waiting, cls, methods)
+    _read_functions(code, cls, methods)
     return code
 
 
 def read_function(function):
     """Return the `Code` of a function, and of all functions that it names."""
-    code = Code()
-    if isinstance(function, types.MethodType):
-        function = function.__func__
-    _read_functions(code, [function], None)
+    code = Code(waiting=[function.__func__ if isinstance(function, types.MethodType) else function])
+    _read_functions(code)
     return code
 
 
@@ -164,13 +162,9 @@ def add_entries(code, strings):
                 code.refuse(f"reads {name}[{key!r}], whose contents may change")
             for value in entry if isinstance(entry, tuple) else (entry,):
                 if isinstance(value, type) and issubclass(value, torch.nn.Module):
-                    further = read(value)
-                    code.pins += further.pins
-                    code.refuse(further.reason)
+                    code.include(read(value))
                 elif isinstance(value, types.FunctionType):
-                    further = read_function(value)
-                    code.pins += further.pins
-                    code.refuse(further.reason)
+                    code.include(read_function(value))
     code.registries = []
     return code
 
@@ -180,8 +174,8 @@ def _is_entry(entry):
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], dict):
         return isinstance(entry[0], type)
     if isinstance(entry, type):
-        return issubclass(entry, torch.nn.Module) or not _is_model_class(entry)
-    return is_constant(entry) and not isinstance(entry, types.ModuleType)
+        return issubclass(entry, torch.nn.Module) or not values.is_model_class(entry)
+    return values.is_constant(entry) and not isinstance(entry, types.ModuleType)
 
 
 def read_globals(function, called=()):
@@ -190,7 +184,7 @@ def read_globals(function, called=()):
     Args:
         called: names of globals that the copy has other functions for, which the code may only call.
     """
-    code = Code(pins=_function_pins(function))
+    code, namespace = Code(pins=_function_pins(function)), function.__globals__
     for instructions in all_code(function.__code__):
         for instruction in instructions_of(instructions):
             name, argument = instruction.opname, instruction.argval
@@ -203,7 +197,7 @@ def read_globals(function, called=()):
             elif name == "LOAD_GLOBAL" and argument in ("globals", "eval", "exec"):
                 code.refuse(f"calls {argument}()")
             elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
-                code.pins.append(Pin(function.__globals__, argument, function.__globals__.get(argument, MISSING)))
+                code.pins.append(Pin(namespace, argument, namespace.get(argument, values.MISSING)))
     return code
 
 
@@ -222,83 +216,61 @@ def attributes_in(*packages):
     }
 
 
-def is_known(function):
-    """Tell whether a function or class is torch's, this package's or Python's."""
-    return _package(function) in (*KNOWN_PACKAGES, "builtins") or _is_known_library(function)
-
-
-def is_zero3_linear(function):
-    """Tell whether `function` is that by which ZeRO-3 replaces `torch.nn.functional.linear`.
-
-    It computes the same, and keeps no gathered weight until the backward.
-    """
-    module = sys.modules.get("deepspeed.runtime.zero.linear")
-    return module is not None and function is module.zero3_linear_wrap
-
-
-def foreign(pins, packages=("torch",)):
-    """Return the name of the first function in `pins` of another package, or None."""
-    others = type, types.MethodDescriptorType
-    functions = (pin for pin in pins if callable(pin.value) and not isinstance(pin.value, others))
-    return next((pin.name for pin in functions if _package(pin.value) not in packages), None)
-
-
-def _read_functions(code, waiting, cls, methods=()):
+def _read_functions(code, cls=None, methods=()):
     seen_names, seen_methods = {(cls, name) for name in methods}, set()
-    while waiting:
-        function = waiting.pop()
+    while code.waiting:
+        function = code.waiting.pop()
         if function in code.functions:
             continue
         code.functions.append(function)
-        _read_function(function, code, waiting)
+        _read_function(function, code)
         owners = () if cls is None else cls.__mro__ if "super" in code.names else (cls,)
         for owner, name in itertools.product(owners, sorted(code.names | {*methods})):
             if name in MODULE_ATTRIBUTES and name not in methods and _is_inherited(owner, name):
                 continue
             if (owner, name) not in seen_names and (owner is cls or name in vars(owner)):
                 seen_names.add((owner, name))
-                _read_class_attribute(owner, name, code, waiting)
+                _read_class_attribute(owner, name, code)
         for name in sorted(code.attributes - seen_methods):
             seen_methods.add(name)
             value = vars(torch.Tensor).get(name)  # `pins` notices new names, which hide methods in C++
             if isinstance(value, types.FunctionType):
                 code.pins.append(Pin(torch.Tensor, name, value))
-                waiting += _functions_to_read(value)
+                code.waiting += _functions_to_read(value)
     attributes_read.update(code.attributes)
-    for chain in code.chains:
-        member = MISSING if cls is None or len(chain) == 1 else inspect.getattr_static(cls, chain[0], MISSING)
-        if isinstance(member, (types.FunctionType, staticmethod)):
-            code.refuse(f"reads an attribute of its method {chain[0]}")
+    for name, *attributes in code.chains if cls else ():
+        if attributes and isinstance(inspect.getattr_static(cls, name, None), (types.FunctionType, staticmethod)):
+            code.refuse(f"reads an attribute of its method {name}")
 
 
 def _is_inherited(cls, name):
-    return inspect.getattr_static(cls, name, MISSING) is inspect.getattr_static(torch.nn.Module, name)
+    return inspect.getattr_static(cls, name, values.MISSING) is inspect.getattr_static(torch.nn.Module, name)
 
 
-def _read_class_attribute(cls, name, code, waiting):
+def _read_class_attribute(cls, name, code):
     """Pin an attribute of the class, and read the functions that it holds."""
-    value = inspect.getattr_static(cls, name, MISSING)
-    if value is MISSING:
+    value = inspect.getattr_static(cls, name, values.MISSING)
+    if value is values.MISSING:
         return
     if isinstance(value, staticmethod):
         value = value.__func__
     if isinstance(value, property):
         if not isinstance(value.fget, types.FunctionType):
             code.refuse(f"reads the property {name!r}, which is no function of Python")
-        waiting += [f for f in (value.fget,) if f is not None and not is_known(f)]
+        code.waiting += [f for f in (value.fget,) if f is not None and not values.is_known(f)]
     elif isinstance(value, types.FunctionType):
-        waiting += _functions_to_read(value)
+        code.waiting += _functions_to_read(value)
     elif isinstance(value, functools.cached_property):
         code.refuse(f"writes its attribute {name!r}")
-    elif not is_constant(value) or isinstance(value, (type, types.ModuleType, *DESCRIPTORS)):
+    elif not values.is_constant(value) or isinstance(value, (type, types.ModuleType, *values.DESCRIPTORS)):
         code.refuse(f"reads the class attribute {name!r}, whose contents may change")
-    waiting += functions_within(value)
+    code.waiting += _functions_within(value)
     code.pins.append(Pin(cls, name, value))
 
 
 def _functions_to_read(function):
     """Return a function of the model's code, which decorators of torch may enclose."""
-    while isinstance(function, types.FunctionType) and is_known(function) and not _sets_state(function):
+    while isinstance(function, types.FunctionType) and values.is_known(function) and not _sets_state(function):
         function = getattr(function, "__wrapped__", None)
     return [function] if isinstance(function, types.FunctionType) else []
 
@@ -307,34 +279,27 @@ def _sets_state(function):
     return function.__globals__.get("__name__") in CONTEXTS and hasattr(function, "__wrapped__")
 
 
-def functions_within(value):
+def _functions_within(value):
     """Return the functions of Python in a constant tuple, to read them."""
     if isinstance(value, (tuple, frozenset)):
-        return [function for item in value for function in functions_within(item)]
+        return [function for item in value for function in _functions_within(item)]
     return _functions_to_read(value)
 
 
-def content(cell):
-    """Return what a cell holds."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return MISSING
-
-
-def _read_function(function, code, waiting):
+def _read_function(function, code):
     if _sets_state(function):
         code.refuse("sets a state of torch by a decorator")
     code.pins += _function_pins(function)
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-    if not is_constant(defaults) or any(isinstance(value, type) and _is_model_class(value) for value in defaults):
+    if not values.is_constant(defaults):
         code.refuse(f"has a default argument in {function.__name__}() whose contents may change")
-    waiting += functions_within(defaults)
+    code.waiting += _functions_within(defaults)
     first = function.__code__.co_varnames[:1] if function.__code__.co_argcount else ()
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    scope = _Scope(first, cells, function.__globals__)
     for instructions in all_code(function.__code__):
-        _read_lookups(instructions, first, function.__globals__, code)
-        _read_instructions(instructions, function.__globals__, cells, first, code, waiting)
+        _read_lookups(instructions, scope, code)
+        _read_instructions(instructions, scope, code)
 
 
 def _function_pins(function):
@@ -366,7 +331,15 @@ def instructions_of(code):
     return listed
 
 
-def _read_instructions(instructions, namespace, cells, first, code, waiting):
+class _Scope(NamedTuple):
+    """Names that a function's code may load: its first argument, cells of enclosing functions, globals."""
+
+    first: tuple
+    cells: dict
+    namespace: dict
+
+
+def _read_instructions(instructions, scope, code):
     # names in tuples are those of `case` clauses
     strings = itertools.chain(instructions.co_consts, *(c for c in instructions.co_consts if isinstance(c, tuple)))
     code.names.update(c for c in strings if isinstance(c, str) and c.isidentifier())
@@ -393,16 +366,16 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.chains.update([tuple(chain)] if chain else ())
             code.compared.update([tuple(chain)] if name in ("COMPARE_OP", "CONTAINS_OP") else ())
         elif kind:
-            _read_chain(kind, chain, namespace, cells, code, waiting, _takes_an_entry(listed[place:]))
+            _read_chain(kind, chain, scope, _takes_an_entry(listed[place:]), code)
         kind, chain = None, []
         if name is None:
             break
         argument = instruction.argval
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             kind, chain = "global", [argument]
-        elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF") and argument in cells:
+        elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF") and argument in scope.cells:
             kind, chain = "cell", [argument]
-        elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and argument in first:
+        elif name.startswith(("LOAD_FAST", "LOAD_DEREF")) and argument in scope.first:
             kind = "self"
             if after.opname.startswith(("FORMAT", "CONVERT")) or before and before.argval == "str":
                 code.refuse("writes its module as text")
@@ -413,13 +386,13 @@ def _read_instructions(instructions, namespace, cells, first, code, waiting):
             code.refuse("compares objects by identity")  # also such that a program exchanges later
         elif name in STORES:
             code.refuse(f"writes the {STORES[name]} {argument!r}")
-        elif name in ("STORE_DEREF", "DELETE_DEREF") and argument in cells:
+        elif name in ("STORE_DEREF", "DELETE_DEREF") and argument in scope.cells:
             code.refuse(f"writes the variable {argument!r} of an enclosing function")
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             code.refuse("writes to an entry of a tensor or container")
         elif name == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START":
             code.refuse("catches exceptions")  # which rows of another size may raise
-        elif name == "IMPORT_NAME" and argument.partition(".")[0] not in KNOWN_PACKAGES:
+        elif name == "IMPORT_NAME" and argument.partition(".")[0] not in values.KNOWN_PACKAGES:
             code.refuse(f"imports {argument}")
 
 
@@ -431,7 +404,7 @@ def _takes_an_entry(instructions):
     )  # fmt: skip
 
 
-def _read_lookups(instructions, first, namespace, code):
+def _read_lookups(instructions, scope, code):
     """Note names that getattr and hasattr look up; refuse those that code computes."""
     listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
     for place, instruction in enumerate(listed):
@@ -448,26 +421,19 @@ def _read_lookups(instructions, first, namespace, code):
         loads = all(i.opname.startswith("LOAD") for i in default)
         if not is_constant_name or not loads or any(i.opname != "LOAD_ATTR" for i in default[1:]):
             code.refuse("computes the name of an attribute")
-        elif holder.argval in first:
+        elif holder.argval in scope.first:
             code.looked_up.add((*fields, name.argval))
-        elif not (holder.opname == "LOAD_GLOBAL" and _is_known_module(namespace.get(holder.argval))):
+        elif not (holder.opname == "LOAD_GLOBAL" and values.is_known_module(scope.namespace.get(holder.argval))):
             code.refuse(f"looks up {name.argval!r} of {holder.argval} by name")
 
 
-def _is_model_class(cls):
-    return not is_known(cls) and _package(cls) not in sys.stdlib_module_names
-
-
-def _is_known_module(value):
-    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in KNOWN_PACKAGES
-
-
-def _read_chain(kind, chain, namespace, cells, code, waiting, takes_an_entry):
+def _read_chain(kind, chain, scope, takes_an_entry, code):
     """Pin the value of a global name or a cell, and of its attributes."""
     name, *attributes = chain
+    namespace = scope.namespace
     if kind == "cell":
-        owner, value = cells[name], content(cells[name])
-        pin = Pin(owner, "cell_contents", value)
+        value = values.content(scope.cells[name])
+        pin = Pin(scope.cells[name], "cell_contents", value)
     elif name in namespace:
         value = namespace[name]
         pin = Pin(namespace, name, value)
@@ -475,10 +441,10 @@ def _read_chain(kind, chain, namespace, cells, code, waiting, takes_an_entry):
         if name in UNREADABLE:
             code.refuse(f"calls {name}()")
         code.names.update({"super"} & {name})
-        code.pins += [Pin(namespace, name, MISSING), Pin(vars(builtins), name, getattr(builtins, name))]
+        code.pins += [Pin(namespace, name, values.MISSING), Pin(vars(builtins), name, getattr(builtins, name))]
         return
     else:
-        code.pins.append(Pin(namespace, name, MISSING))
+        code.pins.append(Pin(namespace, name, values.MISSING))
         return
     code.pins.append(pin)
     if isinstance(value, dict) and (attributes or not takes_an_entry):
@@ -489,156 +455,66 @@ def _read_chain(kind, chain, namespace, cells, code, waiting, takes_an_entry):
         code.refuse(f"calls {name}.{attributes[0]}()")
     for attribute in attributes:
         is_function = isinstance(value, types.FunctionType)
-        if not isinstance(value, (types.ModuleType, type)) and not (is_function and is_known(value)):
+        if not isinstance(value, (types.ModuleType, type)) and not (is_function and values.is_known(value)):
             if is_function:
                 code.refuse(f"reads the attribute {attribute!r} of the function {value.__name__}")
             break
         if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
             return
-        owner, value = value, getattr(value, attribute, MISSING)
-        value = LINEAR if is_zero3_linear(value) else value
-        if value is MISSING or isinstance(value, types.MethodType) and not is_known(value.__func__):
+        owner, value = value, getattr(value, attribute, values.MISSING)
+        value = LINEAR if values.is_zero3_linear(value) else value
+        if value is values.MISSING or isinstance(value, types.MethodType) and not values.is_known(value.__func__):
             break
         pin = Pin(owner, attribute, value)
     else:
         if len(attributes) and not isinstance(pin.value, (types.ModuleType, torch.dtype, types.MethodType)):
             code.pins.append(pin)
-    _read_value(value, name, code, waiting)
+    _read_value(value, name, code)
 
 
-def _read_value(value, name, code, waiting):
+def _read_value(value, name, code):
     """Read the functions of a global value, and refuse what the code does not show."""
     if isinstance(value, types.MethodType):
-        if isinstance(value.__self__, type) and not is_known(value.__func__):
+        if isinstance(value.__self__, type) and not values.is_known(value.__func__):
             code.refuse(f"calls the class method {value.__func__.__qualname__}")
         value = value.__func__
     known_name = getattr(value, "__name__", None)
-    code.refuse_state(known_name, is_known(value))
-    if known_name in HIDDEN and is_known(value) and not isinstance(value, types.FunctionType):
+    code.refuse_state(known_name, values.is_known(value))
+    if known_name in HIDDEN and values.is_known(value) and not isinstance(value, types.FunctionType):
         code.refuse(f"calls {known_name} by another name")
-    if is_bound(value):
+    if values.is_bound(value):
         code.refuse(f"calls {name}, a method of an object whose contents may change")
-    if isinstance(value, types.FunctionType) and _is_known_library(value) and value.__closure__:
-        code.refuse(f"calls {name}, which {value.__globals__['__name__']} made")
-    if isinstance(value, types.FunctionType) and _package(value) in sys.stdlib_module_names and not is_known(value):
-        code.refuse(f"calls {value.__module__}.{value.__qualname__}")
-    elif isinstance(value, types.FunctionType) and not is_known(value):
-        waiting.append(value)
-    elif isinstance(value, types.FunctionType):
-        code.pins.append(Pin(value, "__code__", value.__code__))
-        waiting += _functions_to_read(value)
-    elif isinstance(value, types.ModuleType) or value is MISSING:
+    if isinstance(value, types.FunctionType):
+        _read_called(value, name, code)
+    elif isinstance(value, types.ModuleType) or value is values.MISSING:
         pass
     elif isinstance(value, type):
         code.sets_autocast |= issubclass(value, torch.autocast)
-        if issubclass(value, torch.autograd.Function) and not is_known(value):
+        if issubclass(value, torch.autograd.Function) and not values.is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
-        elif _is_model_class(value) and name != "__class__":  # a cell of that name serves super()
+        elif values.is_model_class(value) and name != "__class__":  # a cell of that name serves super()
             code.refuse(f"uses the class {value.__name__}, whose attributes may change")
         elif issubclass(value, torch.nn.Module) and value is not torch.nn.Module and name != "__class__":
-            further = read(value)
-            code.pins += further.pins
-            code.refuse(further.reason)
+            code.include(read(value))
     elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
-        if not is_known(value):
-            code.refuse(f"calls {_package(value)}.{value.__name__}")
+        if not values.is_known(value):
+            code.refuse(f"calls {values.package(value)}.{value.__name__}")
     elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
         code.registries.append((name, value))
-    elif not is_constant(value) and not isinstance(value, (logging.Logger, *OPERATIONS)):
+    elif not values.is_constant(value) and not isinstance(value, (logging.Logger, *OPERATIONS)):
         code.refuse(f"reads the global {name!r}, whose contents may change")
     elif isinstance(value, (tuple, frozenset)):
-        waiting += functions_within(value)
+        code.waiting += _functions_within(value)
 
 
-def is_constant(value):
-    """Tell whether a value cannot change as long as it is the same object."""
-    if isinstance(value, (tuple, frozenset)):
-        return (
-            not may_compute(value)
-            and not any(isinstance(v, types.ModuleType) for v in value)
-            and all(is_constant(v) and not (isinstance(v, type) and _is_model_class(v)) for v in value)
-        )
-    return isinstance(value, CONSTANT) and not is_bound(value) and not may_compute(value)
-
-
-def is_bound(value):
-    """Tell whether a function in C is a method of an object, such as `{}.get`."""
-    holder = getattr(value, "__self__", None) if isinstance(value, types.BuiltinFunctionType) else None
-    return holder is not None and not isinstance(holder, (types.ModuleType, type))
-
-
-def may_compute(value):
-    """Tell whether a value may compute, or change, when code reads it."""
-    cls = type(value)
-    if cls in PLAIN_CLASSES:
-        return False
-    if isinstance(value, (int, float, complex, str, bytes, tuple, frozenset)) and getattr(value, "__dict__", None):
-        return not isinstance(value, enum.Enum) or not vars(value).keys() <= ENUM_ATTRIBUTES
-    return any(_computes(base) for base in cls.__mro__)
-
-
-def computes(value, name):
-    """Tell whether an object computes an attribute by code of a program's class."""
-    if isinstance(value, (types.ModuleType, type, types.FunctionType)):
-        return False
-    member = inspect.getattr_static(type(value), name, MISSING)
-    held = name in getattr(value, "__dict__", ())
-    owners = [cls for cls in type(value).__mro__ if name in vars(cls) or not held and "__getattr__" in vars(cls)]
-    if member is not MISSING and not hasattr(type(member), "__get__") or held and member is MISSING:
-        owners = []
-    owners += [cls for cls in type(value).__mro__ if "__getattribute__" in vars(cls)]
-    return any(
-        _package(cls) not in TRUSTED
-        and not is_known(cls)
-        and cls not in (object,)
-        and _package(cls) not in sys.stdlib_module_names
-        for cls in owners
-    )
-
-
-def _computes(cls):
-    """Tell whether a program's class has functions that run when code uses its instances."""
-    if is_known(cls) or _package(cls) in (*TRUSTED, *sys.stdlib_module_names):
-        return False
-    return any(
-        name not in GENERATED
-        and (hasattr(type(member), "__get__") or isinstance(member, functools.partial))
-        and not isinstance(member, (type, *DESCRIPTORS, types.BuiltinFunctionType, types.MethodDescriptorType))
-        and not (isinstance(member, types.FunctionType) and _is_generated(member))
-        for name, member in vars(cls).items()
-    )
-
-
-def _is_generated(function):
-    """Tell whether dataclasses, namedtuple or enum made a method."""
-    return (
-        function.__code__.co_filename.startswith("<")
-        and function.__name__ == function.__code__.co_name
-        or is_known(function)
-    )
-
-
-DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-PLAIN_CLASSES = (int, float, bool, str, bytes, complex, tuple, type(None), types.FunctionType, types.ModuleType)
-ENUM_ATTRIBUTES = {"_value_", "_name_", "__objclass__", "_sort_order_", "_hashable_values_"}
-CONSTANT = (
-    int, float, complex, str, bytes, type(None), type(Ellipsis), type, torch.dtype, torch.device, torch.Size,
-    torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, slice,
-    types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.UnionType, types.GenericAlias,
-)  # fmt: skip
-
-
-def _package(value):
-    name = getattr(value, "__module__", None)
-    if isinstance(value, types.FunctionType):  # functools.wraps copies `__module__` to other functions
-        name = value.__globals__.get("__name__")
-    if name is None:
-        owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
-        name = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else "builtins"
-    return str(name).partition(".")[0]
-
-
-def _is_known_library(value):
-    package = _package(value)
-    return package in KNOWN_LIBRARY or package.removeprefix("_") in KNOWN_LIBRARY and package in sys.stdlib_module_names
+def _read_called(function, name, code):
+    """Read a function behind a global name; pin the code of one of torch or of Python."""
+    if values.is_known_library(function) and function.__closure__:
+        code.refuse(f"calls {name}, which {function.__globals__['__name__']} made")
+    if values.is_known(function):
+        code.pins.append(Pin(function, "__code__", function.__code__))
+        code.waiting += _functions_to_read(function)
+    elif values.package(function) in sys.stdlib_module_names:
+        code.refuse(f"calls {function.__module__}.{function.__qualname__}")
+    else:
+        code.waiting.append(function)

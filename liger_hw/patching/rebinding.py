@@ -2,7 +2,7 @@
 
 import types
 
-from liger_hw.patching.reading import content
+from liger_hw.patching.values import content
 
 
 def model_methods(cls):

@@ -20,10 +20,11 @@ from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
 from liger_hw.patching.probing import direct_parameters, positional_inputs
 from liger_hw.patching.projection import is_projection
-from liger_hw.patching.reading import is_known, read
+from liger_hw.patching.reading import read
 from liger_hw.patching.rotary import find_rotation, match_rotary, rotary_functions
 from liger_hw.patching.sorted_experts import match_sorted_experts
 from liger_hw.patching.swapping import patched_class
+from liger_hw.patching.values import is_known
 from liger_hw.patching.witnesses import Objection
 
 MATCHERS = (match_norm, match_gated_norm, match_mlp, match_experts, match_sorted_experts, match_activation)

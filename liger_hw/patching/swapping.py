@@ -14,8 +14,9 @@ import torch
 
 from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
-from liger_hw.patching.reading import TRUSTED, all_code, instructions_of
+from liger_hw.patching.reading import all_code, instructions_of
 from liger_hw.patching.rebinding import innermost
+from liger_hw.patching.values import TRUSTED
 
 logger = logging.getLogger("liger_hw")
 ARMED = "liger_armed_"  # how names of instance attributes of patched classes begin

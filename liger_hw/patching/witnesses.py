@@ -21,7 +21,8 @@ import torch
 from liger_hw._torch import PLAIN, TorchDispatchMode, is_view_operation, operation_schema, tensor_version
 from liger_hw.patching import probing
 from liger_hw.patching.lengths import Lengths
-from liger_hw.patching.reading import KNOWN_PACKAGES, read
+from liger_hw.patching.reading import read
+from liger_hw.patching.values import KNOWN_PACKAGES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
