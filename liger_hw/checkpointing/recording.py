@@ -8,17 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from liger_hw._torch import has_memory, is_plain, saved_tensors_hooks
+from liger_hw.checkpointing import operations
 from liger_hw.checkpointing.forward_mode import ForwardMode
-from liger_hw.checkpointing.operations import (
-    FREE,
-    MUTATES,
-    NUMBERED,
-    kind_of,
-    memory_of,
-    random_state,
-    tensors_in,
-    written,
-)
 
 
 @dataclass
@@ -132,7 +123,7 @@ class LayerRecorder(ForwardMode):
         @functools.wraps(pack)  # the module of this function tells ops that checkpointing is active
         def record(x):
             packed = pack(x)
-            if type(x) is torch.Tensor and memory_of(x) in self.producers:
+            if type(x) is torch.Tensor and operations.memory_of(x) in self.producers:
                 self.saved.append((x.detach(), weakref.ref(packed)))
             self.last, self.last_other = len(self.operations), len(self.others)
             return packed
@@ -143,7 +134,7 @@ class LayerRecorder(ForwardMode):
 
     def begin(self):
         parameters = self.layer.named_parameters()  # FSDP has just made them whole
-        self.parts = {memory_of(p): name.rpartition(".")[0] for name, p in parameters if has_memory(p)}
+        self.parts = {operations.memory_of(p): name.rpartition(".")[0] for name, p in parameters if has_memory(p)}
         self.start = self.clock.now()
 
     def leave_forward(self):
@@ -159,22 +150,22 @@ class LayerRecorder(ForwardMode):
         self.saved.clear()
 
     def see(self, operation, args, kwargs):
-        kind = kind_of(operation, args)
-        numbered = kind is NUMBERED
-        if kind is MUTATES:
-            for x in written(operation, args, kwargs):
-                if isinstance(producer := self.producers.get(memory_of(x)), Operation):
+        kind = operations.kind_of(operation, args)
+        numbered = kind is operations.NUMBERED
+        if kind is operations.MUTATES:
+            for x in operations.written(operation, args, kwargs):
+                if isinstance(producer := self.producers.get(operations.memory_of(x)), Operation):
                     producer.keepable = False
-        random_before = random_state(operation, self.clock.device) if numbered else None
-        start = self.clock.now() if kind is not FREE else None
+        random_before = operations.random_state(operation, self.clock.device) if numbered else None
+        start = self.clock.now() if kind is not operations.FREE else None
         results = operation(*args, **kwargs)
-        end = self.clock.now() if kind is not FREE else None
-        if kind is MUTATES:
+        end = self.clock.now() if kind is not operations.FREE else None
+        if kind is operations.MUTATES:
             self.others.append((start, end))
         self.collective |= "c10d" in getattr(operation, "namespace", "")
-        inputs = {memory_of(x) for x in tensors_in([*args, *kwargs.values()]) if has_memory(x)}
-        outputs = [x for x in tensors_in(results) if not is_plain(x) or x.numel()]
-        memory = {memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
+        inputs = {operations.memory_of(x) for x in operations.tensors_in([*args, *kwargs.values()]) if has_memory(x)}
+        outputs = [x for x in operations.tensors_in(results) if not is_plain(x) or x.numel()]
+        memory = {operations.memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
         new = {address: size for address, size in memory.items() if address not in inputs}
         part = next((self.parts[address] for address in inputs if address in self.parts), None)
         if not numbered and part is None:
@@ -184,7 +175,7 @@ class LayerRecorder(ForwardMode):
         if numbered:
             keepable = bool(new) and len(new) == len(outputs)  # every result has memory of its own
             if random_before is not None:
-                keepable &= torch.equal(random_before, random_state(operation, self.clock.device))
+                keepable &= torch.equal(random_before, operations.random_state(operation, self.clock.device))
             self.times.append((start, end))
             name = operation.__name__.partition(".")[0].strip("_")
             self.operations.append(Operation(operation, part or name, sum(new.values()), keepable))

@@ -4,17 +4,7 @@ import contextlib
 
 import torch
 
-from liger_hw._torch import (
-    BatchNormBase,
-    has_tangents,
-    is_plain,
-    is_view,
-    saved_tensors_may_change,
-    storage_id,
-    tensor_version,
-    transforms_active,
-    without_dispatch_modes,
-)
+from liger_hw import _torch
 
 
 def can_recompute(*tensors) -> bool:
@@ -23,7 +13,7 @@ def can_recompute(*tensors) -> bool:
     It cannot under torch.func's transforms and forward-mode AD, which torch's checkpointing does not know, and within
     `allow_mutation_on_saved_tensors`, which keeps values of saved tensors alone.
     """
-    return not (transforms_active() or has_tangents(tensors) or saved_tensors_may_change())
+    return not (_torch.transforms_active() or _torch.has_tangents(tensors) or _torch.saved_tensors_may_change())
 
 
 class _Applied(torch.nn.Module):
@@ -46,10 +36,10 @@ def with_these_weights(function, module):
     shards are left to it: before and after they are whole they are DTensors, or whole ones are views.
     """
     parameters = [
-        (owner, name, x, tensor_version(x))
+        (owner, name, x, _torch.tensor_version(x))
         for owner in module.modules()
         for name, x in owner._parameters.items()
-        if x is not None and is_plain(x)
+        if x is not None and _torch.is_plain(x)
     ]
     buffers = _Buffers(module)
 
@@ -74,10 +64,10 @@ def with_these_weights(function, module):
     def run_with_parameters(*args):
         replaced = []
         for owner, name, x, version in parameters:
-            if tensor_version(x) != version and not is_view(x):
+            if _torch.tensor_version(x) != version and not _torch.is_view(x):
                 refuse(owner, name)
             now = owner._parameters.get(name)
-            if now is not x and now is not None and is_plain(now) and not is_view(now):
+            if now is not x and now is not None and _torch.is_plain(now) and not _torch.is_view(now):
                 replaced.append((owner, name, x))
         if not replaced:
             return function(*args)
@@ -102,10 +92,10 @@ class _Buffers:
             (owner, name, x, _version(x))
             for owner in module.modules()
             for name, x in owner._buffers.items()
-            if x is None or is_plain(x) and x.layout is torch.strided and not x.is_meta
+            if x is None or _torch.is_plain(x) and x.layout is torch.strided and not x.is_meta
         ]
         copied = [x for _, _, x, _ in self.entries if x is not None and not x.requires_grad]
-        self.copies = {storage_id(x): x.untyped_storage().clone() for x in copied}
+        self.copies = {_torch.storage_id(x): x.untyped_storage().clone() for x in copied}
         self.forward_is_over = False
 
     def after_forward(self):
@@ -115,9 +105,9 @@ class _Buffers:
         """
         self.forward_is_over = True
         written = {
-            storage_id(x)
+            _torch.storage_id(x)
             for owner, _, x, version in self.entries
-            if x is not None and (_version(x) != version or isinstance(owner, BatchNormBase))
+            if x is not None and (_version(x) != version or isinstance(owner, _torch.BatchNormBase))
         }
         self.copies = {memory: copy for memory, copy in self.copies.items() if memory in written}
 
@@ -125,7 +115,7 @@ class _Buffers:
         """List the owners and names of buffers that the program wrote to after the forward."""
         return [
             (owner, name) for owner, name, x, version in self.entries
-            if x is not None and storage_id(x) not in self.copies and _version(x) != version
+            if x is not None and _torch.storage_id(x) not in self.copies and _version(x) != version
         ]  # fmt: skip
 
     @contextlib.contextmanager
@@ -133,10 +123,10 @@ class _Buffers:
         """Give the module the buffers of before the forward; copies of written ones."""
         now = [(owner, name, owner._buffers.get(name, _MISSING)) for owner, name, _, _ in self.entries]
         try:
-            with without_dispatch_modes():
+            with _torch.without_dispatch_modes():
                 copies = {memory: copy.clone() for memory, copy in self.copies.items()}
                 for owner, name, x, _ in self.entries:
-                    copy = None if x is None else copies.get(storage_id(x))
+                    copy = None if x is None else copies.get(_torch.storage_id(x))
                     if copy is not None:
                         like = x.storage_offset(), x.shape, x.stride()
                         x = torch.empty(0, dtype=x.dtype, device=x.device).set_(copy, *like)
@@ -154,4 +144,4 @@ _MISSING = object()
 
 
 def _version(x):
-    return None if x is None or x.is_inference() else tensor_version(x)
+    return None if x is None or x.is_inference() else _torch.tensor_version(x)

@@ -16,16 +16,7 @@ import warnings
 
 import torch
 
-from liger_hw._torch import (
-    backward_hooks,
-    forward_hooks,
-    has_global_module_hooks,
-    is_plain,
-    keep_unsharded,
-    reshard_again,
-    saved_tensors_may_change,
-    transforms_active,
-)
+from liger_hw import _torch
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.hooks import only_gathers
@@ -58,7 +49,7 @@ def armed(model, heads, forward):
     finally:
         if forward is not None:
             forward.recording = False  # also after an error: a program may hold logits of the forward that failed
-            reshard_again(forward.unsharded)
+            _torch.reshard_again(forward.unsharded)
         for head, entry in zip(heads, before):
             if entry is None and not torch.compiler.is_compiling():  # torch 2.11 cannot trace `pop`
                 head.__dict__.pop(name, None)
@@ -88,7 +79,7 @@ def _only_multiplies(head):
     Hooks may read logits or gather the weight (offloading); only FSDP2's and ZeRO-3's hooks are known to be safe.
     Within `allow_mutation_on_saved_tensors` torch copies saved tensors, which it cannot do for logits without memory.
     """
-    unwatched = all(only_gathers(hook) for hook in forward_hooks(head))
+    unwatched = all(only_gathers(hook) for hook in _torch.forward_hooks(head))
     return "forward" not in head.__dict__ and unwatched and not _is_observed(head)
 
 
@@ -96,10 +87,10 @@ def _is_observed(head):
     """Tell whether a program may see calls of `head` without forward hooks."""
     return (
         hasattr(head, "parametrizations")
-        or not all(only_gathers(hook) for hook in backward_hooks(head))
-        or has_global_module_hooks()
-        or saved_tensors_may_change()
-        or transforms_active()  # torch.func needs autograd functions of another form
+        or not all(only_gathers(hook) for hook in _torch.backward_hooks(head))
+        or _torch.has_global_module_hooks()
+        or _torch.saved_tensors_may_change()
+        or _torch.transforms_active()  # torch.func needs autograd functions of another form
         or torch.jit.is_tracing()  # which records tensors with memory
     )
 
@@ -114,7 +105,7 @@ class HeadMatch(Match):
             """Skip the forward of a column-parallel head, whose hooks or own forward gather the logits."""
             # the attribute may be a parametrization, such as a spectral norm, which every read changes
             weight = self._parameters.get("weight")
-            sharded = weight is not None and not is_plain(weight) and not torch.compiler.is_compiling()
+            sharded = weight is not None and not _torch.is_plain(weight) and not torch.compiler.is_compiling()
             fits = sharded and _armed_forward(self) is not None and len(args) == 1 and not kwargs and unchanged(self)
             if fits and not _is_observed(self) and _ops_compute(self, args[0]):
                 logits = column_parallel_logits(self, args[0])
@@ -127,10 +118,10 @@ class HeadMatch(Match):
             if armed_forward is None or len(args) != 1 or kwargs or not _only_multiplies(self) or not unchanged(self):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
-            if not _ops_compute(self, hidden) or not is_plain(hidden, weight, self.bias):
+            if not _ops_compute(self, hidden) or not _torch.is_plain(hidden, weight, self.bias):
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
-                armed_forward.unsharded.extend(keep_unsharded(self))
+                armed_forward.unsharded.extend(_torch.keep_unsharded(self))
             if torch.compiler.is_compiling():
                 return TracedLogits.after(self, hidden)
             return HeadFunction.apply(hidden, weight, self.bias, armed_forward)
@@ -196,10 +187,10 @@ def _is_one_product(lora, x):
         bool(names)
         and not any(variant(lora, name) for name in names)  # such as DoRA
         and getattr(lora, "cast_input_dtype_enabled", True)
-        and all(_is_linear(m) and m.weight.dtype == base.weight.dtype and is_plain(m.weight) for m in linears)
+        and all(_is_linear(m) and m.weight.dtype == base.weight.dtype and _torch.is_plain(m.weight) for m in linears)
         and all(lora.lora_B[name].bias is None for name in names)
         and all(map(_only_multiplies, (lora, base, *(lora.lora_B[name] for name in names))))
-        and is_plain(x)
+        and _torch.is_plain(x)
         and _ops_compute(base, x)
     )
 

@@ -1,13 +1,6 @@
 """Tell whether a call of a module runs more than its own forward."""
 
-from liger_hw._torch import (
-    backward_hooks,
-    forward_hooks,
-    has_global_module_hooks,
-    has_hooks,
-    is_fsdp2_hook,
-    without_compiler_disabled,
-)
+from liger_hw import _torch
 
 
 def is_intercepted(module):
@@ -19,11 +12,11 @@ def is_intercepted(module):
     state = module.__dict__
     if "forward" in state or "_call_impl" in state or "_compiled_call_impl" in state:  # they replace its call
         return True
-    if not has_hooks(module):
+    if not _torch.has_hooks(module):
         return False
-    if has_global_module_hooks() or backward_hooks(module) or next(module.parameters(), None) is not None:
+    if _torch.has_global_module_hooks() or _torch.backward_hooks(module) or next(module.parameters(), None) is not None:
         return True
-    return not all(is_zero3_hook(hook) for hook in forward_hooks(module))
+    return not all(is_zero3_hook(hook) for hook in _torch.forward_hooks(module))
 
 
 def original_class(module):
@@ -35,12 +28,12 @@ def original_class(module):
 
 def only_gathers(hook):
     """Tell whether `hook` gathers and frees weights, and neither keeps nor changes outputs."""
-    return is_fsdp2_hook(hook) or is_zero3_hook(hook)
+    return _torch.is_fsdp2_hook(hook) or is_zero3_hook(hook)
 
 
 def is_zero3_hook(hook):
     """Tell whether `hook` is DeepSpeed's, by which ZeRO-3 gathers and frees weights."""
-    hook = without_compiler_disabled(hook)
+    hook = _torch.without_compiler_disabled(hook)
     if module_of(hook) == "deepspeed.utils.nvtx" and hook.__closure__:  # its decorator, which keeps no name
         hook = hook.__closure__[0].cell_contents
     return module_of(hook) == "deepspeed.runtime.zero.parameter_offload"

@@ -23,20 +23,7 @@ from itertools import zip_longest
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from liger_hw._torch import (
-    backward_keeps_graph,
-    hidden_from_modes,
-    saved_tensors_hooks,
-    share_memory,
-    storage_id,
-    tensor_version,
-    tensor_without_memory,
-    traced,
-    tree_map_only,
-    without_modes,
-    without_torch_function,
-    written_arguments,
-)
+from liger_hw import _torch
 from liger_hw.dispatch import Function
 from liger_hw.kernels.vocabulary._in_forward import refuse_written, version_of
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
@@ -77,7 +64,7 @@ class Forward:
 
 def recording_and_hooks():
     """Return whether autograd records, and the innermost hooks for saved tensors."""
-    return torch.is_grad_enabled(), saved_tensors_hooks()
+    return torch.is_grad_enabled(), _torch.saved_tensors_hooks()
 
 
 class Source:
@@ -107,7 +94,7 @@ class Source:
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
                 yield name, "were sharded or freed"
                 continue
-            version_now = None if version is None else tensor_version(tensor)
+            version_now = None if version is None else _torch.tensor_version(tensor)
             if version_now != version or sums_too and not all(map(torch.equal, _fingerprint(tensor)[1], sums)):
                 yield name, CHANGED
 
@@ -177,7 +164,7 @@ def _fingerprint(tensor):
     words = flat.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32}[flat.itemsize])
     whole = len(words) // BUCKETS * BUCKETS
     sums = words[:whole].view(-1, BUCKETS).sum(0), words[whole:].clone()
-    return None if tensor.is_inference() else tensor_version(tensor), sums
+    return None if tensor.is_inference() else _torch.tensor_version(tensor), sums
 
 
 # Tensors without memory -----------------------------------------------------------------------------------------------
@@ -214,13 +201,13 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def __new__(cls, cell):
-        tensor = tensor_without_memory(cls, cell.shape, cell.strides, cell.dtype, cell.device, NO_MEMORY)
+        tensor = _torch.tensor_without_memory(cls, cell.shape, cell.strides, cell.dtype, cell.device, NO_MEMORY)
         tensor.cell = cell
         return tensor if cell.values is None else tensor.computed()
 
     def computed(self):
         """Compute the values and return the tensor, which then has their memory, sizes and strides."""
-        share_memory(self, self.cell.read())
+        _torch.share_memory(self, self.cell.read())
         return self
 
     def as_subclass(self, cls):  # torch asks no `__torch_function__`
@@ -231,14 +218,14 @@ class Deferred(torch.Tensor):
         kwargs = kwargs or {}
         if func == SET_DATA:
             tensor, values = args
-            share_memory(tensor, values.detach())
+            _torch.share_memory(tensor, values.detach())
             tensor.cell = tensor.cell.with_values(values.detach())
             return None
         if func in NEED_MEMORY:
-            args, kwargs = tree_map_only(Deferred, _with_memory, (args, kwargs))
-        elif saved_tensors_hooks() is not None and func.__name__ != "__get__" and func not in FACTS:
-            tree_map_only(Deferred, Deferred.computed, (args, kwargs))  # the hooks may ask for memory
-        with without_torch_function():
+            args, kwargs = _torch.tree_map_only(Deferred, _with_memory, (args, kwargs))
+        elif _torch.saved_tensors_hooks() is not None and func.__name__ != "__get__" and func not in FACTS:
+            _torch.tree_map_only(Deferred, Deferred.computed, (args, kwargs))  # the hooks may ask for memory
+        with _torch.without_torch_function():
             return func(*args, **kwargs)
 
     @classmethod
@@ -246,18 +233,18 @@ class Deferred(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1]):
             return type(args[0])(args[0].cell)  # as an autograd function returns its own argument
-        written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, Deferred)]
+        written = [x for x in _torch.written_arguments(func, args, kwargs) if isinstance(x, Deferred)]
         with enable_reentrant_dispatch():  # without it autograd would not record, as the gradient of a loss needs
             for tensor in written:
                 tensor.cell.before_write()
-            args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.computed().cell.values, (args, kwargs))
+            args, kwargs = _torch.tree_map_only(Deferred, lambda tensor: tensor.computed().cell.values, (args, kwargs))
         result = func(*args, **kwargs)
         if not written:
             return result
         for tensor in written:
             tensor.computed()  # `set_` and `resize_` change memory, sizes and strides
         itself = {id(tensor.cell.values): tensor for tensor in written}  # autograd expects the written tensor itself
-        return tree_map_only(torch.Tensor, lambda tensor: itself.get(id(tensor), tensor), result)
+        return _torch.tree_map_only(torch.Tensor, lambda tensor: itself.get(id(tensor), tensor), result)
 
 
 def _with_memory(tensor):
@@ -305,7 +292,7 @@ class Cell:
                 self.call.keep()
                 inference = torch.inference_mode(self.source.tensors[0].is_inference())
                 # as in the forward, where the unpatched model computed them
-                with hidden_from_modes(), inference, torch.no_grad():
+                with _torch.hidden_from_modes(), inference, torch.no_grad():
                     if self.parent is not None and self.parent.values is not None:
                         self.values = apply_steps(self.parent.values, self.record.steps[-1:])
                     else:
@@ -363,7 +350,7 @@ class LazyLogits(Deferred):
             if func is T.detach and inspect.currentframe().f_back.f_globals.get("__name__") == ZERO3_HOOKS:
                 return LazyLogits(args[0].cell)  # within an autograd function that only waits for the backward
         if func in WATCHES:
-            tree_map_only(LazyLogits, lambda tensor: tensor.cell.call.keep(func in KEEPS), (args, kwargs))
+            _torch.tree_map_only(LazyLogits, lambda tensor: tensor.cell.call.keep(func in KEEPS), (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -413,7 +400,7 @@ class HeadFunction(FunctionOfLazyLogits):
         ctx.kept = [(name, version_of(tensor)) for name, tensor in kept]
         # hooks of a program may copy the tensors, which may then change; copies on a GPU would cost its memory.
         # The first is freed with the graph, after which torch refuses a second backward
-        ctx.save_for_backward(hidden.new_empty(0), *(x for _, x in kept if on_cpu and saved_tensors_hooks()))
+        ctx.save_for_backward(hidden.new_empty(0), *(x for _, x in kept if on_cpu and _torch.saved_tensors_hooks()))
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 
@@ -423,12 +410,12 @@ class HeadFunction(FunctionOfLazyLogits):
             return (None,) * 5
         _, *packed = ctx.saved_tensors  # torch's error, if the graph was freed; checkpointing allows one access
         source = ctx.call.kept
-        if not backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
+        if not _torch.backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
             ctx.call.kept = None
         copies, read = {}, []
         for (name, seen), unpacked in zip_longest(ctx.kept, packed):
             tensor = seen[0]()
-            if unpacked is not None and tensor is not None and storage_id(unpacked) != storage_id(tensor):
+            if unpacked is not None and tensor is not None and _torch.storage_id(unpacked) != _torch.storage_id(tensor):
                 copies[name] = unpacked
                 continue
             read.append(name)
@@ -488,7 +475,7 @@ class StepFunction(FunctionOfLazyLogits):
                 return LossGradient(grad.cell.before(shape, dtype)), None
             grad = grad.cell.values
         *before, step = ctx.steps
-        with without_modes():
+        with _torch.without_modes():
             with torch.no_grad():  # the derivative of other steps depends on no value
                 logits = ctx.call.source().logits(before) if step[0] == "tanh" else grad.new_empty((), dtype=dtype)
             logits = logits.expand(shape).requires_grad_()
@@ -551,7 +538,7 @@ def is_scalable(incoming):
     Not if it is infinite: products with infinite gradients of logits add up to NaN. On a GPU the host would wait for
     the answer, so there the gradients are infinite. A mode of the program may change the unfused products.
     """
-    unread = incoming.device.type != "cpu" or traced(incoming)
+    unread = incoming.device.type != "cpu" or _torch.traced(incoming)
     return only_harmless_modes() and (unread or bool(incoming.isfinite().all()))
 
 
@@ -586,7 +573,7 @@ class GradientCell:
     def read(self):
         if self.values is None:
             steps = self.loss.steps
-            with without_modes():
+            with _torch.without_modes():
                 with torch.no_grad():
                     leaf = (self.kept or self.loss.call.source()).logits(steps[: self.level])
                 leaf.requires_grad_()

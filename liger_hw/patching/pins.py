@@ -17,16 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import (
-    LINEAR,
-    TensorBase,
-    active_dispatch_modes,
-    active_function_modes,
-    constant_result,
-    dispatch_modes,
-    function_modes,
-    program_kernels,
-)
+from liger_hw import _torch
 from liger_hw.patching import reading
 from liger_hw.patching.hooks import is_intercepted, original_class
 from liger_hw.patching.reading import Pin
@@ -247,9 +238,9 @@ class Members:
 
         A program may put back what it replaced, as DeepSpeed does with `__new__` once it has built a model in shards.
         """
-        if any(map(_changes_operations, program_kernels - KERNELS)):
+        if any(map(_changes_operations, _torch.program_kernels - KERNELS)):
             return False
-        count = sum(len(members) for members, _, _ in self.classes) + len(program_kernels)
+        count = sum(len(members) for members, _, _ in self.classes) + len(_torch.program_kernels)
         sizes = count, len(reading.attributes_read)
         if sizes == self.sizes and self._are_put_back():
             return True
@@ -270,9 +261,9 @@ class Members:
 
 TENSORS = [
     (vars(cls), frozenset(vars(cls)), base)
-    for cls, base in ((torch.Tensor, TensorBase), (torch.nn.Parameter, torch.Tensor))
+    for cls, base in ((torch.Tensor, _torch.TensorBase), (torch.nn.Parameter, torch.Tensor))
 ]
-KERNELS = frozenset(program_kernels)
+KERNELS = frozenset(_torch.program_kernels)
 HIDES_ALL = {"__getattr__", "__getattribute__"}
 
 
@@ -289,7 +280,7 @@ def only_harmless_modes():
     """Tell whether every active mode is torch's or this package's, which change no operation."""
     return all(
         type(mode).__module__.partition(".")[0] in KNOWN_PACKAGES or type(mode) in HARMLESS_MODES
-        for mode in (*active_dispatch_modes(), *active_function_modes())
+        for mode in (*_torch.active_dispatch_modes(), *_torch.active_function_modes())
     )
 
 
@@ -370,7 +361,7 @@ def _partial(partial_fact):
 def code_guard(pins, classes=()):
     """Return a function that compares `Pin`s and names in classes, and looks for modes."""
     conditions, values = ["(not dispatch_modes() and not function_modes() or only_harmless_modes())"], {}
-    values |= {"dispatch_modes": dispatch_modes, "function_modes": function_modes}
+    values |= {"dispatch_modes": _torch.dispatch_modes, "function_modes": _torch.function_modes}
     values |= {"only_harmless_modes": only_harmless_modes}
     owners = {}
     unique = {(id(pin.owner), pin.name): pin for pin in (*COMMON, *pins)}
@@ -384,17 +375,17 @@ def code_guard(pins, classes=()):
         if isinstance(pin.owner, dict):  # a subclass, such as ACT2FN, may build a new value for each look-up
             current = f"{owner}[{pin.name!r}]" if type(pin.owner) is dict else f"entry({owner}, {pin.name!r})"
         same = f"{current} is v{index}"
-        if pin.value is LINEAR:
+        if pin.value is _torch.LINEAR:
             values["is_zero3_linear"] = is_zero3_linear
             same = f"({same} or is_zero3_linear({current}))"
         conditions.append(same)
     members = Members(classes)
     values |= {f"m{index}": names for index, (names, _, _) in enumerate(members.classes)}
     count = " + ".join(f"len({names})" for names in (*(f"m{i}" for i in range(len(members.classes))), "kernels"))
-    values["kernels"] = program_kernels
+    values["kernels"] = _torch.program_kernels
     conditions.append(f"({count} == members.count or members.are_unchanged())")
     values |= {"members": members, "entry": dict.__getitem__}
-    return constant_result(_generate("", conditions, values))
+    return _torch.constant_result(_generate("", conditions, values))
 
 
 def _generate(parameters, conditions, values):
