@@ -24,6 +24,8 @@ A program holds a tile of ROWS heads as two or three tensors. The pairs (x1, x2)
     backward    each program strides over all tiles of q, then of k, and sums dw of its tiles in registers
 """
 
+from typing import NamedTuple
+
 import torch
 
 from liger_hw._triton import tl, triton
@@ -407,30 +409,49 @@ def qk_norm_rope_backward(
         )  # fmt: skip
 
 
-def _numbers(q, k, q_weight, k_weight, unsqueeze_dim):
-    """Return a configuration's numbers: head size, heads normalised together, bytes of a value."""
-    together = [x.shape[unsqueeze_dim] for x, w in ((q, q_weight), (k, k_weight)) if _is_joint(x, w)]
+def _choice(q, heads):
+    """Return a configuration's numbers: head size, heads normalised together, bytes of a value.
+
+    `heads`: as in `_Numbers`.
+    """
+    together = [number for number, is_joint in heads if is_joint]
     return power_of_2(q.shape[3]), power_of_2(max(together, default=1)), q.element_size()
 
 
-def _launch_numbers(cos, q, k, q_weight, k_weight, unsqueeze_dim):
-    """Return numbers that both kernels take.
+class _Numbers(NamedTuple):
+    """Numbers that both kernels take.
 
-    They are the tokens of a sequence and of all, strides of the inputs, (heads, whether they are joint) of q and k, and
-    the constants up to the rounding.
+    Attributes:
+        choice: those of the configuration.
+        tokens: of a sequence, and of all.
+        strides: of the inputs.
+        heads: (number, whether they are normalised together) of q and k.
+        constants: up to the rounding.
     """
-    (angles, tokens, rotary_dim), (batch_stride, *cos_strides) = cos.shape, cos.stride()
-    q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
-    k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
-    q_joint, k_joint = _is_joint(q, q_weight), _is_joint(k, k_weight)
-    inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
-    strides = batch_stride if angles > 1 else 0, *cos_strides, *q_strides, *k_strides
-    constants = q_heads, k_heads, q.shape[3], rotary_dim, *inside, q_joint, k_joint
-    return (tokens, q.shape[0] * tokens), strides, ((q_heads, q_joint), (k_heads, k_joint)), constants
 
+    choice: tuple
+    tokens: tuple
+    strides: tuple
+    heads: tuple
+    constants: tuple
 
-def _tiles(config, tokens, heads, joint):
-    return tokens if joint else -(-tokens * heads // config["ROWS"])
+    @classmethod
+    def of(cls, cos, q, k, q_weight, k_weight, unsqueeze_dim):
+        """Return the numbers of a call."""
+        (angles, tokens, rotary_dim), (batch_stride, *cos_strides) = cos.shape, cos.stride()
+        q_heads, *q_strides = heads_and_strides(q, unsqueeze_dim)
+        k_heads, *k_strides = heads_and_strides(k, unsqueeze_dim)
+        q_joint, k_joint = _is_joint(q, q_weight), _is_joint(k, k_weight)
+        inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
+        strides = batch_stride if angles > 1 else 0, *cos_strides, *q_strides, *k_strides
+        constants = q_heads, k_heads, q.shape[3], rotary_dim, *inside, q_joint, k_joint
+        heads = (q_heads, q_joint), (k_heads, k_joint)
+        return cls(_choice(q, heads), (tokens, q.shape[0] * tokens), strides, heads, constants)
+
+    def tiles(self, config):
+        """Return the number of tiles of q and of k."""
+        tokens = self.tokens[1]
+        return [tokens if joint else -(-tokens * heads // config["ROWS"]) for heads, joint in self.heads]
 
 
 def _empty_results(q, k, unsqueeze_dim):
@@ -443,14 +464,13 @@ def _qk_norm_rope_forward(
     k_weight: torch.Tensor, eps: float, offset: float, casting_mode: str, unsqueeze_dim: int, layout: str,
     *, q_out, k_out,
 ):  # fmt: skip
-    numbers = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
-    tokens, strides, heads, constants = _launch_numbers(cos, q, k, q_weight, k_weight, unsqueeze_dim)
-    config = qk_norm_rope_forward_config(*numbers, device_of(q))
-    q_tiles, k_tiles = (_tiles(config, tokens[1], *each) for each in heads)
+    numbers = _Numbers.of(cos, q, k, q_weight, k_weight, unsqueeze_dim)
+    config = qk_norm_rope_forward_config(*numbers.choice, device_of(q))
+    q_tiles, k_tiles = numbers.tiles(config)
     launch(
         qk_norm_rope_forward, (q_tiles + k_tiles, 1, 1), config,
-        cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, *tokens, *strides, eps, offset, *constants,
-        numbers[1], casting_mode, *LAYOUTS[layout],
+        cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, *numbers.tokens, *numbers.strides, eps,
+        offset, *numbers.constants, numbers.choice[1], casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
 
 
@@ -473,18 +493,16 @@ def _qk_norm_rope_backward(
     k_weight: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, eps: float, offset: float,
     casting_mode: str, unsqueeze_dim: int, layout: str, q_grad: bool, k_grad: bool, weight_grad: bool, *, dq, dk, dw,
 ):  # fmt: skip
-    tokens, strides, heads, constants = _launch_numbers(cos, q, k, q_weight, k_weight, unsqueeze_dim)
+    numbers = _Numbers.of(cos, q, k, q_weight, k_weight, unsqueeze_dim)
     _, *dq_strides = heads_and_strides(dq_out, unsqueeze_dim)
     _, *dk_strides = heads_and_strides(dk_out, unsqueeze_dim)
-    numbers = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
-    config = qk_norm_rope_backward_config(*numbers, device_of(q))
-    tiles = max(_tiles(config, tokens[1], *each) for each in heads)
-    programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(tiles)
+    config = qk_norm_rope_backward_config(*numbers.choice, device_of(q))
+    programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(max(numbers.tiles(config)))
     sums = partial_sums(dw, programs)
     launch(
         qk_norm_rope_backward, (programs, 1, 1), config,
-        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, sums, *tokens, *strides, *dq_strides, *dk_strides,
-        eps, offset, *constants, numbers[1], casting_mode, *LAYOUTS[layout],
+        cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, sums, *numbers.tokens, *numbers.strides,
+        *dq_strides, *dk_strides, eps, offset, *numbers.constants, numbers.choice[1], casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
     add_partials(sums, dw)
 
@@ -507,7 +525,8 @@ def _(
 def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_dim, layout):
     check_kernel_dtype("k", k)
     options = eps, offset, casting_mode, unsqueeze_dim
-    head_dim, together, _ = _numbers(q, k, q_weight, k_weight, unsqueeze_dim)
+    heads = [(x.shape[unsqueeze_dim], _is_joint(x, w)) for x, w in ((q, q_weight), (k, k_weight))]
+    head_dim, together, _ = _choice(q, heads)
     if together * head_dim > widest_block(device_of(q), 4):  # a token's heads exceed the registers
         q, k = _normed(rms_norm, q, q_weight, *options), _normed(rms_norm, k, k_weight, *options)
         return rope(q, k, cos, sin, unsqueeze_dim, layout)
